@@ -1,0 +1,41 @@
+"""Megatron-style fully sharded data parallelism for PyTorch."""
+
+from megafsdp import checkpoint
+from megafsdp.buffer.uneven import full_tensor
+from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
+from megafsdp.fsdp.full_state import (
+    full_state_dict,
+    load_full_state_dict,
+    microbatch,
+    summon_full_params,
+)
+from megafsdp.fsdp.fully_shard import (
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    mark_main_weights_changed,
+)
+from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megafsdp.mesh.parallel_dims import ParallelDims
+from megafsdp.optimizer.clip import clip_grad_norm_
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParallelDims",
+    "checkpoint",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "full_tensor",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+    "load_full_state_dict",
+    "mark_main_weights_changed",
+    "microbatch",
+    "register_fsdp_forward_method",
+    "summon_full_params",
+]

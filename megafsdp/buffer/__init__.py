@@ -1,0 +1,1 @@
+"""Flat buffers: layouts, collectives, views, uneven DTensors."""

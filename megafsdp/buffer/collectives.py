@@ -1,0 +1,356 @@
+"""The one door to ``torch.distributed`` collectives.
+
+Everything that talks to other ranks goes through this file, hence it is the one place for what differs
+between torch versions and backends, for the byte view of dtypes that a backend refuses, and for the count
+of calls and bytes (:func:`record_collectives`). It knows tensors and process groups; what they mean is
+decided above.
+
+Data collectives return a :class:`Pending`. On gloo ``wait()`` blocks the calling thread, on NCCL it makes
+the current stream wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megafsdp.buffer.shard_sum import sum_shards
+from megafsdp.errors import expected
+
+T = TypeVar("T")
+
+# torch 2.13 renames the single-tensor collectives and warns about the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
+_MAX_QUOTED = 4
+
+
+@dataclass(slots=True)
+class CollectiveRecord:
+    """Calls and bytes of the collectives made while the record was open.
+
+    Attributes:
+        calls: Number of collectives by kind; the coalesced sub-buffers of a group count as one.
+        nbytes: Bytes by kind, measured on the full-size side of the flat buffers, padding included.
+        events: Every collective in order, as (kind, label).
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    nbytes: Counter[str] = field(default_factory=Counter)
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+
+# Process-wide like the process group itself: backward may run in other threads than the recording one.
+_open_records: list[CollectiveRecord] = []
+
+
+@contextlib.contextmanager
+def record_collectives() -> Iterator[CollectiveRecord]:
+    """Count this rank's collectives inside the context."""
+    record = CollectiveRecord()
+    _open_records.append(record)
+    try:
+        yield record
+    finally:
+        _open_records[:] = [r for r in _open_records if r is not record]
+
+
+def _count(kind: str, label: str, nbytes: int) -> None:
+    for record in _open_records:
+        record.calls[kind] += 1
+        record.nbytes[kind] += nbytes
+        record.events.append((kind, label))
+
+
+class Pending:
+    """A collective that was issued and may not be complete.
+
+    Args:
+        works: Handles to wait for.
+        finish: What to do once they are complete, on the thread that waits.
+    """
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(
+        self, works: Sequence[dist.Work | None] = (), finish: Callable[[], None] | None = None
+    ) -> None:
+        self._works = [work for work in works if work is not None]
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait for completion and run the finishing step; later calls return at once."""
+        works, self._works = self._works, []
+        finish, self._finish = self._finish, None
+        for work in works:
+            work.wait()
+        if finish is not None:
+            finish()
+
+    def discard(self) -> None:
+        """Wait for completion and drop the result: the finishing step never runs."""
+        self._finish = None
+        self.wait()
+
+
+def all_gather(
+    output: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    *,
+    group: dist.ProcessGroup,
+    label: str,
+) -> Pending:
+    """Gather this rank's shard of each sub-buffer from all ranks, in one coalesced launch.
+
+    Args:
+        output: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
+        shards: For each sub-buffer this rank's 1-D shard of ``S`` elements, of the same dtype.
+        group: Ranks that hold the shards, in shard order.
+        label: FQN of the unit, for counters and profilers.
+
+    Returns:
+        The pending collective. Neither side may be touched before ``wait()``.
+    """
+    _count("all_gather", label, sum(o.numel() * o.element_size() for o in output))
+    pairs = [(_wire_view(o), _wire_view(s)) for o, s in zip(output, shards, strict=True)]
+    with torch.profiler.record_function(f"megafsdp::all_gather {label}"):
+        if len(pairs) == 1:
+            (out, shard), *_ = pairs
+            return Pending([_all_gather_single(out, shard, group=group, async_op=True)])
+        with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
+            for out, shard in pairs:
+                _all_gather_single(out, shard, group=group)
+    return Pending([coalesced])
+
+
+def reduce_scatter(
+    output: Sequence[torch.Tensor],
+    partials: Sequence[torch.Tensor],
+    *,
+    group: dist.ProcessGroup,
+    scale: float,
+    accumulate: bool,
+    reduce_dtype: torch.dtype,
+    label: str,
+) -> Pending:
+    """Sum the ranks' partial buffers and keep this rank's shard of each sub-buffer.
+
+    ``output = [output +] scale * sum over ranks of partial[own shard]``. On gloo the shards travel in the
+    partials' dtype by all-to-all and are summed here in rank order, in fp32 or wider, straight into
+    ``output``. On NCCL the partials are cast to ``reduce_dtype`` and reduced by the library.
+
+    Args:
+        output: For each sub-buffer a 1-D tensor of ``S`` elements, in the main gradients' dtype.
+        partials: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
+        group: Ranks that own the shards, in shard order.
+        scale: Factor on the sum.
+        accumulate: True to add to ``output``, False to overwrite it.
+        reduce_dtype: Dtype of the sum where a library makes it.
+        label: FQN of the unit, for counters and profilers.
+
+    Returns:
+        The pending collective; ``output`` is written by its ``wait()``.
+    """
+    _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials))
+    works: list[dist.Work | None] = []
+    finishes: list[Callable[[], None]] = []
+    with torch.profiler.record_function(f"megafsdp::reduce_scatter {label}"):
+        for out, partial in zip(output, partials, strict=True):
+            exchange = _exchange if _is_gloo(group, partial.device) else _library_reduce_scatter
+            work, shards_of = exchange(partial, group, reduce_dtype)
+            works.append(work)
+            finishes.append(_summing(out, shards_of, scale, accumulate))
+
+    def finish() -> None:
+        for step in finishes:
+            step()
+
+    return Pending(works, finish)
+
+
+def _summing(
+    out: torch.Tensor, shards: Sequence[torch.Tensor], scale: float, accumulate: bool
+) -> Callable[[], None]:
+    return lambda: sum_shards(shards, out, scale=scale, accumulate=accumulate)
+
+
+def _exchange(
+    partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
+) -> tuple[dist.Work | None, list[torch.Tensor]]:
+    """Send each rank its chunk; return the shards to sum, in rank order."""
+    num_ranks, rank = group.size(), group.rank()
+    chunks = list(partial.chunk(num_ranks))
+    if num_ranks == 1:
+        return None, chunks
+    if num_ranks == 2:
+        # The own chunk stays where it is, which halves the bytes. With more ranks it lies between chunks
+        # that leave, and all_to_all_single sends one contiguous tensor.
+        received = torch.empty_like(chunks[0])
+        splits = [0 if r == rank else received.numel() for r in range(2)]
+        other = chunks[1 - rank]
+        work = dist.all_to_all_single(received, other, splits, splits, group=group, async_op=True)
+        return work, [chunks[r] if r == rank else received for r in range(2)]
+    received = torch.empty_like(partial)
+    work = dist.all_to_all_single(received, partial, group=group, async_op=True)
+    return work, list(received.chunk(num_ranks))
+
+
+def _library_reduce_scatter(
+    partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
+) -> tuple[dist.Work | None, list[torch.Tensor]]:
+    wire = partial.to(reduce_dtype)
+    reduced = wire.new_empty(wire.numel() // group.size())
+    return _reduce_scatter_single(reduced, wire, group=group, async_op=True), [reduced]
+
+
+def all_reduce_partials(
+    output: torch.Tensor,
+    partial: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    scale: float,
+    accumulate: bool,
+    reduce_dtype: torch.dtype,
+    label: str,
+) -> Pending:
+    """Sum a flat partial buffer over ranks: ``output = [output +] scale * sum``.
+
+    Args:
+        output: 1-D, in the main gradients' dtype.
+        partial: 1-D of the same length; overwritten where its dtype is ``reduce_dtype``.
+        group: Ranks to sum over.
+        scale: Factor on the sum.
+        accumulate: True to add to ``output``, False to overwrite it.
+        reduce_dtype: Dtype of the sum.
+        label: FQN of the unit, for counters and profilers.
+
+    Returns:
+        The pending collective; ``output`` is written by its ``wait()``.
+    """
+    wire = partial.to(reduce_dtype)
+    _count("all_reduce", label, wire.numel() * wire.element_size())
+    with torch.profiler.record_function(f"megafsdp::all_reduce {label}"):
+        work = dist.all_reduce(wire, group=group, async_op=True)
+    return Pending([work], _summing(output, [wire], scale, accumulate))
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    *,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    label: str = "",
+) -> None:
+    """Reduce a small tensor over ranks in place; returns when the result may be used.
+
+    Args:
+        tensor: Any shape, equal on all ranks.
+        op: ``"sum"``, ``"max"``, ``"min"`` or ``"avg"``.
+        group: Ranks to reduce over; None means all.
+        label: What for, for counters.
+    """
+    if dist.is_initialized():
+        _count("all_reduce", label, tensor.numel() * tensor.element_size())
+        dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group)
+
+
+def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> torch.Tensor:
+    """Gather equally long 1-D tensors and return them as ``(group.size(), numel)``."""
+    output = shard.new_empty(group.size() * shard.numel())
+    all_gather([output], [shard.contiguous()], group=group, label=label).wait()
+    return output.view(group.size(), shard.numel())
+
+
+def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's small picklable object, in rank order; ``[obj]`` without process groups."""
+    if not dist.is_initialized():
+        return [obj]
+    _count("all_gather_objects", "", 0)
+    objects: list[T] = [obj] * dist.get_world_size(group)
+    dist.all_gather_object(objects, obj, group=group)
+    return objects
+
+
+def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Return the small picklable object of rank ``src`` (its number within ``group``) on all ranks."""
+    if not dist.is_initialized():
+        return obj
+    _count("broadcast_object", "", 0)
+    holder = [obj]
+    dist.broadcast_object_list(holder, group=group, group_src=src)
+    return holder[0]
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Return when all ranks have called it."""
+    if dist.is_initialized():
+        _count("barrier", "", 0)
+        dist.barrier(group=group)
+
+
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank if any rank has an error; one small collective, called by all ranks.
+
+    Args:
+        error: This rank's error, or None.
+        group: Ranks that agree; None means all.
+
+    Raises:
+        Exception: ``error`` itself on the ranks that have one.
+        RuntimeError: On the others, quoting the first errors with their ranks.
+    """
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    failures = [(r, m) for r, m in enumerate(all_gather_objects(mine, group)) if m is not None]
+    if error is not None:
+        raise error
+    if failures:
+        quoted = "\n".join(f"rank {rank}: {message}" for rank, message in failures[:_MAX_QUOTED])
+        raise RuntimeError(f"{len(failures)} other rank(s) raised:\n{quoted}")
+
+
+def require_equal(value: str, *, what: str, group: dist.ProcessGroup, mend: str) -> None:
+    """Raise on all ranks alike if a string differs between ranks.
+
+    Args:
+        value: This rank's value.
+        what: What the value is, for the message.
+        group: Ranks that compare.
+        mend: How to mend a difference.
+
+    Raises:
+        ValueError: The values differ.
+    """
+    values = all_gather_objects(value, group)
+    if len(set(values)) > 1:
+        odd = [rank for rank, other in enumerate(values) if other != values[0]]
+        raise ValueError(
+            expected(
+                f"the same {what} on all ranks",
+                f"another one on ranks {odd[:8]} than on rank 0",
+                where="the first forward",
+                mend=mend,
+            )
+        )
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
+    return backends.get(device.type) == "gloo"
+
+
+def _wire_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a byte view of dtypes that backends do not know (FP8, FP4)."""
+    is_narrow_float = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+    return tensor.view(torch.uint8) if is_narrow_float else tensor

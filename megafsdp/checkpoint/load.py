@@ -1,0 +1,313 @@
+"""Load a checkpoint into any number of ranks, mesh and sharding strategy.
+
+Everything that can be wrong is found before anything is touched: the manifest, the size of every file, the
+checksum of every record that will be read, names, shapes, dtypes and parameter groups. Then the ranks agree,
+and each copies the stored chunks that meet its own regions. Two small collectives, whatever the number of
+tensors: the agreement, and the news that all ranks have finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint.agreement import agree, attempt, rank_and_world_size
+from megafsdp.checkpoint.manifest import Manifest, Record, read_manifest
+from megafsdp.checkpoint.matching import Match, Rules, as_patterns, match
+from megafsdp.checkpoint.optimizer_load import (
+    GROUPS_KEY,
+    OptimizerLoad,
+    plan_optimizer_load,
+    plan_param_groups,
+)
+from megafsdp.checkpoint.records import RecordReader, require_files
+from megafsdp.checkpoint.regions import Region, local_regions, local_view
+from megafsdp.checkpoint.rng import restore_rng_state
+from megafsdp.checkpoint.save import HasState
+from megafsdp.checkpoint.state_dict import model_state, modules_with_extra_state, parameter_names
+from megafsdp.errors import CheckpointError, expected
+from megafsdp.fsdp import mark_main_weights_changed
+
+_log = logging.getLogger("megafsdp.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """What the caller wants filled."""
+
+    model: nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    stateful: dict[str, HasState]
+
+    def sections(self) -> set[str]:
+        """Return the sections of the checkpoint that are asked for."""
+        own = {"model": self.model, "optimizer": self.optimizer}
+        return {name for name, target in own.items() if target is not None} | set(self.stateful)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One piece of a stored chunk on its way into one region of a target.
+
+    Attributes:
+        record: Where the chunk lies.
+        stored: The chunk's region.
+        piece: The part to copy.
+        key: The target.
+        region: The target's region that receives it.
+    """
+
+    record: Record
+    stored: Region
+    piece: Region
+    key: str
+    region: Region
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A load that passed every check on this rank.
+
+    Attributes:
+        directory: The checkpoint.
+        manifest: What it holds.
+        match: Which stored key goes where.
+        tensors: Targets by key.
+        copies: Pieces to copy, in the order of the files.
+        objects: Non-tensor values that were read, by key.
+        optimizer: Where optimizer states go; None if not asked for.
+    """
+
+    directory: Path
+    manifest: Manifest
+    match: Match
+    tensors: dict[str, torch.Tensor]
+    copies: list[_Copy]
+    objects: dict[str, object] = field(default_factory=dict)
+    optimizer: OptimizerLoad | None = None
+
+
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: HasState | None = None,
+    loss_scaler: HasState | None = None,
+    step: int | None = None,
+    strict: str = "all",
+    ignore: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
+) -> dict[str, object]:
+    """Load a checkpoint in place; collective over all ranks.
+
+    Any number of ranks, mesh and strategy may load what any other saved. Only what is passed is loaded:
+    ``model`` alone is a weights-only load and leaves optimizer and random states as they are. With an
+    ``optimizer`` the random states are restored too, if the number of ranks is the saved one; otherwise
+    each rank keeps its own, and the log says so. Parameter objects stay the same, and compute weights are
+    fresh when this returns.
+
+    Args:
+        directory: The save root, or one checkpoint's own directory.
+        model: Receives parameters, persistent buffers and extra states.
+        optimizer: Receives states and hyperparameters; needs ``model`` for the names. It must not have
+            taken a step, but may.
+        lr_scheduler: Receives its state dict.
+        loss_scaler: Receives its state dict.
+        step: The step to load; None means the latest published one.
+        strict: ``"all"``: every requested key must be stored and every stored key of the requested
+            sections used, with equal shape and dtype. ``"model"``: so for the model; elsewhere what fits
+            is taken. ``"none"``: what fits is taken and dtypes are cast. Shapes must always match.
+        ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as ``"lm_head.*"``.
+        allow_missing: Patterns of requested keys that may keep their own values.
+
+    Returns:
+        The ``extra`` that was saved.
+
+    Raises:
+        CheckpointError: Nothing to load, damaged, or not of this model; raised on all ranks, before any
+            of them touched its model.
+        ValueError: The arguments contradict each other.
+    """
+    rules = Rules(strict, as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing))
+    if optimizer is not None and model is None:
+        raise ValueError(
+            expected(
+                "the model whose parameters the optimizer holds",
+                "an optimizer alone",
+                where="checkpoint.load()",
+                mend="Pass model= too: its names say which state belongs to which parameter",
+            )
+        )
+    given = {"lr_scheduler": lr_scheduler, "loss_scaler": loss_scaler}
+    stateful = {key: target for key, target in given.items() if target is not None}
+    targets = _Targets(model, optimizer, stateful)
+    plan, error = attempt(lambda: _plan(Path(directory), step, targets=targets, rules=rules))
+    seen = agree(None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error)
+    if len(set(seen)) > 1:
+        raise CheckpointError(
+            expected(
+                "one checkpoint for all ranks",
+                f"{sorted(set(seen))} on different ranks",
+                where=f"'{directory}'",
+                mend="Pass step=, and load while no other job saves there",
+            )
+        )
+    assert plan is not None, "ranks without a plan have raised"
+    ready = plan
+    _, error = attempt(lambda: _commit(ready, targets))
+    agree(True, error)
+    extra = ready.objects["extra"]
+    assert isinstance(extra, dict), "save() stores a dict"
+    return extra
+
+
+def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules) -> _Plan:
+    """Find, check and match a checkpoint; touches nothing."""
+    rank, world_size = rank_and_world_size()
+    path = on_disk.find(directory, step)
+    manifest = read_manifest(path)
+    # Each rank looks at its share of the files; the agreement unites what they find.
+    require_files(manifest, path, sorted(manifest.files)[rank::world_size])
+
+    names: dict[nn.Parameter, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    wanted: set[str] = set(targets.stateful)
+    if targets.model is not None:
+        state = model_state(targets.model)
+        names = parameter_names(targets.model)
+        tensors.update(state.tensors)
+        wanted.update(state.objects)
+    optimizer = None
+    if targets.optimizer is not None:
+        optimizer = plan_optimizer_load(targets.optimizer, names, manifest)
+        tensors.update(optimizer.tensors)
+        wanted.update(optimizer.objects, {GROUPS_KEY})
+    matched = match(
+        manifest,
+        tensors=tensors,
+        objects=wanted,
+        sections=targets.sections(),
+        rules=rules,
+        where=f"'{path}'",
+    )
+    copies = _plan_copies(manifest, matched, tensors)
+    plan = _Plan(path, manifest, matched, tensors, copies, optimizer=optimizer)
+    _verify_and_read_objects(plan, wanted)
+    if GROUPS_KEY not in manifest.objects:
+        # Allowed by the rules: the optimizer keeps what it has instead of losing it.
+        plan.optimizer = None
+    elif optimizer is not None and GROUPS_KEY in plan.objects:
+        stored_groups = plan.objects[GROUPS_KEY]
+        assert isinstance(stored_groups, list), "save() stores a list of groups"
+        is_strict = rules.is_strict(GROUPS_KEY)
+        plan_param_groups(optimizer, names, stored_groups, is_strict=is_strict, warn=_log.warning)
+    return plan
+
+
+def _plan_copies(
+    manifest: Manifest, matched: Match, tensors: dict[str, torch.Tensor]
+) -> list[_Copy]:
+    """Intersect this rank's regions with the stored chunks.
+
+    Raises:
+        CheckpointError: The chunks leave a part of a region out.
+    """
+    copies = []
+    for key, source in matched.sources.items():
+        if key not in tensors:
+            continue
+        for region in local_regions(key, tensors[key]):
+            pieces = [
+                _Copy(chunk.record, chunk.region, piece, key, region)
+                for chunk in manifest.tensors[source].chunks
+                if (piece := chunk.region.intersect(region)) is not None
+            ]
+            if sum(copy.piece.numel for copy in pieces) != region.numel:
+                raise CheckpointError(
+                    expected(
+                        f"stored chunks that fill {region} once",
+                        f"{[copy.piece for copy in pieces][:8]}",
+                        where=f"'{key}'",
+                        mend="The checkpoint is damaged: load another step (step=...)",
+                    )
+                )
+            copies += pieces
+    return sorted(copies, key=lambda copy: (copy.record.file, copy.record.offset))
+
+
+def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
+    """Verify this rank's share of the records that any rank will read, and read the small ones."""
+    rank, world_size = rank_and_world_size()
+    manifest = plan.manifest
+    objects = {key: plan.match.sources[key] for key in sorted(wanted) if key in plan.match.sources}
+    objects["extra"] = "extra"
+    own_rng = f"rng.{rank}"
+    if plan.optimizer is not None and manifest.world_size == world_size:
+        objects[own_rng] = own_rng
+    stored_tensors = sorted({s for s in plan.match.sources.values() if s in manifest.tensors})
+    records = sorted(
+        (
+            (record, key)
+            for key in stored_tensors
+            for record in manifest.records([key])
+        ),
+        key=lambda pair: (pair[0].file, pair[0].offset),
+    )
+    # Only records of tensors are shared out: every rank reads, and thereby verifies, its objects itself.
+    with RecordReader(plan.directory) as reader:
+        for record, key in records[rank::world_size]:
+            reader.verify(key, record)
+        for key, source in objects.items():
+            plan.objects[key] = reader.read_object(source, manifest.objects[source])
+
+
+@torch.no_grad()
+def _commit(plan: _Plan, targets: _Targets) -> None:
+    """Write into the targets; every check has passed on every rank."""
+    with RecordReader(plan.directory) as reader:
+        last, stored = None, torch.empty(0)
+        for copy in plan.copies:
+            if copy.record != last:
+                last, stored = copy.record, reader.read_tensor(copy.record)
+            piece = stored[copy.piece.slices_in(copy.stored)]
+            target = local_view(plan.tensors[copy.key], copy.region)
+            target[copy.piece.slices_in(copy.region)].copy_(piece)
+    if targets.model is not None:
+        for key, module in modules_with_extra_state(targets.model):
+            if key in plan.objects:
+                module.set_extra_state(plan.objects[key])
+        mark_main_weights_changed(targets.model)
+    if plan.optimizer is not None:
+        plan.optimizer.commit(plan.objects, skipped=set(plan.match.kept))
+    if targets.optimizer is not None:
+        _restore_rng(plan)
+    for key, target in targets.stateful.items():
+        if key in plan.objects:
+            value = plan.objects[key]
+            assert isinstance(value, dict), "save() stores the state dict"
+            target.load_state_dict(value)
+    for fact, keys in (("kept their own values", plan.match.kept), ("not used", plan.match.unused)):
+        if keys:
+            _log.warning("load from '%s': %d keys %s: %s", plan.directory, len(keys), fact, keys[:20])
+
+
+def _restore_rng(plan: _Plan) -> None:
+    rank, world_size = rank_and_world_size()
+    state = plan.objects.get(f"rng.{rank}")
+    if isinstance(state, dict):
+        restore_rng_state(state)
+    else:
+        _log.warning(
+            "'%s' was saved by %d ranks and is loaded by %d: random states were left as they are",
+            plan.directory,
+            plan.manifest.world_size,
+            world_size,
+        )

@@ -1,0 +1,281 @@
+"""The manifest: what a checkpoint holds, readable without unpickling anything.
+
+``manifest.json`` lists every tensor with its global shape, dtype, fused parts and the place of each stored
+chunk, every non-tensor object, the size of every file, and what made the checkpoint. It carries its own
+checksum and one for every record. ``.metadata`` says the same in the words of torch DCP and is derived
+from the manifest, so ``torch.distributed.checkpoint`` reads the directory alone; loading here never opens it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megafsdp.checkpoint.regions import Region
+from megafsdp.errors import CheckpointError, expected
+from megafsdp.mesh.annotation import FusedParts
+
+MANIFEST_FILE = "manifest.json"
+DCP_METADATA_FILE = ".metadata"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a payload lies on disk.
+
+    Attributes:
+        file: File name inside the checkpoint.
+        offset: First byte.
+        nbytes: Length.
+        crc32: Checksum of the bytes.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stored region of a tensor and its record."""
+
+    region: Region
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A stored tensor.
+
+    Attributes:
+        shape: Global shape.
+        dtype: Name of the dtype without ``torch.``.
+        chunks: Regions that cover the tensor, each once.
+        fused: Logical tensors inside, as its layer declared them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+    fused: FusedParts | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype as torch's object."""
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything a checkpoint says about itself.
+
+    Attributes:
+        step: Training step.
+        world_size: Number of ranks that saved.
+        versions: Library versions by name.
+        tensors: Stored tensors by key.
+        objects: Records of non-tensor objects by key.
+        aliases: Further names of stored tensors (tied parameters): key -> stored key.
+        files: Size in bytes of every other file.
+    """
+
+    step: int
+    world_size: int
+    versions: dict[str, str]
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, Record]
+    aliases: dict[str, str]
+    files: dict[str, int]
+
+    def records(self, keys: Iterable[str]) -> Iterator[Record]:
+        """Yield the records of some keys, tensors and objects alike."""
+        for key in keys:
+            if key in self.tensors:
+                yield from (chunk.record for chunk in self.tensors[key].chunks)
+            else:
+                yield self.objects[key]
+
+
+def section_of(key: str) -> str:
+    """Return the first part of a key: model, optimizer, lr_scheduler, loss_scaler, rng, extra, common."""
+    return key.split(".", 1)[0]
+
+
+def path_of(key: str) -> tuple[str, ...]:
+    """Return the nested path of a key, in which a parameter's name is one component.
+
+    ``optimizer.state.blocks.0.weight.exp_avg`` is ``("optimizer", "state", "blocks.0.weight", "exp_avg")``.
+    """
+    if key.startswith("optimizer.state."):
+        name, _, state = key.removeprefix("optimizer.state.").rpartition(".")
+        return ("optimizer", "state", name, state)
+    return tuple(key.split(".", 1))
+
+
+def write_manifest(manifest: Manifest, directory: Path) -> Path:
+    """Write ``manifest.json`` and return its path; the caller makes it durable."""
+    files = list(manifest.files)
+    number = {file: i for i, file in enumerate(files)}
+    body = {
+        "format_version": FORMAT_VERSION,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "versions": manifest.versions,
+        "files": [[file, manifest.files[file]] for file in files],
+        "tensors": {
+            key: {
+                "shape": entry.shape,
+                "dtype": entry.dtype,
+                "chunks": [
+                    [c.region.offsets, c.region.sizes, *_record_to_json(c.record, number)]
+                    for c in entry.chunks
+                ],
+            }
+            | ({"fused": asdict(entry.fused)} if entry.fused else {})
+            for key, entry in manifest.tensors.items()
+        },
+        "objects": {k: _record_to_json(r, number) for k, r in manifest.objects.items()},
+        "aliases": manifest.aliases,
+    }
+    text = _canonical(body)
+    path = directory / MANIFEST_FILE
+    # The checksum is spliced in as the last key, so a large manifest is encoded only once.
+    path.write_text(f'{text[:-1]},"zz_crc32":{zlib.crc32(text.encode())}}}\n')
+    return path
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check ``manifest.json``.
+
+    Raises:
+        CheckpointError: It is missing, is not what was written, or has another format version.
+    """
+    path = directory / MANIFEST_FILE
+    try:
+        body = json.loads(path.read_text())
+        checksum = body.pop("zz_crc32")
+        version = body["format_version"]
+    except FileNotFoundError:
+        raise _untrusted(path, "a complete checkpoint", "no such file") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _untrusted(path, "a manifest in JSON", f"{type(error).__name__}: {error}") from error
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            expected(
+                f"format version {FORMAT_VERSION}",
+                version,
+                where=f"'{path}'",
+                mend="Load it with the megafsdp release that wrote it",
+            )
+        )
+    found = zlib.crc32(_canonical(body).encode())
+    if found != checksum:
+        raise _untrusted(path, f"checksum {checksum}", found)
+    return _manifest_from_json(body)
+
+
+def _manifest_from_json(body: dict) -> Manifest:
+    files = [file for file, _ in body["files"]]
+
+    def record(index: int, offset: int, nbytes: int, crc32: int) -> Record:
+        return Record(files[index], offset, nbytes, crc32)
+
+    def fused(parts: dict | None) -> FusedParts | None:
+        if parts is None:
+            return None
+        names, sizes = tuple(parts["names"]), tuple(parts["sizes"])
+        return FusedParts(names, sizes, parts["dim"], parts["num_groups"])
+
+    return Manifest(
+        step=body["step"],
+        world_size=body["world_size"],
+        versions=body["versions"],
+        tensors={
+            key: TensorEntry(
+                tuple(entry["shape"]),
+                entry["dtype"],
+                tuple(
+                    Chunk(Region(tuple(offsets), tuple(sizes)), record(*place))
+                    for offsets, sizes, *place in entry["chunks"]
+                ),
+                fused(entry.get("fused")),
+            )
+            for key, entry in body["tensors"].items()
+        },
+        objects={key: record(*place) for key, place in body["objects"].items()},
+        aliases=body["aliases"],
+        files=dict(map(tuple, body["files"])),
+    )
+
+
+def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
+    """Write ``.metadata``, the same facts for ``torch.distributed.checkpoint``, and return its path."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    stored = {key: key for key in manifest.tensors} | manifest.aliases
+    for key, target in stored.items():
+        entry = manifest.tensors[target]
+        described[key] = TensorStorageMetadata(
+            TensorProperties(dtype=entry.torch_dtype),
+            torch.Size(entry.shape),
+            [
+                ChunkStorageMetadata(torch.Size(c.region.offsets), torch.Size(c.region.sizes))
+                for c in entry.chunks
+            ],
+        )
+        for chunk in entry.chunks:
+            storage[MetadataIndex(key, chunk.region.offsets)] = _place(chunk.record)
+    for key, record in manifest.objects.items():
+        described[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = _place(record)
+    metadata = Metadata(
+        state_dict_metadata=described,
+        planner_data={key: path_of(key) for key in described},
+        storage_data=storage,
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
+    )
+    path = directory / DCP_METADATA_FILE
+    path.write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def _place(record: Record) -> _StorageInfo:
+    return _StorageInfo(record.file, record.offset, record.nbytes)
+
+
+def _record_to_json(record: Record, number: dict[str, int]) -> list[int]:
+    return [number[record.file], record.offset, record.nbytes, record.crc32]
+
+
+def _canonical(body: dict) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
+def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
+    return CheckpointError(
+        expected(
+            what,
+            got,
+            where=f"'{path}'",
+            mend="The checkpoint is half-written or damaged: load another step (step=...)",
+        )
+    )

@@ -1,0 +1,201 @@
+"""Plan how stored optimizer states and parameter groups go into an optimizer, then put them there.
+
+State tensors are created from what the checkpoint says, never by running an optimizer step: a state of
+the parameter's shape is ``zeros_like`` the parameter (hence sharded as it is), anything else a plain
+tensor where torch's optimizers keep it. A parameter without stored state never got a gradient and has
+none after the load either. How the optimizer runs (foreach, fused, capturable) stays as constructed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megafsdp.checkpoint.manifest import Manifest, TensorEntry, path_of
+from megafsdp.checkpoint.state_dict import EXECUTION_FLAGS, named_groups
+from megafsdp.errors import CheckpointError, expected
+
+GROUPS_KEY = "optimizer.param_groups"
+# Scalars even where the parameter itself is 0-d; of these torch keeps the first two on the CPU.
+_CPU_SCALARS = frozenset({"step", "mu_product"})
+_SCALARS = _CPU_SCALARS | {"eta", "mu"}
+_MAX_NAMED = 20
+
+
+@dataclass(slots=True)
+class OptimizerLoad:
+    """Where the states of one optimizer go; nothing is written to it until :meth:`commit`.
+
+    Attributes:
+        optimizer: The optimizer.
+        tensors: Tensor to read into, by key; existing states are reused, others fresh.
+        objects: Keys of stored non-tensor states.
+        state: The new ``optimizer.state`` of each parameter: state name -> key.
+        groups: Each parameter group with the stored hyperparameters it takes.
+    """
+
+    optimizer: torch.optim.Optimizer
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    objects: set[str] = field(default_factory=set)
+    state: dict[nn.Parameter, dict[str, str]] = field(default_factory=dict)
+    groups: list[tuple[dict, dict]] = field(default_factory=list)
+
+    def commit(self, objects: Mapping[str, object], *, skipped: Collection[str]) -> None:
+        """Give the optimizer its states and hyperparameters; the tensors have been read.
+
+        Args:
+            objects: Values of the non-tensor states by key.
+            skipped: Keys that the caller chose not to load; the optimizer keeps its own.
+        """
+        for parameter, keys in self.state.items():
+            current = self.optimizer.state.get(parameter, {})
+            loaded = {
+                name: self.tensors[key] if key in self.tensors else objects[key]
+                for name, key in keys.items()
+                if key not in skipped
+            }
+            kept = {name: current[name] for name, key in keys.items() if key in skipped and name in current}
+            if loaded or kept:
+                self.optimizer.state[parameter] = loaded | kept
+            else:
+                self.optimizer.state.pop(parameter, None)
+        for group, stored in self.groups:
+            for name, value in stored.items():
+                _set_hyperparameter(group, name, value)
+
+
+def plan_optimizer_load(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], manifest: Manifest
+) -> OptimizerLoad:
+    """Match stored states with an optimizer's parameters by name; allocates the missing states.
+
+    Args:
+        optimizer: The optimizer to load into.
+        names: Canonical names of the model's parameters.
+        manifest: What is stored.
+
+    Raises:
+        CheckpointError: The optimizer holds parameters that are not the model's.
+    """
+    stored: dict[str, dict[str, str]] = {}
+    for key in (*manifest.tensors, *manifest.objects):
+        if key.startswith("optimizer.state."):
+            _, _, name, state_name = path_of(key)
+            stored.setdefault(name, {})[state_name] = key
+    load = OptimizerLoad(optimizer)
+    for group_names, group in named_groups(optimizer, names):
+        for name, parameter in zip(group_names, group["params"], strict=True):
+            load.state[parameter] = stored.get(name, {})
+            for state_name, key in load.state[parameter].items():
+                if key in manifest.objects:
+                    load.objects.add(key)
+                    continue
+                saved_parameter = manifest.tensors.get(f"model.{name}")
+                is_like_parameter = (
+                    state_name not in _SCALARS
+                    and saved_parameter is not None
+                    and manifest.tensors[key].shape == saved_parameter.shape
+                )
+                load.tensors[key] = _state_tensor(
+                    state_name,
+                    manifest.tensors[key],
+                    parameter,
+                    group=group,
+                    is_like_parameter=is_like_parameter,
+                    existing=optimizer.state.get(parameter, {}).get(state_name),
+                )
+    return load
+
+
+def plan_param_groups(
+    load: OptimizerLoad,
+    names: dict[nn.Parameter, str],
+    stored_groups: list[dict],
+    *,
+    is_strict: bool,
+    warn: Callable[[str], None],
+) -> None:
+    """Pair each parameter group with the stored group of the same parameters.
+
+    Args:
+        load: Receives the pairs.
+        names: Canonical names of the model's parameters.
+        stored_groups: Names and hyperparameters of the stored groups, in any order.
+        is_strict: True to raise where something does not fit, False to keep the optimizer's own values.
+        warn: Told what was kept where ``is_strict`` is False.
+
+    Raises:
+        CheckpointError: Groups or hyperparameters differ.
+    """
+
+    def complain(what: str, got: str, index: int) -> None:
+        message = expected(
+            what,
+            got,
+            where=f"optimizer.param_groups[{index}]",
+            mend="Group the parameters as the saved run did, or pass strict='model' to keep the "
+            "optimizer's own hyperparameters where they differ",
+        )
+        if is_strict:
+            raise CheckpointError(message)
+        warn(message)
+
+    stored_by_names = {frozenset(group["names"]): group for group in stored_groups}
+    current = named_groups(load.optimizer, names)
+    if len(current) != len(stored_groups):
+        complain(f"{len(stored_groups)} groups as stored", f"{len(current)}", len(current) - 1)
+    for index, (group_names, group) in enumerate(current):
+        found = stored_by_names.get(frozenset(group_names))
+        if found is None:
+            complain("a stored group of the same parameters", _difference(group_names, stored_groups), index)
+            continue
+        taken = {k: v for k, v in found.items() if k != "names" and k not in EXECUTION_FLAGS}
+        lacking = sorted(set(load.optimizer.defaults) - EXECUTION_FLAGS - set(taken))
+        if lacking:
+            kind = type(load.optimizer).__name__
+            complain(f"the hyperparameters of {kind}", f"a stored group without {lacking}", index)
+        load.groups.append((group, taken))
+
+
+def _difference(group_names: list[str], stored_groups: list[dict]) -> str:
+    """Say how a group differs from the stored group that it has most in common with."""
+    own = set(group_names)
+    nearest = max((set(g["names"]) for g in stored_groups), key=lambda s: len(s & own), default=set())
+    added, lacking = sorted(own - nearest), sorted(nearest - own)
+    return (
+        f"{len(added)} parameters that the nearest stored group has not ({', '.join(added[:_MAX_NAMED])}) "
+        f"and {len(lacking)} that it has besides ({', '.join(lacking[:_MAX_NAMED])})"
+    )
+
+
+def _state_tensor(
+    state_name: str,
+    entry: TensorEntry,
+    parameter: torch.Tensor,
+    *,
+    group: dict,
+    is_like_parameter: bool,
+    existing: object,
+) -> torch.Tensor:
+    dtype = entry.torch_dtype
+    shape = tuple(parameter.shape) if is_like_parameter else entry.shape
+    if isinstance(existing, torch.Tensor) and (existing.shape, existing.dtype) == (shape, dtype):
+        return existing
+    if is_like_parameter:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    is_on_cpu = state_name in _CPU_SCALARS and not (group.get("capturable") or group.get("fused"))
+    return torch.zeros(shape, dtype=dtype, device="cpu" if is_on_cpu else parameter.device)
+
+
+def _set_hyperparameter(group: dict, name: str, value: object) -> None:
+    """Set a value in the form the group has: a tensor learning rate stays the same tensor."""
+    current = group.get(name)
+    if isinstance(current, torch.Tensor):
+        current.fill_(float(value))  # type: ignore[arg-type]
+    elif isinstance(value, torch.Tensor) and name in group:
+        group[name] = value.item()
+    else:
+        group[name] = value

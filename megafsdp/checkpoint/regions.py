@@ -1,0 +1,141 @@
+"""Regions: the axis-aligned part of a global tensor that a rank holds or a file stores.
+
+Every tensor of a checkpoint is described by regions, whatever its placement: an uneven DTensor publishes
+the rows it owns, a replicated one the whole tensor, an empty shard nothing. This file translates between
+tensors and regions and decides which replica writes a region. All of it is local arithmetic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+
+from megafsdp.errors import CheckpointError, expected
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Part of a tensor: where it starts and how far it reaches along each dimension.
+
+    Attributes:
+        offsets: First index along each dimension; empty for a 0-d tensor.
+        sizes: Extent along each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements inside."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Region) -> Region | None:
+        """Return the part common to both regions, or None if there is none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(
+            min(a + m, b + n)
+            for a, m, b, n in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
+        )
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Region(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def slices_in(self, outer: Region) -> tuple[slice, ...]:
+        """Return the index that selects this region in a tensor that holds ``outer``."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        )
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    """Return the region of a whole tensor."""
+    return Region((0,) * len(shape), shape)
+
+
+def local_regions(key: str, tensor: torch.Tensor) -> list[Region]:
+    """List the regions of a tensor that this rank holds; never an empty region.
+
+    Args:
+        key: Name in the checkpoint, for the message.
+        tensor: A plain tensor, a DTensor, or anything with DCP's ``__create_chunk_list__``.
+
+    Raises:
+        CheckpointError: The regions do not describe the local tensor. torch's own DTensor guesses equal
+            chunks, and trusting it for uneven rows would lose data silently.
+    """
+    if not isinstance(tensor, DTensor):
+        return [whole(tuple(tensor.shape))] if tensor.numel() else []
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    chunks = [Region(tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__()]
+    regions = [region for region in chunks if region.numel]
+    local = tensor._local_tensor
+    if any(p.is_partial() for p in tensor.placements) or local.numel() != sum(
+        region.numel for region in regions
+    ):
+        raise CheckpointError(
+            expected(
+                "a DTensor whose local elements are those of its chunks",
+                f"local shape {tuple(local.shape)}, placements {tensor.placements}, chunks {regions}",
+                where=f"'{key}'",
+                mend="Shard with megafsdp.fully_shard, or reduce the tensor before saving it",
+            )
+        )
+    return regions
+
+
+def local_view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return the plain tensor behind one of :func:`local_regions`; it shares memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(region.offsets))).detach()
+
+
+class ReplicaBalance:
+    """Choose which of several equal replicas writes a region, alike on all of them.
+
+    Replicas see the same regions in the same order, so a running count of bytes for each set of replicas
+    spreads the work with no communication: the rank with the fewest bytes so far writes the next region.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks, all of which hold every plain tensor.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world = tuple(range(world_size))
+        self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        self._ranks_by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...]] = {}
+
+    def is_mine(self, tensor: torch.Tensor, region: Region) -> bool:
+        """Return whether this rank writes a region that it holds."""
+        replicas = self._replicas(tensor)
+        loads = self._loads.setdefault(replicas, [(0, rank) for rank in replicas])
+        nbytes, rank = loads[0]
+        # A 0-d tensor costs a record like any other, hence at least a few bytes.
+        heapq.heapreplace(loads, (nbytes + max(64, region.numel * tensor.element_size()), rank))
+        return rank == self._rank
+
+    def _replicas(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the ranks that hold the same region of this tensor as this rank, in order."""
+        if not isinstance(tensor, DTensor):
+            return self._world
+        mesh = tensor.device_mesh
+        axes = tuple(i for i, p in enumerate(tensor.placements) if isinstance(p, Replicate))
+        found = self._ranks_by_axes.get((mesh, axes))
+        if found is None:
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None, "local_regions is empty outside the mesh"
+            index = tuple(slice(None) if i in axes else c for i, c in enumerate(coordinate))
+            found = tuple(mesh.mesh[index].reshape(-1).tolist())
+            self._ranks_by_axes[mesh, axes] = found
+        return found

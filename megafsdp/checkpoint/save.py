@@ -1,0 +1,294 @@
+"""Save a checkpoint: every rank writes what it owns, rank 0 describes and publishes it.
+
+Three small collectives, whatever the number of tensors: rank 0 announces the temporary directory, the
+ranks exchange where their records lie (with any error), rank 0 announces the published directory. What to
+write is arithmetic on every rank. Which ranks hold what on disk is the manifest's business, the order of
+file-system steps ``directory``'s. Async saving is not here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint.agreement import agree, attempt, on_rank_zero, rank_and_world_size
+from megafsdp.checkpoint.manifest import (
+    Chunk,
+    Manifest,
+    Record,
+    TensorEntry,
+    write_dcp_metadata,
+    write_manifest,
+)
+from megafsdp.checkpoint.records import RecordWriter
+from megafsdp.checkpoint.regions import ReplicaBalance, local_regions, local_view, whole
+from megafsdp.checkpoint.rng import rng_state
+from megafsdp.checkpoint.state_dict import (
+    CanonicalState,
+    model_state,
+    optimizer_state,
+    parameter_names,
+    plain,
+)
+from megafsdp.errors import CheckpointError, expected
+
+_log = logging.getLogger("megafsdp.checkpoint")
+
+
+class HasState(Protocol):
+    """Something with a state dict of plain values: a scheduler, a loss scaler."""
+
+    def state_dict(self) -> dict:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict, /) -> object:
+        """Take the state over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What one rank wrote, for rank 0.
+
+    Attributes:
+        table_crc32: Checksum of the names, shapes and dtypes of all tensors, alike on all ranks.
+        chunks: Key and chunk of each tensor region.
+        objects: Records of non-tensor objects by key.
+        files: Size in bytes of each file.
+    """
+
+    table_crc32: int
+    chunks: list[tuple[str, Chunk]] = field(default_factory=list)
+    objects: dict[str, Record] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+
+
+def save(
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: HasState | None = None,
+    loss_scaler: HasState | None = None,
+    extra: Mapping[str, object] | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+) -> Path:
+    """Save a training state and publish it by one atomic rename; collective over all ranks.
+
+    Works with and without process groups, for sharded and plain modules. Buffers that differ between
+    ranks are stored as rank 0 has them, the random states per rank. Saving the step that is already the
+    latest published one is refused; any other directory of the same step is replaced. Allocates host
+    memory for one tensor at a time.
+
+    Args:
+        directory: The save root, on a file system that all ranks share.
+        step: Training step; names the directory, e.g. ``iter_0000050``.
+        model: Its parameters (main weights), persistent buffers and extra states are stored.
+        optimizer: Any ``torch.optim.Optimizer`` over the model's parameters.
+        lr_scheduler: Stored by its ``state_dict()``.
+        loss_scaler: Stored by its ``state_dict()``.
+        extra: Plain values and plain tensors of the caller, such as consumed samples and configuration;
+            rank 0's are stored.
+        keep_last: Number of newest checkpoints to keep afterwards; None keeps all.
+        keep_every: Keep also steps that are multiples of this.
+
+    Returns:
+        The published directory, on all ranks.
+
+    Raises:
+        CheckpointError: Any rank could not write; raised on all ranks. What was published before stays.
+        ValueError: The step or a retention number is out of range; no rank has communicated yet.
+    """
+    _require_counts(step, keep_last, keep_every)
+    root = Path(directory)
+    stateful = {"lr_scheduler": lr_scheduler, "loss_scaler": loss_scaler}
+    state, error = attempt(lambda: _collect(model, optimizer, step=step, stateful=stateful, extra=extra))
+    temporary = on_rank_zero(lambda: on_disk.prepare(root, step))
+    written = None
+    if state is not None:
+        ready = state
+        written, error = attempt(lambda: _write(temporary, ready))
+    try:
+        parts = agree(written, error)
+        return on_rank_zero(
+            lambda: _publish(
+                temporary, state, parts=parts, step=step, keep_last=keep_last, keep_every=keep_every
+            )
+        )
+    except CheckpointError:
+        if rank_and_world_size()[0] == 0 and temporary.exists():
+            on_disk.discard(temporary)
+        raise
+
+
+def _require_counts(step: int, keep_last: int | None, keep_every: int | None) -> None:
+    for name, value, least in (
+        ("step", step, 0),
+        ("keep_last", keep_last, 1),
+        ("keep_every", keep_every, 1),
+    ):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ValueError(
+                expected(
+                    f"{name} to be a whole number of at least {least}",
+                    repr(value),
+                    where="checkpoint.save()",
+                    mend="Give None to keep all checkpoints" if least else "Count steps from 0",
+                )
+            )
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions that a checkpoint records."""
+    try:
+        own = importlib.metadata.version("megafsdp")
+    except importlib.metadata.PackageNotFoundError:
+        own = "unknown"
+    return {
+        "megafsdp": own,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    step: int,
+    stateful: dict[str, HasState | None],
+    extra: Mapping[str, object] | None,
+) -> CanonicalState:
+    state = model_state(model)
+    if optimizer is not None:
+        of_optimizer = optimizer_state(optimizer, parameter_names(model))
+        state.tensors.update(of_optimizer.tensors)
+        state.objects.update(of_optimizer.objects)
+    for key, source in stateful.items():
+        if source is not None:
+            state.objects[key] = plain(key, source.state_dict())
+    state.objects["extra"] = plain("extra", dict(extra or {}))
+    state.objects["common"] = {
+        "step": step,
+        "world_size": rank_and_world_size()[1],
+        "versions": library_versions(),
+    }
+    return state
+
+
+def _write(temporary: Path, state: CanonicalState) -> _Written:
+    """Write this rank's share of the state to its own file."""
+    rank, world_size = rank_and_world_size()
+    table = [(k, tuple(t.shape), str(t.dtype)) for k, t in state.tensors.items()]
+    written = _Written(zlib.crc32(repr(table).encode()))
+    balance = ReplicaBalance(rank, world_size)
+    with RecordWriter(temporary, rank) as writer:
+        on_disk.reached("file opened")
+        for key, tensor in state.tensors.items():
+            for region in local_regions(key, tensor):
+                if rank == 0 if key in state.rank_zero else balance.is_mine(tensor, region):
+                    record = writer.append_tensor(local_view(tensor, region))
+                    written.chunks.append((key, Chunk(region, record)))
+        objects = dict(state.objects) if rank == 0 else {}
+        objects[f"rng.{rank}"] = rng_state()
+        for key, value in objects.items():
+            written.objects[key] = writer.append_object(key, value)
+        on_disk.reached("records written")
+    on_disk.reached("file synced")
+    written.files[writer.file_name] = writer.nbytes
+    return written
+
+
+def _publish(
+    temporary: Path,
+    state: CanonicalState | None,
+    *,
+    parts: list[_Written],
+    step: int,
+    keep_last: int | None,
+    keep_every: int | None,
+) -> Path:
+    """Describe what all ranks wrote and publish it; rank 0 alone."""
+    assert state is not None, "ranks that failed to collect have raised"
+    on_disk.reached("records gathered")
+    manifest = _describe(step, state, parts)
+    described = write_dcp_metadata(manifest, temporary)
+    on_disk.sync_file(described)
+    manifest.files[described.name] = described.stat().st_size
+    on_disk.reached("DCP metadata written")
+    on_disk.sync_file(write_manifest(manifest, temporary))
+    on_disk.reached("manifest written")
+    root = temporary.parent
+    final = on_disk.publish(temporary, root, step)
+    removed = on_disk.prune(root, keep_last=keep_last, keep_every=keep_every)
+    _log.info("saved step %d to '%s'; removed steps %s", step, final, removed)
+    return final
+
+
+def _describe(step: int, state: CanonicalState, parts: list[_Written]) -> Manifest:
+    """Merge the ranks' parts into the manifest.
+
+    Raises:
+        CheckpointError: The ranks hold different models, or the chunks do not fill a tensor.
+    """
+    odd = [rank for rank, part in enumerate(parts) if part.table_crc32 != parts[0].table_crc32]
+    if odd:
+        raise CheckpointError(
+            expected(
+                "the same tensor names, shapes and dtypes on all ranks",
+                f"others on ranks {odd[:8]} than on rank 0",
+                where="checkpoint.save()",
+                mend="Build the same model and optimizer, in the same order, on every rank",
+            )
+        )
+    chunks: dict[str, list[Chunk]] = {key: [] for key in state.tensors}
+    for part in parts:
+        for key, chunk in part.chunks:
+            chunks[key].append(chunk)
+    for key, tensor in state.tensors.items():
+        _require_filled(key, tuple(tensor.shape), chunks[key])
+    return Manifest(
+        step=step,
+        world_size=len(parts),
+        versions=library_versions(),
+        tensors={
+            key: TensorEntry(
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(sorted(chunks[key], key=lambda chunk: chunk.region.offsets)),
+                state.fused.get(key),
+            )
+            for key, tensor in state.tensors.items()
+        },
+        objects={key: record for part in parts for key, record in part.objects.items()},
+        aliases=state.aliases,
+        files={name: nbytes for part in parts for name, nbytes in part.files.items()},
+    )
+
+
+def _require_filled(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+    stored_numel = sum(chunk.region.numel for chunk in chunks)
+    numel = whole(shape).numel
+    if stored_numel != numel or len({chunk.region.offsets for chunk in chunks}) != len(chunks):
+        raise CheckpointError(
+            expected(
+                f"chunks that fill the {numel} elements of shape {shape} once",
+                f"{[chunk.region for chunk in chunks][:8]}",
+                where=f"'{key}'",
+                mend="Save from all ranks that hold the tensor, in one call",
+            )
+        )

@@ -1,0 +1,67 @@
+#include "shard_sum.h"
+
+#include <stdexcept>
+
+#include "../kernels/shard_sum.h"
+
+namespace megafsdp {
+namespace {
+
+// Calls visit with a value of the named element type; returns false if the name is unknown.
+template <typename Visitor>
+bool visit_dtype(const std::string& name, Visitor visit) {
+  if (name == "float64") return visit(double{}), true;
+  if (name == "float32") return visit(float{}), true;
+  if (name == "bfloat16") return visit(BFloat16{}), true;
+  if (name == "float16") return visit(Float16{}), true;
+  return false;
+}
+
+uintptr_t itemsize_of(const std::string& argument, const std::string& dtype) {
+  uintptr_t itemsize = 0;
+  if (!visit_dtype(dtype, [&](auto element) { itemsize = sizeof element; })) {
+    throw std::invalid_argument(argument + ": expected float64, float32, bfloat16 or float16, got " +
+                                dtype);
+  }
+  return itemsize;
+}
+
+void check(bool is_right, const std::string& message) {
+  if (!is_right) throw std::invalid_argument(message);
+}
+
+void check_address(const std::string& argument, uintptr_t address, uintptr_t itemsize) {
+  check(address != 0, argument + ": expected an address, got null");
+  check(address % itemsize == 0, argument + ": expected an address aligned to its element size");
+}
+
+}  // namespace
+
+void check_shard_sum(const ShardSumArguments& arguments) {
+  const uintptr_t shard_itemsize = itemsize_of("shard_dtype", arguments.shard_dtype);
+  const uintptr_t out_itemsize = itemsize_of("out_dtype", arguments.out_dtype);
+  check(!arguments.shards.empty(), "shards: expected at least one, got none");
+  check(arguments.numel > 0, "numel: expected a positive number, got " +
+                                 std::to_string(arguments.numel));
+  check_address("out", arguments.out, out_itemsize);
+  for (uintptr_t address : arguments.shards) check_address("shards", address, shard_itemsize);
+}
+
+void run_shard_sum(const ShardSumArguments& arguments, Simd level) {
+  visit_dtype(arguments.shard_dtype, [&](auto in) {
+    visit_dtype(arguments.out_dtype, [&](auto out) {
+      using In = decltype(in);
+      using Out = decltype(out);
+      std::vector<const In*> shards;
+      for (uintptr_t address : arguments.shards) {
+        shards.push_back(reinterpret_cast<const In*>(address));
+      }
+      shard_sum_at<In, Out>(
+          level, {shards.data(), static_cast<int64_t>(shards.size()),
+                  reinterpret_cast<Out*>(arguments.out), arguments.numel, arguments.scale,
+                  arguments.accumulate});
+    });
+  });
+}
+
+}  // namespace megafsdp

@@ -1,0 +1,1 @@
+"""Streams, events and memory: one handle for CPU and CUDA."""

@@ -1,0 +1,174 @@
+"""Flat storages that can be released and reallocated, and the ledger that counts their bytes.
+
+A :class:`FlatStorage` owns one flat tensor. Releasing it shrinks the underlying storage to zero bytes and
+allocating it again grows the same storage object, so every view of it, those saved by autograd included,
+stays an alias. This file does not know what the bytes mean: layouts and views are ``megafsdp.buffer``'s.
+
+``MEGAFSDP_POISON=1`` fills every fresh allocation with NaN (0x7F bytes for integers), so that code which
+reads elements nobody wrote is found by its result.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+_POISON_VARIABLE = "MEGAFSDP_POISON"
+_POISON_BYTE = 0x7F
+
+
+class Category(Enum):
+    """What the bytes of a flat storage are for."""
+
+    MAIN_WEIGHT = "main weight"
+    COMPUTE_WEIGHT = "compute weight"
+    UNSHARDED = "unsharded"
+    MAIN_GRAD = "main grad"
+    PARTIAL_GRAD = "partial grad"
+    OPTIMIZER_STATE = "optimizer state"
+
+
+@dataclass
+class ByteLedger:
+    """Count live and peak bytes by category.
+
+    Every :class:`FlatStorage` debits its ledger when it is allocated and credits it when it is released
+    or garbage-collected.
+
+    Attributes:
+        live: Bytes alive by category.
+        peak: Largest value of ``live`` by category since :meth:`reset_peak`.
+        peak_total: Largest sum over categories since :meth:`reset_peak`.
+        num_live: Storages alive by category.
+        peak_num_live: Largest value of ``num_live`` since :meth:`reset_peak`.
+    """
+
+    live: dict[Category, int] = field(default_factory=lambda: dict.fromkeys(Category, 0))
+    peak: dict[Category, int] = field(default_factory=lambda: dict.fromkeys(Category, 0))
+    peak_total: int = 0
+    num_live: dict[Category, int] = field(default_factory=lambda: dict.fromkeys(Category, 0))
+    peak_num_live: dict[Category, int] = field(default_factory=lambda: dict.fromkeys(Category, 0))
+    _parent: ByteLedger | None = None
+
+    def merge_into(self, other: ByteLedger) -> None:
+        """Count what this ledger counts, from what is alive on, in ``other`` as well."""
+        topmost = self
+        while topmost._parent is not None:
+            topmost = topmost._parent
+        if topmost is other:
+            return
+        topmost._parent = other
+        for category in Category:
+            other.live[category] += topmost.live[category]
+            other.num_live[category] += topmost.num_live[category]
+        other.reset_peak()
+
+    def debit(self, category: Category, nbytes: int) -> None:
+        """Count bytes that became alive."""
+        if self._parent is not None:
+            self._parent.debit(category, nbytes)
+        self.live[category] += nbytes
+        self.num_live[category] += 1
+        self.peak[category] = max(self.peak[category], self.live[category])
+        self.peak_num_live[category] = max(self.peak_num_live[category], self.num_live[category])
+        self.peak_total = max(self.peak_total, self.total)
+
+    def credit(self, category: Category, nbytes: int) -> None:
+        """Count bytes that were freed."""
+        if self._parent is not None:
+            self._parent.credit(category, nbytes)
+        self.live[category] -= nbytes
+        self.num_live[category] -= 1
+
+    @property
+    def total(self) -> int:
+        """Return the bytes alive in all categories."""
+        return sum(self.live.values())
+
+    def reset_peak(self) -> None:
+        """Start measuring peaks from what is alive."""
+        self.peak = dict(self.live)
+        self.peak_num_live = dict(self.num_live)
+        self.peak_total = self.total
+
+
+class FlatStorage:
+    """One flat tensor whose memory comes and goes while its aliases stay.
+
+    Args:
+        numel: Number of elements.
+        dtype: Element type.
+        device: Where the memory lies.
+        ledger: Counts the bytes.
+        category: What they are counted as.
+
+    The storage is allocated on construction, uninitialised, on the current stream. On CUDA it must be
+    released on the stream that allocated it (the caching allocator reuses memory in stream order).
+    """
+
+    __slots__ = ("__weakref__", "_category", "_finalizer", "_ledger", "_nbytes", "tensor")
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        ledger: ByteLedger,
+        category: Category,
+    ) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = self.tensor.untyped_storage().nbytes()
+        self._ledger = ledger
+        self._category = category
+        self._finalizer: weakref.finalize[[Category, int], FlatStorage] | None = None
+        self._count_allocation()
+
+    @property
+    def is_allocated(self) -> bool:
+        """Tell whether the memory is there."""
+        return self._finalizer is not None
+
+    def allocate(self) -> None:
+        """Give the storage its memory back, uninitialised; nothing happens if it has it."""
+        if not self.is_allocated:
+            self.tensor.untyped_storage().resize_(self._nbytes)
+            self._count_allocation()
+
+    def release(self) -> None:
+        """Free the memory; views stay aliases and must not be read until :meth:`allocate`."""
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
+            self.tensor.untyped_storage().resize_(0)
+
+    def _count_allocation(self) -> None:
+        self._ledger.debit(self._category, self._nbytes)
+        self._finalizer = weakref.finalize(self, self._ledger.credit, self._category, self._nbytes)
+        self._finalizer.atexit = False
+        if os.environ.get(_POISON_VARIABLE) == "1":
+            poison(self.tensor)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill a tensor with NaN, or with 0x7F bytes where its dtype has no NaN."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            tensor.fill_(float("nan"))
+        else:
+            tensor.view(torch.uint8).fill_(_POISON_BYTE)
+
+
+def set_poison(is_enabled: bool) -> None:
+    """Switch poisoning of fresh allocations for this process and those it forks."""
+    os.environ[_POISON_VARIABLE] = "1" if is_enabled else "0"
+
+
+def tensors_nbytes(tensors: list[torch.Tensor]) -> int:
+    """Return the bytes of the distinct storages under a list of plain tensors."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

@@ -1,0 +1,97 @@
+"""One handle over ``torch.cuda`` and ``torch.cpu``: streams, events and waits.
+
+The engine speaks to a :class:`DeviceHandle` and never asks which device it runs on. On CUDA the handle's
+streams and events are real; on CPU they are ``None`` and every wait returns at once, because there work
+that runs beside the main thread is waited for through the handles of the collectives themselves. This
+file knows nothing of buffers and collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from megafsdp.errors import expected
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHandle:
+    """Streams and events of one device.
+
+    Attributes:
+        device: ``cpu`` or ``cuda:<index>``.
+    """
+
+    device: torch.device
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Tell whether kernels run on streams, beside the calling thread."""
+        return self.device.type == "cuda"
+
+    def stream(self, priority: int = 0) -> torch.cuda.Stream | None:
+        """Create a side stream; None on CPU."""
+        return torch.cuda.Stream(self.device, priority) if self.is_asynchronous else None
+
+    def current_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream that kernels of the calling thread go to; None on CPU."""
+        return torch.cuda.current_stream(self.device) if self.is_asynchronous else None
+
+    def use(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """Return a context in which kernels go to ``stream``."""
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def record_event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
+        """Record an event after the work queued so far on ``stream`` (default: current)."""
+        if not self.is_asynchronous:
+            return None
+        event = torch.cuda.Event()
+        event.record(stream or torch.cuda.current_stream(self.device))
+        return event
+
+    def wait_event(
+        self, event: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Make ``stream`` (default: current) wait for ``event``; the host does not wait."""
+        if event is not None:
+            (stream or torch.cuda.current_stream(self.device)).wait_event(event)
+
+    def wait_stream(self, waiting: torch.cuda.Stream | None, other: object) -> None:
+        """Make ``waiting`` wait for all work queued so far on ``other``."""
+        if waiting is not None and isinstance(other, torch.cuda.Stream):
+            waiting.wait_stream(other)
+
+    def synchronize(self) -> None:
+        """Make the host wait for all work queued on the device."""
+        if self.is_asynchronous:
+            torch.cuda.synchronize(self.device)
+
+    def peak_nbytes(self) -> int | None:
+        """Return the allocator's peak in bytes; None where the device has no such counter."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_asynchronous else None
+
+
+def device_handle(device_type: str) -> DeviceHandle:
+    """Return the handle of the calling process's device of a type.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``; for CUDA the current device is meant.
+
+    Raises:
+        NotImplementedError: Any other device type.
+    """
+    if device_type == "cpu":
+        return DeviceHandle(torch.device("cpu"))
+    if device_type == "cuda":
+        return DeviceHandle(torch.device("cuda", torch.cuda.current_device()))
+    raise NotImplementedError(
+        expected(
+            "a mesh of cpu or cuda devices",
+            device_type,
+            where="device_handle()",
+            mend="Build the mesh with device_type 'cpu' or 'cuda'",
+        )
+    )

@@ -1,0 +1,35 @@
+"""The few exception classes of megafsdp and the one form of its messages.
+
+A message has three sentences: what was expected and what was found, where, and how to mend it. Wrong
+values raise ``ValueError`` or ``TypeError``, wrong times ``RuntimeError``, sound wishes that are not
+built ``NotImplementedError``; the classes below exist where a caller wants to catch one subsystem.
+"""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """Report a training configuration that cannot be run as written."""
+
+
+class DataError(ValueError):
+    """Report a data file that is missing, truncated, or not what its header says."""
+
+
+class CheckpointError(RuntimeError):
+    """Report a checkpoint that cannot be written, found, trusted, or matched to the model."""
+
+
+def expected(what: object, got: object, *, where: str, mend: str) -> str:
+    """Format the standard three-sentence error message.
+
+    Args:
+        what: What the code needs, as a noun phrase.
+        got: What it found instead; give the value.
+        where: FQN, tensor, mesh axis, rank or file, as a sentence fragment.
+        mend: What the caller can do, as a sentence without its final full stop.
+
+    Returns:
+        ``"Expected <what>, got <got>. In <where>. <mend>."``
+    """
+    return f"Expected {what}, got {got}. In {where}. {mend}."

@@ -1,0 +1,1 @@
+"""Units: what is gathered, computed, reduced, and when."""

@@ -1,0 +1,247 @@
+"""The methods that a module gains when it becomes a unit.
+
+:class:`FSDPModule` is mixed into the class of every module given to ``fully_shard``; the names and meanings
+are those of ``torch.distributed.fsdp.FSDPModule``, so code written for it keeps working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from megafsdp.errors import expected
+from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
+
+
+class UnshardHandle:
+    """A gather under way, returned by :meth:`FSDPModule.unshard`."""
+
+    def __init__(self, unit: FSDPUnit) -> None:
+        self._unit: FSDPUnit | None = unit
+
+    def wait(self) -> None:
+        """Wait for the gather and show the unsharded parameters; later calls return at once."""
+        if self._unit is not None:
+            self._unit.finish_unshard()
+            self._unit.show_unsharded()
+            self._unit = None
+
+
+class FSDPModule:
+    """Mixin of modules given to ``fully_shard``."""
+
+    def _fsdp_unit(self) -> FSDPUnit:
+        unit = unit_of(self) if isinstance(self, nn.Module) else None
+        assert unit is not None, "fully_shard() made this module a unit"
+        return unit
+
+    def _fsdp_units(self, *, recurse: bool) -> list[FSDPUnit]:
+        if not recurse or not isinstance(self, nn.Module):
+            return [self._fsdp_unit()]
+        return list(units_below([self]).values())
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters and show them; collective over its ranks.
+
+        Args:
+            async_op: Return a handle at once; the parameters are shown by its ``wait()``.
+        """
+        unit = self._fsdp_unit()
+        unit.require_context()
+        unit.start_unshard()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Show this unit's sharded parameters and free its unsharded storage; local."""
+        unit = self._fsdp_unit()
+        unit.show_sharded()
+        unit.release()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally, in full size, while the context is open; local."""
+        units = self._fsdp_units(recurse=True)
+        before = [unit.requires_gradient_sync for unit in units]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before, strict=True):
+                unit.requires_gradient_sync = value
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether backward reduces gradients or accumulates them locally in full size."""
+        for unit in self._fsdp_units(recurse=recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Tell that more microbatches follow before the step: reductions that can wait do."""
+        self._fsdp_unit().require_context().is_last_microbatch = is_last_backward
+
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether replicated gradients are all-reduced in the next backward.
+
+        Only modules without a sharded group know the difference in this version.
+        """
+        for unit in self._fsdp_units(recurse=recurse):
+            if not any(group.axes.is_sharded for group in unit.groups):
+                unit.requires_gradient_sync = requires_all_reduce
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether storage is freed between forward and backward."""
+        for unit in self._fsdp_units(recurse=recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether storage is freed when a unit's backward ends, or when the whole one does."""
+        for unit in self._fsdp_units(recurse=recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these units when this one's forward begins, instead of the recorded next."""
+        units = [module._fsdp_unit() for module in modules]
+        self._fsdp_unit().set_prefetch(units, is_backward=False)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these units when this one's backward begins, instead of the recorded next."""
+        units = [module._fsdp_unit() for module in modules]
+        self._fsdp_unit().set_prefetch(units, is_backward=True)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether backward gathers this unit; False is right only if it needs no weights."""
+        self._fsdp_unit().is_unsharded_in_backward = unshard_in_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of the number of ranks.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
+        if factor <= 0:
+            raise ValueError(
+                expected(
+                    "a positive factor",
+                    factor,
+                    where="set_gradient_divide_factor()",
+                    mend="Give the number that the sum over ranks is divided by",
+                )
+            )
+        for reducer in self._fsdp_unit().reducers:
+            reducer.scale = 1.0 / factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept torch's switch; gradients are always summed and scaled by us, on any backend."""
+
+    def set_reduce_scatter_unused_params(self, enable: bool) -> None:
+        """Accept torch's switch; whole buffers are always reduced.
+
+        Raises:
+            ValueError: ``enable`` is False, which could mix gradients of different parameters.
+        """
+        if not enable:
+            raise ValueError(
+                expected(
+                    "True",
+                    enable,
+                    where="set_reduce_scatter_unused_params()",
+                    mend="Leave out the call: parameters that no rank used keep .grad None anyway",
+                )
+            )
+
+    def set_post_optim_event(self, event: torch.cuda.Event) -> None:
+        """Make the next forward's first gather wait for an event of the optimizer's stream."""
+        self._fsdp_unit().post_optim_event = event
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that an exception cut short; called by all ranks."""
+        self._fsdp_unit().require_context().abandon()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
+        """Let ``.to()`` and its kin pass where they change nothing, refuse them otherwise."""
+        assert isinstance(self, nn.Module)
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            result = fn(probe)
+            if (result.dtype, result.device) != (probe.dtype, probe.device):
+                raise RuntimeError(
+                    expected(
+                        f"'{name}' to stay {probe.dtype} on {probe.device}",
+                        f"{result.dtype} on {result.device}",
+                        where="a conversion of a module given to fully_shard()",
+                        mend="Convert before fully_shard(), or choose compute dtypes with "
+                        "MixedPrecisionPolicy(param_dtype=...)",
+                    )
+                )
+        return self
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse: a copy would not be tied to the flat buffers."""
+        raise RuntimeError(_copy_message("copy.deepcopy()"))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse: process groups cannot be pickled."""
+        raise RuntimeError(_copy_message("pickle"))
+
+
+def _copy_message(operation: str) -> str:
+    return expected(
+        "a module that is not sharded",
+        "one given to fully_shard()",
+        where=operation,
+        mend="Copy the module before fully_shard(), or move values with full_state_dict() and "
+        "load_full_state_dict()",
+    )
+
+
+def mix_in(module: nn.Module) -> None:
+    """Give a module the methods of :class:`FSDPModule` by changing its class."""
+    cls = type(module)
+    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` run with the unit's parameters gathered.
+
+    Args:
+        module: A module given to ``fully_shard``; any other is left as it is.
+        method_name: Name of a method, for example ``"generate_logits"``.
+
+    Raises:
+        ValueError: The module has no such method.
+    """
+    if unit_of(module) is None:
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(
+            expected(
+                f"a method of {type(module).__name__}",
+                repr(method_name),
+                where="register_fsdp_forward_method()",
+                mend="Give the name of a method of the module itself",
+            )
+        )
+    method = getattr(type(module), method_name)
+
+    def run(self: nn.Module, *args: object, **kwargs: object) -> object:
+        unit = unit_of(self)
+        assert unit is not None, "the class was made by fully_shard()"
+        return unit.run_as_forward(self, method, args, kwargs)
+
+    # The class was made for this module alone, so the method is set on no other.
+    setattr(type(module), method_name, run)

@@ -1,0 +1,335 @@
+"""The entry points: make modules into units.
+
+``fully_shard`` is called on each unit and then on the root, or ``fully_shard_model`` does it for a whole
+model. Both change modules in place and return them; no wrapper, no key prefix. After any
+``torch.optim.Optimizer`` step the groups of its parameters are marked, so compute weights follow main
+weights without an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from megafsdp.device.memory import ByteLedger
+from megafsdp.device.streams import device_handle
+from megafsdp.errors import expected
+from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
+from megafsdp.fsdp.grouping import (
+    FoundParameter,
+    GroupKey,
+    claim,
+    device_type_of,
+    find_parameters,
+    group_parameters,
+)
+from megafsdp.fsdp.parameter_group import DataParallelAxes, ParameterGroup, group_of
+from megafsdp.fsdp.policy import (
+    Average,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Strategy,
+    average_of,
+    mixed_precision_of,
+    offload_of,
+    strategy_of,
+)
+from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
+from megafsdp.mesh.parallel_dims import default_mesh
+
+M = TypeVar("M", bound=nn.Module | list[nn.Module])
+
+
+def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
+    """Mark every group that has a parameter in a stepped optimizer, with or without a gradient."""
+    for param_group in optimizer.param_groups:
+        for parameter in param_group["params"]:
+            group = group_of(parameter)
+            if group is not None:
+                group.mark_stale()
+
+
+register_optimizer_step_post_hook(_mark_stepped)
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: str | int = "optim_grads_params",
+    outer_strategy: str = "no_shard",
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | TorchOffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    average: str = "rank",
+    prefetch: int = 1,
+) -> M:
+    """Make a module, or a list of modules that run one after another, into one unit.
+
+    Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters below
+    it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights. Parameter values are
+    taken from every rank's own copy: initialise all ranks alike. No collective is issued before the first
+    forward, except to build a default mesh.
+
+    Args:
+        module: The module or modules, changed in place.
+        mesh: 1-D mesh of the ranks to divide among; None means all ranks.
+        strategy: ``"optim_grads_params"`` (ZeRO-3, or 3) or ``"no_shard"`` (DDP, or 0).
+        outer_strategy: For 2-D meshes; ``"no_shard"``.
+        reshard_after_forward: Free the gathered parameters between forward and backward. None frees all
+            but those needed again at once: the root's and the last unit's.
+        shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
+            ``Shard(0)``.
+        mp_policy: Dtypes; torch's policy is accepted.
+        offload_policy: What lives on the host; torch's policy is accepted.
+        ignored_params: Parameters to leave alone: neither cut nor reduced.
+        average: ``"rank"``: gradients are the mean over ranks. ``"token"``: their sum.
+        prefetch: How many units are gathered ahead; at most ``prefetch + 1`` are unsharded.
+
+    Returns:
+        ``module``, whose class is now also an :class:`FSDPModule`.
+
+    Raises:
+        ValueError: A module is a unit already, a parameter is tied to another unit, parameters lie on
+            several devices, or an argument has no meaning.
+        TypeError: A policy is of another type.
+        NotImplementedError: A strategy, mesh or parameter kind that is not built.
+        RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
+    """
+    modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
+    policy = mixed_precision_of(mp_policy)
+    offload_of(offload_policy)
+    chosen = strategy_of(strategy)
+    averaging = average_of(average)
+    _check_arguments(modules, outer_strategy, reshard_after_forward, prefetch)
+    ignored = list(ignored_params or ())
+    found = find_parameters(modules, ignored, policy)
+    _check_placements(found, shard_placement_fn)
+    device_type = device_type_of(found)
+    mesh = _checked_mesh(mesh, device_type)
+    ledger = ByteLedger()
+    groups = [
+        _build_group(key, items, mesh, chosen, ledger)
+        for key, items in group_parameters(found, policy).items()
+    ]
+    claim(found, type(modules[0]).__name__)
+    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size(mesh.ndim - 1)
+    for each in modules:
+        mix_in(each)
+    FSDPUnit(
+        modules,
+        groups,
+        scale=scale,
+        policy=policy,
+        ledger=ledger,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+    )
+    return module
+
+
+def _build_group(
+    key: GroupKey,
+    items: Sequence[FoundParameter],
+    mesh: DeviceMesh,
+    strategy: Strategy,
+    ledger: ByteLedger,
+) -> ParameterGroup:
+    is_sharded = strategy is Strategy.OPTIM_GRADS_PARAMS and not key.is_whole
+    axes = DataParallelAxes.sharded(mesh) if is_sharded else DataParallelAxes.replicated(mesh)
+    return ParameterGroup(
+        [item.parameter for item in items],
+        [item.record for item in items],
+        axes=axes,
+        dtypes=key.dtypes,
+        device=device_handle(mesh.device_type).device,
+        ledger=ledger,
+    )
+
+
+def _check_arguments(
+    modules: Sequence[nn.Module],
+    outer_strategy: str,
+    reshard_after_forward: bool | int | None,
+    prefetch: int,
+) -> None:
+    for module in modules:
+        if unit_of(module) is not None:
+            raise ValueError(
+                expected(
+                    "a module that is not a unit yet",
+                    f"{type(module).__name__}, which was given to fully_shard() before",
+                    where="fully_shard()",
+                    mend="Call it once for each unit, on the root last",
+                )
+            )
+    if not modules:
+        raise ValueError(
+            expected("a module", "an empty list", where="fully_shard()", mend="Give the unit")
+        )
+    if outer_strategy != "no_shard":
+        raise NotImplementedError(
+            expected(
+                "outer_strategy 'no_shard'",
+                repr(outer_strategy),
+                where="fully_shard()",
+                mend="Leave outer_strategy at its default",
+            )
+        )
+    if not isinstance(reshard_after_forward, (bool, type(None))):
+        raise NotImplementedError(
+            expected(
+                "True, False or None",
+                repr(reshard_after_forward),
+                where="reshard_after_forward of fully_shard()",
+                mend="Use True to free parameters after forward, False to keep them",
+            )
+        )
+    if prefetch < 0:
+        raise ValueError(
+            expected(
+                "0 or more units",
+                prefetch,
+                where="prefetch of fully_shard()",
+                mend="Use 1; 0 gathers each unit when it runs",
+            )
+        )
+
+
+def _check_placements(
+    found: Sequence[FoundParameter], placement_fn: Callable[[nn.Parameter], object] | None
+) -> None:
+    for item in found:
+        placement = None if placement_fn is None else placement_fn(item.parameter)
+        if placement is not None and getattr(placement, "dim", 0) != 0:
+            raise NotImplementedError(
+                expected(
+                    "Shard(0)",
+                    placement,
+                    where=f"shard_placement_fn for '{item.record.name}'",
+                    mend="Return None: rows of flat buffers are cut on dimension 0",
+                )
+            )
+
+
+def _checked_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    if mesh is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                expected(
+                    "an initialised process group or a mesh",
+                    "neither",
+                    where="fully_shard()",
+                    mend="Call torch.distributed.init_process_group() first, or start with torchrun",
+                )
+            )
+        return default_mesh(device_type)
+    if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.size(0) == 1):
+        return mesh
+    raise NotImplementedError(
+        expected(
+            "a 1-D mesh",
+            f"shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
+            where="the mesh of fully_shard()",
+            mend="Give one axis of the mesh, for example mesh['dp_shard']",
+        )
+    )
+
+
+def fully_shard_model(
+    model: nn.Module,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    **options: Any,  # noqa: ANN401
+) -> nn.Module:
+    """Make every instance of some classes below a model, and then the model, into units.
+
+    Args:
+        model: The model, changed in place.
+        fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None takes
+            the model's ``_no_split_modules``, as Hugging Face models have it.
+        **options: Keyword arguments of :func:`fully_shard`, the same for all units.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: No class is named, or no module below the model is of a named class.
+        Exception: Whatever :func:`fully_shard` raises.
+    """
+    wanted = fsdp_unit_modules
+    if wanted is None:
+        wanted = sorted(getattr(model, "_no_split_modules", None) or ())
+    units = [m for m in model.modules() if m is not model and _is_one_of(m, wanted)]
+    if not units:
+        present = sorted({type(m).__name__ for m in model.modules() if m is not model})
+        raise ValueError(
+            expected(
+                "classes of modules below the model",
+                f"{[str(cls) for cls in wanted]}",
+                where=f"fully_shard_model() on {type(model).__name__}",
+                mend=f"Name classes among {present}",
+            )
+        )
+    for unit in reversed(units):
+        fully_shard(unit, **options)
+    return fully_shard(model, **options)
+
+
+def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bool:
+    for cls in type(module).__mro__:
+        names = {cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"}
+        if any(cls is each or each in names for each in wanted):
+            return True
+    return False
+
+
+def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Check that an optimizer holds sharded parameters, and return it unchanged.
+
+    Not needed: any ``torch.optim`` optimizer over ``model.parameters()`` works. It exists for people who
+    come from Megatron-FSDP, and finds optimizers that were built before ``fully_shard``.
+
+    Raises:
+        ValueError: A parameter is the original that ``fully_shard`` has replaced.
+    """
+    for index, param_group in enumerate(optimizer.param_groups):
+        for parameter in param_group["params"]:
+            if group_of(parameter) is None and hasattr(parameter, "_megafsdp_owner"):
+                raise ValueError(
+                    expected(
+                        "sharded parameters",
+                        f"an original parameter of shape {tuple(parameter.shape)}",
+                        where=f"param group {index} of {type(optimizer).__name__}",
+                        mend="Build the optimizer after fully_shard()",
+                    )
+                )
+    return optimizer
+
+
+def mark_main_weights_changed(module: nn.Module) -> None:
+    """Tell that main weights below a module were edited in place; called on all ranks alike.
+
+    Optimizer steps, ``load_state_dict`` and checkpoint loads tell by themselves.
+    """
+    for unit in units_below([module]).values():
+        for group in unit.groups:
+            group.mark_stale()
+
+
+__all__ = [
+    "FSDPModule",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+    "mark_main_weights_changed",
+]

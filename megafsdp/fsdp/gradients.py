@@ -1,0 +1,233 @@
+"""From the gradients of unsharded parameters to ``.grad`` of sharded ones.
+
+After a unit's backward its gradients are packed into one flat *partial* buffer in their own dtype, gaps and
+missing gradients zeroed, and the whole buffer is reduced, whichever parameters had a gradient: so all ranks
+issue the same collectives. The sum lands in the *main gradient*, whose rows are ``.grad`` of the sharded
+parameters.
+
+Usage. A parameter that no rank used keeps ``.grad`` None, as in a single process; one that another rank used
+gets ``.grad`` here too. A rank that used it assigns at once, the others learn it from one small exchange at
+the end of the backward (``pending`` until then).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from megafsdp.buffer.collectives import Pending, all_reduce_partials
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.uneven import local_tensor
+from megafsdp.device.memory import Category
+from megafsdp.fsdp.parameter_group import ParameterGroup
+from megafsdp.mesh.placement import Residence
+
+
+class _State(Enum):
+    """What the main gradient holds for one parameter."""
+
+    CLEAR = "clear"  # Nothing: the next sum overwrites it.
+    PENDING = "pending"  # A sum that may be other ranks' alone; .grad is None.
+    HELD = "held"  # A sum that .grad shows.
+
+
+class GradientReducer:
+    """Packs, reduces and accumulates the gradients of one parameter group.
+
+    Args:
+        group: The group; the reducer lives as long as it.
+        scale: Factor on the sum over ranks.
+    """
+
+    def __init__(self, group: ParameterGroup, scale: float) -> None:
+        self.group = group
+        self.scale = scale
+        self._main_grad: DBuffer | None = None
+        self._views: list[torch.Tensor] = []
+        self._states = [_State.CLEAR] * len(group.parameters)
+        self._accumulated: DBuffer | None = None
+        self._used = [False] * len(group.parameters)
+        self._partial: DBuffer | None = None
+        self._pending: Pending | None = None
+
+    @property
+    def main_grad(self) -> torch.Tensor | None:
+        """Return the flat main gradient of this rank, gaps included; None if there is none."""
+        return None if self._main_grad is None else self._main_grad.flat
+
+    def drop_if_cleared(self) -> None:
+        """Free the main gradient if the user set every ``.grad`` to None.
+
+        A fresh buffer is made for the next gradients, so references that the user kept stay valid.
+        """
+        self._observe_user()
+        if self._main_grad is not None and all(s is _State.CLEAR for s in self._states):
+            self._main_grad = None
+            self._views = []
+
+    def accumulate(self) -> None:
+        """Add this backward's gradients to a local buffer of the main gradient's dtype; local."""
+        buffer = self._accumulated
+        if buffer is None:
+            buffer = self._new_partial(self.group.dtypes.grad)
+            self._accumulated = buffer
+            self._pack(buffer)
+        else:
+            self._add(buffer)
+
+    def start_reduce(self) -> None:
+        """Pack the gradients and issue the reduction; collective over the group's ranks."""
+        assert self._pending is None, "the reduction before is finished"
+        partial, self._accumulated = self._accumulated, None
+        if partial is None:
+            partial = self._new_partial(self.group.dtypes.compute)
+            self._pack(partial)
+        else:
+            self._add(partial)
+        is_accumulating = self._prepare_main_grad()
+        main_grad, axes = self._main_grad, self.group.axes
+        assert main_grad is not None
+        self._partial = partial
+        if axes.is_sharded:
+            self._pending = main_grad.reduce_scatter_from(
+                partial,
+                group=axes.group,
+                scale=self.scale,
+                accumulate=is_accumulating,
+                reduce_dtype=self.group.dtypes.reduce,
+                label=self.group.label,
+            )
+        else:
+            self._pending = all_reduce_partials(
+                main_grad.flat,
+                partial.flat,
+                group=axes.group,
+                scale=self.scale,
+                accumulate=is_accumulating,
+                reduce_dtype=self.group.dtypes.reduce,
+                label=self.group.label,
+            )
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction and show ``.grad`` of the parameters that this rank used."""
+        assert self._pending is not None, "a reduction was issued"
+        self._pending.wait()
+        self._pending = self._partial = None
+        for i, parameter in enumerate(self.group.parameters):
+            if not parameter.sharded.requires_grad:
+                continue
+            if self._used[i] or self._states[i] is _State.HELD:
+                self._hold(i)
+            else:
+                self._states[i] = _State.PENDING
+        self._used = [False] * len(self._used)
+
+    def usage(self) -> list[bool]:
+        """Tell for each parameter whether this rank shows its ``.grad``."""
+        return [state is _State.HELD for state in self._states]
+
+    @property
+    def has_pending(self) -> bool:
+        """Tell whether some parameter waits for the other ranks' usage."""
+        return _State.PENDING in self._states
+
+    def resolve_usage(self, is_used_anywhere: list[bool]) -> None:
+        """Show ``.grad`` of pending parameters that another rank used, clear the others."""
+        for i, state in enumerate(self._states):
+            if state is _State.PENDING:
+                if is_used_anywhere[i]:
+                    self._hold(i)
+                else:
+                    self._states[i] = _State.CLEAR
+
+    def discard_reduction(self) -> None:
+        """Wait for a reduction that is under way and forget its result; ``.grad`` stays as it is."""
+        if self._pending is not None:
+            self._pending.discard()
+            self._used = [False] * len(self._used)
+        self._pending = self._partial = None
+
+    def abort(self) -> None:
+        """Forget this backward: drop unsharded gradients and a reduction that is under way."""
+        self.discard_reduction()
+        self._accumulated = None
+        self._used = [False] * len(self._used)
+        for parameter in self.group.parameters:
+            parameter.unsharded.grad = None
+
+    def _new_partial(self, dtype: torch.dtype) -> DBuffer:
+        return self.group.new_buffer(Residence.PARTIAL, dtype, Category.PARTIAL_GRAD)
+
+    def _take_grads(self, buffer: DBuffer) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+        """Take the gradients off the unsharded parameters: (views, gradients, indices without one)."""
+        views, grads, missing = [], [], []
+        for i, parameter in enumerate(self.group.parameters):
+            grad = parameter.unsharded.grad
+            if grad is None:
+                missing.append(i)
+                continue
+            parameter.unsharded.grad = None
+            self._used[i] = True
+            views.append(buffer.full_view(i))
+            grads.append(grad)
+        return views, grads, missing
+
+    def _pack(self, buffer: DBuffer) -> None:
+        with torch.no_grad():
+            views, grads, missing = self._take_grads(buffer)
+            if grads:
+                torch._foreach_copy_(views, grads)
+            for i in missing:
+                buffer.tensor(i).zero_()
+            buffer.zero_gaps()
+
+    def _add(self, buffer: DBuffer) -> None:
+        with torch.no_grad():
+            views, grads, _ = self._take_grads(buffer)
+            if grads:
+                torch._foreach_add_(views, grads)
+
+    def _observe_user(self) -> None:
+        """Follow what the user did to ``.grad``: cleared ones are clear, replaced ones copied in."""
+        held = [i for i, state in enumerate(self._states) if state is _State.HELD]
+        cleared = [i for i in held if self.group.parameters[i].sharded.grad is None]
+        for i in cleared:
+            self._states[i] = _State.CLEAR
+        if cleared and len(cleared) == len(held):
+            self._states = [_State.CLEAR] * len(self._states)
+
+    def _prepare_main_grad(self) -> bool:
+        """Make the main gradient ready for a sum; tell whether the sum adds to it."""
+        self._observe_user()
+        group = self.group
+        grads = [p.sharded.grad for p in group.parameters]
+        is_clear = all(s is _State.CLEAR for s in self._states) and not any(
+            g is not None for g in grads
+        )
+        if self._main_grad is None or is_clear:
+            residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
+            self._main_grad = group.new_buffer(residence, group.dtypes.grad, Category.MAIN_GRAD)
+            self._views = [
+                group.as_dtensor(i, self._main_grad.tensor(i)) for i in range(len(grads))
+            ]
+        if is_clear:
+            return False
+        with torch.no_grad():
+            for i, grad in enumerate(grads):
+                if grad is not None and grad is not self._views[i]:
+                    # The user assigned a gradient of their own: the sum adds to it.
+                    self._main_grad.tensor(i).copy_(local_tensor(grad).reshape(-1))
+                    self._states[i] = _State.HELD
+                elif self._states[i] is _State.CLEAR:
+                    self._main_grad.tensor(i).zero_()
+            self._main_grad.zero_gaps()
+        return True
+
+    def _hold(self, index: int) -> None:
+        parameter = self.group.parameters[index].sharded
+        parameter.grad = self._views[index]
+        self._states[index] = _State.HELD
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        for hook in (hooks or {}).values():
+            hook(parameter)

@@ -1,0 +1,160 @@
+"""Which parameters a unit owns, and into which groups they fall.
+
+A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes, by
+whether they require a gradient, and by whether they can be cut at all: parameters without dimensions or
+elements are kept whole on every rank. Everything that would make the engine wrong later is refused here,
+before anything is changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megafsdp.errors import expected
+from megafsdp.fsdp.parameter_group import GroupDtypes, ManagedParameter, group_of
+from megafsdp.fsdp.policy import MixedPrecisionPolicy
+
+_OWNER_ATTRIBUTE = "_megafsdp_owner"
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What the parameters of one group have in common."""
+
+    dtypes: GroupDtypes
+    requires_grad: bool
+    is_whole: bool
+
+
+@dataclass
+class FoundParameter:
+    """A parameter that a unit will own."""
+
+    parameter: nn.Parameter
+    record: ManagedParameter
+    is_kept_fp32: bool
+
+
+def find_parameters(
+    modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter], policy: MixedPrecisionPolicy
+) -> list[FoundParameter]:
+    """Return the parameters below the modules that no unit owns, tied ones once, in module order.
+
+    Raises:
+        ValueError: A parameter belongs to another unit already (it is tied across units).
+        NotImplementedError: A parameter is a DTensor, on the meta device, or not floating-point and
+            trainable.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored}
+    found: dict[int, FoundParameter] = {}
+    for root in modules:
+        for prefix, module in root.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in ignored_ids or group_of(parameter):
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if id(parameter) not in found:
+                    _check(name, parameter)
+                    record = ManagedParameter(name, [], parameter.shape)
+                    is_kept = _is_kept_fp32(name, module, policy)
+                    found[id(parameter)] = FoundParameter(parameter, record, is_kept)
+                found[id(parameter)].record.owners.append((weakref.ref(module), attribute))
+    return list(found.values())
+
+
+def group_parameters(
+    found: Sequence[FoundParameter], policy: MixedPrecisionPolicy
+) -> dict[GroupKey, list[FoundParameter]]:
+    """Divide found parameters into groups, in order of their first parameters."""
+    groups: dict[GroupKey, list[FoundParameter]] = {}
+    for item in found:
+        parameter = item.parameter
+        grad = policy.grad_dtype(parameter.dtype)
+        dtypes = GroupDtypes(
+            compute=policy.compute_dtype(parameter.dtype, is_kept_fp32=item.is_kept_fp32),
+            main=policy.main_dtype(parameter.dtype),
+            grad=grad,
+            reduce=policy.reduce_dtype or grad,
+        )
+        is_whole = parameter.ndim == 0 or parameter.numel() == 0
+        key = GroupKey(dtypes, parameter.requires_grad, is_whole)
+        groups.setdefault(key, []).append(item)
+    return groups
+
+
+def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
+    """Mark the original parameters as owned, to recognise them where they are tied elsewhere."""
+    for item in found:
+        setattr(item.parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    owner = getattr(parameter, _OWNER_ATTRIBUTE, None)
+    if owner is not None:
+        raise ValueError(
+            expected(
+                "parameters that belong to one unit",
+                f"'{name}', which is also '{owner[1]}' of the unit {owner[0]}",
+                where="fully_shard()",
+                mend="Give the modules that share it to one call: fully_shard([first, second])",
+            )
+        )
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            expected(
+                "plain parameters",
+                f"'{name}', a DTensor with placements {parameter.placements}",
+                where="fully_shard()",
+                mend="Shard over data parallel ranks alone",
+            )
+        )
+    if parameter.device.type == "meta":
+        raise NotImplementedError(
+            expected(
+                "parameters with values",
+                f"'{name}' on the meta device",
+                where="fully_shard()",
+                mend="Materialise and initialise the module first",
+            )
+        )
+    if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+        raise NotImplementedError(
+            expected(
+                "floating-point parameters of at least 16 bits",
+                f"'{name}' of {parameter.dtype}",
+                where="fully_shard()",
+                mend="Name it in ignored_params, or make it a buffer",
+            )
+        )
+
+
+def _is_kept_fp32(name: str, module: nn.Module, policy: MixedPrecisionPolicy) -> bool:
+    names = {name, type(module).__name__}
+    parts = name.split(".")
+    names.update(".".join(parts[:k]) for k in range(1, len(parts)))
+    return not names.isdisjoint(policy.keep_fp32)
+
+
+def device_type_of(found: Sequence[FoundParameter]) -> str:
+    """Return the device type that all found parameters are on; ``cpu`` if there are none.
+
+    Raises:
+        ValueError: They are on several.
+    """
+    types = sorted({item.parameter.device.type for item in found})
+    if len(types) > 1:
+        raise ValueError(
+            expected(
+                "parameters on one device",
+                f"{types}",
+                where="fully_shard()",
+                mend="Move the module to one device first",
+            )
+        )
+    return types[0] if types else torch.device("cpu").type

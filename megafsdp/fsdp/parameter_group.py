@@ -1,0 +1,306 @@
+"""The parameters of a unit that share a dtype and one collective, and their flat buffers.
+
+A group owns the two faces of each of its parameters. The *sharded* parameter is a DTensor over the main
+weight buffer, which the optimizer sees; the *unsharded* parameter is a plain full tensor, a view of the
+buffer that the all-gather fills, which forward and backward see. Both objects are made once.
+
+=============  ==========================  =============================
+buffer         sharded group (ZeRO-3)      replicated group (no_shard)
+=============  ==========================  =============================
+main weight    1/N, main dtype             full, main dtype
+unsharded      full, compute dtype,        full, compute dtype, kept; the
+               released between uses       main weight itself if equal
+=============  ==========================  =============================
+
+When compute and main dtype differ, a sharded group casts its main weight into a temporary input of each
+gather, so nothing can be stale but storage that is kept; a replicated group casts once after each step.
+Gradients are the business of :mod:`megafsdp.fsdp.gradients`; when to gather is the schedule's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafsdp.buffer.boxes import UnevenLayout
+from megafsdp.buffer.collectives import Pending
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.layout import FlatLayout, TensorSpec, plan_layout
+from megafsdp.buffer.uneven import UnevenDTensor, make_replicated
+from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.mesh.placement import Residence
+
+_GROUP_ATTRIBUTE = "_megafsdp_group"
+
+
+@dataclass(frozen=True)
+class DataParallelAxes:
+    """The ranks among which one group is divided or replicated.
+
+    Attributes:
+        mesh: The data-parallel mesh that sharded parameters live on.
+        group: Process group of its last axis.
+        num_shards: Ranks that divide the main weight: the size of ``group``, or 1 if replicated.
+        shard: This rank's shard.
+        num_ranks: Ranks whose gradients are combined.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    num_shards: int
+    shard: int
+    num_ranks: int
+
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether the group is gathered and reduce-scattered."""
+        return self.shard >= 0
+
+    @classmethod
+    def sharded(cls, mesh: DeviceMesh) -> DataParallelAxes:
+        """Divide over the last axis of a 1-D mesh."""
+        group = mesh.get_group(mesh.ndim - 1)
+        return cls(mesh, group, group.size(), group.rank(), group.size())
+
+    @classmethod
+    def replicated(cls, mesh: DeviceMesh) -> DataParallelAxes:
+        """Keep everything on each rank of a 1-D mesh."""
+        group = mesh.get_group(mesh.ndim - 1)
+        return cls(mesh, group, 1, -1, group.size())
+
+
+@dataclass(frozen=True)
+class GroupDtypes:
+    """Dtypes of one group: compute weight, main weight, main gradient, and the sum over ranks."""
+
+    compute: torch.dtype
+    main: torch.dtype
+    grad: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """One parameter and its two faces.
+
+    Attributes:
+        name: FQN within the unit, for messages.
+        owners: Modules that hold it, with the attribute names; several if it is tied.
+        shape: Its full shape.
+        sharded: The optimizer's face.
+        unsharded: The face of forward and backward.
+    """
+
+    name: str
+    owners: list[tuple[weakref.ref[nn.Module], str]]
+    shape: torch.Size
+    sharded: nn.Parameter = field(init=False)
+    unsharded: nn.Parameter = field(init=False)
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Make the owners hold one of the two faces."""
+        for reference, attribute in self.owners:
+            module = reference()
+            if module is not None:
+                module._parameters[attribute] = parameter
+
+
+class ParameterGroup:
+    """Flat buffers and parameter faces of one group.
+
+    Args:
+        originals: The parameters as the user made them; their values are copied.
+        parameters: Their records, in the same order.
+        axes: Ranks that divide or replicate the group.
+        dtypes: Dtypes of its buffers.
+        device: Where the buffers live.
+        ledger: Counts their bytes.
+
+    Construction is local: every rank copies its own rows from its own originals.
+    """
+
+    def __init__(
+        self,
+        originals: Sequence[nn.Parameter],
+        parameters: list[ManagedParameter],
+        *,
+        axes: DataParallelAxes,
+        dtypes: GroupDtypes,
+        device: torch.device,
+        ledger: ByteLedger,
+    ) -> None:
+        self.parameters = parameters
+        self.axes = axes
+        self.dtypes = dtypes
+        self.device = device
+        self.ledger = ledger
+        self.label = parameters[0].name
+        specs = [TensorSpec(p.name, tuple(p.shape)) for p in parameters]
+        self.layout: FlatLayout = plan_layout(
+            specs, axes.num_shards, itemsize=dtypes.compute.itemsize
+        )
+        is_sharded = axes.is_sharded
+        self.main_weight = self.new_buffer(
+            Residence.SHARD if is_sharded else Residence.REPLICATE,
+            dtypes.main,
+            Category.MAIN_WEIGHT,
+        )
+        self.is_stale = True
+        self._pending: Pending | None = None
+        self._version = 0
+        self._gather_source: DBuffer | None = None
+        self._has_storage_of_its_own = is_sharded or dtypes.compute != dtypes.main
+        self.unsharded = (
+            self.new_buffer(
+                Residence.REPLICATE,
+                dtypes.compute,
+                Category.UNSHARDED if is_sharded else Category.COMPUTE_WEIGHT,
+            )
+            if self._has_storage_of_its_own
+            else self.main_weight
+        )
+        with torch.no_grad():
+            self.main_weight.zero_gaps()
+            for index, original in enumerate(originals):
+                self._make_faces(index, original)
+        self.release()
+
+    def new_buffer(self, residence: Residence, dtype: torch.dtype, category: Category) -> DBuffer:
+        """Allocate a buffer of this group's layout; its content is undefined."""
+        return DBuffer(
+            self.layout,
+            residence,
+            shard=max(self.axes.shard, 0),
+            dtype=dtype,
+            device=self.device,
+            ledger=self.ledger,
+            category=category,
+        )
+
+    def _make_faces(self, index: int, original: nn.Parameter) -> None:
+        parameter = self.parameters[index]
+        source = original.detach().reshape(-1)
+        local = self.main_weight.tensor(index)
+        start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
+        local.copy_(source[start:stop])
+        sharded = nn.Parameter(self.as_dtensor(index, local), requires_grad=original.requires_grad)
+        for name, value in vars(original).items():
+            setattr(sharded, name, value)
+        setattr(sharded, _GROUP_ATTRIBUTE, weakref.ref(self))
+        if self.dtypes.grad != self.dtypes.main:
+            sharded.grad_dtype = self.dtypes.grad
+        view = self.unsharded.full_view(index)
+        parameter.sharded = sharded
+        parameter.unsharded = nn.Parameter(view, requires_grad=original.requires_grad)
+
+    def as_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """Wrap what this rank holds of tensor ``index`` in a buffer like the main weight."""
+        shape = self.parameters[index].shape
+        if not self.axes.is_sharded:
+            return make_replicated(local.view(shape), self.axes.mesh)
+        slot = self.layout.slots[index]
+        layout = UnevenLayout(
+            shape=tuple(shape),
+            box_offsets=(0,) * len(shape),
+            box_shape=tuple(shape),
+            row_numel=slot.spec.granule,
+            buffer_offset=slot.offset,
+            shard_numel=self.layout.sub_buffers[slot.sub_buffer].shard_numel,
+            num_shards=self.axes.num_shards,
+            shard=self.axes.shard,
+        )
+        rows = local.view(layout.local_shape())
+        return UnevenDTensor.from_local_rows(rows, self.axes.mesh, layout)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Tell whether any parameter of the group requires a gradient."""
+        return any(p.sharded.requires_grad for p in self.parameters)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Tell whether the unsharded storage is allocated, gathered or being gathered."""
+        return self.unsharded.storage.is_allocated
+
+    def mark_stale(self) -> None:
+        """Note that main weights changed: the next unshard refreshes, once."""
+        self.is_stale = True
+
+    def start_unshard(self) -> None:
+        """Make the unsharded parameters current: issue the gather, or refresh the replica.
+
+        Collective over the group's ranks for a sharded group whose storage is not current. The
+        unsharded storage may be read after :meth:`finish_unshard`.
+        """
+        if self._pending is not None:
+            return
+        is_current = self.is_unsharded and not self.is_stale
+        self.is_stale = False
+        if is_current:
+            return
+        self.unsharded.storage.allocate()
+        self._version = self.unsharded.flat._version
+        with torch.no_grad():
+            if self.axes.is_sharded:
+                source = self._gather_input()
+                self._pending = self.unsharded.all_gather_from(
+                    source, group=self.axes.group, label=self.label
+                )
+                self._gather_source = source
+            elif self._has_storage_of_its_own:
+                self.refresh()
+
+    def _gather_input(self) -> DBuffer:
+        if self.dtypes.compute == self.dtypes.main:
+            return self.main_weight
+        source = self.new_buffer(Residence.SHARD, self.dtypes.compute, Category.COMPUTE_WEIGHT)
+        source.flat.copy_(self.main_weight.flat)
+        return source
+
+    def refresh(self) -> None:
+        """Cast the main weight into the replicated compute weight."""
+        flat = self.unsharded.flat
+        with torch.autograd._unsafe_preserve_version_counter(flat):
+            flat.copy_(self.main_weight.flat)
+
+    def finish_unshard(self) -> None:
+        """Wait for the gather; afterwards the unsharded parameters may be read."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        self._gather_source = None
+        # An asynchronous gather bumps the version counter when it completes, and tensors that autograd
+        # saved in forward would be taken for modified; their bytes are the same.
+        flat = self.unsharded.flat
+        torch._C._autograd._unsafe_set_version_counter((flat,), (self._version,))
+
+    def release(self) -> None:
+        """Free the unsharded storage of a sharded group; nothing happens for a replicated one."""
+        if self.axes.is_sharded and self.is_unsharded:
+            self.finish_unshard()
+            self.unsharded.storage.release()
+
+    def show_unsharded(self) -> None:
+        """Make the modules hold the unsharded parameters."""
+        for p in self.parameters:
+            if p.unsharded.requires_grad != p.sharded.requires_grad:
+                p.unsharded.requires_grad_(p.sharded.requires_grad)
+            p.show(p.unsharded)
+
+    def show_sharded(self) -> None:
+        """Make the modules hold the sharded parameters."""
+        for p in self.parameters:
+            p.show(p.sharded)
+
+
+def group_of(parameter: torch.Tensor) -> ParameterGroup | None:
+    """Return the group of a sharded parameter; None for any other tensor."""
+    reference = getattr(parameter, _GROUP_ATTRIBUTE, None)
+    return None if reference is None else reference()

@@ -1,0 +1,222 @@
+"""When units are gathered, and how many at a time.
+
+A :class:`FSDPContext` is shared by all units under one root. It records the order in which units run, in
+forward and in backward, and from the next run on gathers the next ``prefetch`` units while one computes.
+At most ``prefetch + 1`` units are unsharded, besides those kept between forward and backward (the root and
+the last unit, or what the user asks for). It also holds the reductions under way, at most two inputs of
+which are alive, and ends every backward in one callback of the autograd engine.
+
+With prefetch 1 and units a, b, c::
+
+    gather    a b   c                 b   a
+    compute     a   b   c | c  b   a
+    reduce                    c   b   a
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from megafsdp.buffer.collectives import all_reduce
+from megafsdp.fsdp.gradients import GradientReducer
+
+_MAX_REDUCTIONS_WAITING = 1  # Beside the one that is being packed.
+
+
+class ScheduledUnit(Protocol):
+    """What the schedule must be able to ask of a unit."""
+
+    prefetch: int
+    reshard_after_forward: bool | None
+    reducers: list[GradientReducer]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tell whether the unit was gathered ahead and has not run."""
+
+    def start_unshard(self) -> None:
+        """Issue the gathers of the unit."""
+
+    def finish_unshard(self) -> None:
+        """Wait for the gathers of the unit."""
+
+    def release(self) -> None:
+        """Free the full storage unless the unit is at work."""
+
+    def finish_backward(self) -> None:
+        """End the unit's backward if it is in one."""
+
+    def forget_forwards(self) -> None:
+        """Stop waiting for the gradients of forwards so far."""
+
+    def abandon(self) -> None:
+        """Return to rest after an exception."""
+
+    def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
+        """Return the units the user chose to prefetch after this one."""
+
+
+class RecordedOrder:
+    """The order in which units ran last time, followed until a run departs from it.
+
+    A run is recorded from :meth:`start` to the next. While it agrees with the record, :meth:`arrive`
+    names the units that come next; after the first difference it names none, and the new order is what
+    the next run follows.
+    """
+
+    def __init__(self) -> None:
+        self._record: list[weakref.ref[ScheduledUnit]] = []
+        self._running: list[weakref.ref[ScheduledUnit]] = []
+        self._is_followed = False
+
+    def start(self, guess: RecordedOrder | None = None) -> None:
+        """Begin a run; without a record the reverse of ``guess`` is followed."""
+        if self._running:
+            self._record = self._running
+        elif guess is not None and not self._record:
+            self._record = list(reversed(guess._running))
+        self._running = []
+        self._is_followed = bool(self._record)
+
+    def arrive(self, unit: ScheduledUnit, count: int) -> list[ScheduledUnit]:
+        """Note that ``unit`` runs and return up to ``count`` units expected after it."""
+        position = len(self._running)
+        self._running.append(weakref.ref(unit))
+        expected = self._record[position] if position < len(self._record) else None
+        if expected is None or expected() is not unit:
+            self._is_followed = False
+        if not self._is_followed:
+            return []
+        upcoming = (r() for r in self._record[position + 1 : position + 1 + count])
+        return [u for u in upcoming if u is not None]
+
+    def is_last(self, unit: ScheduledUnit) -> bool:
+        """Tell whether ``unit`` is the last of the record, and the run agrees with it so far."""
+        return self._is_followed and self._record[-1]() is unit
+
+
+class FSDPContext:
+    """What the units under one root share.
+
+    Args:
+        root: The outermost unit.
+        units: All units, the root first, in the order of ``named_modules``.
+    """
+
+    def __init__(self, root: ScheduledUnit, units: Iterable[ScheduledUnit]) -> None:
+        # Units own their context: weak references here let a deleted model free its buffers at once.
+        self._root = weakref.ref(root)
+        self._units = [weakref.ref(u) for u in units]
+        self.is_last_microbatch = True
+        self._forward = RecordedOrder()
+        self._backward = RecordedOrder()
+        self._is_backward_running = False
+        self._reductions: list[GradientReducer] = []
+
+    @property
+    def units(self) -> list[ScheduledUnit]:
+        """Return the units that are alive, the root first."""
+        return [unit for unit in (reference() for reference in self._units) if unit is not None]
+
+    def is_root(self, unit: ScheduledUnit) -> bool:
+        """Tell whether ``unit`` is the outermost one."""
+        return self._root() is unit
+
+    def begin_forward(self) -> None:
+        """Start a forward of the root: clean up after an exception, free cleared gradients."""
+        self.abandon()
+        self._forward.start()
+        for unit in self.units:
+            for reducer in unit.reducers:
+                reducer.drop_if_cleared()
+
+    def end_forward(self, *, is_graph_built: bool) -> None:
+        """End a forward of the root: without a graph nothing stays unsharded."""
+        if not is_graph_built:
+            for unit in self.units:
+                unit.release()
+
+    def begin_backward(self) -> None:
+        """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
+        if self._is_backward_running:
+            return
+        self._is_backward_running = True
+        self._backward.start(guess=self._forward)
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
+        self._is_backward_running = False
+        for unit in reversed(self.units):
+            unit.finish_backward()
+        self._finish_reductions(keep=0)
+        for unit in self.units:
+            unit.release()
+        if self.is_last_microbatch:
+            self._agree_on_usage()
+        for unit in self.units:
+            unit.forget_forwards()
+
+    def abandon(self) -> None:
+        """Undo a forward or backward that an exception cut short."""
+        self._is_backward_running = False
+        self._reductions.clear()
+        for unit in self.units:
+            unit.abandon()
+
+    def unshard_for_forward(self, unit: ScheduledUnit) -> None:
+        """Gather a unit for its forward, and issue the gathers of those expected next."""
+        self._unshard(unit, self._forward)
+
+    def unshard_for_backward(self, unit: ScheduledUnit) -> None:
+        """Gather a unit for its backward, and issue the gathers of those expected next."""
+        self._unshard(unit, self._backward)
+
+    def is_kept_after_forward(self, unit: ScheduledUnit) -> bool:
+        """Tell whether a unit's storage stays for backward: the root, the last unit, or by wish."""
+        if unit.reshard_after_forward is not None:
+            return not unit.reshard_after_forward
+        return self.is_root(unit) or self._forward.is_last(unit)
+
+    def _unshard(self, unit: ScheduledUnit, order: RecordedOrder) -> None:
+        unit.start_unshard()
+        upcoming = unit.prefetch_override(is_backward=order is self._backward)
+        recorded = order.arrive(unit, unit.prefetch)
+        for other in recorded if upcoming is None else upcoming:
+            if upcoming is not None or self._has_room(unit.prefetch):
+                other.start_unshard()
+        unit.finish_unshard()
+
+    def _has_room(self, prefetch: int) -> bool:
+        return sum(unit.is_waiting for unit in self.units) < prefetch
+
+    def add_reduction(self, reducer: GradientReducer) -> None:
+        """Issue a reduction and finish older ones, so that few inputs are alive."""
+        reducer.start_reduce()
+        self._reductions.append(reducer)
+        self._finish_reductions(keep=_MAX_REDUCTIONS_WAITING)
+
+    def _finish_reductions(self, keep: int) -> None:
+        while len(self._reductions) > keep:
+            self._reductions.pop(0).finish_reduce()
+
+    def _agree_on_usage(self) -> None:
+        """Exchange one byte a trainable parameter; only a rank that waits for it reads the answer."""
+        reducers = [r for unit in self.units for r in unit.reducers if r.group.is_trainable]
+        flags = [flag for reducer in reducers for flag in reducer.usage()]
+        if not flags or all(r.group.axes.num_ranks == 1 for r in reducers):
+            for reducer in reducers:
+                reducer.resolve_usage(reducer.usage())
+            return
+        axes = reducers[0].group.axes
+        votes = torch.tensor(flags, dtype=torch.uint8).to(reducers[0].group.device)
+        all_reduce(votes, op="max", group=axes.group, label="usage")
+        if any(reducer.has_pending for reducer in reducers):
+            answer = iter(votes.bool().tolist())
+            for reducer in reducers:
+                reducer.resolve_usage([next(answer) for _ in reducer.group.parameters])

@@ -1,0 +1,437 @@
+"""One unit: the phases of its parameters and the hooks that move them.
+
+A unit is a module, or a list of modules that run one after another, with the parameters it owns. Outside
+its own forward and backward it shows only sharded parameters. Its backward begins when the gradient of one
+of its outputs is there, and ends when the gradients of all its inputs are: inputs pass through an identity
+whose backward says so. A unit none of whose inputs needs a gradient ends in the context's callback. Hooks on
+parameters are never counted: frozen, detached and unused parameters would break the count.
+
+Phases move RESTING <-> FORWARD and RESTING <-> BACKWARD only; recomputation of activations stays in
+BACKWARD.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafsdp.buffer.collectives import require_equal
+from megafsdp.device.memory import ByteLedger
+from megafsdp.errors import expected
+from megafsdp.fsdp.gradients import GradientReducer
+from megafsdp.fsdp.parameter_group import ParameterGroup
+from megafsdp.fsdp.policy import MixedPrecisionPolicy
+from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
+from megafsdp.fsdp.tree import map_tensors, tensors_of
+
+_UNIT_ATTRIBUTE = "_megafsdp_unit"
+
+
+class Phase(Enum):
+    """What the unit's parameters are doing."""
+
+    RESTING = "resting"  # Modules hold sharded parameters; storage is kept or released.
+    FORWARD = "forward"  # Modules hold unsharded parameters.
+    BACKWARD = "backward"  # Modules hold unsharded parameters, whose gradients arrive.
+
+
+class ForwardToken:
+    """One forward of a unit, kept alive by the graph it built."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Identity on a unit's inputs whose backward says that all their gradients are there."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,  # noqa: ANN401
+        unit: FSDPUnit,
+        token: ForwardToken,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.unit, ctx.token = unit, token
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any,  # noqa: ANN401
+        *grads: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.unit.inputs_done(ctx.token)
+        return (None, None, *grads)
+
+
+class FSDPUnit:
+    """State and hooks of one unit.
+
+    Args:
+        modules: The modules, in the order in which they run.
+        groups: Its parameter groups.
+        scale: Factor on the sum of gradients over ranks, by group.
+        policy: Dtypes of inputs and outputs.
+        ledger: Counts the bytes of its buffers.
+        prefetch: How many units to gather ahead.
+        reshard_after_forward: Whether storage is freed between forward and backward; None lets the
+            schedule decide.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: list[ParameterGroup],
+        *,
+        scale: float,
+        policy: MixedPrecisionPolicy,
+        ledger: ByteLedger,
+        prefetch: int,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.name = type(modules[0]).__name__
+        self.groups = groups
+        self.reducers = [GradientReducer(group, scale) for group in groups]
+        self.policy = policy
+        self.ledger = ledger
+        self.prefetch = prefetch
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.is_unsharded_in_backward = True
+        self.requires_gradient_sync = True
+        self.phase = Phase.RESTING
+        self.context: FSDPContext | None = None
+        self.outstanding: weakref.WeakSet[ForwardToken] = weakref.WeakSet()
+        self.is_kept = False
+        self.is_pinned = False
+        self.post_optim_event: torch.cuda.Event | None = None
+        self._forward_prefetch: list[weakref.ref[ScheduledUnit]] | None = None
+        self._backward_prefetch: list[weakref.ref[ScheduledUnit]] | None = None
+        self._modules = [weakref.ref(module) for module in modules]
+        self._to_run: set[int] = set()
+        self._token: ForwardToken | None = None
+        for module in modules:
+            setattr(module, _UNIT_ATTRIBUTE, self)
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward, prepend=False)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module._register_load_state_dict_pre_hook(self._before_load_state_dict)
+            module.register_load_state_dict_post_hook(self._after_load_state_dict)
+        self.show_sharded()
+
+    # Storage and faces.
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Return the unit's modules."""
+        return [module for module in (reference() for reference in self._modules) if module]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Tell whether a sharded group's full storage is allocated."""
+        return any(g.axes.is_sharded and g.is_unsharded for g in self.groups)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tell whether the unit was gathered ahead and has not run."""
+        is_idle = self.phase is Phase.RESTING and not (self.is_kept or self.is_pinned)
+        return is_idle and self.is_unsharded
+
+    def start_unshard(self) -> None:
+        """Issue the gathers of all groups; collective."""
+        self.is_kept = False
+        for group in self.groups:
+            group.start_unshard()
+
+    def finish_unshard(self) -> None:
+        """Wait for the gathers of all groups."""
+        for group in self.groups:
+            group.finish_unshard()
+
+    def release(self) -> None:
+        """Free the full storage, unless the unit is pinned or at work."""
+        if not self.is_pinned and self.phase is Phase.RESTING:
+            self.is_kept = False
+            for group in self.groups:
+                group.release()
+
+    def show_unsharded(self) -> None:
+        """Make the modules hold the unsharded parameters."""
+        for group in self.groups:
+            group.show_unsharded()
+
+    def show_sharded(self) -> None:
+        """Make the modules hold the sharded parameters, unless the unit is pinned."""
+        if not self.is_pinned:
+            for group in self.groups:
+                group.show_sharded()
+
+    def rename(self, name: str) -> None:
+        """Set the FQN within the root, for messages, counters and profilers."""
+        self.name = name or type(self.modules[0]).__name__
+        for group in self.groups:
+            group.label = self.name
+
+    def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
+        """Return the units the user chose to prefetch after this one; None follows the record."""
+        chosen = self._backward_prefetch if is_backward else self._forward_prefetch
+        return None if chosen is None else [u for u in (r() for r in chosen) if u is not None]
+
+    def set_prefetch(self, units: Iterable[ScheduledUnit], *, is_backward: bool) -> None:
+        """Choose the units to prefetch after this one."""
+        chosen = [weakref.ref(unit) for unit in units]
+        if is_backward:
+            self._backward_prefetch = chosen
+        else:
+            self._forward_prefetch = chosen
+
+    def require_context(self) -> FSDPContext:
+        """Return the context, adopting all units below this one's modules on first use."""
+        if self.context is None:
+            _adopt_units_below(self)
+        assert self.context is not None
+        return self.context
+
+    # Forward.
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        context = self.require_context()
+        is_in_backward = _is_in_backward()
+        if context.is_root(self) and not is_in_backward and not self._to_run:
+            context.begin_forward()
+        args, kwargs = self._cast_inputs((args, kwargs))
+        if self.phase is Phase.BACKWARD:
+            # Activations are recomputed; the storage may have been freed by reshard().
+            self.start_unshard()
+            self.finish_unshard()
+            return args, kwargs
+        if self._to_run:
+            return args, kwargs
+        self._to_run = {id(m) for m in self.modules}
+        if self.post_optim_event is not None:
+            torch.cuda.current_stream().wait_event(self.post_optim_event)
+            self.post_optim_event = None
+        self.phase = Phase.FORWARD
+        context.unshard_for_forward(self)
+        self.show_unsharded()
+        self._token = ForwardToken()
+        if torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs((args, kwargs), self._token)
+        return args, kwargs
+
+    def _cast_inputs(self, inputs: Any) -> Any:  # noqa: ANN401
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return inputs
+        return map_tensors(inputs, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    def _watch_inputs(self, inputs: Any, token: ForwardToken) -> Any:  # noqa: ANN401
+        """Pass inputs that need a gradient through the identity that ends the unit's backward."""
+        watched = [t for t in tensors_of(inputs) if t.requires_grad]
+        if not watched:
+            return inputs
+        self.outstanding.add(token)
+        replaced = iter(_EndOfBackward.apply(self, token, *watched))
+        return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
+
+    def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
+        dtype = self.policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        if self.phase is Phase.BACKWARD:
+            return output
+        self._to_run.discard(id(module))
+        if self._to_run:
+            return output
+        context = self.require_context()
+        is_graph_built = torch.is_grad_enabled()
+        self.phase = Phase.RESTING
+        self.show_sharded()
+        is_recomputing = _is_in_backward()
+        self.is_kept = is_graph_built and (is_recomputing or context.is_kept_after_forward(self))
+        if not self.is_kept:
+            self.release()
+        if context.is_root(self) and not is_recomputing:
+            context.end_forward(is_graph_built=is_graph_built)
+        if is_graph_built:
+            hook = _BackwardHook(self, self._token)
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(hook)
+        self._token = None
+        return output
+
+    def run_as_forward(
+        self,
+        module: nn.Module,
+        method: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        """Call a method of one of the unit's modules as its forward is called."""
+        args, kwargs = self._pre_forward(module, args, kwargs)
+        return self._post_forward(module, args, method(module, *args, **kwargs))
+
+    # Backward.
+
+    def begin_backward(self, token: ForwardToken) -> None:
+        """Start the unit's backward: called when a gradient of one of its outputs is there."""
+        context = self.require_context()
+        context.begin_backward()
+        self.outstanding.add(token)
+        if self.phase is Phase.BACKWARD:
+            return
+        self.phase = Phase.BACKWARD
+        if self.is_unsharded_in_backward:
+            context.unshard_for_backward(self)
+        self.show_unsharded()
+
+    def inputs_done(self, token: ForwardToken) -> None:
+        """End the unit's backward if no forward of it waits for gradients any more."""
+        self.outstanding.discard(token)
+        if not self.outstanding:
+            self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """Reshard and hand the gradients to reduction or local accumulation; collective."""
+        if self.phase is not Phase.BACKWARD:
+            return
+        context = self.require_context()
+        self.phase = Phase.RESTING
+        self.show_sharded()
+        if self.reshard_after_backward:
+            self.release()
+        for reducer in self.reducers:
+            if not reducer.group.is_trainable:
+                continue
+            is_deferred = not (reducer.group.axes.is_sharded or context.is_last_microbatch)
+            if is_deferred or not self.requires_gradient_sync:
+                reducer.accumulate()
+            else:
+                context.add_reduction(reducer)
+
+    def forget_forwards(self) -> None:
+        """Stop waiting for the gradients of forwards so far: the backward is over."""
+        self.outstanding.clear()
+
+    def abandon(self) -> None:
+        """Return to rest after an exception, without gradients and storage."""
+        if self.phase is Phase.RESTING:
+            for reducer in self.reducers:
+                reducer.discard_reduction()
+            return
+        self.phase = Phase.RESTING
+        self._to_run.clear()
+        self.outstanding.clear()
+        for reducer in self.reducers:
+            reducer.abort()
+        self.show_sharded()
+        self.release()
+
+    # State dicts.
+
+    def _before_state_dict(self, *unused: object) -> None:
+        if self.phase is not Phase.RESTING:
+            raise RuntimeError(
+                expected(
+                    "a unit at rest",
+                    f"phase '{self.phase.value}'",
+                    where=f"state_dict() of unit '{self.name}'",
+                    mend="Call it outside of the unit's forward and backward",
+                )
+            )
+
+    def _before_load_state_dict(
+        self, state: object, prefix: str, metadata: dict[str, object], *unused: object
+    ) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise RuntimeError(
+                expected(
+                    "load_state_dict(assign=False)",
+                    "assign=True, which would cut parameters from their flat buffer",
+                    where=f"unit '{self.name}'",
+                    mend="Load with assign=False, or call megafsdp.load_full_state_dict() "
+                    "for full tensors",
+                )
+            )
+
+    def _after_load_state_dict(self, *unused: object) -> None:
+        for group in self.groups:
+            group.mark_stale()
+
+
+class _BackwardHook:
+    """Start a unit's backward when the gradient of an output is there."""
+
+    __slots__ = ("token", "unit")
+
+    def __init__(self, unit: FSDPUnit, token: ForwardToken | None) -> None:
+        self.unit = unit
+        self.token = token or ForwardToken()
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.unit.begin_backward(self.token)
+
+
+def _is_in_backward() -> bool:
+    """Tell whether the autograd engine is running on this thread, as during recomputation."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def unit_of(module: nn.Module) -> FSDPUnit | None:
+    """Return the unit that a module was given to; None for other modules."""
+    return getattr(module, _UNIT_ATTRIBUTE, None)
+
+
+def units_below(modules: Iterable[nn.Module]) -> dict[str, FSDPUnit]:
+    """Return the units of the modules and their submodules by FQN, outer ones first."""
+    found: dict[str, FSDPUnit] = {}
+    seen: set[int] = set()
+    for module in modules:
+        for name, submodule in module.named_modules():
+            unit = unit_of(submodule)
+            if unit is not None and id(unit) not in seen:
+                seen.add(id(unit))
+                found[name if name not in found else f"{name}#{len(found)}"] = unit
+    return found
+
+
+def _adopt_units_below(root: FSDPUnit) -> None:
+    """Make ``root`` the outermost unit of all units below it; one small collective.
+
+    Raises:
+        RuntimeError: A unit below is at work.
+        ValueError: The ranks do not agree on the layouts.
+    """
+    units = units_below(root.modules)
+    for name, unit in units.items():
+        unit.rename(name)
+        if unit.phase is not Phase.RESTING:
+            raise RuntimeError(
+                expected(
+                    "all units at rest",
+                    f"phase '{unit.phase.value}' of unit '{name}'",
+                    where=f"the first forward of '{root.name}'",
+                    mend="Call the outermost module first",
+                )
+            )
+    layouts = [(n, [g.layout.fingerprint() for g in u.groups]) for n, u in units.items()]
+    groups = [group for unit in units.values() for group in unit.groups]
+    if groups:
+        require_equal(
+            repr(layouts),
+            what="parameters, shapes and dtypes",
+            group=groups[0].axes.group,
+            mend="Build the same model and wrap the same modules on all ranks",
+        )
+    context = FSDPContext(root, units.values())
+    for unit in units.values():
+        unit.context = context
+        unit.ledger.merge_into(root.ledger)

@@ -1,0 +1,1 @@
+"""Meshes, placements, and what layers declare about their parameters."""

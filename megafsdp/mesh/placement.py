@@ -1,0 +1,84 @@
+"""How a flat buffer is cut among ranks: placements and the transitions between them.
+
+A placement says what granule of a tensor a cut between two ranks must respect. ``Flat`` is the default
+(whole rows); ``BlockAtomic`` keeps blocks of rows together, for scaling factors that span rows;
+``TensorAtomic`` keeps whole tensors together, for optimizers that need a matrix in one place. A
+:class:`Residence` says whether a buffer holds one shard or everything, and :data:`TRANSITIONS` names the
+collective that turns one residence into another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from megafsdp.errors import expected
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Cut anywhere between two rows."""
+
+    def granule_numel(self, shape: tuple[int, ...], row_numel: int) -> int:
+        """Return the number of consecutive elements that must stay on one rank."""
+        return row_numel
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAtomic:
+    """Cut only between blocks of rows.
+
+    Attributes:
+        rows: Rows in a block; a last block may be shorter.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        """Check the block height.
+
+        Raises:
+            ValueError: ``rows`` is not positive.
+        """
+        if self.rows < 1:
+            raise ValueError(
+                expected(
+                    "a positive number of rows",
+                    self.rows,
+                    where="BlockAtomic",
+                    mend="Give the height of the scaling block, for example 128",
+                )
+            )
+
+    def granule_numel(self, shape: tuple[int, ...], row_numel: int) -> int:
+        """Return the number of consecutive elements that must stay on one rank."""
+        return self.rows * row_numel if len(shape) > 1 else row_numel
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAtomic:
+    """Never cut a tensor."""
+
+    def granule_numel(self, shape: tuple[int, ...], row_numel: int) -> int:
+        """Return the number of consecutive elements that must stay on one rank."""
+        return max(math.prod(shape), 1)
+
+
+Granularity = Flat | BlockAtomic | TensorAtomic
+
+
+class Residence(Enum):
+    """What a rank holds of a flat buffer."""
+
+    SHARD = "shard"  # This rank's 1/N.
+    REPLICATE = "replicate"  # All of it, equal on every rank.
+    PARTIAL = "partial"  # All of it, to be summed over ranks.
+
+
+# (from, to) -> the collective of buffer/collectives.py; a pair that is not listed needs none or is unsound.
+TRANSITIONS: dict[tuple[Residence, Residence], str] = {
+    (Residence.SHARD, Residence.REPLICATE): "all_gather",
+    (Residence.PARTIAL, Residence.SHARD): "reduce_scatter",
+    (Residence.PARTIAL, Residence.REPLICATE): "all_reduce",
+}

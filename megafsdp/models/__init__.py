@@ -1,0 +1,26 @@
+"""Decoder-only language models in plain torch, under Megatron-core's parameter names."""
+
+from megafsdp.models.build import build_model, unit_classes
+from megafsdp.models.common import TransformerLayer
+from megafsdp.models.config import Architecture, ModelConfig
+from megafsdp.models.flops import flops_per_token
+from megafsdp.models.hf_config import config_from_hugging_face, config_to_hugging_face
+from megafsdp.models.language_model import LanguageModel
+from megafsdp.models.loss import masked_cross_entropy
+from megafsdp.models.presets import presets
+from megafsdp.models.sampling import sample
+
+__all__ = [
+    "Architecture",
+    "LanguageModel",
+    "ModelConfig",
+    "TransformerLayer",
+    "build_model",
+    "config_from_hugging_face",
+    "config_to_hugging_face",
+    "flops_per_token",
+    "masked_cross_entropy",
+    "presets",
+    "sample",
+    "unit_classes",
+]

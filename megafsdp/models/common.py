@@ -1,0 +1,348 @@
+"""Layers that every architecture is put together from.
+
+Each module that owns parameters can initialise exactly these again by ``reset_parameters()``, draws
+from torch's current random generator in doing so, and declares what tensor parallelism and
+checkpoints need to know of them. Parameter names are Megatron-core's (its local spec). The file
+knows nothing of sharding: a parameter is read only in the forward of the module that owns it, so
+anything may gather it there.
+
+Shape suffixes: B batch, T sequence, H hidden, V vocabulary, F MLP inner width (O and I: out and in
+features), N query heads, G query groups, P query heads in a group, D head dim, R rotary
+frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from megafsdp.mesh.annotation import FusedParts, annotate
+from megafsdp.models.config import ModelConfig
+
+
+class AnnotatedModule(nn.Module):
+    """A module that declares facts on its own parameters and keeps them through conversions.
+
+    ``to_empty()`` on a meta module makes new Parameter objects, which would silently lose what was
+    written on the old ones; hence the hook into ``_apply``, through which every conversion goes.
+    """
+
+    def annotate_parameters(self) -> None:
+        """Write the annotations of this module's own parameters."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.annotate_parameters()
+        return self
+
+
+class Linear(AnnotatedModule):
+    """A linear map whose initial spread and whose parallel and fused structure are given.
+
+    Args:
+        in_features: Size of the last dim of the input.
+        out_features: Size of the last dim of the output.
+        init_std: Standard deviation of the initial weight; the bias starts at 0.
+        has_bias: True if a bias is added.
+        tp_dim: Dim of the weight that tensor parallelism cuts: 0 by columns of the output, 1 by
+            rows of the input. A bias is cut with dim 0 and whole with dim 1.
+        fused: Logical tensors along the output dim, of weight and bias alike.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_std: float,
+        has_bias: bool,
+        tp_dim: int,
+        fused: FusedParts | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.init_std = init_std
+        self.tp_dim = tp_dim
+        self.fused = fused
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if has_bias else None
+        self.reset_parameters()
+        self.annotate_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from a normal distribution and zero the bias."""
+        nn.init.normal_(self.weight, std=self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def annotate_parameters(self) -> None:
+        """Declare the cut dim and the fused parts of weight and bias."""
+        annotate(self.weight, tp_dim=self.tp_dim, fused=self.fused)
+        if self.bias is not None:
+            annotate(self.bias, tp_dim=0 if self.tp_dim == 0 else None, fused=self.fused)
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Map (B, T, I) to (B, T, O)."""
+        return F.linear(x_BTI, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Describe the sizes for ``repr``."""
+        return f"{self.in_features}, {self.out_features}, has_bias={self.bias is not None}"
+
+
+class Embedding(AnnotatedModule):
+    """A table of vectors looked up by integer.
+
+    Args:
+        num_rows: Number of vectors.
+        hidden_size: Length of each.
+        init_std: Standard deviation of the initial table.
+        tp_dim: Dim that tensor parallelism cuts; None keeps the table whole.
+    """
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, *, init_std: float, tp_dim: int | None
+    ) -> None:
+        super().__init__()
+        self.init_std = init_std
+        self.tp_dim = tp_dim
+        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size))
+        self.reset_parameters()
+        self.annotate_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table from a normal distribution."""
+        nn.init.normal_(self.weight, std=self.init_std)
+
+    def annotate_parameters(self) -> None:
+        """Declare the cut dim of the table."""
+        annotate(self.weight, tp_dim=self.tp_dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids of any shape; the result has one more dim, of size H."""
+        return F.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm, computed in the weight's dtype where a policy keeps norms in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim; the result has the dtype of ``x``."""
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's LayerNorm, computed in the weight's dtype where a policy keeps norms in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim; the result has the dtype of ``x``."""
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+def rotary_table(
+    num_positions: int, head_dim: int, theta: float, *, device: torch.device | None = None
+) -> Tensor:
+    """Compute the rotation of every pair of a head's elements at every position.
+
+    Alternatives considered: an fp32 buffer of the module, which ``module.to(torch.bfloat16)``
+    rounds silently, so that far positions collapse; and separate fp32 tables of cosine and sine,
+    which a policy that casts a unit's floating-point inputs rounds at each layer. A complex tensor
+    computed in every forward is neither state nor floating point, and costs less than one norm.
+
+    Args:
+        num_positions: Positions 0 to ``num_positions - 1`` are computed.
+        head_dim: Elements of a head; element i is paired with element i + head_dim / 2.
+        theta: Base of the frequencies ``theta ** (-2 * i / head_dim)``.
+        device: Where the table is wanted.
+
+    Returns:
+        exp(i * position * frequency) as ``(T, R) complex64`` with R = head_dim / 2.
+
+    Source: Su et al., RoFormer (arXiv:2104.09864), section 3.4.2, with the half-split pairing of
+        GPT-NeoX.
+    """
+    exponents_R = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    positions_T = torch.arange(num_positions, device=device).float()
+    angles_TR = torch.outer(positions_T, 1.0 / theta**exponents_R)
+    return torch.complex(angles_TR.cos(), angles_TR.sin())
+
+
+def rotate(x_BTND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D / 2) of every head in fp32.
+
+    Args:
+        x_BTND: Queries or keys.
+        cos_T1D: Cosines, given twice: for the first and the second elements of the pairs.
+        sin_T1D: Sines, negative for the first elements.
+
+    Returns:
+        The rotated heads in the dtype of ``x_BTND``.
+    """
+    first, second = x_BTND.chunk(2, dim=-1)
+    swapped_BTND = torch.cat((second, first), dim=-1)
+    return torch.addcmul(x_BTND * cos_T1D, swapped_BTND, sin_T1D).to(x_BTND.dtype)
+
+
+def rotary_factors(rotary_TR: Tensor) -> tuple[Tensor, Tensor]:
+    """Lay a rotary table out as the two factors that ``rotate`` takes, contiguous."""
+    cos_TR, sin_TR = rotary_TR.real, rotary_TR.imag
+    cos_T1D = torch.cat((cos_TR, cos_TR), dim=-1).unsqueeze(1)
+    sin_T1D = torch.cat((-sin_TR, sin_TR), dim=-1).unsqueeze(1)
+    return cos_T1D, sin_T1D
+
+
+class SelfAttention(nn.Module):
+    """Causal attention with grouped queries, and where asked normed heads and rotary positions.
+
+    The rows of ``linear_qkv`` repeat [query heads of g; key head of g; value head of g] for each
+    query group g, so that cutting dim 0 between groups leaves every rank whole heads. With 4 heads
+    in 2 groups:
+
+        q0 q1 k0 v0 | q2 q3 k1 v1
+
+    Args:
+        config: Sizes, initial spread and epsilon.
+        has_bias: True if both linear maps add a bias.
+        has_head_norms: True if each query and key head passes an RMSNorm.
+    """
+
+    def __init__(self, config: ModelConfig, *, has_bias: bool, has_head_norms: bool) -> None:
+        super().__init__()
+        self.num_query_groups = config.num_query_groups
+        self.head_dim = config.head_dim
+        self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        self.linear_qkv = Linear(
+            config.hidden_size,
+            config.query_size + 2 * config.key_size,
+            init_std=config.init_std,
+            has_bias=has_bias,
+            tp_dim=0,
+            fused=FusedParts(
+                ("query", "key", "value"), self._group_rows(), num_groups=self.num_query_groups
+            ),
+        )
+        self.q_layernorm = RMSNorm(self.head_dim, config.norm_eps) if has_head_norms else None
+        self.k_layernorm = RMSNorm(self.head_dim, config.norm_eps) if has_head_norms else None
+        self.linear_proj = Linear(
+            config.query_size,
+            config.hidden_size,
+            init_std=output_init_std(config),
+            has_bias=has_bias,
+            tp_dim=1,
+        )
+
+    def _group_rows(self) -> tuple[int, int, int]:
+        return (self.heads_per_group * self.head_dim, self.head_dim, self.head_dim)
+
+    def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None) -> Tensor:
+        """Let every token attend to itself and those before it.
+
+        Args:
+            x_BTH: Normed hidden states.
+            rotary_TR: Rotary table; None where positions are not rotations.
+
+        Returns:
+            (B, T, H), to be added to the residual stream.
+        """
+        qkv_BTGX = self.linear_qkv(x_BTH).unflatten(-1, (self.num_query_groups, -1))
+        q_BTGX, k_BTGD, v_BTGD = qkv_BTGX.split(self._group_rows(), dim=-1)
+        q_BTND = q_BTGX.unflatten(-1, (self.heads_per_group, self.head_dim)).flatten(2, 3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q_BTND, k_BTGD = self.q_layernorm(q_BTND), self.k_layernorm(k_BTGD)
+        if rotary_TR is not None:
+            cos_T1D, sin_T1D = rotary_factors(rotary_TR)
+            q_BTND = rotate(q_BTND, cos_T1D, sin_T1D)
+            k_BTGD = rotate(k_BTGD, cos_T1D, sin_T1D)
+        context_BNTD = F.scaled_dot_product_attention(
+            q_BTND.transpose(1, 2),
+            k_BTGD.transpose(1, 2),
+            v_BTGD.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.heads_per_group > 1,
+        )
+        return self.linear_proj(context_BNTD.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """GELU (tanh form) MLP, or SwiGLU whose first matrix is [gate; up].
+
+    Args:
+        config: Sizes, initial spread, and whether the MLP is gated.
+        has_bias: True if both linear maps add a bias.
+    """
+
+    def __init__(self, config: ModelConfig, *, has_bias: bool) -> None:
+        super().__init__()
+        self.is_gated = config.has_gated_mlp
+        width = config.ffn_hidden_size
+        self.linear_fc1 = Linear(
+            config.hidden_size,
+            2 * width if self.is_gated else width,
+            init_std=config.init_std,
+            has_bias=has_bias,
+            tp_dim=0,
+            fused=FusedParts(("gate", "up"), (width, width)) if self.is_gated else None,
+        )
+        self.linear_fc2 = Linear(
+            width,
+            config.hidden_size,
+            init_std=output_init_std(config),
+            has_bias=has_bias,
+            tp_dim=1,
+        )
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        """Map (B, T, H) through the inner width and back."""
+        inner_BTF = self.linear_fc1(x_BTH)
+        if self.is_gated:
+            gate_BTF, up_BTF = inner_BTF.chunk(2, dim=-1)
+            return self.linear_fc2(F.silu(gate_BTF) * up_BTF)
+        return self.linear_fc2(F.gelu(inner_BTF, approximate="tanh"))
+
+
+class TransformerLayer(nn.Module):
+    """One pre-norm transformer layer, put together from its four parts; the unit of sharding.
+
+    Args:
+        input_layernorm: Norm before attention.
+        self_attention: Called with (B, T, H) and the rotary table.
+        pre_mlp_layernorm: Norm before the MLP.
+        mlp: Called with (B, T, H).
+    """
+
+    def __init__(
+        self,
+        input_layernorm: nn.Module,
+        self_attention: nn.Module,
+        *,
+        pre_mlp_layernorm: nn.Module,
+        mlp: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attention = self_attention
+        self.pre_mlp_layernorm = pre_mlp_layernorm
+        self.mlp = mlp
+
+    def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None = None) -> Tensor:
+        """Add attention and then the MLP to the residual stream."""
+        x_BTH = x_BTH + self.self_attention(self.input_layernorm(x_BTH), rotary_TR)
+        return x_BTH + self.mlp(self.pre_mlp_layernorm(x_BTH))
+
+
+def output_init_std(config: ModelConfig) -> float:
+    """Return the initial spread of the two maps of a layer that write to the residual stream.
+
+    Each of the 2 * num_layers writes is scaled down so that their sum keeps the variance of one.
+
+    Source: Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section
+        2.3.
+    """
+    return config.init_std / math.sqrt(2 * config.num_layers)

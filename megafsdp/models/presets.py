@@ -1,0 +1,67 @@
+"""Named model sizes: toys for two cores, and the true shapes of public models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megafsdp.models.config import ModelConfig
+
+
+def _qwen3(
+    num_layers: int, hidden_size: int, *, num_attention_heads: int, ffn_hidden_size: int, tied: bool
+) -> ModelConfig:
+    """Describe a released dense Qwen3, of which the rest is common to all sizes."""
+    return ModelConfig(
+        architecture="qwen3",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        num_query_groups=8,
+        head_dim=128,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=151_936,
+        max_sequence_length=40_960,
+        rope_theta=1_000_000.0,
+        tie_embeddings=tied,
+    )
+
+
+presets: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "qwen3-toy": ModelConfig(),
+        "llama-toy": ModelConfig(architecture="llama", tie_embeddings=False),
+        "gpt-toy": ModelConfig(
+            architecture="gpt", num_query_groups=4, ffn_hidden_size=512, norm_eps=1e-5
+        ),
+        "gpt2-small": ModelConfig(
+            architecture="gpt",
+            num_layers=12,
+            hidden_size=768,
+            num_attention_heads=12,
+            num_query_groups=12,
+            head_dim=64,
+            ffn_hidden_size=3072,
+            vocab_size=50_257,
+            max_sequence_length=1024,
+            norm_eps=1e-5,
+        ),
+        "qwen3-0.6b": _qwen3(28, 1024, num_attention_heads=16, ffn_hidden_size=3072, tied=True),
+        "qwen3-1.7b": _qwen3(28, 2048, num_attention_heads=16, ffn_hidden_size=6144, tied=True),
+        "qwen3-8b": _qwen3(36, 4096, num_attention_heads=32, ffn_hidden_size=12_288, tied=False),
+        "llama-3-8b": ModelConfig(
+            architecture="llama",
+            num_layers=32,
+            hidden_size=4096,
+            num_attention_heads=32,
+            num_query_groups=8,
+            head_dim=128,
+            ffn_hidden_size=14_336,
+            vocab_size=128_256,
+            max_sequence_length=8192,
+            rope_theta=500_000.0,
+            norm_eps=1e-5,
+            tie_embeddings=False,
+        ),
+    }
+)

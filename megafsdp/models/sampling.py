@@ -1,0 +1,68 @@
+"""A small sampler that shows what a model has learned.
+
+It keeps no key-value cache and recomputes the context for every token: right for a line of text in
+a training log, too slow for anything else.
+
+Shape suffixes: B batch, T sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megafsdp.errors import expected
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    tokens_BT: Tensor,
+    *,
+    num_tokens: int,
+    max_context: int,
+    temperature: float = 0.0,
+    vocab_size: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Append tokens to each row, one at a time.
+
+    Collective where the model's forward is: all ranks call it with the same arguments, and equally
+    seeded generators give all ranks the same text, because every rank runs the same number of
+    forwards.
+
+    Args:
+        model: Called with the token ids; returns logits (B, T, V).
+        tokens_BT: What to go on from, at least one token a row.
+        num_tokens: How many to append; never fewer, so no rank stops early.
+        max_context: The model sees at most this many of the last tokens.
+        temperature: 0 takes the likeliest token; above 0 the logits are divided by it and a token
+            drawn.
+        vocab_size: Only ids below it are produced; None allows the padding of the vocabulary too.
+        generator: Source of the draws, on the tokens' device; None is torch's default one.
+
+    Returns:
+        (B, T + num_tokens) ids.
+
+    Raises:
+        ValueError: The context is empty, or a count or the temperature is out of its range.
+    """
+    smallest = min(tokens_BT.shape[1], max_context)
+    if smallest < 1 or num_tokens < 0 or temperature < 0:
+        raise ValueError(
+            expected(
+                "at least 1 token of context, num_tokens >= 0 and temperature >= 0",
+                f"{smallest}, {num_tokens} and {temperature}",
+                where="sample()",
+                mend="Begin with one token at least, such as the end-of-document one",
+            )
+        )
+    for _ in range(num_tokens):
+        logits_BV = model(tokens_BT[:, -max_context:])[:, -1, :vocab_size].float()
+        if temperature > 0:
+            probabilities_BV = torch.softmax(logits_BV / temperature, dim=-1)
+            next_B1 = torch.multinomial(probabilities_BV, 1, generator=generator)
+        else:
+            next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
+        tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
+    return tokens_BT

@@ -1,0 +1,1 @@
+"""Optimizers and what belongs to their step."""

@@ -1,0 +1,232 @@
+"""Random tiny Hugging Face models and ours compute the same numbers, in both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from megafsdp.checkpoint.hf_mapping import weights_from_hugging_face, weights_to_hugging_face
+from megafsdp.checkpoint.hf_rules import WeightGeometry
+from megafsdp.errors import ConfigError
+from megafsdp.models import (
+    LanguageModel,
+    ModelConfig,
+    build_model,
+    config_from_hugging_face,
+    config_to_hugging_face,
+    presets,
+)
+
+_CLASSES = {
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+_VOCAB_SIZE = 61
+_CASES = [
+    (model_type, is_tied, num_query_groups)
+    for model_type, groups in (("gpt2", (4,)), ("llama", (1, 2, 4)), ("qwen3", (2, 4)))
+    for num_query_groups in groups
+    for is_tied in (False, True)
+]
+
+
+def _config(model_type: str, is_tied: bool, num_query_groups: int) -> ModelConfig:
+    """Describe a model with distinct sizes throughout and large weights, so that errors show."""
+    return ModelConfig(
+        architecture="gpt" if model_type == "gpt2" else model_type,  # type: ignore[arg-type]
+        num_layers=3,
+        hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=num_query_groups,
+        head_dim=12 if model_type == "gpt2" else 16,
+        ffn_hidden_size=80,
+        vocab_size=_VOCAB_SIZE,
+        max_sequence_length=64,
+        rope_theta=500.0,
+        norm_eps=1e-5,
+        tie_embeddings=is_tied,
+        init_std=0.1,
+    )
+
+
+def _theirs(config: ModelConfig) -> nn.Module:
+    """Build Hugging Face's model with every parameter random, norms and biases included."""
+    fields = config_to_hugging_face(config)
+    config_class, model_class = _CLASSES[str(fields["model_type"])]
+    torch.manual_seed(0)
+    model = model_class(config_class(**fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2).add_(1.0 if parameter.ndim == 1 else 0.0)
+    return model.eval()
+
+
+def _geometry(config: ModelConfig, vocab_size: int) -> WeightGeometry:
+    return WeightGeometry(
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        head_dim=config.head_dim,
+        vocab_size=vocab_size,
+        padded_vocab_size=config.vocab_size,
+        is_tied=config.tie_embeddings,
+    )
+
+
+def _pair(
+    model_type: str, is_tied: bool, num_query_groups: int, *, padded_vocab_size: int = _VOCAB_SIZE
+) -> tuple[nn.Module, LanguageModel]:
+    theirs = _theirs(_config(model_type, is_tied, num_query_groups))
+    config = config_from_hugging_face(theirs.config.to_dict(), padded_vocab_size=padded_vocab_size)
+    ours = build_model(config, seed=1)
+    ours.load_state_dict(
+        weights_from_hugging_face(
+            theirs.state_dict(), model_type, geometry=_geometry(config, _VOCAB_SIZE)
+        )
+    )
+    return theirs, ours
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, _VOCAB_SIZE, (2, 33), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(("model_type", "is_tied", "num_query_groups"), _CASES)
+def test_logits_equal_hugging_faces(model_type: str, is_tied: bool, num_query_groups: int) -> None:
+    """With mapped weights the logits agree to 1e-5 in fp32."""
+    theirs, ours = _pair(model_type, is_tied, num_query_groups)
+    with torch.no_grad():
+        wanted, logits = theirs(_tokens()).logits, ours(_tokens())
+    assert wanted.std() > 0.3
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5 * max(1.0, wanted.std().item()))
+
+
+@pytest.mark.parametrize(("model_type", "is_tied", "num_query_groups"), _CASES)
+def test_gradients_equal_hugging_faces(
+    model_type: str, is_tied: bool, num_query_groups: int
+) -> None:
+    """Gradients of the same loss, mapped as the weights are, agree too."""
+    theirs, ours = _pair(model_type, is_tied, num_query_groups)
+    tokens = _tokens()
+    theirs(tokens, labels=tokens).loss.backward()
+    mask = torch.ones(tokens.shape)
+    mask[:, -1] = 0
+    ours(tokens, tokens.roll(-1, dims=1), mask).backward()
+    gradients = {
+        name: parameter.grad for name, parameter in theirs.named_parameters(remove_duplicate=False)
+    }
+    wanted = weights_from_hugging_face(
+        gradients, model_type, geometry=_geometry(ours.config, _VOCAB_SIZE)
+    )
+    for name, parameter in ours.named_parameters():
+        # fp32 sums of 64 tokens in different orders, relative to the largest gradient of the
+        # tensor.
+        tolerance = 1e-5 * wanted[name].abs().max().item() + 1e-7
+        torch.testing.assert_close(
+            parameter.grad, wanted[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize(("model_type", "is_tied", "num_query_groups"), _CASES)
+def test_our_weights_load_into_hugging_face(
+    model_type: str, is_tied: bool, num_query_groups: int
+) -> None:
+    """The way back: our random model, exported, computes the same logits there."""
+    config = _config(model_type, is_tied, num_query_groups)
+    ours, theirs = build_model(config, seed=3), _theirs(config)
+    theirs.load_state_dict(
+        weights_to_hugging_face(
+            ours.state_dict(), model_type, geometry=_geometry(config, _VOCAB_SIZE)
+        )
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(ours(_tokens()), theirs(_tokens()).logits, rtol=0, atol=1e-5)
+
+
+def test_padding_of_the_vocabulary_leaves_the_other_logits_alone() -> None:
+    """A padded model gives the same logits for real tokens and 0 for the padding."""
+    theirs, ours = _pair("qwen3", True, 2, padded_vocab_size=64)
+    with torch.no_grad():
+        wanted, logits = theirs(_tokens()).logits, ours(_tokens())
+    assert logits.shape[-1] == 64
+    torch.testing.assert_close(logits[..., :_VOCAB_SIZE], wanted, rtol=0, atol=2e-5)
+    assert torch.all(logits[..., _VOCAB_SIZE:] == 0)
+
+
+@pytest.mark.parametrize("preset", sorted(presets))
+def test_configs_survive_the_round_trip(preset: str) -> None:
+    """Through Hugging Face's own config class and back nothing is lost."""
+    config = presets[preset]
+    fields = config_to_hugging_face(config)
+    config_class, _ = _CLASSES[str(fields["model_type"])]
+    back = config_from_hugging_face(config_class(**fields).to_dict())
+    if config.architecture == "gpt":
+        config = dataclasses.replace(config, rope_theta=back.rope_theta)
+    assert back == config
+
+
+def test_padding_is_left_out_and_put_back() -> None:
+    """Hugging Face's vocabulary has no padding; ours gets it where asked."""
+    config = dataclasses.replace(ModelConfig(), vocab_size=320)
+    fields = config_to_hugging_face(config, vocab_size=257)
+    assert fields["vocab_size"] == 257
+    assert config_from_hugging_face(fields, padded_vocab_size=320) == config
+    with pytest.raises(ConfigError, match="at most 256"):
+        config_from_hugging_face(fields, padded_vocab_size=256)
+
+
+def test_a_config_of_transformers_4_is_read() -> None:
+    """There the rotary base stands at the top level and head_dim may be missing."""
+    fields = dict(config_to_hugging_face(_config("llama", False, 2)), rope_scaling=None)
+    del fields["rope_parameters"], fields["head_dim"]
+    config = config_from_hugging_face(fields)
+    assert config.rope_theta == 500.0
+    assert config.head_dim == 12
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field"),
+    [
+        (GPT2Config(activation_function="relu"), "activation_function"),
+        (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        (LlamaConfig(attention_bias=True), "attention_bias"),
+        (LlamaConfig(hidden_act="gelu"), "hidden_act"),
+        (Qwen3Config(use_sliding_window=True), "use_sliding_window"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            "rope_type",
+        ),
+        (PretrainedConfig(), "model_type"),
+    ],
+)
+def test_arithmetic_that_we_lack_is_refused_by_name(theirs: PretrainedConfig, field: str) -> None:
+    """A model is never converted to one that computes something else."""
+    with pytest.raises(ConfigError, match=field):
+        config_from_hugging_face(theirs.to_dict())
+
+
+def test_a_missing_field_is_refused_by_name() -> None:
+    """A size is never guessed."""
+    fields = config_to_hugging_face(ModelConfig())
+    del fields["intermediate_size"]
+    with pytest.raises(ConfigError, match="intermediate_size"):
+        config_from_hugging_face(fields)
+
+
+def test_a_gpt_with_grouped_queries_has_no_hugging_face_form() -> None:
+    """Hugging Face's GPT-2 knows neither groups nor heads of another width."""
+    with pytest.raises(ConfigError, match="grouped queries"):
+        config_to_hugging_face(ModelConfig(architecture="gpt", num_query_groups=2))

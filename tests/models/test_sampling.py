@@ -1,0 +1,76 @@
+"""The sampler appends what the model predicts, within its context."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megafsdp.models import build_model, presets, sample
+
+
+class _NextInteger(nn.Module):
+    """Predicts the token after the last one modulo 10 and records the contexts that it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contexts: list[Tensor] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits that single out the next integer."""
+        self.contexts.append(tokens)
+        assert not torch.is_grad_enabled()
+        return nn.functional.one_hot((tokens + 1) % 10, 12).float() * 50
+
+
+def test_greedy_sampling_follows_the_likeliest_token() -> None:
+    """Rows go on independently and the given tokens stay in front."""
+    tokens = sample(_NextInteger(), torch.tensor([[1, 2], [7, 8]]), num_tokens=3, max_context=8)
+    assert tokens.tolist() == [[1, 2, 3, 4, 5], [7, 8, 9, 0, 1]]
+
+
+def test_context_is_bounded_to_the_last_tokens() -> None:
+    """The model never sees more than max_context tokens."""
+    model = _NextInteger()
+    sample(model, torch.tensor([[1, 2, 3, 4]]), num_tokens=2, max_context=3)
+    assert [context.tolist() for context in model.contexts] == [[[2, 3, 4]], [[3, 4, 5]]]
+
+
+def test_equal_generators_draw_equal_text() -> None:
+    """Ranks with equally seeded generators agree; another seed draws other tokens."""
+    model = build_model(presets["qwen3-toy"], seed=0)
+
+    def draw(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return sample(
+            model,
+            torch.zeros(2, 1, dtype=torch.int64),
+            num_tokens=12,
+            max_context=16,
+            temperature=1.0,
+            generator=generator,
+        )
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_padding_of_the_vocabulary_is_never_produced(temperature: float) -> None:
+    """Ids from vocab_size on belong to no token."""
+    tokens = sample(
+        _NextInteger(),
+        torch.tensor([[3]]),
+        num_tokens=50,
+        max_context=4,
+        temperature=temperature,
+        vocab_size=4,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert int(tokens.max()) < 4
+
+
+def test_an_empty_context_is_refused() -> None:
+    """There is nothing to predict from."""
+    with pytest.raises(ValueError, match="at least 1 token of context"):
+        sample(_NextInteger(), torch.zeros(1, 0, dtype=torch.int64), num_tokens=1, max_context=4)
