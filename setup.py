@@ -11,8 +11,8 @@ from setuptools.errors import BaseError
 
 CSRC = Path("megafsdp/csrc")
 # No -march: the instruction set is chosen at run time. No contraction: a fused multiply-add gives
-# other bits than a processor or a torch fallback without it. Nobody reads the floating-point exception
-# flags, and keeping them right would forbid the compiler to vectorise selects.
+# other bits than a processor or a torch fallback without it. Nobody reads the floating-point
+# exception flags, and keeping them right would forbid the compiler to vectorise selects.
 COMPILE_ARGUMENTS = ["-O3", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra"]
 
 

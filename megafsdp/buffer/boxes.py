@@ -1,9 +1,9 @@
 """Which part of a tensor a rank holds: an element range, and the boxes that cover it.
 
-An :class:`UnevenLayout` is the tensor-free description that an uneven DTensor carries: a box of the global
-tensor (all of it, or a tensor-parallel part), and how that box lies in an equally sharded sub-buffer. From
-it every rank knows every rank's range, so checkpoints and full tensors need no exchange of metadata.
-Pure arithmetic.
+An :class:`UnevenLayout` is the tensor-free description that an uneven DTensor carries: a box of the
+global tensor (all of it, or a tensor-parallel part), and how that box lies in an equally sharded
+sub-buffer. From it every rank knows every rank's range, so checkpoints and full tensors need no
+exchange of metadata. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Box:
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Cover the flat range [start, stop) of a row-major tensor by disjoint boxes, in order.
 
-    At most ``2 * len(shape) - 1`` boxes; none for an empty range. Example: [3, 9) of a (4, 4) tensor is the
-    end of row 0, the whole of row 1 and the start of row 2.
+    At most ``2 * len(shape) - 1`` boxes; none for an empty range. Example: [3, 9) of a (4, 4)
+    tensor is the end of row 0, the whole of row 1 and the start of row 2.
     """
     if stop <= start:
         return []
@@ -99,7 +99,9 @@ class UnevenLayout:
         """Return the range [start, stop) of the sharded part that a shard holds (default: own)."""
         index = self.shard if shard is None else shard
         start = min(max(index * self.shard_numel - self.buffer_offset, 0), self.numel)
-        return start, min(max((index + 1) * self.shard_numel - self.buffer_offset, start), self.numel)
+        return start, min(
+            max((index + 1) * self.shard_numel - self.buffer_offset, start), self.numel
+        )
 
     def local_shape(self, shard: int | None = None) -> tuple[int, ...]:
         """Return the shape of a shard's local tensor: its rows, as the global tensor has them."""

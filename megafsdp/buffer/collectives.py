@@ -1,12 +1,12 @@
 """The one door to ``torch.distributed`` collectives.
 
-Everything that talks to other ranks goes through this file, hence it is the one place for what differs
-between torch versions and backends, for the byte view of dtypes that a backend refuses, and for the count
-of calls and bytes (:func:`record_collectives`). It knows tensors and process groups; what they mean is
-decided above.
+Everything that talks to other ranks goes through this file, hence it is the one place for what
+differs between torch versions and backends, for the byte view of dtypes that a backend refuses, and
+for the count of calls and bytes (:func:`record_collectives`). It knows tensors and process groups;
+what they mean is decided above.
 
-Data collectives return a :class:`Pending`. On gloo ``wait()`` blocks the calling thread, on NCCL it makes
-the current stream wait.
+Data collectives return a :class:`Pending`. On gloo ``wait()`` blocks the calling thread, on NCCL it
+makes the current stream wait.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class CollectiveRecord:
     events: list[tuple[str, str]] = field(default_factory=list)
 
 
-# Process-wide like the process group itself: backward may run in other threads than the recording one.
+# Process-wide like the process group itself: backward may run in other threads than the recording
+# one.
 _open_records: list[CollectiveRecord] = []
 
 
@@ -147,9 +148,10 @@ def reduce_scatter(
 ) -> Pending:
     """Sum the ranks' partial buffers and keep this rank's shard of each sub-buffer.
 
-    ``output = [output +] scale * sum over ranks of partial[own shard]``. On gloo the shards travel in the
-    partials' dtype by all-to-all and are summed here in rank order, in fp32 or wider, straight into
-    ``output``. On NCCL the partials are cast to ``reduce_dtype`` and reduced by the library.
+    ``output = [output +] scale * sum over ranks of partial[own shard]``. On gloo the shards travel
+    in the partials' dtype by all-to-all and are summed here in rank order, in fp32 or wider,
+    straight into ``output``. On NCCL the partials are cast to ``reduce_dtype`` and reduced by the
+    library.
 
     Args:
         output: For each sub-buffer a 1-D tensor of ``S`` elements, in the main gradients' dtype.
@@ -195,8 +197,8 @@ def _exchange(
     if num_ranks == 1:
         return None, chunks
     if num_ranks == 2:
-        # The own chunk stays where it is, which halves the bytes. With more ranks it lies between chunks
-        # that leave, and all_to_all_single sends one contiguous tensor.
+        # The own chunk stays where it is, which halves the bytes. With more ranks it lies between
+        # chunks that leave, and all_to_all_single sends one contiguous tensor.
         received = torch.empty_like(chunks[0])
         splits = [0 if r == rank else received.numel() for r in range(2)]
         other = chunks[1 - rank]
@@ -274,7 +276,7 @@ def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: st
 
 
 def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's small picklable object, in rank order; ``[obj]`` without process groups."""
+    """Return every rank's small object in rank order; ``[obj]`` without process groups."""
     if not dist.is_initialized():
         return [obj]
     _count("all_gather_objects", "", 0)
@@ -284,7 +286,7 @@ def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T
 
 
 def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return the small picklable object of rank ``src`` (its number within ``group``) on all ranks."""
+    """Return the small object of rank ``src``, its number within ``group``, on all ranks."""
     if not dist.is_initialized():
         return obj
     _count("broadcast_object", "", 0)

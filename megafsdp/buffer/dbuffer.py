@@ -1,8 +1,8 @@
 """A distributed flat buffer: storage, views of its tensors, and the moves between its residences.
 
-A :class:`DBuffer` joins a :class:`~megafsdp.buffer.layout.FlatLayout` with memory. As a *shard* it holds
-this rank's piece of every sub-buffer, as *replicate* or *partial* the whole. For two ranks and one
-sub-buffer of shards of 32::
+A :class:`DBuffer` joins a :class:`~megafsdp.buffer.layout.FlatLayout` with memory. As a *shard* it
+holds this rank's piece of every sub-buffer, as *replicate* or *partial* the whole. For two ranks
+and one sub-buffer of shards of 32::
 
     rank 0  SHARD [0, 32)       REPLICATE [0, 64)
     rank 1  SHARD [32, 64)      REPLICATE [0, 64)
@@ -90,9 +90,7 @@ class DBuffer:
         for start, stop in gaps:
             self.flat.narrow(0, start, stop - start).zero_()
 
-    def all_gather_from(
-        self, source: DBuffer, *, group: dist.ProcessGroup, label: str
-    ) -> Pending:
+    def all_gather_from(self, source: DBuffer, *, group: dist.ProcessGroup, label: str) -> Pending:
         """Fill this replicated buffer from every rank's shard of the same dtype; collective."""
         assert self.residence is Residence.REPLICATE and source.residence is Residence.SHARD
         return all_gather(self.pieces(), source.pieces(), group=group, label=label)

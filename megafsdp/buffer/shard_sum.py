@@ -2,8 +2,8 @@
 
 gloo's own reduce-scatter is an all-reduce in the dtype of the wire, so ranks exchange shards by
 all-to-all and each sums what it got. The sum runs in rank order in the accumulation dtype, every
-operation rounded separately, so the native kernel at any instruction set and the torch fallback give
-the same bits.
+operation rounded separately, so the native kernel at any instruction set and the torch fallback
+give the same bits.
 """
 
 from __future__ import annotations

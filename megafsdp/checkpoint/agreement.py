@@ -1,7 +1,7 @@
 """Agreement between ranks: errors of any rank are raised on all, so that none waits for ever.
 
-Each function is one small collective, called by all ranks. A save makes three of these calls and a load
-two, whatever the number of tensors.
+Each function is one small collective, called by all ranks. A save makes three of these calls and a
+load two, whatever the number of tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run something that only this rank does; return its value or its error, to be agreed on later."""
+    """Run something on this rank; return its value or its error, to be agreed on later."""
     try:
         return action(), None
     except Exception as error:

@@ -1,11 +1,11 @@
 """The save root on disk: names, the tracker file, atomic publication and retention.
 
-A checkpoint is written to a hidden temporary directory, made durable, renamed to ``iter_0000050`` in one
-step, and only then named in ``latest_checkpointed_iteration.txt``, itself replaced in one step. A crash at
-any instant leaves what the tracker named before, whole. The rules that follow:
+A checkpoint is written to a hidden temporary directory, made durable, renamed to ``iter_0000050``
+in one step, and only then named in ``latest_checkpointed_iteration.txt``, itself replaced in one
+step. A crash at any instant leaves what the tracker named before, whole. The rules that follow:
 
-- Saving the step that the tracker names is refused: replacing it could not be atomic. Any other existing
-  directory of the same step (a run that went back and came by again) is replaced.
+- Saving the step that the tracker names is refused: replacing it could not be atomic. Any other
+  existing directory of the same step (a run that went back and came by again) is replaced.
 - What a crashed save left behind is removed by the next save. One job at a time may save to a root.
 - Retention looks at steps up to the tracker's only, and never removes that one.
 
@@ -57,7 +57,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
                 "one step number",
                 repr(text[:40]),
                 where=f"'{path}'",
-                mend=f"Write the number of the checkpoint to use, one of {published_steps(path.parent)}",
+                mend=f"Write the step to use, one of {published_steps(path.parent)}",
             )
         )
     return int(text)

@@ -73,7 +73,9 @@ class CheckpointSummary:
         ]
         for section in dict.fromkeys(section_of(tensor.name) for tensor in self.tensors):
             members = [t for t in self.tensors if section_of(t.name) == section]
-            lines.append(f"{section}: {len(members)} tensors, {sum(t.nbytes for t in members):,} bytes")
+            lines.append(
+                f"{section}: {len(members)} tensors, {sum(t.nbytes for t in members):,} bytes"
+            )
             lines += [f"  {_line(tensor)}" for tensor in members]
         lines += [f"tied: {alias} = {name}" for alias, name in self.aliases.items()]
         lines.append(f"objects: {', '.join(self.objects)}")

@@ -1,9 +1,10 @@
 """Load a checkpoint into any number of ranks, mesh and sharding strategy.
 
-Everything that can be wrong is found before anything is touched: the manifest, the size of every file, the
-checksum of every record that will be read, names, shapes, dtypes and parameter groups. Then the ranks agree,
-and each copies the stored chunks that meet its own regions. Two small collectives, whatever the number of
-tensors: the agreement, and the news that all ranks have finished.
+Everything that can be wrong is found before anything is touched: the manifest, the size of every
+file, the checksum of every record that will be read, names, shapes, dtypes and parameter groups.
+Then the ranks agree, and each copies the stored chunks that meet its own regions. Two small
+collectives, whatever the number of tensors: the agreement, and the news that all ranks have
+finished.
 """
 
 from __future__ import annotations
@@ -108,35 +109,39 @@ def load(
 ) -> dict[str, object]:
     """Load a checkpoint in place; collective over all ranks.
 
-    Any number of ranks, mesh and strategy may load what any other saved. Only what is passed is loaded:
-    ``model`` alone is a weights-only load and leaves optimizer and random states as they are. With an
-    ``optimizer`` the random states are restored too, if the number of ranks is the saved one; otherwise
-    each rank keeps its own, and the log says so. Parameter objects stay the same, and compute weights are
-    fresh when this returns.
+    Any number of ranks, mesh and strategy may load what any other saved. Only what is passed is
+    loaded: ``model`` alone is a weights-only load and leaves optimizer and random states as they
+    are. With an ``optimizer`` the random states are restored too, if the number of ranks is the
+    saved one; otherwise each rank keeps its own, and the log says so. Parameter objects stay the
+    same, and compute weights are fresh when this returns.
 
     Args:
         directory: The save root, or one checkpoint's own directory.
         model: Receives parameters, persistent buffers and extra states.
-        optimizer: Receives states and hyperparameters; needs ``model`` for the names. It must not have
-            taken a step, but may.
+        optimizer: Receives states and hyperparameters; needs ``model`` for the names. It must not
+            have taken a step, but may.
         lr_scheduler: Receives its state dict.
         loss_scaler: Receives its state dict.
         step: The step to load; None means the latest published one.
         strict: ``"all"``: every requested key must be stored and every stored key of the requested
-            sections used, with equal shape and dtype. ``"model"``: so for the model; elsewhere what fits
-            is taken. ``"none"``: what fits is taken and dtypes are cast. Shapes must always match.
-        ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as ``"lm_head.*"``.
+            sections used, with equal shape and dtype. ``"model"``: so for the model; elsewhere what
+            fits is taken. ``"none"``: what fits is taken and dtypes are cast. Shapes must always
+            match.
+        ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as
+            ``"lm_head.*"``.
         allow_missing: Patterns of requested keys that may keep their own values.
 
     Returns:
         The ``extra`` that was saved.
 
     Raises:
-        CheckpointError: Nothing to load, damaged, or not of this model; raised on all ranks, before any
-            of them touched its model.
+        CheckpointError: Nothing to load, damaged, or not of this model; raised on all ranks, before
+            any of them touched its model.
         ValueError: The arguments contradict each other.
     """
-    rules = Rules(strict, as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing))
+    rules = Rules(
+        strict, as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
+    )
     if optimizer is not None and model is None:
         raise ValueError(
             expected(
@@ -150,7 +155,9 @@ def load(
     stateful = {key: target for key, target in given.items() if target is not None}
     targets = _Targets(model, optimizer, stateful)
     plan, error = attempt(lambda: _plan(Path(directory), step, targets=targets, rules=rules))
-    seen = agree(None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error)
+    seen = agree(
+        None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error
+    )
     if len(set(seen)) > 1:
         raise CheckpointError(
             expected(
@@ -254,14 +261,11 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
         objects[own_rng] = own_rng
     stored_tensors = sorted({s for s in plan.match.sources.values() if s in manifest.tensors})
     records = sorted(
-        (
-            (record, key)
-            for key in stored_tensors
-            for record in manifest.records([key])
-        ),
+        ((record, key) for key in stored_tensors for record in manifest.records([key])),
         key=lambda pair: (pair[0].file, pair[0].offset),
     )
-    # Only records of tensors are shared out: every rank reads, and thereby verifies, its objects itself.
+    # Only records of tensors are shared out: every rank reads, and thereby verifies, its objects
+    # itself.
     with RecordReader(plan.directory) as reader:
         for record, key in records[rank::world_size]:
             reader.verify(key, record)
@@ -269,17 +273,9 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
             plan.objects[key] = reader.read_object(source, manifest.objects[source])
 
 
-@torch.no_grad()
 def _commit(plan: _Plan, targets: _Targets) -> None:
     """Write into the targets; every check has passed on every rank."""
-    with RecordReader(plan.directory) as reader:
-        last, stored = None, torch.empty(0)
-        for copy in plan.copies:
-            if copy.record != last:
-                last, stored = copy.record, reader.read_tensor(copy.record)
-            piece = stored[copy.piece.slices_in(copy.stored)]
-            target = local_view(plan.tensors[copy.key], copy.region)
-            target[copy.piece.slices_in(copy.region)].copy_(piece)
+    _copy_tensors(plan)
     if targets.model is not None:
         for key, module in modules_with_extra_state(targets.model):
             if key in plan.objects:
@@ -289,14 +285,28 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
         plan.optimizer.commit(plan.objects, skipped=set(plan.match.kept))
     if targets.optimizer is not None:
         _restore_rng(plan)
-    for key, target in targets.stateful.items():
-        if key in plan.objects:
-            value = plan.objects[key]
-            assert isinstance(value, dict), "save() stores the state dict"
-            target.load_state_dict(value)
+    for key, stateful in targets.stateful.items():
+        value = plan.objects.get(key)
+        if isinstance(value, dict):
+            stateful.load_state_dict(value)
     for fact, keys in (("kept their own values", plan.match.kept), ("not used", plan.match.unused)):
         if keys:
-            _log.warning("load from '%s': %d keys %s: %s", plan.directory, len(keys), fact, keys[:20])
+            _log.warning(
+                "load from '%s': %d keys %s: %s", plan.directory, len(keys), fact, keys[:20]
+            )
+
+
+@torch.no_grad()
+def _copy_tensors(plan: _Plan) -> None:
+    """Read each record that meets this rank's regions once and copy its pieces."""
+    with RecordReader(plan.directory) as reader:
+        last, stored = None, torch.empty(0)
+        for copy in plan.copies:
+            if copy.record != last:
+                last, stored = copy.record, reader.read_tensor(copy.record)
+            target = local_view(plan.tensors[copy.key], copy.region)
+            piece = stored[copy.piece.slices_in(copy.stored)]
+            target[copy.piece.slices_in(copy.region)].copy_(piece)
 
 
 def _restore_rng(plan: _Plan) -> None:

@@ -1,9 +1,10 @@
 """The manifest: what a checkpoint holds, readable without unpickling anything.
 
-``manifest.json`` lists every tensor with its global shape, dtype, fused parts and the place of each stored
-chunk, every non-tensor object, the size of every file, and what made the checkpoint. It carries its own
-checksum and one for every record. ``.metadata`` says the same in the words of torch DCP and is derived
-from the manifest, so ``torch.distributed.checkpoint`` reads the directory alone; loading here never opens it.
+``manifest.json`` lists every tensor with its global shape, dtype, fused parts and the place of each
+stored chunk, every non-tensor object, the size of every file, and what made the checkpoint. It
+carries its own checksum and one for every record. ``.metadata`` says the same in the words of torch
+DCP and is derived from the manifest, so ``torch.distributed.checkpoint`` reads the directory alone;
+loading here never opens it.
 """
 
 from __future__ import annotations
@@ -115,14 +116,14 @@ class Manifest:
 
 
 def section_of(key: str) -> str:
-    """Return the first part of a key: model, optimizer, lr_scheduler, loss_scaler, rng, extra, common."""
+    """Return the first part of a key: model, optimizer, lr_scheduler, rng, extra, and so on."""
     return key.split(".", 1)[0]
 
 
 def path_of(key: str) -> tuple[str, ...]:
     """Return the nested path of a key, in which a parameter's name is one component.
 
-    ``optimizer.state.blocks.0.weight.exp_avg`` is ``("optimizer", "state", "blocks.0.weight", "exp_avg")``.
+    ``optimizer.state.blocks.0.weight.sum`` is ``("optimizer", "state", "blocks.0.weight", "sum")``.
     """
     if key.startswith("optimizer.state."):
         name, _, state = key.removeprefix("optimizer.state.").rpartition(".")
@@ -227,7 +228,7 @@ def _manifest_from_json(body: dict) -> Manifest:
 
 
 def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
-    """Write ``.metadata``, the same facts for ``torch.distributed.checkpoint``, and return its path."""
+    """Write ``.metadata``, the same facts in torch DCP's words, and return its path."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     stored = {key: key for key in manifest.tensors} | manifest.aliases

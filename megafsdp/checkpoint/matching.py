@@ -1,4 +1,4 @@
-"""Match what a load asks for with what a checkpoint holds, strictly both ways unless told otherwise."""
+"""Match what a load asks for with what a checkpoint holds, strictly both ways by default."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Rules:
         """Check the choice.
 
         Raises:
-            ValueError: ``strict`` is none of the choices, or a single string was given for patterns.
+            ValueError: ``strict`` is none of the choices, or a single string was given for
+                patterns.
         """
         if self.strict not in STRICTNESS:
             raise ValueError(
@@ -111,7 +112,8 @@ def match(
         where: The checkpoint, for messages.
 
     Raises:
-        CheckpointError: Keys, shapes or dtypes differ in a way the rules do not allow; all are listed.
+        CheckpointError: Keys, shapes or dtypes differ in a way the rules do not allow; all are
+            listed.
     """
     stored = {key: key for key in (*manifest.tensors, *manifest.objects)} | manifest.aliases
     problems: dict[str, list[str]] = {}

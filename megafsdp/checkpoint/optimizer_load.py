@@ -1,9 +1,10 @@
 """Plan how stored optimizer states and parameter groups go into an optimizer, then put them there.
 
-State tensors are created from what the checkpoint says, never by running an optimizer step: a state of
-the parameter's shape is ``zeros_like`` the parameter (hence sharded as it is), anything else a plain
-tensor where torch's optimizers keep it. A parameter without stored state never got a gradient and has
-none after the load either. How the optimizer runs (foreach, fused, capturable) stays as constructed.
+State tensors are created from what the checkpoint says, never by running an optimizer step: a state
+of the parameter's shape is ``zeros_like`` the parameter (hence sharded as it is), anything else a
+plain tensor where torch's optimizers keep it. A parameter without stored state never got a gradient
+and has none after the load either. How the optimizer runs (foreach, fused, capturable) stays as
+constructed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ class OptimizerLoad:
                 for name, key in keys.items()
                 if key not in skipped
             }
-            kept = {name: current[name] for name, key in keys.items() if key in skipped and name in current}
+            kept = {
+                name: current[name]
+                for name, key in keys.items()
+                if key in skipped and name in current
+            }
             if loaded or kept:
                 self.optimizer.state[parameter] = loaded | kept
             else:
@@ -124,7 +129,8 @@ def plan_param_groups(
         load: Receives the pairs.
         names: Canonical names of the model's parameters.
         stored_groups: Names and hyperparameters of the stored groups, in any order.
-        is_strict: True to raise where something does not fit, False to keep the optimizer's own values.
+        is_strict: True to raise where something does not fit, False to keep the optimizer's own
+            values.
         warn: Told what was kept where ``is_strict`` is False.
 
     Raises:
@@ -150,7 +156,11 @@ def plan_param_groups(
     for index, (group_names, group) in enumerate(current):
         found = stored_by_names.get(frozenset(group_names))
         if found is None:
-            complain("a stored group of the same parameters", _difference(group_names, stored_groups), index)
+            complain(
+                "a stored group of the same parameters",
+                _difference(group_names, stored_groups),
+                index,
+            )
             continue
         taken = {k: v for k, v in found.items() if k != "names" and k not in EXECUTION_FLAGS}
         lacking = sorted(set(load.optimizer.defaults) - EXECUTION_FLAGS - set(taken))
@@ -163,10 +173,12 @@ def plan_param_groups(
 def _difference(group_names: list[str], stored_groups: list[dict]) -> str:
     """Say how a group differs from the stored group that it has most in common with."""
     own = set(group_names)
-    nearest = max((set(g["names"]) for g in stored_groups), key=lambda s: len(s & own), default=set())
+    nearest = max(
+        (set(g["names"]) for g in stored_groups), key=lambda s: len(s & own), default=set()
+    )
     added, lacking = sorted(own - nearest), sorted(nearest - own)
     return (
-        f"{len(added)} parameters that the nearest stored group has not ({', '.join(added[:_MAX_NAMED])}) "
+        f"{len(added)} that the nearest stored group has not ({', '.join(added[:_MAX_NAMED])}) "
         f"and {len(lacking)} that it has besides ({', '.join(lacking[:_MAX_NAMED])})"
     )
 

@@ -1,14 +1,14 @@
 """Records: payloads one after another in a rank's file, each as ``torch.save`` writes it.
 
-This is the format of torch DCP's file-system storage (``__<rank>_0.distcp``). A record holds a plain tensor
-or a structure of plain values and loads with ``weights_only=True``. What a record means is the manifest's.
+This is the format of torch DCP's file-system storage (``__<rank>_0.distcp``). A record holds a
+plain tensor or a structure of plain values and loads with ``weights_only=True``. What a record
+means is the manifest's.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,33 +62,11 @@ class RecordWriter:
             on_cpu = on_cpu.clone()
         return self._append(on_cpu)
 
-    def append_object(self, key: str, value: object) -> Record:
-        """Append a structure of plain values and tensors.
+    def append_object(self, value: object) -> Record:
+        """Append a structure of plain values, as ``state_dict.plain`` makes it."""
+        return self._append(value)
 
-        Raises:
-            CheckpointError: It would not load with ``weights_only=True``.
-        """
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True, map_location="cpu")
-        except (pickle.PickleError, AttributeError, TypeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise CheckpointError(
-                expected(
-                    "plain values (numbers, strings, tensors, lists, tuples, dicts)",
-                    f"{type(value).__name__} with something else inside ({reason})",
-                    where=f"'{key}'",
-                    mend="Store its plain content instead of the object",
-                )
-            ) from error
-        start = self.nbytes
-        self._crc32 = 0
-        self.write(buffer.getbuffer())
-        return Record(self.file_name, start, self.nbytes - start, self._crc32)
-
-    def _append(self, value: torch.Tensor) -> Record:
+    def _append(self, value: object) -> Record:
         start = self.nbytes
         self._crc32 = 0
         # torch.save streams into anything with write() and flush().

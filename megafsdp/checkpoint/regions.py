@@ -1,8 +1,9 @@
 """Regions: the axis-aligned part of a global tensor that a rank holds or a file stores.
 
-Every tensor of a checkpoint is described by regions, whatever its placement: an uneven DTensor publishes
-the rows it owns, a replicated one the whole tensor, an empty shard nothing. This file translates between
-tensors and regions and decides which replica writes a region. All of it is local arithmetic.
+Every tensor of a checkpoint is described by regions, whatever its placement: an uneven DTensor
+publishes the rows it owns, a replicated one the whole tensor, an empty shard nothing. This file
+translates between tensors and regions and decides which replica writes a region. All of it is local
+arithmetic.
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ class Region:
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = tuple(
             min(a + m, b + n)
-            for a, m, b, n in zip(
-                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-            )
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Region(starts, sizes) if all(size > 0 for size in sizes) else None
@@ -68,8 +67,8 @@ def local_regions(key: str, tensor: torch.Tensor) -> list[Region]:
         tensor: A plain tensor, a DTensor, or anything with DCP's ``__create_chunk_list__``.
 
     Raises:
-        CheckpointError: The regions do not describe the local tensor. torch's own DTensor guesses equal
-            chunks, and trusting it for uneven rows would lose data silently.
+        CheckpointError: The regions do not describe the local tensor. torch's own DTensor guesses
+            equal chunks, and trusting it for uneven rows would lose data silently.
     """
     if not isinstance(tensor, DTensor):
         return [whole(tuple(tensor.shape))] if tensor.numel() else []
@@ -102,8 +101,9 @@ def local_view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 class ReplicaBalance:
     """Choose which of several equal replicas writes a region, alike on all of them.
 
-    Replicas see the same regions in the same order, so a running count of bytes for each set of replicas
-    spreads the work with no communication: the rank with the fewest bytes so far writes the next region.
+    Replicas see the same regions in the same order, so a running count of bytes for each set of
+    replicas spreads the work with no communication: the rank with the fewest bytes so far writes
+    the next region.
 
     Args:
         rank: This rank.

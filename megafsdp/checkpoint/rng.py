@@ -9,7 +9,7 @@ import torch
 
 
 def rng_state() -> dict[str, object]:
-    """Return the states of Python's, numpy's and torch's global generators (and CUDA's, once in use)."""
+    """Return the states of Python's, numpy's and torch's generators (and CUDA's, once in use)."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, object] = {

@@ -1,9 +1,9 @@
 """Save a checkpoint: every rank writes what it owns, rank 0 describes and publishes it.
 
-Three small collectives, whatever the number of tensors: rank 0 announces the temporary directory, the
-ranks exchange where their records lie (with any error), rank 0 announces the published directory. What to
-write is arithmetic on every rank. Which ranks hold what on disk is the manifest's business, the order of
-file-system steps ``directory``'s. Async saving is not here.
+Three small collectives, whatever the number of tensors: rank 0 announces the temporary directory,
+the ranks exchange where their records lie (with any error), rank 0 announces the published
+directory. What to write is arithmetic on every rank. Which ranks hold what on disk is the
+manifest's business, the order of file-system steps ``directory``'s. Async saving is not here.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def save(
 ) -> Path:
     """Save a training state and publish it by one atomic rename; collective over all ranks.
 
-    Works with and without process groups, for sharded and plain modules. Buffers that differ between
-    ranks are stored as rank 0 has them, the random states per rank. Saving the step that is already the
-    latest published one is refused; any other directory of the same step is replaced. Allocates host
-    memory for one tensor at a time.
+    Works with and without process groups, for sharded and plain modules. Buffers that differ
+    between ranks are stored as rank 0 has them, the random states per rank. Saving the step that is
+    already the latest published one is refused; any other directory of the same step is replaced.
+    Allocates host memory for one tensor at a time.
 
     Args:
         directory: The save root, on a file system that all ranks share.
@@ -100,8 +100,8 @@ def save(
         optimizer: Any ``torch.optim.Optimizer`` over the model's parameters.
         lr_scheduler: Stored by its ``state_dict()``.
         loss_scaler: Stored by its ``state_dict()``.
-        extra: Plain values and plain tensors of the caller, such as consumed samples and configuration;
-            rank 0's are stored.
+        extra: Plain values and plain tensors of the caller, such as consumed samples and
+            configuration; rank 0's are stored.
         keep_last: Number of newest checkpoints to keep afterwards; None keeps all.
         keep_every: Keep also steps that are multiples of this.
 
@@ -109,13 +109,16 @@ def save(
         The published directory, on all ranks.
 
     Raises:
-        CheckpointError: Any rank could not write; raised on all ranks. What was published before stays.
+        CheckpointError: Any rank could not write; raised on all ranks. What was published before
+            stays.
         ValueError: The step or a retention number is out of range; no rank has communicated yet.
     """
     _require_counts(step, keep_last, keep_every)
     root = Path(directory)
     stateful = {"lr_scheduler": lr_scheduler, "loss_scaler": loss_scaler}
-    state, error = attempt(lambda: _collect(model, optimizer, step=step, stateful=stateful, extra=extra))
+    state, error = attempt(
+        lambda: _collect(model, optimizer, step=step, stateful=stateful, extra=extra)
+    )
     temporary = on_rank_zero(lambda: on_disk.prepare(root, step))
     written = None
     if state is not None:
@@ -206,7 +209,7 @@ def _write(temporary: Path, state: CanonicalState) -> _Written:
         objects = dict(state.objects) if rank == 0 else {}
         objects[f"rng.{rank}"] = rng_state()
         for key, value in objects.items():
-            written.objects[key] = writer.append_object(key, value)
+            written.objects[key] = writer.append_object(value)
         on_disk.reached("records written")
     on_disk.reached("file synced")
     written.files[writer.file_name] = writer.nbytes

@@ -1,16 +1,17 @@
-"""Canonical state: what a model and its optimizer hold, under names that depend on neither mesh nor wrapper.
+"""Canonical state: what a model and its optimizer hold, under names free of mesh and wrappers.
 
 The name of a parameter is its FQN in the user's module. Keys are ``model.<fqn>``,
-``optimizer.state.<fqn>.<state>``, ``optimizer.param_groups`` and so on. Tensors stay where they are: nothing
-is copied or gathered here, and a sharded tensor is listed as the DTensor it is.
+``optimizer.state.<fqn>.<state>``, ``optimizer.param_groups`` and so on. Tensors stay where they
+are: nothing is copied or gathered here, and a sharded tensor is listed as the DTensor it is.
 """
 
 from __future__ import annotations
 
-import copy
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,7 @@ from megafsdp.mesh.annotation import FusedParts, annotation_of
 EXTRA_STATE = "_extra_state"
 # How an optimizer runs is the running job's choice; what it computes is the checkpoint's.
 EXECUTION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
@@ -33,7 +35,8 @@ class CanonicalState:
         objects: Structures of plain values and small tensors, alike on all ranks.
         fused: Declared parts of fused parameters.
         aliases: Further names of tied parameters: key -> key in ``tensors``.
-        rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are stored.
+        rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are
+            stored.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -66,8 +69,8 @@ def model_state(model: nn.Module) -> CanonicalState:
     """List a model's parameters, persistent buffers and extra states; local.
 
     Args:
-        model: Any module, sharded or not. Only its resting state is meaningful: call it outside forward
-            and backward.
+        model: Any module, sharded or not. Only its resting state is meaningful: call it outside
+            forward and backward.
     """
     state = CanonicalState()
     key_by_parameter: dict[nn.Parameter, str] = {}
@@ -98,7 +101,8 @@ def optimizer_state(
         names: Canonical names of the model's parameters.
 
     Raises:
-        CheckpointError: It holds a parameter that is not the model's, or a state that exists per rank.
+        CheckpointError: It holds a parameter that is not the model's, or a state that exists per
+            rank.
     """
     state = CanonicalState()
     for group_names, group in named_groups(optimizer, names):
@@ -158,34 +162,49 @@ def state_key(name: str, state_name: object) -> str:
     return f"optimizer.state.{name}.{state_name}"
 
 
-def plain(key: str, value: object) -> object:
-    """Copy a structure of plain values so that it is safe to keep: tensors detached and on the CPU.
+def plain(where: str, value: object) -> object:
+    """Copy a structure of plain values so that it loads with ``weights_only=True``.
+
+    Tensors are detached and brought to the CPU, numpy scalars become Python's, named tuples plain
+    ones.
+
+    Args:
+        where: Key of the value, for the message.
+        value: Numbers, strings, bytes, None, dtypes, devices, plain tensors; lists, tuples and
+            dicts of them.
 
     Raises:
-        CheckpointError: It holds a DTensor, of which a rank has only a part.
+        CheckpointError: There is something else inside, or a DTensor, of which a rank has only a
+            part.
     """
     if isinstance(value, DTensor):
-        raise CheckpointError(
-            expected(
-                "plain tensors in a non-tensor state",
-                f"a DTensor of shape {tuple(value.shape)}",
-                where=f"'{key}'",
-                mend="Store full_tensor() of it, or make it a parameter, buffer or optimizer state",
-            )
-        )
-    if isinstance(value, torch.Tensor):
+        problem = f"a DTensor of shape {tuple(value.shape)}"
+    elif isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {k: plain(key, v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        items = [plain(key, v) for v in value]
-        return items if isinstance(value, list) else tuple(items)
-    return copy.copy(value)
+    elif isinstance(value, np.generic):
+        return value.item()
+    elif type(value) in _PLAIN_TYPES:
+        return value
+    elif isinstance(value, dict) and type(value) in (dict, OrderedDict, Counter):
+        items = {plain(where, k): plain(f"{where}.{k}", v) for k, v in value.items()}
+        return type(value)(items)
+    elif isinstance(value, list | tuple):
+        copies = [plain(f"{where}.{i}", v) for i, v in enumerate(value)]
+        return copies if isinstance(value, list) else tuple(copies)
+    else:
+        problem = f"a {type(value).__module__}.{type(value).__qualname__}"
+    raise CheckpointError(
+        expected(
+            "plain values (numbers, strings, plain tensors, lists, tuples, dicts)",
+            problem,
+            where=f"'{where}'",
+            mend="Store its plain content instead; a sharded tensor as its full_tensor()",
+        )
+    )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
-    return model.module if is_wrapped else model
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -200,7 +219,7 @@ def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> N
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
         raise CheckpointError(
             expected(
-                "a DTensor like its parameter, or a scalar, as optimizer state of a sharded parameter",
+                "a DTensor like its sharded parameter, or a scalar, as optimizer state",
                 f"a plain tensor of shape {tuple(value.shape)}",
                 where=f"'{key}'",
                 mend="Create the state with torch.zeros_like(parameter)",

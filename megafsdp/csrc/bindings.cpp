@@ -24,7 +24,8 @@ void sum_shards(std::vector<uintptr_t> shards, uintptr_t out, int64_t numel,
 }  // namespace
 
 PYBIND11_MODULE(_csrc, module) {
-  module.doc() = "Native kernels of megafsdp on raw addresses; their callers keep the memory alive.";
+  module.doc() =
+      "Native kernels of megafsdp on raw addresses; their callers keep the memory alive.";
   module.def("simd_levels", &megafsdp::simd_levels,
              "Return the instruction set levels that this processor has, weakest first.");
   module.def("sum_shards", &sum_shards, py::kw_only(), py::arg("shards"), py::arg("out"),

@@ -1,7 +1,8 @@
 """A folder of arrays that are costly to build, found again by what they were built from.
 
-Each entry is a folder of ``.npy`` files, named by a hash of its description and published by one rename, so
-ranks and jobs that build the same entry at once cannot harm each other. Loaded arrays are memory-mapped.
+Each entry is a folder of ``.npy`` files, named by a hash of its description and published by one
+rename, so ranks and jobs that build the same entry at once cannot harm each other. Loaded arrays
+are memory-mapped.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Megatron's indexed token files: the byte format and a memory-mapped reader.
 
-A dataset is a pair of files with one prefix. ``<prefix>.bin`` holds the tokens of all sequences back to
-back, without a header. ``<prefix>.idx`` says what they are (little-endian, S sequences, D document
-boundaries)::
+A dataset is a pair of files with one prefix. ``<prefix>.bin`` holds the tokens of all sequences
+back to back, without a header. ``<prefix>.idx`` says what they are (little-endian, S sequences, D
+document boundaries)::
 
-    offset    0        9        17       18   26   34        34+4S     34+12S
-    field     MMIDIDX  version  dtype    S    D    lengths   pointers  boundaries  [modes]
-    type      9 bytes  u64 = 1  u8 code  u64  u64  i32 x S   i64 x S   i64 x D     i8 x S, multimodal only
+    offset  0        9        17       18   26   34       34+4S     34+12S
+    field   MMIDIDX  version  dtype    S    D    lengths  pointers  boundaries  [modes]
+    type    9 bytes  u64 = 1  u8 code  u64  u64  i32 x S  i64 x S   i64 x D     i8 x S
 
-A pointer is the byte offset of a sequence in ``.bin``; document d is the sequences from boundary d to
-boundary d+1, so the first boundary is 0 and the last is S. Files are written by
-``megafsdp.data.indexed_writer``; which tokens make a training sample is the business of
-``megafsdp.data.samples``.
+Modes are written by multimodal tools only. A pointer is the byte offset of a sequence in ``.bin``;
+document d is the sequences from boundary d to boundary d+1, so the first boundary is 0 and the last
+is S. Files are written by ``megafsdp.data.indexed_writer``; which tokens make a training sample is
+the business of ``megafsdp.data.samples``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ TokenArray = NDArray[np.generic]
 class IndexedDataset:
     """Read the sequences of one ``.bin``/``.idx`` pair through memory maps.
 
-    The files are validated once, here, against each other. Nothing is copied: arrays are read-only views
-    of the page cache, which all ranks of a node share. Pickling sends the prefix, not the tokens.
+    The files are validated once, here, against each other. Nothing is copied: arrays are read-only
+    views of the page cache, which all ranks of a node share. Pickling sends the prefix, not the
+    tokens.
 
     Args:
         prefix: Path of the pair without ``.bin`` and ``.idx``.
@@ -191,8 +192,8 @@ def _map(path: Path, prefix: str) -> NDArray[np.uint8]:
                 "a readable data file",
                 error.strerror,
                 where=f"file '{path}'",
-                mend=f"Check the prefix '{prefix}' (a path without .bin and .idx), or write the files"
-                " with `megafsdp prep`",
+                mend=f"Check the prefix '{prefix}' (a path without .bin and .idx), or write the"
+                " files with `megafsdp prep`",
             )
         ) from error
     return np.frombuffer(pages, dtype=np.uint8)

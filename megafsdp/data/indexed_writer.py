@@ -33,9 +33,9 @@ def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
 class IndexedDatasetWriter:
     """Write one ``.bin``/``.idx`` pair, published at once.
 
-    Tokens stream to a temporary file beside the target; memory holds 4 bytes a sequence and 8 a document.
-    :meth:`close` makes both files durable and renames them. Used as a context manager the writer closes at
-    the end of the block, or discards everything if the block raised.
+    Tokens stream to a temporary file beside the target; memory holds 4 bytes a sequence and 8 a
+    document. :meth:`close` makes both files durable and renames them. Used as a context manager the
+    writer closes at the end of the block, or discards everything if the block raised.
 
     Args:
         prefix: Path of the pair without ``.bin`` and ``.idx``; missing folders are made.
@@ -55,7 +55,8 @@ class IndexedDatasetWriter:
         self._boundaries = array("q", [0])
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._temporary = f"{self.prefix}.{os.getpid()}.tmp"
-        self._file = open(f"{self._temporary}.bin", "wb")  # noqa: SIM115 -- close() or discard() end it
+        # Open until close() or discard().
+        self._file: BinaryIO = open(f"{self._temporary}.bin", "wb")  # noqa: SIM115
 
     def add_sequence(self, tokens: ArrayLike) -> None:
         """Append one sequence to the document that is open.

@@ -1,8 +1,9 @@
 """The two inner loops of the sample index, each compiled by numba and without it.
 
-``place_samples`` finds where every training sample starts in a sequence of documents; ``interleave``
-deals the samples of a blend to its datasets. Results do not depend on numba, only the time does. numba is
-imported at the first call, and left out when it is missing or ``MEGAFSDP_NUMBA=0`` is set.
+``place_samples`` finds where every training sample starts in a sequence of documents;
+``interleave`` deals the samples of a blend to its datasets. Results do not depend on numba, only
+the time does. numba is imported when a loop is long enough to repay its 1 to 3 s of import and
+compilation, with ``MEGAFSDP_NUMBA=1`` always, with ``MEGAFSDP_NUMBA=0`` never.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 _LOGGER = logging.getLogger("megafsdp.data")
+_NUM_STEPS_WORTH_COMPILING = 1 << 20
 _Loop = TypeVar("_Loop", bound=Callable[..., None])
 
 
@@ -30,10 +32,10 @@ def place_samples(
 ) -> NDArray[np.integer]:
     """Find the first token of every sample in the documents laid end to end.
 
-    Sample i holds the tokens at positions ``i * sequence_length`` to ``(i + 1) * sequence_length``, both
-    included: the last token of a sample is the first of the next, because it is a label here and an input
-    there. A position past the end (of the last, partial sample) is moved to the last token. Example with
-    documents of 3 and 6 tokens and sequence_length 4::
+    Sample i holds the tokens at positions ``i * sequence_length`` to ``(i + 1) * sequence_length``,
+    both included: the last token of a sample is the first of the next, because it is a label here
+    and an input there. A position past the end (of the last, partial sample) is moved to the last
+    token. Example with documents of 3 and 6 tokens and sequence_length 4::
 
         position   0 1 2 | 3 4 5 6 7 8
         sample 0   0 1 2   3 4              rows (0, 0), (1, 1), (1, 5)
@@ -41,18 +43,21 @@ def place_samples(
 
     Args:
         lengths: Tokens of each document.
-        document_index: Which document lies where; a document may lie in several places, or be empty.
+        document_index: Which document lies where; a document may lie in several places, or be
+            empty.
         sequence_length: Tokens a sample has besides its last label.
         num_samples: How many samples to place.
         num_tokens: Tokens of the documents laid end to end, at least one.
 
     Returns:
-        (num_samples + 1, 2): position in ``document_index`` and token offset in that document; row i is the
-        first token of sample i and the last of sample i - 1. int32 where that is wide enough, else int64.
+        (num_samples + 1, 2): position in ``document_index`` and token offset in that document; row
+        i is the first token of sample i and the last of sample i - 1. int32 where that is wide
+        enough, else int64.
     """
     is_wide = len(document_index) > np.iinfo(np.int32).max
     rows = np.empty((num_samples + 1, 2), dtype=np.int64 if is_wide else np.int32)
-    place = _compiled(_walk) if is_accelerated() else _search
+    num_steps = len(document_index) + num_samples
+    place = _compiled(_walk) if _uses_numba(num_steps) else _search
     place(lengths, document_index, sequence_length, num_tokens - 1, rows)
     # Where the first documents are empty, Megatron starts in the first all the same.
     rows[0] = 0
@@ -64,8 +69,8 @@ def interleave(
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """Deal samples to datasets so that every prefix is as near to the weights as it can be.
 
-    Each sample goes to the dataset that is furthest behind, ``weight * max(sample, 1) - dealt``; the first
-    of equals wins. A dataset that has dealt its limit drops out.
+    Each sample goes to the dataset that is furthest behind, ``weight * max(sample, 1) - dealt``;
+    the first of equals wins. A dataset that has dealt its limit drops out.
 
     Args:
         weights: (datasets,), adding up to 1.
@@ -77,14 +82,15 @@ def interleave(
     """
     dataset_index = np.empty(num_samples, dtype=np.int16)
     dataset_sample_index = np.empty(num_samples, dtype=np.int64)
-    deal = _compiled(_deal) if is_accelerated() else _deal
+    deal = _compiled(_deal) if _uses_numba(num_samples * len(weights)) else _deal
     deal(weights, limits, dataset_index, dataset_sample_index)
     return dataset_index, dataset_sample_index
 
 
-def is_accelerated() -> bool:
-    """Tell whether numba compiles the loops of this process; warns once if numba is missing."""
-    return os.environ.get("MEGAFSDP_NUMBA", "1") != "0" and _find_numba()
+def _uses_numba(num_steps: int) -> bool:
+    setting = os.environ.get("MEGAFSDP_NUMBA")
+    is_wanted = num_steps >= _NUM_STEPS_WORTH_COMPILING if setting is None else setting != "0"
+    return is_wanted and _find_numba()
 
 
 @cache
@@ -93,8 +99,8 @@ def _find_numba() -> bool:
         import numba  # noqa: F401
     except ImportError as error:
         _LOGGER.warning(
-            "numba cannot be imported (%s): sample indices and blends are built by numpy, with equal"
-            " results, 10 to 100 times slower. `pip install numba` restores the speed.",
+            "numba cannot be imported (%s): sample indices and blends are built without it, equal"
+            " and 10 to 100 times slower. `pip install numba` restores the speed.",
             error,
         )
         return False
@@ -106,11 +112,10 @@ def _compiled(loop: _Loop) -> _Loop:
     import numba
 
     try:
-        compiled: _Loop = numba.njit(cache=True)(loop)
+        return cast("_Loop", numba.njit(cache=True)(loop))
     except RuntimeError as error:
-        _LOGGER.warning("numba compiles in every process, 1 to 3 s: %s.", error)
-        compiled = numba.njit(loop)
-    return compiled
+        _LOGGER.warning("numba compiles in every process, which takes 1 to 3 s: %s", error)
+        return cast("_Loop", numba.njit(loop))
 
 
 def _walk(

@@ -1,179 +1,41 @@
-"""Training samples of one indexed dataset: Megatron's document, sample and shuffle indices.
+"""Training samples of one indexed dataset, read by number.
 
-Documents of some epochs are shuffled and laid end to end; the stream is cut into samples of
-``sequence_length + 1`` tokens that overlap by one; the samples are shuffled. All of it follows from the
-document lengths, the sequence length, the number of samples and one seed, so every rank of any mesh builds
-the same indices without talking to another. Arithmetic is in integers: Megatron's float32 count of
-validation samples is one off above 2^24 tokens.
-
-Blends of several datasets are in ``megafsdp.data.blend``; batches are made by ``megafsdp.data.loader``.
+Which tokens make a sample is computed in ``megafsdp.data.sample_index``; blends of several datasets
+are in ``megafsdp.data.blend``; batches are made by ``megafsdp.data.loader``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megafsdp.data.index_cache import cached_arrays
+from megafsdp.data.index_cache import cached_arrays, lengths_digest
 from megafsdp.data.indexed import IndexedDataset
-from megafsdp.data.loops import place_samples
+from megafsdp.data.sample_index import SampleIndex, build_sample_index, plan_epochs
 from megafsdp.errors import ConfigError, DataError, expected
 
 DEFAULT_SEED = 1234
 
 
-def split_ranges(num_sequences: int, shares: Sequence[float]) -> list[range]:
-    """Divide sequences into consecutive ranges with Megatron's roundings.
-
-    Args:
-        num_sequences: How many sequences the dataset has.
-        shares: Relative sizes, such as (99, 1, 0) for training, validation and test.
-
-    Returns:
-        One range a share; empty for a share of 0.
-
-    Raises:
-        ConfigError: A share is negative, or all are 0.
-    """
-    if min(shares, default=0) < 0 or sum(shares) <= 0:
-        raise ConfigError(
-            expected(
-                "shares of 0 or more, some of them positive",
-                list(shares),
-                where="the split of a dataset",
-                mend="Write the split like 99,1,0",
-            )
-        )
-    total = sum(shares)
-    ends = [0.0, *accumulate(share / total for share in shares)]
-    bounds = [int(round(end * float(num_sequences))) for end in ends]
-    return [range(begin, end) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleIndex:
-    """Where the tokens of every sample lie.
+class SampleSource(Protocol):
+    """What a loader and a blend read from: numbered samples of one sequence length.
 
     Attributes:
-        document_index: (epochs * documents,) which sequence of the dataset lies where.
-        sample_index: (samples + 1, 2) place in ``document_index`` and token offset of each boundary.
-        shuffle_index: (samples,) which sample comes when.
-    """
-
-    document_index: NDArray[np.integer]
-    sample_index: NDArray[np.integer]
-    shuffle_index: NDArray[np.integer]
-
-
-@dataclass(frozen=True, slots=True)
-class EpochPlan:
-    """How many epochs and samples a request comes to.
-
-    Attributes:
-        num_epochs: How often the documents are read.
-        num_samples: Samples in those epochs, at least as many as were asked for.
-        num_separate: Samples that are shuffled apart from the last epoch's; ``num_samples`` if the last
-            epoch is not apart.
-    """
-
-    num_epochs: int
-    num_samples: int
-    num_separate: int
-
-    @property
-    def is_last_epoch_separate(self) -> bool:
-        """Tell whether the last epoch is shuffled on its own."""
-        return self.num_separate < self.num_samples
-
-
-def plan_epochs(
-    tokens_per_epoch: int,
-    *,
-    sequence_length: int,
-    num_samples: int | None,
-    drop_last_partial: bool = True,
-) -> EpochPlan:
-    """Count epochs and samples.
-
-    The last epoch is shuffled apart when less than 80 % of it is asked for: else the samples that are not
-    reached would be drawn from every epoch, and some documents would be seen less often than others.
-
-    Args:
-        tokens_per_epoch: Tokens of all documents once, at least one.
         sequence_length: Tokens a sample has besides its last label.
-        num_samples: How many samples are wanted; None for one epoch, whatever that gives.
-        drop_last_partial: Leave out the tail of the last epoch that does not fill a sample.
-
-    Returns:
-        The plan.
     """
-    wanted = 0 if num_samples is None else num_samples * sequence_length + 1
-    num_epochs = max(1, -(-wanted // tokens_per_epoch))
-    num_steps = num_epochs * tokens_per_epoch - 1
-    num_planned = num_steps // sequence_length
-    if not drop_last_partial:
-        num_planned = -(-num_steps // sequence_length)
-    if num_samples is None or num_epochs == 1:
-        return EpochPlan(num_epochs, num_planned, num_planned)
-    num_before_last = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
-    num_in_epoch = (tokens_per_epoch - 1) // sequence_length
-    is_separate = num_samples - num_before_last < 4 * num_in_epoch // 5
-    return EpochPlan(num_epochs, num_planned, num_before_last if is_separate else num_planned)
 
+    sequence_length: int
 
-def build_sample_index(
-    lengths: NDArray[np.int32],
-    plan: EpochPlan,
-    *,
-    sequence_length: int,
-    seed: int,
-) -> SampleIndex:
-    """Build the three indices, drawing from one random stream in Megatron's order.
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
 
-    Args:
-        lengths: Tokens of each document; ids in ``document_index`` count from the first.
-        plan: Epochs and samples, from :func:`plan_epochs` for the sum of the lengths.
-        sequence_length: Tokens a sample has besides its last label.
-        seed: Seed of the stream.
-
-    Returns:
-        The indices. They take 4 bytes a document and epoch, and 12 bytes a sample.
-    """
-    lengths = np.array(lengths, dtype=np.int32)
-    stream = np.random.RandomState(seed)
-    num_together = plan.num_epochs - plan.is_last_epoch_separate
-    document_index = _shuffled_epochs(len(lengths), num_together, stream)
-    if plan.is_last_epoch_separate:
-        last_epoch = _shuffled_epochs(len(lengths), 1, stream)
-        document_index = np.concatenate((document_index, last_epoch))
-    sample_index = place_samples(
-        lengths,
-        document_index,
-        sequence_length=sequence_length,
-        num_samples=plan.num_samples,
-        num_tokens=plan.num_epochs * int(lengths.sum(dtype=np.int64)),
-    )
-    is_narrow = plan.num_samples < np.iinfo(np.uint32).max - 1
-    shuffle_index = np.arange(plan.num_samples, dtype=np.uint32 if is_narrow else np.int64)
-    stream.shuffle(shuffle_index[: plan.num_separate])
-    if plan.is_last_epoch_separate:
-        stream.shuffle(shuffle_index[plan.num_separate :])
-    return SampleIndex(document_index, sample_index, shuffle_index)
-
-
-def _shuffled_epochs(
-    num_documents: int, num_epochs: int, stream: np.random.RandomState
-) -> NDArray[np.integer]:
-    is_narrow = num_documents <= np.iinfo(np.int32).max
-    epoch = np.arange(num_documents, dtype=np.int32 if is_narrow else np.int64)
-    document_index = np.tile(epoch, num_epochs)
-    stream.shuffle(document_index)
-    return document_index
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        """Return the tokens of one sample, at most ``sequence_length + 1``."""
+        ...
 
 
 class SampleDataset:
@@ -182,22 +44,24 @@ class SampleDataset:
     Sample i is ``sequence_length + 1`` tokens: the inputs and, shifted by one, the labels. With
     ``drop_last_partial=False`` one sample, the tail of the last epoch, is shorter.
 
-    For validation use ``num_samples=None, drop_last_partial=False``: every token is a label once, none
-    twice, and nothing wraps around.
+    For validation use ``num_samples=None, drop_last_partial=False``: every token but the first is a
+    label once, none twice, and nothing wraps around.
 
     Args:
         indexed: The tokens.
         sequence_length: Tokens a sample has besides its last label.
-        num_samples: How many samples are needed at least; None for one epoch. Another number gives another
-            order, so keep it for the whole of a training run.
+        num_samples: How many samples are needed at least; None for one epoch. Another number gives
+            another order, so keep it for the whole of a training run.
         seed: Seed of all shuffling.
-        sequences: Which sequences of the dataset to use, from :func:`split_ranges`; None for all.
+        sequences: Which sequences of the dataset to use, from
+            :func:`megafsdp.data.split_ranges`; None for all.
         drop_last_partial: Leave out the tail of the last epoch that does not fill a sample.
         cache_dir: Folder that keeps the indices between runs; None builds them each time.
 
     Raises:
         ConfigError: A number is not positive.
-        DataError: The sequences hold too few tokens for one sample, or values that are not integers.
+        DataError: The sequences hold too few tokens for one sample, or values that are not
+            integers.
     """
 
     def __init__(
@@ -224,9 +88,57 @@ class SampleDataset:
             drop_last_partial=drop_last_partial,
         )
 
-        def build() -> Arrays:
-            return vars_of(
-                build_sample_index(
+        description: dict[str, str | int | bool | None] = {
+            "algorithm": "megatron gpt samples, exact integers, 1",
+            "lengths_sha256": lengths_digest(lengths),
+            "sequence_length": sequence_length,
+            "num_samples": num_samples,
+            "drop_last_partial": drop_last_partial,
+            "seed": seed,
+        }
+        self.index = SampleIndex(
+            **cached_arrays(
+                cache_dir,
+                description,
+                lambda: build_sample_index(
                     lengths, self.plan, sequence_length=sequence_length, seed=seed
-                )
+                ).arrays(),
             )
+        )
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.plan.num_samples
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        """Return one sample: ``sequence_length + 1`` tokens, or fewer if it is the tail."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)} in '{self.indexed.prefix}'")
+        row = int(self.index.shuffle_index[sample])
+        first_place, first_offset = self.index.sample_index[row].tolist()
+        last_place, last_offset = self.index.sample_index[row + 1].tolist()
+        pieces = []
+        for place in range(first_place, last_place + 1):
+            sequence = self.sequences.start + int(self.index.document_index[place])
+            begin = first_offset if place == first_place else 0
+            length = int(self.indexed.sequence_lengths[sequence])
+            end = last_offset + 1 if place == last_place else length
+            pieces.append(self.indexed.slice_of(sequence, begin, end - begin))
+        return np.concatenate(pieces).astype(np.int64)
+
+    def _check(self, num_samples: int | None, num_tokens: int, drop_last_partial: bool) -> None:
+        where = f"the samples of '{self.indexed.prefix}', sequences {self.sequences}"
+        if self.sequence_length < 1 or (num_samples is not None and num_samples < 1):
+            found = f"{self.sequence_length} and {num_samples}"
+            mend = "Give 1 or more, or num_samples=None for one epoch"
+            what = "a positive sequence_length and num_samples"
+            raise ConfigError(expected(what, found, where=where, mend=mend))
+        if self.indexed.dtype.kind not in "iu":
+            mend = "Prepare the data with an integer dtype"
+            what = "integer tokens"
+            raise DataError(expected(what, self.indexed.dtype.name, where=where, mend=mend))
+        least = self.sequence_length + 1 if drop_last_partial and num_samples is None else 2
+        if num_tokens < least:
+            mend = "Use a shorter sequence_length, another split, or more text"
+            what = f"at least {least} tokens"
+            raise DataError(expected(what, num_tokens, where=where, mend=mend))

@@ -1,11 +1,12 @@
 """Flat storages that can be released and reallocated, and the ledger that counts their bytes.
 
-A :class:`FlatStorage` owns one flat tensor. Releasing it shrinks the underlying storage to zero bytes and
-allocating it again grows the same storage object, so every view of it, those saved by autograd included,
-stays an alias. This file does not know what the bytes mean: layouts and views are ``megafsdp.buffer``'s.
+A :class:`FlatStorage` owns one flat tensor. Releasing it shrinks the underlying storage to zero
+bytes and allocating it again grows the same storage object, so every view of it, those saved by
+autograd included, stays an alias. This file does not know what the bytes mean: layouts and views
+are ``megafsdp.buffer``'s.
 
-``MEGAFSDP_POISON=1`` fills every fresh allocation with NaN (0x7F bytes for integers), so that code which
-reads elements nobody wrote is found by its result.
+``MEGAFSDP_POISON=1`` fills every fresh allocation with NaN (0x7F bytes for integers), so that code
+which reads elements nobody wrote is found by its result.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Category(Enum):
 class ByteLedger:
     """Count live and peak bytes by category.
 
-    Every :class:`FlatStorage` debits its ledger when it is allocated and credits it when it is released
-    or garbage-collected.
+    Every :class:`FlatStorage` debits its ledger when it is allocated and credits it when it is
+    released or garbage-collected.
 
     Attributes:
         live: Bytes alive by category.
@@ -106,8 +107,9 @@ class FlatStorage:
         ledger: Counts the bytes.
         category: What they are counted as.
 
-    The storage is allocated on construction, uninitialised, on the current stream. On CUDA it must be
-    released on the stream that allocated it (the caching allocator reuses memory in stream order).
+    The storage is allocated on construction, uninitialised, on the current stream. On CUDA it must
+    be released on the stream that allocated it (the caching allocator reuses memory in stream
+    order).
     """
 
     __slots__ = ("__weakref__", "_category", "_finalizer", "_ledger", "_nbytes", "tensor")

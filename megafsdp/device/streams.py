@@ -1,9 +1,9 @@
 """One handle over ``torch.cuda`` and ``torch.cpu``: streams, events and waits.
 
-The engine speaks to a :class:`DeviceHandle` and never asks which device it runs on. On CUDA the handle's
-streams and events are real; on CPU they are ``None`` and every wait returns at once, because there work
-that runs beside the main thread is waited for through the handles of the collectives themselves. This
-file knows nothing of buffers and collectives.
+The engine speaks to a :class:`DeviceHandle` and never asks which device it runs on. On CUDA the
+handle's streams and events are real; on CPU they are ``None`` and every wait returns at once,
+because there work that runs beside the main thread is waited for through the handles of the
+collectives themselves. This file knows nothing of buffers and collectives.
 """
 
 from __future__ import annotations

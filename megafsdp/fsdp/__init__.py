@@ -1,1 +1,31 @@
 """Units: what is gathered, computed, reduced, and when."""
+
+from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
+from megafsdp.fsdp.full_state import (
+    full_state_dict,
+    load_full_state_dict,
+    microbatch,
+    summon_full_params,
+)
+from megafsdp.fsdp.fully_shard import (
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    mark_main_weights_changed,
+)
+from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "full_state_dict",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+    "load_full_state_dict",
+    "mark_main_weights_changed",
+    "microbatch",
+    "register_fsdp_forward_method",
+    "summon_full_params",
+]

@@ -1,7 +1,7 @@
 """The methods that a module gains when it becomes a unit.
 
-:class:`FSDPModule` is mixed into the class of every module given to ``fully_shard``; the names and meanings
-are those of ``torch.distributed.fsdp.FSDPModule``, so code written for it keeps working.
+:class:`FSDPModule` is mixed into the class of every module given to ``fully_shard``; the names and
+meanings are those of ``torch.distributed.fsdp.FSDPModule``, so code written for it keeps working.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class FSDPModule:
         """Tell that more microbatches follow before the step: reductions that can wait do."""
         self._fsdp_unit().require_context().is_last_microbatch = is_last_backward
 
-    def set_requires_all_reduce(
-        self, requires_all_reduce: bool, *, recurse: bool = True
-    ) -> None:
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether replicated gradients are all-reduced in the next backward.
 
         Only modules without a sharded group know the difference in this version.
@@ -109,7 +107,7 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Choose whether storage is freed when a unit's backward ends, or when the whole one does."""
+        """Choose whether storage is freed when a unit's backward ends, or with the whole one."""
         for unit in self._fsdp_units(recurse=recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -172,7 +170,7 @@ class FSDPModule:
         """Forget a forward or backward that an exception cut short; called by all ranks."""
         self._fsdp_unit().require_context().abandon()
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Let ``.to()`` and its kin pass where they change nothing, refuse them otherwise."""
         assert isinstance(self, nn.Module)
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:

@@ -18,7 +18,9 @@ _MAX_NAMES = 20
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return main weights and buffers as full plain tensors, by FQN; collective, one gather a parameter.
+    """Return main weights and buffers as full plain tensors, by FQN.
+
+    Collective: one gather for each sharded parameter.
 
     Args:
         model: A module with units below it, at rest. Called by all ranks alike.
@@ -33,12 +35,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Copy full plain tensors into a sharded model: each rank takes its own rows.
 
-    Compute weights are fresh from the next forward on. Called by all ranks alike, each with the whole
-    state; one small collective, so that all ranks raise if one must.
+    Compute weights are fresh from the next forward on. Called by all ranks alike, each with the
+    whole state; one small collective, so that all ranks raise if one must.
 
     Args:
         model: A module with units below it, at rest.
-        state: A tensor for every name of ``model.state_dict()``, with its global shape, in any dtype.
+        state: A tensor for every name of ``model.state_dict()``, with its global shape, in any
+            dtype.
 
     Raises:
         ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then.
@@ -81,9 +84,9 @@ def _mismatch(
 def summon_full_params(module: nn.Module) -> Iterator[None]:
     """Show full compute weights of all units below a module while the context is open.
 
-    Forwards inside gather nothing, so ranks may call the module a different number of times, for example
-    to generate text. The parameters are for reading: changes are lost when the context closes. Collective
-    on entry; holds the whole model in memory.
+    Forwards inside gather nothing, so ranks may call the module a different number of times, for
+    example to generate text. The parameters are for reading: changes are lost when the context
+    closes. Collective on entry; holds the whole model in memory.
     """
     units = list(units_below([module]).values())
     for unit in units:
@@ -110,8 +113,8 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     """Say whether the forward and backward inside are the last before the optimizer step; local.
 
     Without it every backward is complete by itself, which is always right. Inside
-    ``microbatch(model, is_last=False)`` reductions that can wait do: replicated gradients are summed
-    locally and all-reduced in the last microbatch.
+    ``microbatch(model, is_last=False)`` reductions that can wait do: replicated gradients are
+    summed locally and all-reduced in the last microbatch.
 
     Args:
         model: The outermost module given to ``fully_shard``, or one that contains such modules.

@@ -1,9 +1,9 @@
 """The entry points: make modules into units.
 
-``fully_shard`` is called on each unit and then on the root, or ``fully_shard_model`` does it for a whole
-model. Both change modules in place and return them; no wrapper, no key prefix. After any
-``torch.optim.Optimizer`` step the groups of its parameters are marked, so compute weights follow main
-weights without an adapter.
+``fully_shard`` is called on each unit and then on the root, or ``fully_shard_model`` does it for a
+whole model. Both change modules in place and return them; no wrapper, no key prefix. After any
+``torch.optim.Optimizer`` step the groups of its parameters are marked, so compute weights follow
+main weights without an adapter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,18 +75,18 @@ def fully_shard(
 ) -> M:
     """Make a module, or a list of modules that run one after another, into one unit.
 
-    Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters below
-    it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights. Parameter values are
-    taken from every rank's own copy: initialise all ranks alike. No collective is issued before the first
-    forward, except to build a default mesh.
+    Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
+    below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights.
+    Parameter values are taken from every rank's own copy: initialise all ranks alike. No collective
+    is issued before the first forward, except to build a default mesh.
 
     Args:
         module: The module or modules, changed in place.
         mesh: 1-D mesh of the ranks to divide among; None means all ranks.
         strategy: ``"optim_grads_params"`` (ZeRO-3, or 3) or ``"no_shard"`` (DDP, or 0).
         outer_strategy: For 2-D meshes; ``"no_shard"``.
-        reshard_after_forward: Free the gathered parameters between forward and backward. None frees all
-            but those needed again at once: the root's and the last unit's.
+        reshard_after_forward: Free the gathered parameters between forward and backward. None frees
+            all but those needed again at once: the root's and the last unit's.
         shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
             ``Shard(0)``.
         mp_policy: Dtypes; torch's policy is accepted.
@@ -100,8 +99,8 @@ def fully_shard(
         ``module``, whose class is now also an :class:`FSDPModule`.
 
     Raises:
-        ValueError: A module is a unit already, a parameter is tied to another unit, parameters lie on
-            several devices, or an argument has no meaning.
+        ValueError: A module is a unit already, a parameter is tied to another unit, parameters lie
+            on several devices, or an argument has no meaning.
         TypeError: A policy is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
@@ -111,7 +110,8 @@ def fully_shard(
     offload_of(offload_policy)
     chosen = strategy_of(strategy)
     averaging = average_of(average)
-    _check_arguments(modules, outer_strategy, reshard_after_forward, prefetch)
+    _check_arguments(modules, outer_strategy, prefetch)
+    is_resharded = _checked_reshard(reshard_after_forward)
     ignored = list(ignored_params or ())
     found = find_parameters(modules, ignored, policy)
     _check_placements(found, shard_placement_fn)
@@ -133,7 +133,7 @@ def fully_shard(
         policy=policy,
         ledger=ledger,
         prefetch=prefetch,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=is_resharded,
     )
     return module
 
@@ -157,12 +157,7 @@ def _build_group(
     )
 
 
-def _check_arguments(
-    modules: Sequence[nn.Module],
-    outer_strategy: str,
-    reshard_after_forward: bool | int | None,
-    prefetch: int,
-) -> None:
+def _check_arguments(modules: Sequence[nn.Module], outer_strategy: str, prefetch: int) -> None:
     for module in modules:
         if unit_of(module) is not None:
             raise ValueError(
@@ -186,15 +181,6 @@ def _check_arguments(
                 mend="Leave outer_strategy at its default",
             )
         )
-    if not isinstance(reshard_after_forward, (bool, type(None))):
-        raise NotImplementedError(
-            expected(
-                "True, False or None",
-                repr(reshard_after_forward),
-                where="reshard_after_forward of fully_shard()",
-                mend="Use True to free parameters after forward, False to keep them",
-            )
-        )
     if prefetch < 0:
         raise ValueError(
             expected(
@@ -204,6 +190,19 @@ def _check_arguments(
                 mend="Use 1; 0 gathers each unit when it runs",
             )
         )
+
+
+def _checked_reshard(reshard_after_forward: bool | int | None) -> bool | None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    raise NotImplementedError(
+        expected(
+            "True, False or None",
+            repr(reshard_after_forward),
+            where="reshard_after_forward of fully_shard()",
+            mend="Use True to free parameters after forward, False to keep them",
+        )
+    )
 
 
 def _check_placements(
@@ -230,7 +229,7 @@ def _checked_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
                     "an initialised process group or a mesh",
                     "neither",
                     where="fully_shard()",
-                    mend="Call torch.distributed.init_process_group() first, or start with torchrun",
+                    mend="Call torch.distributed.init_process_group() first, or use torchrun",
                 )
             )
         return default_mesh(device_type)
@@ -249,14 +248,14 @@ def _checked_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
 def fully_shard_model(
     model: nn.Module,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> nn.Module:
     """Make every instance of some classes below a model, and then the model, into units.
 
     Args:
         model: The model, changed in place.
-        fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None takes
-            the model's ``_no_split_modules``, as Hugging Face models have it.
+        fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None
+            takes the model's ``_no_split_modules``, as Hugging Face models have it.
         **options: Keyword arguments of :func:`fully_shard`, the same for all units.
 
     Returns:
@@ -296,7 +295,8 @@ def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bo
 def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """Check that an optimizer holds sharded parameters, and return it unchanged.
 
-    Not needed: any ``torch.optim`` optimizer over ``model.parameters()`` works. It exists for people who
+    Not needed: any ``torch.optim`` optimizer over ``model.parameters()`` works. It exists for
+        people who
     come from Megatron-FSDP, and finds optimizers that were built before ``fully_shard``.
 
     Raises:
@@ -322,8 +322,7 @@ def mark_main_weights_changed(module: nn.Module) -> None:
     Optimizer steps, ``load_state_dict`` and checkpoint loads tell by themselves.
     """
     for unit in units_below([module]).values():
-        for group in unit.groups:
-            group.mark_stale()
+        unit.mark_stale()
 
 
 __all__ = [

@@ -1,13 +1,13 @@
 """From the gradients of unsharded parameters to ``.grad`` of sharded ones.
 
-After a unit's backward its gradients are packed into one flat *partial* buffer in their own dtype, gaps and
-missing gradients zeroed, and the whole buffer is reduced, whichever parameters had a gradient: so all ranks
-issue the same collectives. The sum lands in the *main gradient*, whose rows are ``.grad`` of the sharded
-parameters.
+After a unit's backward its gradients are packed into one flat *partial* buffer in their own dtype,
+gaps and missing gradients zeroed, and the whole buffer is reduced, whichever parameters had a
+gradient: so all ranks issue the same collectives. The sum lands in the *main gradient*, whose rows
+are ``.grad`` of the sharded parameters.
 
-Usage. A parameter that no rank used keeps ``.grad`` None, as in a single process; one that another rank used
-gets ``.grad`` here too. A rank that used it assigns at once, the others learn it from one small exchange at
-the end of the backward (``pending`` until then).
+Usage. A parameter that no rank used keeps ``.grad`` None, as in a single process; one that another
+rank used gets ``.grad`` here too. A rank that used it assigns at once, the others learn it from one
+small exchange at the end of the backward (``pending`` until then).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class GradientReducer:
                     self._states[i] = _State.CLEAR
 
     def discard_reduction(self) -> None:
-        """Wait for a reduction that is under way and forget its result; ``.grad`` stays as it is."""
+        """Wait for a reduction that is under way and forget its result; ``.grad`` stays."""
         if self._pending is not None:
             self._pending.discard()
             self._used = [False] * len(self._used)
@@ -159,8 +159,10 @@ class GradientReducer:
     def _new_partial(self, dtype: torch.dtype) -> DBuffer:
         return self.group.new_buffer(Residence.PARTIAL, dtype, Category.PARTIAL_GRAD)
 
-    def _take_grads(self, buffer: DBuffer) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
-        """Take the gradients off the unsharded parameters: (views, gradients, indices without one)."""
+    def _take_grads(
+        self, buffer: DBuffer
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+        """Take the gradients off the parameters: (views, gradients, indices without one)."""
         views, grads, missing = [], [], []
         for i, parameter in enumerate(self.group.parameters):
             grad = parameter.unsharded.grad
@@ -189,7 +191,7 @@ class GradientReducer:
                 torch._foreach_add_(views, grads)
 
     def _observe_user(self) -> None:
-        """Follow what the user did to ``.grad``: cleared ones are clear, replaced ones copied in."""
+        """Follow what the user did to ``.grad``: cleared ones are clear from here on."""
         held = [i for i, state in enumerate(self._states) if state is _State.HELD]
         cleared = [i for i in held if self.group.parameters[i].sharded.grad is None]
         for i in cleared:

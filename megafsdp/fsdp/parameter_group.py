@@ -1,8 +1,9 @@
 """The parameters of a unit that share a dtype and one collective, and their flat buffers.
 
-A group owns the two faces of each of its parameters. The *sharded* parameter is a DTensor over the main
-weight buffer, which the optimizer sees; the *unsharded* parameter is a plain full tensor, a view of the
-buffer that the all-gather fills, which forward and backward see. Both objects are made once.
+A group owns the two faces of each of its parameters. The *sharded* parameter is a DTensor over the
+main weight buffer, which the optimizer sees; the *unsharded* parameter is a plain full tensor, a
+view of the buffer that the all-gather fills, which forward and backward see. Both objects are made
+once.
 
 =============  ==========================  =============================
 buffer         sharded group (ZeRO-3)      replicated group (no_shard)
@@ -12,9 +13,10 @@ unsharded      full, compute dtype,        full, compute dtype, kept; the
                released between uses       main weight itself if equal
 =============  ==========================  =============================
 
-When compute and main dtype differ, a sharded group casts its main weight into a temporary input of each
-gather, so nothing can be stale but storage that is kept; a replicated group casts once after each step.
-Gradients are the business of :mod:`megafsdp.fsdp.gradients`; when to gather is the schedule's.
+When compute and main dtype differ, a sharded group casts its main weight into a temporary input of
+each gather, so nothing can be stale but storage that is kept; a replicated group casts once after
+each step. Gradients are the business of :mod:`megafsdp.fsdp.gradients`; when to gather is the
+schedule's.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.layout import FlatLayout, TensorSpec, plan_layout
+from megafsdp.buffer.layout import FlatLayout, TensorSpec
+from megafsdp.buffer.planner import plan_layout
 from megafsdp.buffer.uneven import UnevenDTensor, make_replicated
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.mesh.placement import Residence
@@ -276,8 +279,8 @@ class ParameterGroup:
         self._pending.wait()
         self._pending = None
         self._gather_source = None
-        # An asynchronous gather bumps the version counter when it completes, and tensors that autograd
-        # saved in forward would be taken for modified; their bytes are the same.
+        # An asynchronous gather bumps the version counter when it completes, and tensors that
+        # autograd saved in forward would be taken for modified; their bytes are the same.
         flat = self.unsharded.flat
         torch._C._autograd._unsafe_set_version_counter((flat,), (self._version,))
 

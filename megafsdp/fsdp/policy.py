@@ -1,7 +1,7 @@
 """Frozen choices of how a unit is sharded, in which dtypes it computes, and what is offloaded.
 
-torch's own ``MixedPrecisionPolicy`` and ``CPUOffloadPolicy`` are accepted wherever ours are. This file
-holds values and their checks; nothing here touches a tensor.
+torch's own ``MixedPrecisionPolicy`` and ``CPUOffloadPolicy`` are accepted wherever ours are. This
+file holds values and their checks; nothing here touches a tensor.
 """
 
 from __future__ import annotations
@@ -93,14 +93,15 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: Compute weights and forward inputs; None keeps each parameter's own dtype.
-        reduce_dtype: The sum of gradients over ranks; None means ``main_grads_dtype`` (torch means the
-            parameters' dtype). Where the sum is made by us (gloo), gradients travel in their own dtype
-            and are summed in this dtype or wider.
+        reduce_dtype: The sum of gradients over ranks; None means ``main_grads_dtype`` (torch means
+            the parameters' dtype). Where the sum is made by us (gloo), gradients travel in their
+            own dtype and are summed in this dtype or wider.
         output_dtype: Floating-point outputs of the unit are cast to it; None leaves them.
         cast_forward_inputs: Whether floating-point inputs are cast to ``param_dtype``.
         main_params_dtype: Main weights, which the optimizer sees; fp64 parameters keep fp64.
         main_grads_dtype: Main gradients; None means ``main_params_dtype``.
-        keep_fp32: FQNs of parameters or modules, or module class names, whose compute weights stay fp32.
+        keep_fp32: FQNs of parameters or modules, or module class names, whose compute weights stay
+            fp32.
     """
 
     param_dtype: torch.dtype | None = None

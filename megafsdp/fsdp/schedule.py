@@ -1,10 +1,11 @@
 """When units are gathered, and how many at a time.
 
-A :class:`FSDPContext` is shared by all units under one root. It records the order in which units run, in
-forward and in backward, and from the next run on gathers the next ``prefetch`` units while one computes.
-At most ``prefetch + 1`` units are unsharded, besides those kept between forward and backward (the root and
-the last unit, or what the user asks for). It also holds the reductions under way, at most two inputs of
-which are alive, and ends every backward in one callback of the autograd engine.
+A :class:`FSDPContext` is shared by all units under one root. It records the order in which units
+run, in forward and in backward, and from the next run on gathers the next ``prefetch`` units while
+one computes. At most ``prefetch + 1`` units are unsharded, besides those kept between forward and
+backward (the root and the last unit, or what the user asks for). It also holds the reductions under
+way, at most two inputs of which are alive, and ends every backward in one callback of the autograd
+engine.
 
 With prefetch 1 and units a, b, c::
 
@@ -63,9 +64,9 @@ class ScheduledUnit(Protocol):
 class RecordedOrder:
     """The order in which units ran last time, followed until a run departs from it.
 
-    A run is recorded from :meth:`start` to the next. While it agrees with the record, :meth:`arrive`
-    names the units that come next; after the first difference it names none, and the new order is what
-    the next run follows.
+    A run is recorded from :meth:`start` to the next. While it agrees with the record,
+    :meth:`arrive` names the units that come next; after the first difference it names none, and the
+    new order is what the next run follows.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,8 @@ class FSDPContext:
     """
 
     def __init__(self, root: ScheduledUnit, units: Iterable[ScheduledUnit]) -> None:
-        # Units own their context: weak references here let a deleted model free its buffers at once.
+        # Units own their context: weak references here let a deleted model free its buffers at
+        # once.
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
@@ -206,7 +208,7 @@ class FSDPContext:
             self._reductions.pop(0).finish_reduce()
 
     def _agree_on_usage(self) -> None:
-        """Exchange one byte a trainable parameter; only a rank that waits for it reads the answer."""
+        """Exchange one byte a trainable parameter; only a rank that waits reads the answer."""
         reducers = [r for unit in self.units for r in unit.reducers if r.group.is_trainable]
         flags = [flag for reducer in reducers for flag in reducer.usage()]
         if not flags or all(r.group.axes.num_ranks == 1 for r in reducers):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 
-def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401
-    """Return ``tree`` with every tensor replaced; containers that do not change are kept as objects."""
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``tree`` with every tensor replaced; unchanged containers are kept as objects."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, (list, tuple)):

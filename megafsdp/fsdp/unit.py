@@ -1,10 +1,11 @@
 """One unit: the phases of its parameters and the hooks that move them.
 
-A unit is a module, or a list of modules that run one after another, with the parameters it owns. Outside
-its own forward and backward it shows only sharded parameters. Its backward begins when the gradient of one
-of its outputs is there, and ends when the gradients of all its inputs are: inputs pass through an identity
-whose backward says so. A unit none of whose inputs needs a gradient ends in the context's callback. Hooks on
-parameters are never counted: frozen, detached and unused parameters would break the count.
+A unit is a module, or a list of modules that run one after another, with the parameters it owns.
+Outside its own forward and backward it shows only sharded parameters. Its backward begins when the
+gradient of one of its outputs is there, and ends when the gradients of all its inputs are: inputs
+pass through an identity whose backward says so. A unit none of whose inputs needs a gradient ends
+in the context's callback. Hooks on parameters are never counted: frozen, detached and unused
+parameters would break the count.
 
 Phases move RESTING <-> FORWARD and RESTING <-> BACKWARD only; recomputation of activations stays in
 BACKWARD.
@@ -23,10 +24,12 @@ from torch import nn
 from megafsdp.buffer.collectives import require_equal
 from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
+from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
+from megafsdp.fsdp.state_dict_guard import guard_state_dicts
 from megafsdp.fsdp.tree import map_tensors, tensors_of
 
 _UNIT_ATTRIBUTE = "_megafsdp_unit"
@@ -38,35 +41,6 @@ class Phase(Enum):
     RESTING = "resting"  # Modules hold sharded parameters; storage is kept or released.
     FORWARD = "forward"  # Modules hold unsharded parameters.
     BACKWARD = "backward"  # Modules hold unsharded parameters, whose gradients arrive.
-
-
-class ForwardToken:
-    """One forward of a unit, kept alive by the graph it built."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _EndOfBackward(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward says that all their gradients are there."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,  # noqa: ANN401
-        unit: FSDPUnit,
-        token: ForwardToken,
-        *inputs: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.unit, ctx.token = unit, token
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any,  # noqa: ANN401
-        *grads: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, ...]:
-        ctx.unit.inputs_done(ctx.token)
-        return (None, None, *grads)
 
 
 class FSDPUnit:
@@ -119,9 +93,7 @@ class FSDPUnit:
             setattr(module, _UNIT_ATTRIBUTE, self)
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)
-            module.register_state_dict_pre_hook(self._before_state_dict)
-            module._register_load_state_dict_pre_hook(self._before_load_state_dict)
-            module.register_load_state_dict_post_hook(self._after_load_state_dict)
+            guard_state_dicts(module, self)
         self.show_sharded()
 
     # Storage and faces.
@@ -170,6 +142,16 @@ class FSDPUnit:
         if not self.is_pinned:
             for group in self.groups:
                 group.show_sharded()
+
+    @property
+    def is_resting(self) -> bool:
+        """Tell whether the modules hold sharded parameters, or full ones by the user's wish."""
+        return self.phase is Phase.RESTING
+
+    def mark_stale(self) -> None:
+        """Note that main weights changed: the next unshard refreshes, once."""
+        for group in self.groups:
+            group.mark_stale()
 
     def rename(self, name: str) -> None:
         """Set the FQN within the root, for messages, counters and profilers."""
@@ -226,22 +208,22 @@ class FSDPUnit:
             args, kwargs = self._watch_inputs((args, kwargs), self._token)
         return args, kwargs
 
-    def _cast_inputs(self, inputs: Any) -> Any:  # noqa: ANN401
+    def _cast_inputs(self, inputs: Any) -> Any:
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
             return inputs
         return map_tensors(inputs, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
-    def _watch_inputs(self, inputs: Any, token: ForwardToken) -> Any:  # noqa: ANN401
+    def _watch_inputs(self, inputs: Any, token: ForwardToken) -> Any:
         """Pass inputs that need a gradient through the identity that ends the unit's backward."""
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
         if not watched:
             return inputs
         self.outstanding.add(token)
-        replaced = iter(_EndOfBackward.apply(self, token, *watched))
+        replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
 
-    def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
+    def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         dtype = self.policy.output_dtype
         if dtype is not None:
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
@@ -261,7 +243,7 @@ class FSDPUnit:
         if context.is_root(self) and not is_recomputing:
             context.end_forward(is_graph_built=is_graph_built)
         if is_graph_built:
-            hook = _BackwardHook(self, self._token)
+            hook = BackwardHook(self, self._token)
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(hook)
@@ -334,50 +316,6 @@ class FSDPUnit:
             reducer.abort()
         self.show_sharded()
         self.release()
-
-    # State dicts.
-
-    def _before_state_dict(self, *unused: object) -> None:
-        if self.phase is not Phase.RESTING:
-            raise RuntimeError(
-                expected(
-                    "a unit at rest",
-                    f"phase '{self.phase.value}'",
-                    where=f"state_dict() of unit '{self.name}'",
-                    mend="Call it outside of the unit's forward and backward",
-                )
-            )
-
-    def _before_load_state_dict(
-        self, state: object, prefix: str, metadata: dict[str, object], *unused: object
-    ) -> None:
-        if metadata.get("assign_to_params_buffers", False):
-            raise RuntimeError(
-                expected(
-                    "load_state_dict(assign=False)",
-                    "assign=True, which would cut parameters from their flat buffer",
-                    where=f"unit '{self.name}'",
-                    mend="Load with assign=False, or call megafsdp.load_full_state_dict() "
-                    "for full tensors",
-                )
-            )
-
-    def _after_load_state_dict(self, *unused: object) -> None:
-        for group in self.groups:
-            group.mark_stale()
-
-
-class _BackwardHook:
-    """Start a unit's backward when the gradient of an output is there."""
-
-    __slots__ = ("token", "unit")
-
-    def __init__(self, unit: FSDPUnit, token: ForwardToken | None) -> None:
-        self.unit = unit
-        self.token = token or ForwardToken()
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self.unit.begin_backward(self.token)
 
 
 def _is_in_backward() -> bool:

@@ -1,9 +1,9 @@
 """What a layer declares about its parameter, beside its values.
 
-A layer writes facts that no other room could know: which dimension tensor parallelism cuts, whether the
-parameter is an expert's, and which logical tensors are fused in it. ``megafsdp.fsdp`` carries the
-annotation from the original parameter to its sharded one, and ``megafsdp.checkpoint`` reads it, so neither
-matches parameters by name. This file holds declarations only; it moves no data.
+A layer writes facts that no other room could know: which dimension tensor parallelism cuts, whether
+the parameter is an expert's, and which logical tensors are fused in it. ``megafsdp.fsdp`` carries
+the annotation from the original parameter to its sharded one, and ``megafsdp.checkpoint`` reads it,
+so neither matches parameters by name. This file holds declarations only; it moves no data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Degrees of parallelism and the device mesh they make.
 
 This file is the only one that spells mesh axes: ``dp_outer`` (replicas of a sharded group, the slow
-network), ``dp_shard`` (ranks that divide parameters), ``cp``, ``tp``, ``ep``, ``edp``. The last four are
-reserved: their degrees must be 1.
+network), ``dp_shard`` (ranks that divide parameters), ``cp``, ``tp``, ``ep``, ``edp``. The last
+four are reserved: their degrees must be 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class ParallelDims:
 
     Attributes:
         dp_outer: Replicas of the sharded group (HSDP, HFSDP).
-        dp_shard: Ranks that divide parameters, gradients and optimizer states; -1 takes what is left.
+        dp_shard: Ranks that divide parameters, gradients and optimizer states; -1 takes what is
+            left.
         cp: Context parallel degree; must be 1.
         tp: Tensor parallel degree; must be 1.
         ep: Expert parallel degree; must be 1.

@@ -1,10 +1,10 @@
 """How a flat buffer is cut among ranks: placements and the transitions between them.
 
-A placement says what granule of a tensor a cut between two ranks must respect. ``Flat`` is the default
-(whole rows); ``BlockAtomic`` keeps blocks of rows together, for scaling factors that span rows;
-``TensorAtomic`` keeps whole tensors together, for optimizers that need a matrix in one place. A
-:class:`Residence` says whether a buffer holds one shard or everything, and :data:`TRANSITIONS` names the
-collective that turns one residence into another.
+A placement says what granule of a tensor a cut between two ranks must respect. ``Flat`` is the
+default (whole rows); ``BlockAtomic`` keeps blocks of rows together, for scaling factors that span
+rows; ``TensorAtomic`` keeps whole tensors together, for optimizers that need a matrix in one place.
+A :class:`Residence` says whether a buffer holds one shard or everything, and :data:`TRANSITIONS`
+names the collective that turns one residence into another.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Residence(Enum):
     PARTIAL = "partial"  # All of it, to be summed over ranks.
 
 
-# (from, to) -> the collective of buffer/collectives.py; a pair that is not listed needs none or is unsound.
+# (from, to) -> the collective of buffer/collectives.py; a pair that is not listed needs none or is
+# unsound.
 TRANSITIONS: dict[tuple[Residence, Residence], str] = {
     (Residence.SHARD, Residence.REPLICATE): "all_gather",
     (Residence.PARTIAL, Residence.SHARD): "reduce_scatter",

@@ -1,8 +1,8 @@
 """The norm of all gradients, and clipping by it.
 
-Every element counts once: shards are summed over the ranks that hold them, replicated gradients are not.
-Norms are taken over the rows of tensors, never over gaps of flat buffers, in pieces short enough that an
-fp32 running sum stays exact to 1e-7.
+Every element counts once: shards are summed over the ranks that hold them, replicated gradients are
+not. Norms are taken over the rows of tensors, never over gaps of flat buffers, in pieces short
+enough that an fp32 running sum stays exact to 1e-7.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def clip_grad_norm_(
     """Scale gradients in place so that their norm is at most ``max_norm``; return the norm before.
 
     The signature and the coefficient ``max_norm / (norm + 1e-6)`` are those of
-    ``torch.nn.utils.clip_grad_norm_``. Collective: one small all-reduce for each process group among the
-    gradients, called by all ranks alike. Works on sharded, replicated and plain gradients.
+    ``torch.nn.utils.clip_grad_norm_``. Collective: one small all-reduce for each process group
+    among the gradients, called by all ranks alike. Works on sharded, replicated and plain
+    gradients.
 
     Args:
         parameters: A module, a tensor, or tensors with ``.grad``.

@@ -1,7 +1,7 @@
 """A small model cut unevenly over the ranks, with a deterministic training history.
 
-The cuts are made by hand, so that these tests need no engine: each parameter lies in a buffer of its own,
-behind some rows of padding, which gives shards of different length and empty ones.
+The cuts are made by hand, so that these tests need no engine: each parameter lies in a buffer of
+its own, behind some rows of padding, which gives shards of different length and empty ones.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def whole_mesh(num_outer: int = 1) -> DeviceMesh:
 
 
 def give_gradients(model: nn.Module, salt: int) -> None:
-    """Set fixed gradients on all trainable parameters, whole or cut; ``norm.weight`` never gets one."""
+    """Set fixed gradients on trainable parameters, whole or cut; ``norm.weight`` gets none."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or name == "norm.weight":
             continue
         gradient = fixed(f"grad {name}", tuple(parameter.shape), salt)
         if isinstance(parameter, UnevenDTensor):
             local = torch.empty_like(parameter.local)
-            target = UnevenDTensor.from_local_rows(local, parameter.device_mesh, parameter.layout)
+            target = UnevenDTensor.from_local_rows(local, parameter.device_mesh, parameter.uneven_layout)
             target.copy_from_full_(gradient)
             gradient = target
         elif isinstance(parameter, DTensor):

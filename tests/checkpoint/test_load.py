@@ -31,7 +31,9 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 
-def _trained(kind: str, *, is_sharded: bool, num_outer: int = 1) -> tuple[Toy, torch.optim.Optimizer]:
+def _trained(
+    kind: str, *, is_sharded: bool, num_outer: int = 1
+) -> tuple[Toy, torch.optim.Optimizer]:
     model = Toy()
     fill(model)
     if is_sharded:
@@ -68,7 +70,12 @@ def _load_sharded(root: Path, kind: str) -> tuple[dict[str, object], dict[str, o
     rows = model.embed.weight.local.shape[0]
     state = full_state(model, optimizer)
     train(model, optimizer, 1)
-    return extra, {**state, **_prefixed(full_state(model, optimizer))}, sum(record.calls.values()), rows
+    return (
+        extra,
+        {**state, **_prefixed(full_state(model, optimizer))},
+        sum(record.calls.values()),
+        rows,
+    )
 
 
 def _prefixed(state: dict[str, object]) -> dict[str, object]:
@@ -80,7 +87,7 @@ def _prefixed(state: dict[str, object]) -> dict[str, object]:
 def test_two_ranks_save_and_any_number_loads_bitwise(
     ranks: Ranks, tmp_path: Path, kind: str, world_size: int
 ) -> None:
-    """Weights, states, hyperparameters and extra come back bit by bit, in at most two collectives."""
+    """Weights, states, hyperparameters and extra come back bit by bit, in two collectives."""
     saved = ranks(2).run(_save_sharded, tmp_path, kind)[0]
     for extra, state, num_collectives, _ in ranks(world_size).run(_load_sharded, tmp_path, kind):
         assert extra == {"consumed_samples": 16}
@@ -135,7 +142,7 @@ def test_odd_vocabulary_with_empty_shards_round_trips(
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw-fused", "sgd"])
 def test_plain_modules_need_no_process_group(tmp_path: Path, kind: str) -> None:
-    """A plain model resumes bit by bit in one process, and the next step equals the uninterrupted one."""
+    """A plain model resumes bit by bit, and the next steps equal the uninterrupted ones."""
     model, optimizer = _trained(kind, is_sharded=False)
     save(tmp_path, step=2, model=model, optimizer=optimizer)
     other, other_optimizer = _fresh(kind, is_sharded=False)
@@ -212,7 +219,14 @@ def test_schedulers_and_scalers_are_restored(tmp_path: Path) -> None:
     for _ in range(3):
         optimizer.step()
         scheduler.step()
-    save(tmp_path, step=1, model=model, optimizer=optimizer, lr_scheduler=scheduler, loss_scaler=scaler)
+    save(
+        tmp_path,
+        step=1,
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        loss_scaler=scaler,
+    )
     other, other_optimizer = _fresh("adamw", is_sharded=False)
     other_scheduler = torch.optim.lr_scheduler.StepLR(other_optimizer, step_size=2, gamma=0.5)
     other_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -307,7 +321,7 @@ def test_relaxed_loads_take_what_fits(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_shapes_and_dtypes_must_agree(tmp_path: Path) -> None:
-    """Another vocabulary or precision is refused by name; a cast must be asked for, a shape ignored."""
+    """Another vocabulary or precision is refused by name; casts must be asked for."""
     model, _ = _trained("sgd", is_sharded=False)
     save(tmp_path, step=1, model=model)
     message = _refusal(tmp_path, Toy(vocabulary=320))
@@ -322,7 +336,7 @@ def test_shapes_and_dtypes_must_agree(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_needs_its_section(tmp_path: Path) -> None:
-    """A weights-only checkpoint does not silently leave an optimizer fresh; ``strict="model"`` does."""
+    """A checkpoint without optimizer leaves one as it is only if asked, by ``strict="model"``."""
     model, optimizer = _trained("adamw", is_sharded=False)
     save(tmp_path, step=1, model=model)
     assert "optimizer.param_groups" in _refusal(tmp_path, model, optimizer=optimizer)
@@ -360,7 +374,7 @@ def _two_steps(root: Path) -> Toy:
 
 
 def test_any_published_step_can_be_chosen(tmp_path: Path) -> None:
-    """``step=`` and a checkpoint's own directory choose; another step is refused with those there are."""
+    """``step=`` or a checkpoint's own directory chooses; a refusal lists the steps there are."""
     _two_steps(tmp_path)
     wanted, model = Toy(), Toy()
     fill(wanted, salt=1)

@@ -1,8 +1,9 @@
 // The two 16-bit float types as bits, and their conversions from and to float and double.
 //
-// Conversions are integer arithmetic and selects without branches, so that a compiler turns them into
-// vector code of any width, and give the same bits at every width. Rounding is to nearest even. They
-// hold when subnormal floats are flushed to zero. A NaN stays a NaN; its payload is not kept.
+// Conversions are integer arithmetic and selects without branches, so that a compiler turns them
+// into vector code of any width, and give the same bits at every width. Rounding is to nearest
+// even. They hold when subnormal floats are flushed to zero. A NaN stays a NaN; its payload is not
+// kept.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +46,7 @@ MEGAFSDP_INLINE float to_float(Float16 value) {
   const uint32_t normal = (static_cast<uint32_t>(value.bits & 0x7fff) << 13) + kRebias;
   const uint32_t subnormal = bits_of(static_cast<float>(value.bits & 0x03ff) * 0x1p-24f);
   const uint32_t infinite = normal + kRebias;
-  const uint32_t magnitude =
-      exponent == 0 ? subnormal : (exponent == 0x7c00 ? infinite : normal);
+  const uint32_t magnitude = exponent == 0 ? subnormal : (exponent == 0x7c00 ? infinite : normal);
   return float_of(sign | magnitude);
 }
 
@@ -77,7 +77,8 @@ struct FromFloat<Float16> {
     constexpr uint32_t kSmallestNormal = (127 - 14) << 23;
     const uint32_t bits = bits_of(value);
     const uint32_t magnitude = bits & 0x7fffffff;
-    // Floats in [0.5, 1) are as far apart as subnormal halves, so this addition rounds to one of them.
+    // Floats in [0.5, 1) are as far apart as subnormal halves, so this addition rounds to one of
+    // them.
     const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     const uint32_t carried = (magnitude - kRebias + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
     const uint32_t normal = carried > kInfinity ? kInfinity : carried;

@@ -1,7 +1,8 @@
 // Sum of N shards, element by element, in rank order.
 //
 // For each element, in type Accumulator:
-//   sum = shard[0]; sum += shard[1]; ...; sum += shard[N-1]; sum *= scale; if accumulate: sum += out
+//   sum = shard[0]; sum += shard[1]; ...; sum += shard[N-1]; sum *= scale; if accumulate: sum +=
+//   out
 // and out becomes sum, rounded once to its own type. Every operation rounds separately.
 #pragma once
 
@@ -55,8 +56,8 @@ struct ShardSum {
   bool accumulate;
 };
 
-// A block's sums stay in the first-level cache while each shard is read once, in order. All shards of
-// a block are read before it is written, so out may be one of the shards.
+// A block's sums stay in the first-level cache while each shard is read once, in order. All shards
+// of a block are read before it is written, so out may be one of the shards.
 template <typename In, typename Out>
 MEGAFSDP_INLINE void shard_sum(const ShardSum<In, Out>& job) {
   using Sum = typename Accumulator<In, Out>::type;

@@ -1,8 +1,9 @@
 // Instruction sets: which one a call runs on, and the attributes that compile a function for each.
 //
-// A kernel is one template of plain loops, forced inline into one function per level; the function's
-// target attribute makes the compiler vectorise the loops for that level. Contraction of a multiply
-// and an add into one rounding is off for the whole build, so all levels give the same bits.
+// A kernel is one template of plain loops, forced inline into one function per level; the
+// function's target attribute makes the compiler vectorise the loops for that level. Contraction of
+// a multiply and an add into one rounding is off for the whole build, so all levels give the same
+// bits.
 #pragma once
 
 #include <cstdlib>

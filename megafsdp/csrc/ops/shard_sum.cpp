@@ -20,8 +20,8 @@ bool visit_dtype(const std::string& name, Visitor visit) {
 uintptr_t itemsize_of(const std::string& argument, const std::string& dtype) {
   uintptr_t itemsize = 0;
   if (!visit_dtype(dtype, [&](auto element) { itemsize = sizeof element; })) {
-    throw std::invalid_argument(argument + ": expected float64, float32, bfloat16 or float16, got " +
-                                dtype);
+    throw std::invalid_argument(argument +
+                                ": expected float64, float32, bfloat16 or float16, got " + dtype);
   }
   return itemsize;
 }
@@ -41,8 +41,8 @@ void check_shard_sum(const ShardSumArguments& arguments) {
   const uintptr_t shard_itemsize = itemsize_of("shard_dtype", arguments.shard_dtype);
   const uintptr_t out_itemsize = itemsize_of("out_dtype", arguments.out_dtype);
   check(!arguments.shards.empty(), "shards: expected at least one, got none");
-  check(arguments.numel > 0, "numel: expected a positive number, got " +
-                                 std::to_string(arguments.numel));
+  check(arguments.numel > 0,
+        "numel: expected a positive number, got " + std::to_string(arguments.numel));
   check_address("out", arguments.out, out_itemsize);
   for (uintptr_t address : arguments.shards) check_address("shards", address, shard_itemsize);
 }
@@ -56,10 +56,9 @@ void run_shard_sum(const ShardSumArguments& arguments, Simd level) {
       for (uintptr_t address : arguments.shards) {
         shards.push_back(reinterpret_cast<const In*>(address));
       }
-      shard_sum_at<In, Out>(
-          level, {shards.data(), static_cast<int64_t>(shards.size()),
-                  reinterpret_cast<Out*>(arguments.out), arguments.numel, arguments.scale,
-                  arguments.accumulate});
+      shard_sum_at<In, Out>(level, {shards.data(), static_cast<int64_t>(shards.size()),
+                                    reinterpret_cast<Out*>(arguments.out), arguments.numel,
+                                    arguments.scale, arguments.accumulate});
     });
   });
 }

@@ -1,0 +1,211 @@
+"""Which operations an unevenly sharded DTensor allows, and how they run.
+
+Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
+sharding propagation, hence no superlinear first step with many parameters. Sums and 2-norms go
+through DTensor, whose ``Partial`` results are right whatever the cuts. Everything else would be
+wrong without a word, or hang some ranks, and is refused on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from megafsdp.buffer.boxes import UnevenLayout
+from megafsdp.errors import expected
+
+Self = TypeVar("Self", bound="RowShardedDTensor")
+
+_NEW_EMPTY = "new_empty"
+# Their results have the source's shape, element by element, though torch does not tag them
+# pointwise.
+_LIKE = frozenset(
+    {"detach", "clone", "alias", "contiguous", "_to_copy", "lift_fresh", "copy_"}
+    | {f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn")}
+    | {"zero_", "fill_", "normal_", "uniform_", "bernoulli_"}
+)
+_LIST_PREFIXES = ("_foreach_", "_fused_")
+_REDUCTIONS = frozenset(
+    {"sum", "norm", "linalg_vector_norm", "_foreach_norm", "any", "all", "equal", "count_nonzero"}
+    | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
+)
+_NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
+# torch 2.11 handles subclasses of DTensor below __torch_dispatch__; there the same rules are
+# applied one level higher, to functions by name.
+_IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
+
+
+class RowShardedDTensor(DTensor):
+    """A DTensor whose local tensor is any range of its rows; it carries the true cuts."""
+
+    _uneven_layout: UnevenLayout
+
+    @classmethod
+    def wrap(cls: type[Self], local: torch.Tensor, spec: DTensorSpec, layout: UnevenLayout) -> Self:
+        """Make one over a local tensor, with its dtype; outside autograd, no copy."""
+        meta = spec.tensor_meta
+        assert meta is not None, "an uneven DTensor has a global shape"
+        if meta.dtype != local.dtype:
+            meta = TensorMeta(meta.shape, meta.stride, local.dtype)
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+        result = cls(local, spec, requires_grad=False)
+        result._uneven_layout = layout
+        return result
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Pass through, or apply the rules here where torch bypasses ``__torch_dispatch__``."""
+        if not _IS_DISPATCH_BYPASSED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _run_function(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation on the local tensors, through DTensor, or refuse it."""
+        name = func._schema.name.removeprefix("aten::")
+        is_pointwise = torch.Tag.pointwise in func.tags
+        if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
+            is_pointwise = True
+        return _run_by_rule(func, name, is_pointwise, args, kwargs or {})
+
+
+def _run_by_rule(
+    func: Callable[..., Any],
+    name: str,
+    is_pointwise: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if name == _NEW_EMPTY:
+        return _new_empty(args, kwargs)
+    if name in _REDUCTIONS:
+        if name in _NORMS and len(args) > 1 and args[1] in (math.inf, -math.inf):
+            # An empty shard has no largest element: it would raise on some ranks and hang the rest.
+            _refuse(f"{name} of order {args[1]}", args)
+        plain_args, plain_kwargs = tree_map(_as_plain_dtensor, (args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+    if not (is_pointwise or name in _LIKE or name.startswith(_LIST_PREFIXES)):
+        _refuse(name, args)
+    return _run_on_locals(func, args, kwargs)
+
+
+def _run_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply the rules to a torch function (torch 2.11)."""
+    name = getattr(func, "__name__", "")
+    bare = name.strip("_")
+    overload = getattr(torch.ops.aten, bare, None) or getattr(torch.ops.aten, f"{bare}_", None)
+    is_like = (
+        name in _LIKE or bare in _LIKE or bare in ("to", "float", "half", "bfloat16", "double")
+    )
+    is_pointwise = overload is not None and any(
+        torch.Tag.pointwise in getattr(overload, o).tags for o in overload.overloads()
+    )
+    is_ruled = is_like or is_pointwise or name == _NEW_EMPTY or name.startswith(_LIST_PREFIXES)
+    with torch._C.DisableTorchFunctionSubclass():
+        if is_ruled and not torch.is_grad_enabled():
+            return _run_by_rule(func, name, is_pointwise or is_like, args, kwargs)
+        result = func(*args, **kwargs)
+    source = _first_uneven((args, kwargs))
+    if type(result) is DTensor and result.shape == source.shape:
+        return _wrap_result(result._local_tensor, source)
+    return result
+
+
+def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operation on local tensors and wrap what comes out."""
+    leaves, structure = tree_flatten((args, kwargs))
+    sources = [leaf for leaf in leaves if isinstance(leaf, RowShardedDTensor)]
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg]
+    for operands in zip(*lists, strict=False) if lists else [leaves]:
+        _check_operands(func, operands)
+    locals_ = [leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    local_args, local_kwargs = tree_unflatten(locals_, structure)
+    result = func(*local_args, **local_kwargs)
+    if isinstance(result, (list, tuple)):
+        firsts = lists[0] if lists else sources
+        return type(result)(_wrap_result(r, s) for r, s in zip(result, firsts, strict=False))
+    for leaf, local in zip(leaves, locals_, strict=True):
+        if result is local and isinstance(leaf, DTensor):
+            return leaf
+    return _wrap_result(result, sources[0])
+
+
+def _wrap_result(result: object, source: object) -> object:
+    if not isinstance(result, torch.Tensor) or isinstance(result, DTensor):
+        return result
+    if not isinstance(source, RowShardedDTensor) or result.shape != source._local_tensor.shape:
+        return result
+    return type(source).wrap(result, source._spec, source._uneven_layout)
+
+
+def _as_plain_dtensor(value: object) -> object:
+    if isinstance(value, RowShardedDTensor):
+        return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+    return value
+
+
+def _first_uneven(tree: object) -> RowShardedDTensor:
+    return next(leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, RowShardedDTensor))
+
+
+def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> None:
+    """Refuse to mix tensors that are cut differently, or a shard with a full tensor."""
+    sharded = [o for o in operands if isinstance(o, RowShardedDTensor)]
+    if not sharded:
+        return
+    layout = sharded[0]._uneven_layout
+    for operand in operands:
+        if not isinstance(operand, torch.Tensor) or operand.ndim == 0:
+            continue
+        is_cut_alike = isinstance(operand, RowShardedDTensor) and (
+            operand._uneven_layout is layout or operand._uneven_layout == layout
+        )
+        if not is_cut_alike:
+            raise ValueError(
+                expected(
+                    f"operands cut like the first, of shape {layout.shape}",
+                    f"a {type(operand).__name__} of shape {tuple(operand.shape)}",
+                    where=f"{func}",
+                    mend="Use full_tensor() on both, local shards on both, or copy_from_full_()",
+                )
+            )
+
+
+def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTensor:
+    """Answer ``new_empty`` of the own global shape, which staging and deepcopy ask for."""
+    source = args[0]
+    if tuple(args[1]) != tuple(source.shape):
+        _refuse("new_empty with another shape", args)
+    wanted = {k: v for k, v in kwargs.items() if k in ("dtype", "device") and v is not None}
+    local = torch.empty_like(source._local_tensor, **wanted)
+    return type(source).wrap(local, source._spec, source._uneven_layout)
+
+
+def _refuse(name: str, args: object) -> NoReturn:
+    raise NotImplementedError(
+        expected(
+            "an elementwise operation, a sum, or a 2-norm",
+            f"'{name}'",
+            where=f"an unevenly sharded tensor of shape {tuple(_first_uneven(args).shape)}",
+            mend="Call full_tensor() first, or work on .local, this rank's rows",
+        )
+    )

@@ -1,0 +1,163 @@
+"""Where text comes from: files, folders, JSON lines, and Python's own standard library.
+
+A source is a sorted list of files plus a rule that turns each file into documents, so a corpus never
+has to fit in memory. Tokens and splits are ``megafsdp.data.prep``'s.
+"""
+
+from __future__ import annotations
+
+import ast
+import glob
+import json
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megafsdp.errors import ConfigError, DataError, expected
+
+# Tables and generated data that a model learns by heart, which would make the losses flattering,
+# tests, which are not uniform in kind, and what is not the standard library's.
+_NOT_STDLIB = frozenset(
+    "__pycache__ encodings pydoc_data idlelib lib2to3 turtledemo test site-packages"
+    " dist-packages".split()
+)
+_JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """One file of a corpus and the documents in it.
+
+    Attributes:
+        path: Where the file lies.
+        name: What it is sorted by and hashed as; the same on machines that keep it elsewhere.
+        nbytes: Its size.
+        mtime_ns: When it was changed.
+    """
+
+    path: Path
+    name: str
+    nbytes: int
+    mtime_ns: int
+
+
+Documents = Callable[[TextFile], Iterator[str]]
+
+
+def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]:
+    """List the files that paths, folders and glob patterns lead to, sorted by path.
+
+    Args:
+        inputs: Files are taken as they are, folders searched for ``suffixes``, patterns expanded
+            (``**`` crosses folders).
+        suffixes: File name endings that count inside folders.
+
+    Returns:
+        Each file once.
+
+    Raises:
+        ConfigError: An input leads to no file.
+    """
+    found: dict[Path, None] = {}
+    for entry in inputs:
+        path = Path(entry)
+        if path.is_dir():
+            paths = [p for p in path.rglob("*") if p.is_file() and p.name.endswith(tuple(suffixes))]
+        elif path.is_file():
+            paths = [path]
+        else:
+            paths = [p for p in map(Path, glob.glob(entry, recursive=True)) if p.is_file()]
+        if not paths:
+            raise ConfigError(
+                expected(
+                    "at least one text file",
+                    "none",
+                    where=f"the input '{entry}'",
+                    mend=f"Give a file, a folder with files that end in {', '.join(suffixes)}, or a"
+                    " pattern that matches some; `suffixes` sets the endings",
+                )
+            )
+        found.update(dict.fromkeys(paths))
+    return [_text_file(path, path.as_posix()) for path in sorted(found)]
+
+
+def find_stdlib_files() -> list[TextFile]:
+    """List the sources of Python's standard library (about 500 files, 9 MB), sorted by path.
+
+    Left out are tests and folders that hold mostly tables.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(root) for path in root.rglob("*.py")]
+    kept = sorted(name for name in names if not _NOT_STDLIB.intersection(name.parts))
+    return [_text_file(root / name, name.as_posix()) for name in kept]
+
+
+def _text_file(path: Path, name: str) -> TextFile:
+    state = path.stat()
+    return TextFile(path, name, state.st_size, state.st_mtime_ns)
+
+
+def file_documents(json_key: str, encoding_errors: str) -> Documents:
+    """Return the rule for text files: a JSON-lines file holds a document a line, others are one.
+
+    Args:
+        json_key: Key of the text in a JSON line.
+        encoding_errors: ``"strict"`` refuses a file that is not UTF-8, ``"replace"`` reads broken
+            characters as U+FFFD.
+
+    Returns:
+        A function from a file to its documents; it raises DataError where the file is not as it
+        should be.
+    """
+
+    def documents(file: TextFile) -> Iterator[str]:
+        if file.path.suffix not in _JSONL_SUFFIXES:
+            yield _decoded(file.path.read_bytes(), f"file '{file.path}'", encoding_errors)
+            return
+        with file.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                where = f"file '{file.path}', line {number}"
+                if line.strip():
+                    yield _json_text(_decoded(line, where, encoding_errors), json_key, where)
+
+    return documents
+
+
+def docstring_documents(file: TextFile) -> Iterator[str]:
+    """Yield one document, all docstrings of a Python file; none for a file without any."""
+    with warnings.catch_warnings():
+        # Compiling may warn about escapes in other people's code.
+        warnings.simplefilter("ignore")
+        tree = ast.parse(file.path.read_bytes())
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    text = "\n\n".join(text for text in texts if text)
+    if text:
+        yield text + "\n"
+
+
+def _decoded(data: bytes, where: str, encoding_errors: str) -> str:
+    try:
+        return data.decode("utf-8", encoding_errors)
+    except UnicodeDecodeError as error:
+        what = "UTF-8 text"
+        found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        mend = "Convert the file, leave it out, or set encoding_errors to 'replace'"
+        raise DataError(expected(what, found, where=where, mend=mend)) from error
+
+
+def _json_text(line: str, json_key: str, where: str) -> str:
+    what = f"a JSON object with text under the key '{json_key}'"
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        mend = "Mend the line, or take the file out of the inputs"
+        raise DataError(expected(what, f"broken JSON ({error})", where=where, mend=mend)) from error
+    if not isinstance(value, dict) or not isinstance(value.get(json_key), str):
+        keys = ", ".join(value) if isinstance(value, dict) else "none"
+        mend = "Set json_key to the key that holds the text"
+        raise DataError(expected(what, f"the keys {keys}", where=where, mend=mend))
+    text: str = value[json_key]
+    return text

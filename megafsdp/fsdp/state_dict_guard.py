@@ -1,0 +1,66 @@
+"""What a unit checks when torch reads or writes its modules' state dicts.
+
+``state_dict()`` shows sharded parameters, hence is refused while the unit is at work.
+``load_state_dict()`` copies into main weights, after which compute weights are stale; assigning new
+tensors is refused, since it would cut parameters from their flat buffer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from torch import nn
+
+from megafsdp.errors import expected
+
+
+class GuardedUnit(Protocol):
+    """What the guard must know of a unit."""
+
+    name: str
+
+    @property
+    def is_resting(self) -> bool:
+        """Tell whether the unit is outside its forward and backward."""
+
+    def mark_stale(self) -> None:
+        """Note that main weights changed."""
+
+
+def guard_state_dicts(module: nn.Module, unit: GuardedUnit) -> None:
+    """Register the checks on one module of a unit."""
+    module.register_state_dict_pre_hook(partial(_before_state_dict, unit))
+    module._register_load_state_dict_pre_hook(partial(_before_load_state_dict, unit))
+    module.register_load_state_dict_post_hook(partial(_after_load_state_dict, unit))
+
+
+def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
+    if not unit.is_resting:
+        raise RuntimeError(
+            expected(
+                "a unit at rest",
+                "one at work",
+                where=f"state_dict() of unit '{unit.name}'",
+                mend="Call it outside of the unit's forward and backward",
+            )
+        )
+
+
+def _before_load_state_dict(
+    unit: GuardedUnit, state: object, prefix: str, metadata: dict[str, object], *unused: object
+) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise RuntimeError(
+            expected(
+                "load_state_dict(assign=False)",
+                "assign=True, which would cut parameters from their flat buffer",
+                where=f"unit '{unit.name}'",
+                mend="Load with assign=False, or call megafsdp.load_full_state_dict() "
+                "for full tensors",
+            )
+        )
+
+
+def _after_load_state_dict(unit: GuardedUnit, *unused: object) -> None:
+    unit.mark_stale()

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Pretrain the quick start model, setting up everything first; started again it resumes.
+#   ./run.sh [--fresh] [--section.field value ...]
+# --fresh starts over; the rest overrides examples/configs/quickstart.yaml. One rank a GPU, or 2 on
+# CPU; NPROC=n chooses. SIGTERM and SIGINT make the job save a checkpoint and exit 0.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+source scripts/setup_env.sh
+
+run=runs/quickstart
+overrides=()
+for argument in "$@"; do
+  if [ "$argument" = --fresh ]; then
+    rm -rf "$run/checkpoints" "$run/metrics.jsonl"
+  else
+    overrides+=("$argument")
+  fi
+done
+
+num_gpus=0
+if command -v nvidia-smi >/dev/null; then
+  num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+fi
+if [ "$num_gpus" -eq 0 ]; then
+  export OMP_NUM_THREADS=1
+fi
+num_ranks=${NPROC:-$((num_gpus > 0 ? num_gpus : 2))}
+
+if [ ! -e "$run/data" ]; then
+  "$PYTHON" -m megafsdp.training.cli prep --stdlib --output "$run/data"
+fi
+
+# Job control puts the launcher in a process group of its own. A signal then reaches only this script,
+# which passes it to the ranks: they save and exit 0, and the launcher with them. The launcher itself
+# would answer a signal with a failure.
+set -m
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$num_ranks" \
+  -m megafsdp.training.cli train --config examples/configs/quickstart.yaml \
+  ${overrides[@]+"${overrides[@]}"} </dev/null &
+launcher=$!
+
+is_interrupted=
+interrupt() {
+  is_interrupted=1
+  pkill -TERM -P "$launcher" || kill -TERM "$launcher"
+}
+trap interrupt TERM INT
+
+status=0
+while :; do
+  is_interrupted=
+  wait "$launcher" && status=0 || status=$?
+  [ -n "$is_interrupted" ] || break
+done
+exit "$status"

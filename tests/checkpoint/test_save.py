@@ -1,0 +1,408 @@
+"""Saving: a format that torch DCP reads alone, few collectives, and nothing lost at any instant."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from megafsdp.buffer.collectives import record_collectives
+from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint import latest_step, load, save
+from megafsdp.checkpoint.manifest import read_manifest
+from megafsdp.errors import CheckpointError
+from tests.checkpoint.sharding import (
+    Toy,
+    differences,
+    fill,
+    full_state,
+    make_optimizer,
+    shard,
+    train,
+    whole_mesh,
+)
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def _trained(*, is_sharded: bool) -> tuple[Toy, torch.optim.Optimizer]:
+    model = Toy()
+    fill(model)
+    if is_sharded:
+        shard(model, whole_mesh())
+    optimizer = make_optimizer("adamw", model)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def _save_sharded(root: Path) -> tuple[Path, dict[str, object]]:
+    model, optimizer = _trained(is_sharded=True)
+    path = save(root, step=50, model=model, optimizer=optimizer, extra={"consumed": 7})
+    return path, full_state(model, optimizer)
+
+
+def _read_with_dcp(path: Path) -> dict[str, torch.Tensor]:
+    model = shard(Toy(), whole_mesh(), padding_rows=5)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=path)
+    return full_state(model, None)
+
+
+def test_torch_dcp_alone_reads_it(ranks: Ranks, tmp_path: Path) -> None:
+    """``dcp.load`` of ``{"model": model.state_dict()}`` works anywhere, tied names included."""
+    (path, saved), *_ = ranks(2).run(_save_sharded, tmp_path)
+    assert path == tmp_path / "iter_0000050"
+    weights = {name: saved[name] for name in Toy().state_dict()}
+    for loaded in ranks(3).run(_read_with_dcp, path):
+        assert differences(weights, loaded) == []
+
+
+def test_dcp_to_torch_save_gives_nested_states(ranks: Ranks, tmp_path: Path) -> None:
+    """The converter of torch gives whole tensors under model and optimizer."""
+    (path, saved), *_ = ranks(2).run(_save_sharded, tmp_path)
+    with warnings.catch_warnings():
+        # torch's converter loads without a process group and says so.
+        warnings.simplefilter("ignore", UserWarning)
+        dcp_to_torch_save(path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert torch.equal(whole["model"]["fused.weight"], saved["fused.weight"])
+    state = whole["optimizer"]["state"]["embed.weight"]
+    assert torch.equal(state["exp_avg_sq"], saved["embed.weight/exp_avg_sq"])
+    assert state["step"].item() == 2.0
+    assert whole["optimizer"]["param_groups"][0]["names"] == ["embed.weight", "fused.weight"]
+    assert whole["extra"] == {"consumed": 7}
+    assert set(whole["rng"]) == {"0", "1"}
+    assert whole["common"]["step"] == 50
+
+
+def test_manifest_states_shapes_parts_ties_and_versions(ranks: Ranks, tmp_path: Path) -> None:
+    """The manifest says in JSON what the files hold."""
+    (path, _), *_ = ranks(2).run(_save_sharded, tmp_path)
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.world_size) == (50, 2)
+    assert manifest.versions["torch"] == str(torch.__version__)
+    entry = manifest.tensors["model.fused.weight"]
+    assert (entry.shape, entry.dtype) == ((10, 6), "float32")
+    assert entry.fused is not None and entry.fused.names == ("gate", "up")
+    assert manifest.aliases == {"model.head.weight": "model.embed.weight"}
+    assert "model.scratch" not in manifest.tensors
+    assert "optimizer.state.norm.weight.exp_avg" not in manifest.tensors
+    assert set(manifest.files) == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
+
+
+def test_every_record_loads_with_weights_only(tmp_path: Path) -> None:
+    """No record needs a class that torch would not unpickle by default."""
+    model, optimizer = _trained(is_sharded=False)
+    path = save(tmp_path, step=1, model=model, optimizer=optimizer)
+    manifest = read_manifest(path)
+    keys = [*manifest.tensors, *manifest.objects]
+    assert len(keys) > 10
+    for record in manifest.records(keys):
+        with (path / record.file).open("rb") as stream:
+            stream.seek(record.offset)
+            content = stream.read(record.nbytes)
+        (tmp_path / "record").write_bytes(content)
+        torch.load(tmp_path / "record", weights_only=True)
+
+
+_VERBS = (
+    "all_gather",
+    "gather",
+    "broadcast",
+    "scatter",
+    "reduce",
+    "all_reduce",
+    "barrier",
+    "all_to_all",
+)
+_DOORS = [name for name in dir(dist) if name.startswith(_VERBS) or name in ("send", "recv")]
+
+
+@contextmanager
+def _counted_calls() -> Iterator[Counter[str]]:
+    """Count calls from outside ``torch.distributed`` to any of its collectives."""
+    calls: Counter[str] = Counter()
+    depth = 0
+
+    def counting(name: str, original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            nonlocal depth
+            # What torch's object collectives call themselves is part of one of ours.
+            calls[name] += depth == 0
+            depth += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    with ExitStack() as stack:
+        for name in _DOORS:
+            stack.enter_context(mock.patch.object(dist, name, counting(name, getattr(dist, name))))
+        yield calls
+
+
+def _count_collectives(root: Path, num_layers: int) -> list[dict[str, int]]:
+    model = nn.Sequential(*(nn.Linear(3, 5) for _ in range(num_layers)))
+    fill(model)
+    shard(model, whole_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    counts = []
+    for action in (
+        lambda: save(root, step=num_layers, model=model, optimizer=optimizer),
+        lambda: load(root, model=model, optimizer=optimizer),
+    ):
+        with record_collectives() as record, _counted_calls() as calls:
+            action()
+        assert sum(record.calls.values()) == sum(calls.values())
+        counts.append(dict(record.calls))
+    return counts
+
+
+def test_collectives_are_three_for_a_save_and_two_for_a_load(ranks: Ranks, tmp_path: Path) -> None:
+    """The constants do not depend on the number of tensors, and no call bypasses the counters."""
+    few = ranks(2).run(_count_collectives, tmp_path / "few", 1)
+    many = ranks(2).run(_count_collectives, tmp_path / "many", 40)
+    assert few == many
+    assert few[0] == [{"broadcast_object": 2, "all_gather_objects": 1}, {"all_gather_objects": 2}]
+
+
+def _save_replicated(root: Path) -> tuple[list[int], bool]:
+    mesh = whole_mesh()
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    fill(model)
+    for module in model:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replicated = distribute_tensor(parameter.detach(), mesh, [Replicate()])
+            module._parameters[name] = nn.Parameter(replicated)
+    path = save(root, step=1, model=model)
+    manifest = read_manifest(path)
+    files = [c.record.file for entry in manifest.tensors.values() for c in entry.chunks]
+    before = full_state(model, None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load(root, model=model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return [files.count(f"__{r}_0.distcp") for r in range(3)], not differences(
+        before, full_state(model, None)
+    )
+
+
+def test_replicated_tensors_are_written_once_and_spread(ranks: Ranks, tmp_path: Path) -> None:
+    """Sixteen equal tensors on three ranks are stored once each, by all three."""
+    for counts, is_equal in ranks(3).run(_save_replicated, tmp_path):
+        assert sum(counts) == 16 and min(counts) >= 4
+        assert is_equal
+
+
+def _save_lying_dtensor(root: Path) -> str:
+    mesh = whole_mesh()
+    rows = (4, 0)[dist.get_rank()]
+    model = nn.Linear(1, 1)
+    lying = DTensor.from_local(
+        torch.ones(rows, 2),
+        mesh,
+        [dist.tensor.Shard(0)],
+        run_check=False,
+        shape=(4, 2),
+        stride=(2, 1),
+    )
+    model.weight = nn.Parameter(lying)
+    with pytest.raises(CheckpointError) as caught:
+        save(root, step=1, model=model)
+    return str(caught.value)
+
+
+def test_uneven_rows_in_a_plain_dtensor_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Rows that torch would file in the wrong place raise on all ranks; nothing is published."""
+    for message in ranks(2).run(_save_lying_dtensor, tmp_path):
+        assert "'model.weight'" in message
+    assert os.listdir(tmp_path) == []
+
+
+def _save_with_failing_rank(root: Path) -> str:
+    model = shard(Toy(), whole_mesh())
+    save(root, step=1, model=model)
+
+    def full_disk(point: str) -> None:
+        if point == "file opened" and dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    with mock.patch.object(on_disk, "reached", full_disk), pytest.raises(CheckpointError) as caught:
+        save(root, step=2, model=model)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    """A full disk on one rank raises everywhere and leaves no trace; the older step stays."""
+    for message in ranks(2).run(_save_with_failing_rank, tmp_path):
+        assert "No space left on device" in message and "first on rank 1" in message
+    assert latest_step(tmp_path) == 1
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", on_disk.TRACKER_FILE]
+
+
+def _save_different_models(root: Path) -> str:
+    model = nn.Linear(2, 2 + dist.get_rank())
+    with pytest.raises(CheckpointError) as caught:
+        save(root, step=1, model=model)
+    return str(caught.value)
+
+
+def test_ranks_with_different_models_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks that disagree on names or shapes publish nothing."""
+    for message in ranks(2).run(_save_different_models, tmp_path):
+        assert "others on ranks [1]" in message
+
+
+@pytest.mark.parametrize(
+    ("extra", "place", "kind"),
+    [
+        ({"path": Path("x")}, "'extra.path'", "PosixPath"),
+        ({"f": {"g": [1, len]}}, "'extra.f.g.1'", "builtin_function"),
+        ({3: {1, 2}}, "'extra.3'", "builtins.set"),
+    ],
+)
+def test_only_plain_values_are_stored(
+    tmp_path: Path, extra: dict[str, object], place: str, kind: str
+) -> None:
+    """What would not load with ``weights_only=True`` is refused with its place and type."""
+    with pytest.raises(CheckpointError, match=place) as caught:
+        save(tmp_path, step=1, model=nn.Linear(1, 1), extra=extra)
+    assert kind in str(caught.value)
+    assert latest_step(tmp_path) is None
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """A parameter that the model does not have is named by its position."""
+    optimizer = torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match=r"position 0 of optimizer.param_groups\[0\]"):
+        save(tmp_path, step=1, model=nn.Linear(4, 3), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("options", [{"step": -1}, {"step": 1, "keep_last": 0}, {"step": 1.5}])
+def test_bad_numbers_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
+    """Steps and retention counts are whole and not negative."""
+    with pytest.raises(ValueError, match="whole number"):
+        save(tmp_path, model=nn.Linear(1, 1), **options)
+
+
+def test_the_latest_step_is_not_overwritten(tmp_path: Path) -> None:
+    """Saving the published step again is refused; a directory of another step is replaced."""
+    model = nn.Linear(2, 2)
+    for step in (1, 2):
+        save(tmp_path, step=step, model=model)
+    kept = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.raises(CheckpointError, match="not the latest published one"):
+        save(tmp_path, step=2, model=model)
+    load(tmp_path, model=model)
+    assert torch.equal(model.weight, kept)
+    with torch.no_grad():
+        model.weight.add_(1)
+    save(tmp_path, step=1, model=model)
+    assert latest_step(tmp_path) == 1
+    load(tmp_path, model=model)
+    assert torch.equal(model.weight, kept + 1)
+
+
+POINTS = [
+    "prepared",
+    "file opened",
+    "records written",
+    "file synced",
+    "records gathered",
+    "DCP metadata written",
+    "manifest written",
+    "temporary directory synced",
+    "old directory moved away",
+    "renamed",
+    "root synced",
+    "tracker written",
+    "tracker replaced",
+    "tracker synced",
+    "retired directory renamed",
+    "retired directory removed",
+]
+
+
+def _save_steps(root: Path, steps: list[int], **options: object) -> None:
+    model = Toy()
+    for step in steps:
+        fill(model, salt=step)
+        save(root, step=step, model=model, **options)
+
+
+def _retake_step_two(root: Path) -> None:
+    """Save step 2 over a directory that a run which went back left behind; retire step 0."""
+    _save_steps(root, [2], keep_last=2)
+
+
+def _prepare_root(root: Path) -> None:
+    _save_steps(root, [2, 0, 1])
+
+
+def test_the_listed_points_are_those_of_a_save(tmp_path: Path) -> None:
+    """The fault-injection test visits every point of the protocol, in order."""
+    _prepare_root(tmp_path)
+    seen: list[str] = []
+    with mock.patch.object(on_disk, "reached", seen.append):
+        _retake_step_two(tmp_path)
+    assert seen == POINTS
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(tmp_path: Path, point: str) -> None:
+    """A process that ends at any point of a save leaves the old or the new step whole."""
+    _prepare_root(tmp_path)
+    _crash_at(point, tmp_path)
+    is_published = POINTS.index(point) >= POINTS.index("tracker replaced")
+    latest = latest_step(tmp_path)
+    assert latest == (2 if is_published else 1)
+    loaded, wanted = Toy(), Toy()
+    fill(wanted, salt=latest)
+    load(tmp_path, model=loaded)
+    assert differences(full_state(wanted, None), full_state(loaded, None)) == []
+    _save_steps(tmp_path, [3], keep_last=1)
+    load(tmp_path, model=loaded)
+    fill(wanted, salt=3)
+    assert differences(full_state(wanted, None), full_state(loaded, None)) == []
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000003", on_disk.TRACKER_FILE]
+
+
+def _crash_at(point: str, root: Path) -> None:
+    """Save step 2 in a forked process that ends, without clean-up, where it reaches a point."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks with threads; the child only writes files.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process_id = os.fork()
+    if process_id == 0:
+        try:
+            on_disk.reached = lambda name: os._exit(17) if name == point else None
+            _retake_step_two(root)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(process_id, 0)
+    assert os.waitstatus_to_exitcode(status) == 17
+
+
+def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
+    """``keep_last`` keeps the newest, ``keep_every`` the multiples; newer steps stay."""
+    _save_steps(tmp_path, [9])
+    _save_steps(tmp_path, [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
+    assert on_disk.published_steps(tmp_path) == [3, 5, 6, 9]
+    assert latest_step(tmp_path) == 6
