@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError
+from setuptools.errors import BaseError, CCompilerError
 
 CSRC = Path("megafsdp/csrc")
 # No -march: the instruction set is chosen at run time. No contraction: a fused multiply-add gives
@@ -17,15 +18,15 @@ COMPILE_ARGUMENTS = ["-O3", "-ffp-contract=off", "-fno-trapping-math", "-Wall", 
 
 
 class OptionalBuildExt(build_ext):
-    """Build extensions, or say in one line what is lost."""
+    """Build each extension, or say in one line what is lost without it."""
 
-    def run(self) -> None:
-        """Build all extensions; a machine that cannot gets a package that works without them."""
+    def build_extension(self, ext: Extension) -> None:
+        """Build one extension; a machine that cannot gets a package that works without it."""
         try:
-            super().run()
-        except (BaseError, OSError) as error:
-            reason = str(error).splitlines()[0]
-            print(f"megafsdp: no native kernels ({reason}); the torch fallbacks are slower")
+            super().build_extension(ext)
+        except (BaseError, CCompilerError, OSError) as error:
+            reason = textwrap.shorten(str(error), 100)
+            print(f"megafsdp: no {ext.name} ({reason}); its torch fallbacks are slower")
 
 
 def extensions() -> list[Extension]:
@@ -37,6 +38,8 @@ def extensions() -> list[Extension]:
             depends=sorted(str(path) for path in CSRC.glob("**/*.h")),
             extra_compile_args=COMPILE_ARGUMENTS,
             cxx_std=17,
+            # Whoever installs the built files must not insist on this one.
+            optional=True,
         )
     ]
 

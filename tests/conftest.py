@@ -6,6 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
+# Threads that libraries start on import would be alive when ranks are forked.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Asking the CUDA runtime whether there is a GPU would make it unusable in forked ranks, NVML not.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
@@ -18,7 +20,6 @@ from tests.ranks import Nursery, Ranks
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("ci")
-torch.set_num_threads(1)
 
 _NURSERY = pytest.StashKey[Nursery]()
 _NUM_MATRIX_DESELECTED = pytest.StashKey[int]()

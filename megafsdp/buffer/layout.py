@@ -196,5 +196,5 @@ def _complement(ranges: list[tuple[int, int]], numel: int) -> list[tuple[int, in
     for offset, length in ranges:
         if offset > end:
             free.append((end, offset))
-        end = offset + length
+        end = max(end, offset + length)
     return [*free, (end, numel)] if end < numel else free

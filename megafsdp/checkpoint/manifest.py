@@ -159,7 +159,7 @@ def write_manifest(manifest: Manifest, directory: Path) -> Path:
     text = _canonical(body)
     path = directory / MANIFEST_FILE
     # The checksum is spliced in as the last key, so a large manifest is encoded only once.
-    path.write_text(f'{text[:-1]},"zz_crc32":{zlib.crc32(text.encode())}}}\n')
+    path.write_text(f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}\n')
     return path
 
 
@@ -172,7 +172,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     try:
         body = json.loads(path.read_text())
-        checksum = body.pop("zz_crc32")
+        checksum = body.pop("crc32")
         version = body["format_version"]
     except FileNotFoundError:
         raise _untrusted(path, "a complete checkpoint", "no such file") from None

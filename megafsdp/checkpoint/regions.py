@@ -83,7 +83,7 @@ def local_regions(key: str, tensor: torch.Tensor) -> list[Region]:
         raise CheckpointError(
             expected(
                 "a DTensor whose local elements are those of its chunks",
-                f"local shape {tuple(local.shape)}, placements {tensor.placements}, chunks {regions}",
+                f"local shape {tuple(local.shape)}, {tensor.placements}, chunks {regions}",
                 where=f"'{key}'",
                 mend="Shard with megafsdp.fully_shard, or reduce the tensor before saving it",
             )

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import CheckpointError, expected
+from megafsdp.fsdp.unit import units_below
 from megafsdp.mesh.annotation import FusedParts, annotation_of
 
 EXTRA_STATE = "_extra_state"
@@ -69,9 +70,12 @@ def model_state(model: nn.Module) -> CanonicalState:
     """List a model's parameters, persistent buffers and extra states; local.
 
     Args:
-        model: Any module, sharded or not. Only its resting state is meaningful: call it outside
-            forward and backward.
+        model: Any module, sharded or not, outside of its forward and backward.
+
+    Raises:
+        CheckpointError: It shows compute weights, of which main weights could not be restored.
     """
+    _require_at_rest(_unwrapped(model))
     state = CanonicalState()
     key_by_parameter: dict[nn.Parameter, str] = {}
     for fqn, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
@@ -205,6 +209,20 @@ def plain(where: str, value: object) -> object:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _require_at_rest(model: nn.Module) -> None:
+    shown = {id(parameter) for parameter in model.parameters()}
+    for name, unit in units_below([model]).items():
+        if any(id(p.unsharded) in shown for group in unit.groups for p in group.parameters):
+            raise CheckpointError(
+                expected(
+                    "sharded parameters",
+                    "unsharded ones",
+                    where=f"unit '{name}'",
+                    mend="Save and load outside of forward and backward, and after reshard()",
+                )
+            )
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -147,7 +147,7 @@ class IndexedDataset:
         boundaries = self.document_boundaries
         ends = (int(boundaries[0]), int(boundaries[-1])) if len(boundaries) else ()
         if ends != (0, len(self)):
-            what = f"document boundaries from 0 to the number of sequences, {len(self)},"
+            what = f"document boundaries from 0 to {len(self)}, the number of sequences"
             raise self._error(what, f"{ends or 'none'}")
         if (boundaries[1:] < boundaries[:-1]).any():
             raise self._error("document boundaries in ascending order", "a descent")
@@ -170,7 +170,7 @@ class IndexedDataset:
             end = int(ends[-1])
         if data_nbytes != end:
             state = "truncated at" if data_nbytes < end else "of"
-            what = f"{end} bytes of tokens, as '{self.index_path}' says,"
+            what = f"the {end} bytes of tokens that '{self.index_path}' tells of"
             raise self._error(what, f"a file {state} {data_nbytes} bytes", path=self.data_path)
 
     def _error(

@@ -15,10 +15,9 @@ import logging
 import os
 import random
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +34,7 @@ from megafsdp.data.text_sources import (
     find_files,
     find_stdlib_files,
 )
-from megafsdp.data.tokenizer import BYTE_SPEC, Tokenizer, load_tokenizer
+from megafsdp.data.tokenizer import BYTE_SPEC, JsonTokenizer, Tokenizer, load_tokenizer
 from megafsdp.data.vocabulary import token_range
 from megafsdp.errors import ConfigError, DataError, expected
 
@@ -122,9 +121,18 @@ class PrepRecord:
     options: dict[str, object]
     is_fresh: bool
 
+    def describe(self) -> str:
+        """Return the figures on one line."""
+        parts = [
+            f"{name} {split.documents:,} documents, {split.tokens:,} tokens"
+            for name, split in (("train", self.train), ("validation", self.validation))
+        ]
+        tokenizer = f"tokenizer {self.tokenizer}, vocabulary {self.vocab_size}"
+        return "; ".join([*parts, tokenizer, f"content {self.content_sha256[:12]}"])
+
 
 def prepare(options: PrepOptions) -> PrepRecord:
-    """Write the token files of a corpus, unless they are there already. One process only.
+    """Write the token files of a corpus, unless they are there already. Call it in one process.
 
     Args:
         options: What to read and where to write.
@@ -139,25 +147,159 @@ def prepare(options: PrepOptions) -> PrepRecord:
     _check(options)
     tokenizer = load_tokenizer(options.tokenizer)
     files = find_stdlib_files() if options.stdlib else find_files(options.inputs, options.suffixes)
-    input_sha256 = _input_sha256(files, options.tokenizer)
-    existing = None if options.force else _existing(options, input_sha256)
+    input_sha256 = _input_sha256(files, tokenizer)
+    existing = None if options.force else _read_record(options, input_sha256)
     if existing is not None:
-        _LOGGER.info("'%s' is prepared already: %s", options.output, _summary(existing))
+        _LOGGER.info("'%s' is prepared already: %s", options.output, existing.describe())
         return existing
-    start_s = time.perf_counter()
     meta_path = Path(options.output, _META_FILE)
     meta_path.unlink(missing_ok=True)
-    corpus = _write_splits(options, files, tokenizer)
-    train, validation = (
-        _split_record(Path(options.output, split), corpus.num_bytes[split]) for split in _SPLITS
-    )
+    written = _write_splits(options, files, tokenizer)
+    train, validation = (_split_record(Path(options.output, s), written.nbytes[s]) for s in _SPLITS)
     record = PrepRecord(
         train=train,
         validation=validation,
         tokenizer=options.tokenizer,
         vocab_size=tokenizer.vocab_size,
-        content_sha256=corpus.content.hexdigest(),
+        content_sha256=written.content.hexdigest(),
         input_sha256=input_sha256,
         options=_deciding_options(options),
         is_fresh=True,
     )
+    if validation.documents == 0 and options.validation_every:
+        _LOGGER.warning(
+            "No document went to validation: there are %d and every %dth would have gone. Lower"
+            " validation_every, or cut the text into more documents.",
+            train.documents,
+            options.validation_every,
+        )
+    _write_record(meta_path, record)
+    _LOGGER.info("prepared '%s': %s", options.output, record.describe())
+    return record
+
+
+@dataclass(slots=True)
+class _Written:
+    content: hashlib._Hash
+    nbytes: dict[str, int]
+
+
+def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokenizer) -> _Written:
+    written = _Written(hashlib.sha256(), dict.fromkeys(_SPLITS, 0))
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(
+                IndexedDatasetWriter(Path(options.output, split), token_dtype(tokenizer.vocab_size))
+            )
+            for split in _SPLITS
+        }
+        for number, text in enumerate(_documents(options, files), start=1):
+            if not text:
+                # Counted all the same, so that sources and docstrings of the standard library
+                # hold out the same files and can be blended.
+                continue
+            every = options.validation_every
+            split = "validation" if every and number % every == 0 else "train"
+            data = text.encode("utf-8")
+            written.nbytes[split] += len(data)
+            written.content.update(f"{split} {len(data)}\n".encode() + data)
+            tokens = tokenizer.encode_array(text)
+            ends = [tokenizer.eod] if options.append_eod else []
+            document = np.empty(len(tokens) + len(ends), dtype=writers[split].dtype)
+            document[: len(tokens)] = tokens
+            document[len(tokens) :] = ends
+            writers[split].add_document(document)
+        if written.nbytes["train"] == 0:
+            mend = "Give more text"
+            where = f"the {len(files)} input files"
+            raise DataError(expected("text to train on", "none", where=where, mend=mend))
+    return written
+
+
+def _documents(options: PrepOptions, files: list[TextFile]) -> Iterator[str]:
+    in_file: Documents = file_documents(options.json_key, options.encoding_errors)
+    if options.docstrings:
+        in_file = docstring_documents
+    shuffled = list(files)
+    random.Random(options.seed).shuffle(shuffled)
+    with tqdm(
+        total=sum(file.nbytes for file in files),
+        desc="prep",
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        # None draws the bar only on a terminal.
+        disable=True if options.no_progress else None,
+    ) as bar:
+        for file in shuffled:
+            num_left = file.nbytes
+            for text in in_file(file):
+                yield text
+                # The text of a JSON line is shorter than the line; the rest is counted at the end.
+                num_shown = min(len(text), num_left)
+                bar.update(num_shown)
+                num_left -= num_shown
+            bar.update(num_left)
+
+
+def _check(options: PrepOptions) -> None:
+    where = "the options of prep"
+    if options.stdlib == bool(options.inputs):
+        found = f"stdlib={options.stdlib} and inputs {list(options.inputs)}"
+        mend = "Name text files, or choose the standard library, not both"
+        raise ConfigError(expected("either inputs or stdlib", found, where=where, mend=mend))
+    if options.validation_every < 0 or options.validation_every == 1:
+        what = "validation_every of 0 (none), or 2 and more"
+        mend = "20 holds out 5 % of the documents"
+        raise ConfigError(expected(what, options.validation_every, where=where, mend=mend))
+
+
+def _deciding_options(options: PrepOptions) -> dict[str, object]:
+    values = asdict(options)
+    for name in ("output", "no_progress", "force"):
+        del values[name]
+    # As JSON would give them back: lists in place of tuples.
+    decided: dict[str, object] = json.loads(json.dumps(values))
+    return decided
+
+
+def _input_sha256(files: list[TextFile], tokenizer: Tokenizer) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name} {file.nbytes} {file.mtime_ns}\n".encode())
+    if isinstance(tokenizer, JsonTokenizer):
+        digest.update(Path(tokenizer.path).read_bytes())
+    return digest.hexdigest()
+
+
+def _split_record(prefix: Path, nbytes: int) -> SplitRecord:
+    dataset = IndexedDataset(prefix)
+    _, largest = token_range(dataset)
+    return SplitRecord(dataset.num_documents, dataset.num_tokens, nbytes, largest)
+
+
+def _write_record(path: Path, record: PrepRecord) -> None:
+    values = asdict(record)
+    del values["is_fresh"]
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps({"version": _META_VERSION, **values}, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def _read_record(options: PrepOptions, input_sha256: str) -> PrepRecord | None:
+    try:
+        values = json.loads(Path(options.output, _META_FILE).read_text())
+        if values.pop("version") != _META_VERSION:
+            return None
+        splits = {split: SplitRecord(**values.pop(split)) for split in _SPLITS}
+        record = PrepRecord(**{**values, **splits}, is_fresh=False)
+        is_whole = all(
+            IndexedDataset(Path(options.output, split)).num_tokens == splits[split].tokens
+            for split in _SPLITS
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # DataError is a ValueError: files that do not match their record are written again.
+        _LOGGER.debug("'%s' is not prepared: %s", options.output, error)
+        return None
+    is_same = record.options == _deciding_options(options) and record.input_sha256 == input_sha256
+    return record if is_whole and is_same else None

@@ -1,7 +1,7 @@
 """Where text comes from: files, folders, JSON lines, and Python's own standard library.
 
-A source is a sorted list of files plus a rule that turns each file into documents, so a corpus never
-has to fit in memory. Tokens and splits are ``megafsdp.data.prep``'s.
+A source is a sorted list of files plus a rule that turns each file into documents, so a corpus
+never has to fit in memory. Tokens and splits are ``megafsdp.data.prep``'s.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import glob
 import json
+import os
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,17 @@ from megafsdp.errors import ConfigError, DataError, expected
 # Tables and generated data that a model learns by heart, which would make the losses flattering,
 # tests, which are not uniform in kind, and what is not the standard library's.
 _NOT_STDLIB = frozenset(
-    "__pycache__ encodings pydoc_data idlelib lib2to3 turtledemo test site-packages"
-    " dist-packages".split()
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "turtledemo",
+    }
 )
 _JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
@@ -60,7 +70,7 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]
     Raises:
         ConfigError: An input leads to no file.
     """
-    found: dict[Path, None] = {}
+    found: set[Path] = set()
     for entry in inputs:
         path = Path(entry)
         if path.is_dir():
@@ -79,8 +89,8 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]
                     " pattern that matches some; `suffixes` sets the endings",
                 )
             )
-        found.update(dict.fromkeys(paths))
-    return [_text_file(path, path.as_posix()) for path in sorted(found)]
+        found.update(paths)
+    return [_text_file(path, path.as_posix()) for path in sorted(found, key=Path.as_posix)]
 
 
 def find_stdlib_files() -> list[TextFile]:
@@ -89,9 +99,13 @@ def find_stdlib_files() -> list[TextFile]:
     Left out are tests and folders that hold mostly tables.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(root) for path in root.rglob("*.py")]
-    kept = sorted(name for name in names if not _NOT_STDLIB.intersection(name.parts))
-    return [_text_file(root / name, name.as_posix()) for name in kept]
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        # Pruned in place, because site-packages may hold many times more files.
+        subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
+        inside = Path(folder).relative_to(root)
+        names += [(inside / file).as_posix() for file in files if file.endswith(".py")]
+    return [_text_file(root / name, name) for name in sorted(names)]
 
 
 def _text_file(path: Path, name: str) -> TextFile:
@@ -120,22 +134,32 @@ def file_documents(json_key: str, encoding_errors: str) -> Documents:
             for number, line in enumerate(lines, start=1):
                 where = f"file '{file.path}', line {number}"
                 if line.strip():
-                    yield _json_text(_decoded(line, where, encoding_errors), json_key, where)
+                    text = _json_text(_decoded(line, where, encoding_errors), json_key, where)
+                    # JSON can spell half of a surrogate pair, which no UTF-8 text has.
+                    data = text.encode("utf-8", "surrogatepass")
+                    yield _decoded(data, where, encoding_errors)
 
     return documents
 
 
 def docstring_documents(file: TextFile) -> Iterator[str]:
-    """Yield one document, all docstrings of a Python file; none for a file without any."""
-    with warnings.catch_warnings():
-        # Compiling may warn about escapes in other people's code.
-        warnings.simplefilter("ignore")
-        tree = ast.parse(file.path.read_bytes())
+    """Yield one document, all docstrings of a Python file; an empty one if it has none.
+
+    Raises:
+        DataError: The file is not Python.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Parsing may warn about escapes in other people's code.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(file.path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        what = "Python source to take docstrings from"
+        mend = "Leave the file out, or read whole files with docstrings=False"
+        raise DataError(expected(what, error, where=f"file '{file.path}'", mend=mend)) from error
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-    text = "\n\n".join(text for text in texts if text)
-    if text:
-        yield text + "\n"
+    yield "\n\n".join(text for text in texts if text)
 
 
 def _decoded(data: bytes, where: str, encoding_errors: str) -> str:

@@ -108,7 +108,7 @@ class JsonTokenizer:
         candidates = _EOD_TEXTS if eod is None else (eod,)
         found = [vocabulary[text] for text in candidates if text in vocabulary]
         if not found:
-            what = f"a token that ends a document, one of {', '.join(candidates)},"
+            what = f"a token that ends a document among {', '.join(candidates)}"
             mend = "Name the file's own with load_tokenizer(spec, eod=...)"
             raise ConfigError(expected(what, "none", where=f"tokenizer '{path}'", mend=mend))
         self.eod = found[0]
@@ -175,7 +175,7 @@ def _load_json(path: str) -> tokenizers.Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        what = "the tokenizers package, which reads tokenizer files,"
+        what = "the tokenizers package that reads tokenizer files"
         install = "Run `pip install 'megafsdp[hf]'`, or use the tokenizer 'byte'"
         where = f"the environment that reads '{path}'"
         raise ConfigError(expected(what, error, where=where, mend=install)) from error

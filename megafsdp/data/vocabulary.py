@@ -59,7 +59,7 @@ def check_vocabulary(dataset: IndexedDataset, vocab_size: int) -> None:
         mend = "Use the tokenizer that the data was prepared with and its vocab_size, "
         raise DataError(
             expected(
-                f"tokens from 0 to {vocab_size - 1}, the model's vocab_size being {vocab_size},",
+                f"tokens from 0 to below the model's vocab_size {vocab_size}",
                 f"token {token}",
                 where=f"file '{dataset.data_path}'",
                 mend=mend + f"at least {max(largest, 0) + 1}, or prepare the data again",

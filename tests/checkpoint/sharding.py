@@ -109,7 +109,9 @@ def give_gradients(model: nn.Module, salt: int) -> None:
         gradient = fixed(f"grad {name}", tuple(parameter.shape), salt)
         if isinstance(parameter, UnevenDTensor):
             local = torch.empty_like(parameter.local)
-            target = UnevenDTensor.from_local_rows(local, parameter.device_mesh, parameter.uneven_layout)
+            target = UnevenDTensor.from_local_rows(
+                local, parameter.device_mesh, parameter.uneven_layout
+            )
             target.copy_from_full_(gradient)
             gradient = target
         elif isinstance(parameter, DTensor):

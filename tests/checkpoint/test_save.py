@@ -22,6 +22,7 @@ from megafsdp.buffer.collectives import record_collectives
 from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint import latest_step, load, save
 from megafsdp.checkpoint.manifest import read_manifest
+from megafsdp.checkpoint.regions import ReplicaBalance
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,
@@ -234,6 +235,35 @@ def test_uneven_rows_in_a_plain_dtensor_are_refused(ranks: Ranks, tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
+def test_a_tensor_that_nobody_writes_is_refused(tmp_path: Path) -> None:
+    """Chunks that do not fill a tensor are found before anything is published."""
+    with (
+        mock.patch.object(ReplicaBalance, "is_mine", lambda *unused: False),
+        pytest.raises(CheckpointError, match="fill the 1 elements"),
+    ):
+        save(tmp_path, step=1, model=nn.Linear(1, 1))
+    assert os.listdir(tmp_path) == []
+
+
+def _save_own_statistics(root: Path) -> None:
+    model = nn.BatchNorm1d(4)
+    value = 1.0 + dist.get_rank()
+    model.running_mean.fill_(value)
+    model.running_var.fill_(value)
+    model.num_batches_tracked.fill_(int(value))
+    save(root, step=1, model=model)
+
+
+def test_buffers_are_those_of_rank_zero(ranks: Ranks, tmp_path: Path) -> None:
+    """Statistics that differ between ranks are never a mixture of several ranks'."""
+    ranks(3).run(_save_own_statistics, tmp_path)
+    model = nn.BatchNorm1d(4)
+    load(tmp_path, model=model)
+    assert torch.equal(model.running_mean, torch.ones(4))
+    assert torch.equal(model.running_var, torch.ones(4))
+    assert model.num_batches_tracked.item() == 1
+
+
 def _save_with_failing_rank(root: Path) -> str:
     model = shard(Toy(), whole_mesh())
     save(root, step=1, model=model)
@@ -318,91 +348,3 @@ def test_the_latest_step_is_not_overwritten(tmp_path: Path) -> None:
     assert latest_step(tmp_path) == 1
     load(tmp_path, model=model)
     assert torch.equal(model.weight, kept + 1)
-
-
-POINTS = [
-    "prepared",
-    "file opened",
-    "records written",
-    "file synced",
-    "records gathered",
-    "DCP metadata written",
-    "manifest written",
-    "temporary directory synced",
-    "old directory moved away",
-    "renamed",
-    "root synced",
-    "tracker written",
-    "tracker replaced",
-    "tracker synced",
-    "retired directory renamed",
-    "retired directory removed",
-]
-
-
-def _save_steps(root: Path, steps: list[int], **options: object) -> None:
-    model = Toy()
-    for step in steps:
-        fill(model, salt=step)
-        save(root, step=step, model=model, **options)
-
-
-def _retake_step_two(root: Path) -> None:
-    """Save step 2 over a directory that a run which went back left behind; retire step 0."""
-    _save_steps(root, [2], keep_last=2)
-
-
-def _prepare_root(root: Path) -> None:
-    _save_steps(root, [2, 0, 1])
-
-
-def test_the_listed_points_are_those_of_a_save(tmp_path: Path) -> None:
-    """The fault-injection test visits every point of the protocol, in order."""
-    _prepare_root(tmp_path)
-    seen: list[str] = []
-    with mock.patch.object(on_disk, "reached", seen.append):
-        _retake_step_two(tmp_path)
-    assert seen == POINTS
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(tmp_path: Path, point: str) -> None:
-    """A process that ends at any point of a save leaves the old or the new step whole."""
-    _prepare_root(tmp_path)
-    _crash_at(point, tmp_path)
-    is_published = POINTS.index(point) >= POINTS.index("tracker replaced")
-    latest = latest_step(tmp_path)
-    assert latest == (2 if is_published else 1)
-    loaded, wanted = Toy(), Toy()
-    fill(wanted, salt=latest)
-    load(tmp_path, model=loaded)
-    assert differences(full_state(wanted, None), full_state(loaded, None)) == []
-    _save_steps(tmp_path, [3], keep_last=1)
-    load(tmp_path, model=loaded)
-    fill(wanted, salt=3)
-    assert differences(full_state(wanted, None), full_state(loaded, None)) == []
-    assert sorted(os.listdir(tmp_path)) == ["iter_0000003", on_disk.TRACKER_FILE]
-
-
-def _crash_at(point: str, root: Path) -> None:
-    """Save step 2 in a forked process that ends, without clean-up, where it reaches a point."""
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks with threads; the child only writes files.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process_id = os.fork()
-    if process_id == 0:
-        try:
-            on_disk.reached = lambda name: os._exit(17) if name == point else None
-            _retake_step_two(root)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(process_id, 0)
-    assert os.waitstatus_to_exitcode(status) == 17
-
-
-def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
-    """``keep_last`` keeps the newest, ``keep_every`` the multiples; newer steps stay."""
-    _save_steps(tmp_path, [9])
-    _save_steps(tmp_path, [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
-    assert on_disk.published_steps(tmp_path) == [3, 5, 6, 9]
-    assert latest_step(tmp_path) == 6

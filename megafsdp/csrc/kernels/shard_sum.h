@@ -1,12 +1,13 @@
 // Sum of N shards, element by element, in rank order.
 //
-// For each element, in type Accumulator:
-//   sum = shard[0]; sum += shard[1]; ...; sum += shard[N-1]; sum *= scale; if accumulate: sum +=
-//   out
+// For each element, in the accumulator's type:
+//   sum = shard[0]; sum += shard[1]; ...; sum += shard[N-1]; sum *= scale;
+//   if accumulate: sum += out
 // and out becomes sum, rounded once to its own type. Every operation rounds separately.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "float16.h"
 #include "simd.h"
@@ -15,21 +16,8 @@ namespace megafsdp {
 
 // Double if either side is double, else float.
 template <typename In, typename Out>
-struct Accumulator {
-  using type = float;
-};
-template <typename Out>
-struct Accumulator<double, Out> {
-  using type = double;
-};
-template <typename In>
-struct Accumulator<In, double> {
-  using type = double;
-};
-template <>
-struct Accumulator<double, double> {
-  using type = double;
-};
+using Accumulator =
+    std::conditional_t<std::is_same_v<In, double> || std::is_same_v<Out, double>, double, float>;
 
 template <typename To, typename From>
 MEGAFSDP_INLINE To convert(From value) {
@@ -60,7 +48,7 @@ struct ShardSum {
 // of a block are read before it is written, so out may be one of the shards.
 template <typename In, typename Out>
 MEGAFSDP_INLINE void shard_sum(const ShardSum<In, Out>& job) {
-  using Sum = typename Accumulator<In, Out>::type;
+  using Sum = Accumulator<In, Out>;
   constexpr int64_t kBlockNumel = 1024;
   const Sum scale = static_cast<Sum>(job.scale);
   Sum sums[kBlockNumel];

@@ -1,0 +1,335 @@
+"""The rules of the package's layout as functions from parsed modules to lists of breaches.
+
+Each rule reads the AST only; it imports nothing of megafsdp. A breach is one line that names the
+file, what breaks the rule and, where it is not plain, what to do. tests/test_architecture.py runs
+every rule on the tree, and on a snippet that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PACKAGE = "megafsdp"
+
+# What a folder may import besides itself, errors and device. A dotted entry opens one file only.
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "_native": frozenset(),
+    "device": frozenset(),
+    "mesh": frozenset(),
+    "quantize": frozenset({"_native"}),
+    "data": frozenset(),
+    "buffer": frozenset({"_native", "mesh"}),
+    "parallel": frozenset({"mesh", "buffer.collectives"}),
+    "fsdp": frozenset({"mesh", "quantize", "buffer"}),
+    "models": frozenset({"mesh", "quantize", "parallel"}),
+    "optimizer": frozenset({"_native", "mesh", "quantize", "buffer", "fsdp"}),
+    "checkpoint": frozenset({"_native", "mesh", "quantize", "buffer", "fsdp", "optimizer"}),
+    "training": frozenset(
+        {"mesh", "quantize", "data", "buffer", "parallel", "fsdp", "models", "optimizer"}
+        | {"checkpoint"}
+    ),
+}
+OPEN_TO_ALL = frozenset({"errors", "device"})
+
+# Files of a folder from the bottom up: a file imports only from those before it. Files that are not
+# listed are held by the rule against cycles alone.
+FILE_ORDER: dict[str, tuple[str, ...]] = {
+    "device": ("streams", "memory"),
+    "mesh": ("parallel_dims", "placement", "strided", "annotation"),
+    "data": ("indexed", "samples", "loader"),
+    "buffer": ("layout", "collectives", "dbuffer", "uneven"),
+    "fsdp": ("policy", "parameter_group", "schedule", "unit", "fully_shard"),
+    "optimizer": ("reference", "state", "adam", "clip", "scaler", "muon", "hybrid", "wrap"),
+    "training": ("config", "lr", "step", "metrics", "tracker", "resume", "loop", "cli"),
+}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 8
+SMALLER_CAPS: dict[str, int] = {
+    "megafsdp/__init__.py": 80,
+    "megafsdp/errors.py": 60,
+    "megafsdp/_native.py": 80,
+    "megafsdp/device/streams.py": 150,
+    "megafsdp/device/memory.py": 250,
+    "megafsdp/mesh/parallel_dims.py": 250,
+    "megafsdp/mesh/placement.py": 150,
+    "megafsdp/mesh/strided.py": 250,
+    "megafsdp/mesh/annotation.py": 150,
+    "megafsdp/data/indexed.py": 300,
+    "megafsdp/data/samples.py": 300,
+    "megafsdp/data/loader.py": 250,
+    "megafsdp/buffer/layout.py": 350,
+    "megafsdp/buffer/collectives.py": 250,
+    "megafsdp/buffer/uneven.py": 350,
+    "megafsdp/buffer/shard_sum.py": 150,
+    "megafsdp/fsdp/policy.py": 150,
+    "megafsdp/fsdp/schedule.py": 250,
+    "megafsdp/fsdp/unit.py": 350,
+    "megafsdp/fsdp/fully_shard.py": 200,
+    "megafsdp/optimizer/reference.py": 150,
+    "megafsdp/optimizer/state.py": 250,
+    "megafsdp/optimizer/adam.py": 350,
+    "megafsdp/optimizer/clip.py": 150,
+    "megafsdp/optimizer/scaler.py": 150,
+    "megafsdp/optimizer/muon.py": 350,
+    "megafsdp/optimizer/wrap.py": 200,
+}
+# Entry points whose keywords are a promise to users, and constructors that mirror torch's.
+MANY_PARAMETERS = frozenset({"fully_shard", "fully_shard_model", "save", "async_save", "load"})
+
+# May be imported inside a function: heavy, or not there.
+LAZY_PACKAGES = frozenset(
+    {"numba", "wandb", "tensorboard", "safetensors", "transformers", "tokenizers"}
+    | {"torch.utils.tensorboard"}
+)
+
+COLLECTIVE_STEMS = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "reduce_scatter",
+    "broadcast",
+    "barrier",
+    "monitored_barrier",
+    "gather",
+    "scatter",
+    "reduce",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+)
+COLLECTIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distributed.nn")
+COLLECTIVES_DOOR = "megafsdp/buffer/collectives.py"
+
+AXIS_NAMES = frozenset({"dp_outer", "dp_shard", "cp", "tp", "ep", "edp"})
+
+
+@dataclass(frozen=True)
+class Module:
+    """One parsed file.
+
+    Attributes:
+        path: Path from the root of the checkout, with forward slashes.
+        source: Its text.
+        tree: Its AST.
+    """
+
+    path: str
+    source: str
+    tree: ast.Module = field(repr=False)
+
+    @classmethod
+    def parse(cls, path: str, source: str) -> Module:
+        """Parse a text as the file of a path."""
+        return cls(path, source, ast.parse(source))
+
+    @property
+    def name(self) -> str:
+        """Return the dotted module name."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def room(self) -> str:
+        """Return the folder or top-level file of the package; empty for the package itself."""
+        return self.name.partition(".")[2].partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported name: ``from target import name`` or ``import target`` (name empty)."""
+
+    target: str
+    name: str
+    line: int
+    is_inside_function: bool
+
+
+def read_modules(root: Path, folder: str) -> list[Module]:
+    """Parse every Python file of a folder of the checkout; none if there is no such folder."""
+    paths = sorted((root / folder).rglob("*.py"))
+    return [Module.parse(p.relative_to(root).as_posix(), p.read_text()) for p in paths]
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    """Yield every import of a module, those for type checking included."""
+    functions = [n for n in ast.walk(module.tree) if isinstance(n, _FUNCTIONS)]
+    inside = {id(child) for function in functions for child in ast.walk(function)}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, "", node.lineno, id(node) in inside)
+        elif isinstance(node, ast.ImportFrom):
+            target = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield Import(target, alias.name, node.lineno, id(node) in inside)
+
+
+def breaches_of_layers(modules: Sequence[Module]) -> list[str]:
+    """Find imports that the table of folders does not allow, and files that stand in no folder."""
+    breaches = []
+    for module in modules:
+        if module.room and module.room not in MAY_IMPORT:
+            breaches.append(f"{module.path}: '{module.room}' is no folder of the design")
+            continue
+        for target, line in _internal_targets(module, modules):
+            if not module.room or _is_allowed(module.room, target):
+                continue
+            breaches.append(f"{module.path}:{line}: {module.room} may not import {target}")
+    return breaches
+
+
+def breaches_of_file_order(modules: Sequence[Module]) -> list[str]:
+    """Find imports from a file that stands later in the order of its own folder."""
+    breaches = []
+    for module in modules:
+        order = FILE_ORDER.get(module.room, ())
+        _, _, stem = module.name.rpartition(".")
+        for target, line in _internal_targets(module, modules):
+            folder, _, target_stem = target.rpartition(".")
+            is_sibling = folder == module.name.rpartition(".")[0] and stem in order
+            if is_sibling and target_stem in order[order.index(stem) :]:
+                breaches.append(f"{module.path}:{line}: {stem} stands before {target_stem}")
+    return breaches
+
+
+def breaches_of_acyclicity(modules: Sequence[Module]) -> list[str]:
+    """Find a cycle among the modules that modules name in their imports."""
+    graph = {m.name: {target for target, _ in _internal_targets(m, modules)} for m in modules}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return ["imports in a cycle: " + " <- ".join(error.args[1])]
+    return []
+
+
+def breaches_of_import_style(modules: Sequence[Module]) -> list[str]:
+    """Find relative imports, and imports inside functions of packages that are always there."""
+    breaches = []
+    for module in modules:
+        for found in imports_of(module):
+            where = f"{module.path}:{found.line}"
+            if found.target.startswith("."):
+                breaches.append(f"{where}: relative import of {found.target}; spell it out")
+            is_lazy = any(f"{found.target}.".startswith(f"{p}.") for p in LAZY_PACKAGES)
+            if found.is_inside_function and not is_lazy:
+                breaches.append(f"{where}: import of {found.target} inside a function")
+    return breaches
+
+
+def breaches_of_the_collectives_door(modules: Sequence[Module]) -> list[str]:
+    """Find uses of torch.distributed collectives outside buffer/collectives.py."""
+    breaches = []
+    for module in modules:
+        if module.path == COLLECTIVES_DOOR:
+            continue
+        for dotted, line in _torch_references(module):
+            parent, _, name = dotted.rpartition(".")
+            is_collective = parent == "torch.distributed" and _is_collective(name)
+            if is_collective or dotted.startswith(COLLECTIVE_MODULES):
+                breaches.append(f"{module.path}:{line}: {dotted} belongs in {COLLECTIVES_DOOR}")
+    return breaches
+
+
+def breaches_of_sizes(modules: Sequence[Module]) -> list[str]:
+    """Find files, functions and parameter lists beyond their caps."""
+    breaches = []
+    for module in modules:
+        num_lines = len(module.source.splitlines())
+        cap = SMALLER_CAPS.get(module.path, MAX_FILE_LINES)
+        if num_lines > cap:
+            breaches.append(f"{module.path}: {num_lines} lines, cap {cap}")
+        for node in ast.walk(module.tree):
+            if not isinstance(node, _FUNCTIONS):
+                continue
+            where = f"{module.path}:{node.lineno}: {node.name}()"
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                breaches.append(f"{where} has {num_lines} lines, cap {MAX_FUNCTION_LINES}")
+            num_parameters = _num_parameters(node)
+            is_excepted = node.name in MANY_PARAMETERS or (
+                node.name == "__init__" and module.room == "optimizer"
+            )
+            if num_parameters > MAX_PARAMETERS and not is_excepted:
+                breaches.append(f"{where} has {num_parameters} parameters, cap {MAX_PARAMETERS}")
+    return breaches
+
+
+def breaches_of_axis_spelling(modules: Sequence[Module]) -> list[str]:
+    """Find names of mesh axes written out as strings outside mesh/."""
+    return [
+        f"{module.path}:{node.lineno}: axis name {node.value!r} is spelt in mesh/ alone"
+        for module in modules
+        if module.room != "mesh"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and node.value in AXIS_NAMES
+    ]
+
+
+def breaches_of_public_names(examples: Sequence[Module], modules: Sequence[Module]) -> list[str]:
+    """Find imports in examples of anything but public names of the package or its folders."""
+    packages = {m.name for m in modules if m.path.endswith("__init__.py")}
+    breaches = []
+    for example in examples:
+        for found in imports_of(example):
+            if found.target.partition(".")[0] != PACKAGE:
+                continue
+            if found.target not in packages or found.name.startswith("_"):
+                what = f"{found.target}.{found.name}".rstrip(".")
+                breaches.append(f"{example.path}:{found.line}: {what} is not a public name")
+    return breaches
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _internal_targets(module: Module, modules: Sequence[Module]) -> Iterator[tuple[str, int]]:
+    """Yield the modules of the package that a module's imports name, with the line of each."""
+    names = {m.name for m in modules}
+    for found in imports_of(module):
+        if found.target.partition(".")[0] == PACKAGE:
+            submodule = f"{found.target}.{found.name}"
+            yield (submodule if submodule in names else found.target), found.line
+
+
+def _is_allowed(room: str, target: str) -> bool:
+    inner = target.partition(".")[2]
+    target_room = inner.partition(".")[0]
+    if target_room == room:
+        return True
+    return not MAY_IMPORT[room].isdisjoint({target_room, inner}) or target_room in OPEN_TO_ALL
+
+
+def _torch_references(module: Module) -> Iterator[tuple[str, int]]:
+    """Yield every dotted name that begins with torch, import aliases resolved."""
+    aliases = {"torch": "torch"}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname: a.name for a in node.names if a.asname}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}", node.lineno
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            if aliases.get(first, "").startswith("torch"):
+                yield ".".join([aliases[first], *rest]), node.lineno
+
+
+def _is_collective(name: str) -> bool:
+    # Variants carry a suffix: all_gather_into_tensor, broadcast_object_list, scatter_object_list.
+    return any(name == stem or name.startswith(f"{stem}_") for stem in COLLECTIVE_STEMS)
+
+
+def _num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    parameters = function.args
+    names = [a.arg for a in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))

@@ -1,0 +1,129 @@
+"""A save that ends at any instant leaves a loadable checkpoint; retention removes old ones only."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint import latest_step, load, save
+from tests.checkpoint.sharding import Toy, differences, fill, full_state
+
+POINTS = [
+    "prepared",
+    "file opened",
+    "records written",
+    "file synced",
+    "records gathered",
+    "DCP metadata written",
+    "manifest written",
+    "temporary directory synced",
+    "old directory moved away",
+    "renamed",
+    "root synced",
+    "tracker written",
+    "tracker replaced",
+    "tracker synced",
+    "retired directory renamed",
+    "retired directory removed",
+]
+
+
+def _save_steps(root: Path, steps: list[int], **options: object) -> None:
+    model = Toy()
+    for step in steps:
+        fill(model, salt=step)
+        save(root, step=step, model=model, **options)
+
+
+def _retake_step_two(root: Path) -> None:
+    """Save step 2 over a directory that a run which went back left behind; retire step 0."""
+    _save_steps(root, [2], keep_last=2)
+
+
+def _prepare_root(root: Path) -> None:
+    _save_steps(root, [2, 0, 1])
+
+
+def test_the_listed_points_are_those_of_a_save(tmp_path: Path) -> None:
+    """The fault-injection test visits every point of the protocol, in order."""
+    _prepare_root(tmp_path)
+    seen: list[str] = []
+    with mock.patch.object(on_disk, "reached", seen.append):
+        _retake_step_two(tmp_path)
+    assert seen == POINTS
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(tmp_path: Path, point: str) -> None:
+    """A process that ends at any point of a save leaves the old or the new step whole."""
+    _prepare_root(tmp_path)
+    _crash_at(point, tmp_path)
+    is_published = POINTS.index(point) >= POINTS.index("tracker replaced")
+    latest = latest_step(tmp_path)
+    assert latest == (2 if is_published else 1)
+    loaded, wanted = Toy(), Toy()
+    fill(wanted, salt=latest)
+    load(tmp_path, model=loaded)
+    assert differences(full_state(wanted, None), full_state(loaded, None)) == []
+    _save_steps(tmp_path, [3], keep_last=1)
+    load(tmp_path, model=loaded)
+    fill(wanted, salt=3)
+    assert differences(full_state(wanted, None), full_state(loaded, None)) == []
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000003", on_disk.TRACKER_FILE]
+
+
+def test_everything_is_durable_before_it_is_published(tmp_path: Path) -> None:
+    """Each file and directory is flushed to the disk before the rename that makes it count."""
+    flushed: set[int] = set()
+    unflushed: dict[str, list[str]] = {}
+    flush = os.fsync
+
+    def recording(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    def look(point: str) -> None:
+        if point == "temporary directory synced":
+            (temporary,) = tmp_path.glob(".tmp-iter*")
+            paths = [temporary, *temporary.iterdir()]
+            assert len(paths) == 4
+        elif point == "tracker written":
+            paths = list(tmp_path.glob(".tmp-latest*"))
+            assert len(paths) == 1
+        else:
+            return
+        unflushed[point] = [p.name for p in paths if p.stat().st_ino not in flushed]
+
+    with mock.patch.object(os, "fsync", recording), mock.patch.object(on_disk, "reached", look):
+        save(tmp_path, step=1, model=Toy())
+    assert unflushed == {"temporary directory synced": [], "tracker written": []}
+    assert tmp_path.stat().st_ino in flushed
+
+
+def _crash_at(point: str, root: Path) -> None:
+    """Save step 2 in a forked process that ends, without clean-up, where it reaches a point."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks with threads; the child only writes files.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process_id = os.fork()
+    if process_id == 0:
+        try:
+            on_disk.reached = lambda name: os._exit(17) if name == point else None
+            _retake_step_two(root)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(process_id, 0)
+    assert os.waitstatus_to_exitcode(status) == 17
+
+
+def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
+    """``keep_last`` keeps the newest, ``keep_every`` the multiples; newer steps stay."""
+    _save_steps(tmp_path, [9])
+    _save_steps(tmp_path, [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
+    assert on_disk.published_steps(tmp_path) == [3, 5, 6, 9]
+    assert latest_step(tmp_path) == 6

@@ -1,0 +1,252 @@
+"""Refusals: other models, damaged files, contradicting arguments; clear, early, alike on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megafsdp.checkpoint import load, save
+from megafsdp.checkpoint.manifest import read_manifest, write_manifest
+from megafsdp.errors import CheckpointError
+from tests.checkpoint.sharding import (
+    Toy,
+    differences,
+    fill,
+    full_state,
+    make_optimizer,
+    shard,
+    train,
+    whole_mesh,
+)
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def _trained(kind: str) -> tuple[Toy, torch.optim.Optimizer]:
+    model = Toy()
+    fill(model)
+    optimizer = make_optimizer(kind, model)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def _save_sharded(root: Path) -> None:
+    model = Toy()
+    fill(model)
+    save(root, step=2, model=shard(model, whole_mesh()))
+
+
+def _refusal(root: Path, model: nn.Module, **options: object) -> str:
+    """Return the message of a load that must fail and must not touch the model."""
+    before = full_state(model, None)
+    with pytest.raises(CheckpointError) as caught:
+        load(root, model=model, **options)
+    assert differences(before, full_state(model, None)) == []
+    return str(caught.value)
+
+
+class _Other(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.fused
+        self.extra_layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(15))
+
+
+def test_another_model_is_refused_with_its_names(tmp_path: Path) -> None:
+    """Missing and superfluous names are listed, at most 20 of each, with the way to relax."""
+    model, _ = _trained("sgd")
+    save(tmp_path, step=1, model=model)
+    message = _refusal(tmp_path, _Other())
+    assert "30 missing in the checkpoint: model.extra_layers.0.weight" in message
+    assert "model.extra_layers.9.bias and 10 more" in message
+    assert "1 in the checkpoint but not asked for: model.fused.weight" in message
+    for hint in ("ignore=", "allow_missing=", "strict='model'", "strict='none'"):
+        assert hint in message
+
+
+def test_relaxed_loads_take_what_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Patterns or ``strict="none"`` load the common tensors and log what was left."""
+    model, _ = _trained("sgd")
+    save(tmp_path, step=1, model=model)
+    patterns = {"ignore": ["fused.*"], "allow_missing": ["extra_layers.*"]}
+    for options in (patterns, {"strict": "none"}):
+        other = _Other()
+        with caplog.at_level(logging.WARNING, logger="megafsdp.checkpoint"):
+            load(tmp_path, model=other, **options)
+        assert torch.equal(other.embed.weight, model.embed.weight)
+        assert "model.extra_layers.0.weight" in caplog.text
+        caplog.clear()
+
+
+def test_shapes_and_dtypes_must_agree(tmp_path: Path) -> None:
+    """Another vocabulary or precision is refused by name; casts must be asked for."""
+    model, _ = _trained("sgd")
+    save(tmp_path, step=1, model=model)
+    message = _refusal(tmp_path, Toy(vocabulary=320))
+    assert "model.embed.weight stored (321, 6), wanted (320, 6)" in message
+    _refusal(tmp_path, Toy(vocabulary=320), strict="none")
+    load(tmp_path, model=Toy(vocabulary=320), ignore=["embed.*"])
+    message = _refusal(tmp_path, Toy().double())
+    assert "model.embed.weight stored torch.float32, wanted torch.float64" in message
+    wide = Toy().double()
+    load(tmp_path, model=wide, strict="none")
+    assert torch.equal(wide.embed.weight, model.embed.weight.double())
+
+
+def test_an_optimizer_needs_its_section(tmp_path: Path) -> None:
+    """A checkpoint without optimizer leaves one as it is only if asked, by ``strict="model"``."""
+    model, optimizer = _trained("adamw")
+    save(tmp_path, step=1, model=model)
+    assert "optimizer.param_groups" in _refusal(tmp_path, model, optimizer=optimizer)
+    state = full_state(model, optimizer)
+    load(tmp_path, model=model, optimizer=optimizer, strict="model")
+    assert differences(state, full_state(model, optimizer)) == []
+
+
+def test_contradicting_arguments_are_refused(tmp_path: Path) -> None:
+    """An optimizer without a model, an unknown strictness, a lone pattern string."""
+    model, optimizer = _trained("sgd")
+    with pytest.raises(ValueError, match="optimizer alone"):
+        load(tmp_path, optimizer=optimizer)
+    with pytest.raises(ValueError, match="strict to be one of"):
+        load(tmp_path, model=model, strict="some")
+    with pytest.raises(ValueError, match="sequence of patterns"):
+        load(tmp_path, model=model, ignore="head.*")
+
+
+def test_extra_alone_can_be_read(tmp_path: Path) -> None:
+    """``load(directory)`` returns what the caller stored, tensors included."""
+    extra = {"consumed": 12, "config": {"lr": 0.1, "names": ["a", None]}, "ids": torch.arange(3)}
+    save(tmp_path, step=1, model=nn.Linear(1, 1), extra=extra)
+    loaded = load(tmp_path)
+    assert loaded["config"] == extra["config"]
+    assert torch.equal(loaded["ids"], torch.arange(3))
+
+
+def _two_steps(root: Path) -> Toy:
+    model = Toy()
+    for step in (1, 2):
+        fill(model, salt=step)
+        save(root, step=step, model=model)
+    return model
+
+
+def test_any_published_step_can_be_chosen(tmp_path: Path) -> None:
+    """``step=`` or a checkpoint's own directory chooses; a refusal lists the steps there are."""
+    _two_steps(tmp_path)
+    wanted, model = Toy(), Toy()
+    fill(wanted, salt=1)
+    load(tmp_path, model=model, step=1)
+    assert torch.equal(model.embed.weight, wanted.embed.weight)
+    load(tmp_path / "iter_0000001", model=model)
+    assert torch.equal(model.embed.weight, wanted.embed.weight)
+    assert "published steps [1, 2]" in _refusal(tmp_path, model, step=3)
+    assert "published steps []" in _refusal(tmp_path / "elsewhere", model)
+
+
+def _damage(path: Path, kind: str) -> str:
+    """Damage a checkpoint and return what the message must name."""
+    data = path / "__0_0.distcp"
+    if kind == "truncated":
+        data.write_bytes(data.read_bytes()[:-100])
+    elif kind == "flipped byte":
+        content = bytearray(data.read_bytes())
+        content[content.index(b"__0_0") if b"__0_0" in content else 2000] ^= 1
+        data.write_bytes(content)
+    elif kind == "missing rank file":
+        data.unlink()
+    elif kind == "half-written":
+        (path / "manifest.json").unlink()
+        return "manifest.json"
+    elif kind == "edited manifest":
+        manifest = path / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"step":2', '"step":3'))
+        return "manifest.json"
+    elif kind == "no JSON":
+        (path / "manifest.json").write_text("{")
+        return "manifest.json"
+    elif kind == "other format":
+        manifest = path / "manifest.json"
+        manifest.write_text(
+            manifest.read_text().replace('"format_version":1', '"format_version":99')
+        )
+        return "format version 1"
+    return "__0_0.distcp"
+
+
+DAMAGES = [
+    "truncated",
+    "flipped byte",
+    "missing rank file",
+    "half-written",
+    "edited manifest",
+    "no JSON",
+    "other format",
+]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_found_before_anything_is_touched(tmp_path: Path, kind: str) -> None:
+    """Every kind of damage names the file, keeps the model, and leaves older steps loadable."""
+    _two_steps(tmp_path)
+    name = _damage(tmp_path / "iter_0000002", kind)
+    model = Toy()
+    assert name in _refusal(tmp_path, model)
+    load(tmp_path, model=model, step=1)
+
+
+def test_a_step_that_was_never_finished_is_no_checkpoint(tmp_path: Path) -> None:
+    """An empty directory of the right name is refused, and so is a tracker with nonsense."""
+    model = _two_steps(tmp_path)
+    (tmp_path / "iter_0000003").mkdir()
+    assert "half-written" in _refusal(tmp_path, model, step=3)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
+    assert "'soon'" in _refusal(tmp_path, model)
+
+
+def test_chunks_that_leave_elements_out_are_refused(tmp_path: Path) -> None:
+    """A manifest that lost a part of a tensor never leaves those elements as they were."""
+    model, _ = _trained("sgd")
+    path = save(tmp_path, step=1, model=model)
+    manifest = read_manifest(path)
+    entry = manifest.tensors["model.embed.weight"]
+    (chunk,) = entry.chunks
+    shorter = replace(chunk, region=replace(chunk.region, sizes=(320, 6)))
+    manifest.tensors["model.embed.weight"] = replace(entry, chunks=(shorter,))
+    write_manifest(manifest, path)
+    message = _refusal(tmp_path, Toy())
+    assert "'model.embed.weight'" in message and "(320, 6)" in message
+
+
+def _refused_on_rank(root: Path) -> str:
+    model = shard(Toy(), whole_mesh())
+    return _refusal(root, model)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped byte", "missing rank file"])
+def test_all_ranks_refuse_alike(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """Damage that one rank finds is raised by every rank with the same message, and none hangs."""
+    ranks(2).run(_save_sharded, tmp_path)
+    _damage(tmp_path / "iter_0000002", kind)
+    messages = ranks(3).run(_refused_on_rank, tmp_path)
+    assert len(set(messages)) == 1
+    assert "__0_0.distcp" in messages[0]
+
+
+def _load_different_steps(root: Path) -> str:
+    rank = torch.distributed.get_rank()
+    return _refusal(root, shard(Toy(), whole_mesh()), step=1 + rank)
+
+
+def test_ranks_must_load_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks that see different checkpoints raise instead of mixing them."""
+    _two_steps(tmp_path)
+    for message in ranks(2).run(_load_different_steps, tmp_path):
+        assert "one checkpoint for all ranks" in message

@@ -1,0 +1,203 @@
+"""Optimizers: any of torch's round-trips, groups are matched by names, running flags stay."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megafsdp.checkpoint import load, save
+from megafsdp.errors import CheckpointError
+from tests.checkpoint.sharding import differences, fill, fixed, full_state
+
+OPTIMIZERS = [
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+]
+
+
+class _Small(nn.Module):
+    """Parameters of three ranks, a scalar among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(4, 3))
+        self.vector = nn.Parameter(torch.zeros(4))
+        self.scalar = nn.Parameter(torch.zeros(()))
+
+
+def _model(salt: int) -> _Small:
+    model = _Small()
+    fill(model, salt)
+    return model
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, salts: range) -> None:
+    for salt in salts:
+        for name, parameter in model.named_parameters():
+            parameter.grad = fixed(name, tuple(parameter.shape), salt + 10)
+        optimizer.step()
+
+
+def _options(kind: type[torch.optim.Optimizer]) -> dict[str, float]:
+    options: dict[str, float] = {"lr": 0.01}
+    if "momentum" in inspect.signature(kind).parameters:
+        options["momentum"] = 0.9
+    return options
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch_resumes_bitwise(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    """States come back with the kinds torch gave them, and the next steps are equal."""
+    model = _model(0)
+    optimizer = kind(model.parameters(), **_options(kind))
+    _step(model, optimizer, range(2))
+    save(tmp_path, step=2, model=model, optimizer=optimizer)
+    other = _model(1)
+    resumed = kind(other.parameters(), **_options(kind))
+    load(tmp_path, model=other, optimizer=resumed)
+    assert differences(full_state(model, optimizer), full_state(other, resumed)) == []
+    _step(model, optimizer, range(2, 4))
+    _step(other, resumed, range(2, 4))
+    assert differences(full_state(model, optimizer), full_state(other, resumed)) == []
+
+
+def test_a_used_optimizer_takes_over_every_state(tmp_path: Path) -> None:
+    """States that the checkpoint has not are dropped, the others overwritten in place."""
+    model = _model(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model.matrix.grad = torch.ones(4, 3)
+    optimizer.step()
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = _model(1)
+    used = torch.optim.AdamW(other.parameters(), lr=0.01)
+    _step(other, used, range(3))
+    average = used.state[other.matrix]["exp_avg"]
+    load(tmp_path, model=other, optimizer=used)
+    assert set(used.state) == {other.matrix}
+    assert used.state[other.matrix]["exp_avg"] is average
+    assert torch.equal(average, optimizer.state[model.matrix]["exp_avg"])
+
+
+def _grouped(model: _Small, **options: object) -> torch.optim.AdamW:
+    groups = [
+        {"params": [model.matrix], "weight_decay": 0.5},
+        {"params": [model.vector, model.scalar], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, **options)
+
+
+def test_hyperparameters_follow_the_names_and_flags_stay(tmp_path: Path) -> None:
+    """Groups in another order get their own values; foreach and fused are the running job's."""
+    model = _model(0)
+    optimizer = _grouped(model, lr=0.01, betas=(0.8, 0.88), foreach=True)
+    optimizer.param_groups[0]["initial_lr"] = 0.25
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = _model(1)
+    turned = torch.optim.AdamW(
+        [
+            {"params": [other.vector, other.scalar], "weight_decay": 9.0},
+            {"params": [other.matrix]},
+        ],
+        lr=3.0,
+        fused=True,
+    )
+    load(tmp_path, model=other, optimizer=turned)
+    assert [group["weight_decay"] for group in turned.param_groups] == [0.0, 0.5]
+    assert turned.param_groups[1]["initial_lr"] == 0.25
+    for group in turned.param_groups:
+        assert (group["lr"], group["betas"]) == (0.01, (0.8, 0.88))
+        assert (group["fused"], group["foreach"]) == (True, None)
+
+
+def test_a_tensor_learning_rate_stays_the_same_tensor(tmp_path: Path) -> None:
+    """Between a number and a tensor the value is carried over, the kind is the running job's."""
+    model = _model(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    by_number = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load(tmp_path, model=model, optimizer=by_number)
+    taken = by_number.param_groups[0]["lr"]
+    assert isinstance(taken, float) and taken == 0.5
+    save(tmp_path, step=2, model=model, optimizer=by_number)
+    rate = torch.tensor(0.1)
+    by_tensor = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    load(tmp_path, model=model, optimizer=by_tensor)
+    assert by_tensor.param_groups[0]["lr"] is rate and rate.item() == 0.5
+
+
+def test_another_grouping_is_refused_with_names(tmp_path: Path) -> None:
+    """Parameters that changed groups are named, with the way to keep the own values."""
+    model = _model(0)
+    optimizer = _grouped(model, lr=0.01)
+    _step(model, optimizer, range(1))
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = _model(1)
+    regrouped = torch.optim.AdamW(
+        [{"params": [other.matrix, other.vector]}, {"params": [other.scalar]}], lr=7.0
+    )
+    with pytest.raises(CheckpointError, match=r"param_groups\[0\]") as caught:
+        load(tmp_path, model=other, optimizer=regrouped)
+    assert "vector" in str(caught.value) and "strict='model'" in str(caught.value)
+    assert not regrouped.state
+
+
+def test_relaxed_groups_keep_their_own_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With ``strict="model"`` the states are loaded and the differing groups logged."""
+    model = _model(0)
+    optimizer = _grouped(model, lr=0.01)
+    _step(model, optimizer, range(1))
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    single = torch.optim.AdamW(model.parameters(), lr=7.0)
+    with caplog.at_level(logging.WARNING, logger="megafsdp.checkpoint"):
+        load(tmp_path, model=model, optimizer=single, strict="model")
+    assert single.param_groups[0]["lr"] == 7.0
+    assert single.state[model.matrix]["step"].item() == 1
+    assert "optimizer.param_groups[0]" in caplog.text
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """SGD's checkpoint lacks what AdamW computes with, and the message says what."""
+    model = _model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _step(model, optimizer, range(1))
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    before = full_state(model, None)
+    with pytest.raises(CheckpointError, match="hyperparameters of AdamW") as caught:
+        load(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    assert "'betas'" in str(caught.value)
+    assert differences(before, full_state(model, None)) == []
+
+
+def test_a_resized_layer_can_be_left_out_with_its_states(tmp_path: Path) -> None:
+    """A state of the old shape never lands beside a parameter of the new one."""
+    model = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 5)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    _step(model, optimizer, range(1))
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 7)})
+    fresh = torch.optim.AdamW(other.parameters())
+    with pytest.raises(CheckpointError, match=r"optimizer.state.head.bias.exp_avg stored \(5,\)"):
+        load(tmp_path, model=other, optimizer=fresh, ignore=["model.head.*"])
+    load(tmp_path, model=other, optimizer=fresh, ignore=["head.*"])
+    assert set(fresh.state) == set(other["body"].parameters())
+    assert torch.equal(other["body"].weight, model["body"].weight)
+    _step(other, fresh, range(1))

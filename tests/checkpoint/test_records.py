@@ -1,0 +1,59 @@
+"""Records: a view stores its own bytes only, and damage anywhere in a record is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafsdp.checkpoint.records import RecordReader, RecordWriter
+from megafsdp.errors import CheckpointError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_view_of_a_large_buffer_is_stored_alone(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Rows of a flat buffer come back bit by bit without the rest of the buffer."""
+    buffer = torch.randint(0, 255, (100_000,), dtype=torch.uint8)
+    if dtype is torch.bool:
+        buffer = buffer % 2
+    view = buffer.view(dtype)[8:32].view(2, 12)
+    with RecordWriter(tmp_path, 3) as writer:
+        record = writer.append_tensor(view)
+    assert record.nbytes < 3000
+    with RecordReader(tmp_path) as reader:
+        loaded = reader.read_tensor(record)
+    assert loaded.dtype == dtype and loaded.shape == (2, 12)
+    assert torch.equal(loaded.view(torch.uint8), view.contiguous().view(torch.uint8))
+
+
+def test_records_of_one_file_are_told_apart(tmp_path: Path) -> None:
+    """Offsets and checksums belong to their own record, in any reading order."""
+    with RecordWriter(tmp_path, 0) as writer:
+        first = writer.append_tensor(torch.arange(5))
+        second = writer.append_object({"a": [1, torch.ones(2)]})
+        third = writer.append_tensor(torch.tensor(2.5))
+    assert (tmp_path / "__0_0.distcp").stat().st_size == writer.nbytes
+    with RecordReader(tmp_path) as reader:
+        assert reader.read_tensor(third).item() == 2.5
+        assert torch.equal(reader.read_tensor(first), torch.arange(5))
+        value = reader.read_object("extra", second)
+    assert isinstance(value, dict) and value["a"][0] == 1
+
+
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_a_flipped_bit_is_found(tmp_path: Path, place: float) -> None:
+    """One bit anywhere in the record changes its checksum; the neighbours stay valid."""
+    with RecordWriter(tmp_path, 0) as writer:
+        before = writer.append_tensor(torch.zeros(100))
+        record = writer.append_tensor(torch.zeros(100))
+    path = tmp_path / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[record.offset + int(place * (record.nbytes - 1))] ^= 4
+    path.write_bytes(content)
+    with RecordReader(tmp_path) as reader:
+        reader.verify("model.before", before)
+        with pytest.raises(CheckpointError, match=r"'model.weight' in file .*__0_0.distcp"):
+            reader.verify("model.weight", record)

@@ -1,0 +1,71 @@
+"""The cache of built arrays: built once, read again, rebuilt when broken."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megafsdp.data.index_cache import Arrays, cached_arrays
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self) -> Arrays:
+        self.num_calls += 1
+        return {"rows": np.arange(6).reshape(3, 2), "order": np.array([2, 0, 1], dtype=np.uint32)}
+
+
+def _check(arrays: Arrays) -> None:
+    expected = _Builder()()
+    assert arrays.keys() == expected.keys()
+    for name, array in arrays.items():
+        assert array.dtype == expected[name].dtype
+        assert np.array_equal(array, expected[name])
+
+
+def test_second_call_reads_what_the_first_built(tmp_path: Path) -> None:
+    """The same description is built once; another description is built again."""
+    build = _Builder()
+    for _ in range(3):
+        _check(cached_arrays(tmp_path / "cache", {"seed": 1}, build))
+    assert build.num_calls == 1
+    cached_arrays(tmp_path / "cache", {"seed": 2}, build)
+    assert build.num_calls == 2
+    assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_without_a_folder_every_call_builds() -> None:
+    """None switches the cache off."""
+    build = _Builder()
+    _check(cached_arrays(None, {}, build))
+    _check(cached_arrays(None, {}, build))
+    assert build.num_calls == 2
+
+
+def test_broken_entry_is_built_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A truncated file costs a warning and a build, then the entry is whole."""
+    build = _Builder()
+    cached_arrays(tmp_path, {}, build)
+    (broken,) = tmp_path.rglob("rows.npy")
+    broken.write_bytes(broken.read_bytes()[:-4])
+    with caplog.at_level(logging.WARNING, "megafsdp.data"):
+        _check(cached_arrays(tmp_path, {}, build))
+    assert "built again" in caplog.text
+    _check(cached_arrays(tmp_path, {}, build))
+    assert build.num_calls == 2
+
+
+def test_losing_the_race_to_publish_is_harmless(tmp_path: Path) -> None:
+    """When another process publishes first, both have right arrays and no rest is left."""
+
+    def build() -> Arrays:
+        cached_arrays(tmp_path, {}, _Builder())
+        return _Builder()()
+
+    _check(cached_arrays(tmp_path, {}, build))
+    assert len(list(tmp_path.iterdir())) == 1

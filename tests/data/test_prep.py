@@ -1,0 +1,260 @@
+"""Preparation from text to token files, end to end."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import tokenizers
+
+from megafsdp.data import (
+    ByteTokenizer,
+    IndexedDataset,
+    PrepOptions,
+    SampleDataset,
+    check_vocabulary,
+    prepare,
+)
+from megafsdp.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> PrepOptions:
+    """Return the options for 50 text files, every tenth of them for validation."""
+    for number in range(50):
+        folder = tmp_path / "texts" / f"{number % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number:02}.txt").write_text(f"Text {number}, äöü.\n" * (number + 1))
+    inputs = (str(tmp_path / "texts"),)
+    return PrepOptions(output=str(tmp_path / "out"), inputs=inputs, validation_every=10)
+
+
+def _documents(output: str, split: str) -> list[str]:
+    dataset = IndexedDataset(Path(output, split))
+    tokens = [dataset[i].tolist() for i in range(len(dataset))]
+    assert all(document[-1] == ByteTokenizer.eod for document in tokens)
+    return [ByteTokenizer().decode(document) for document in tokens]
+
+
+def test_every_document_goes_to_one_split(options: PrepOptions) -> None:
+    """All texts come out once, each with an end of document, and the record has the figures."""
+    record = prepare(options)
+    train, validation = (_documents(options.output, split) for split in ("train", "validation"))
+    texts = [path.read_text() for path in Path(options.inputs[0]).rglob("*.txt")]
+    assert sorted(train + validation) == sorted(texts)
+    assert (len(train), len(validation)) == (45, 5)
+    assert train != sorted(train)
+    assert record.train.documents == 45
+    assert record.train.bytes == sum(len(text.encode()) for text in train)
+    assert record.train.tokens == record.train.bytes + 45
+    assert record.validation.bytes == sum(len(text.encode()) for text in validation)
+    assert record.train.max_token == record.validation.max_token == 256
+    assert (record.tokenizer, record.vocab_size, record.is_fresh) == ("byte", 320, True)
+    check_vocabulary(IndexedDataset(Path(options.output, "train")), record.vocab_size)
+
+
+def test_record_is_kept_beside_the_files(options: PrepOptions) -> None:
+    """The folder holds the pairs, their token ranges and meta.json, and nothing temporary."""
+    record = prepare(options)
+    assert sorted(path.name for path in Path(options.output).iterdir()) == [
+        "meta.json",
+        *[f"train.{suffix}" for suffix in ("bin", "idx", "range.json")],
+        *[f"validation.{suffix}" for suffix in ("bin", "idx", "range.json")],
+    ]
+    meta = json.loads(Path(options.output, "meta.json").read_text())
+    assert meta["train"]["tokens"] == record.train.tokens
+    assert meta["content_sha256"] == record.content_sha256
+    assert meta["options"]["validation_every"] == 10
+    assert "5 documents" in record.describe()
+    assert record.content_sha256[:12] in record.describe()
+
+
+def test_second_preparation_changes_nothing(
+    options: PrepOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prepared data is recognised, said so, and left alone; --force and another folder are free."""
+    first = prepare(options)
+    stamp = Path(options.output, "train.bin").stat().st_mtime_ns
+    with caplog.at_level(logging.INFO, "megafsdp.data"):
+        again = prepare(replace(options, no_progress=True))
+    assert again == replace(first, is_fresh=False)
+    assert "prepared already" in caplog.text
+    assert Path(options.output, "train.bin").stat().st_mtime_ns == stamp
+    assert prepare(replace(options, force=True)) == first
+
+
+@pytest.mark.parametrize("change", ["seed", "text", "data", "meta"])
+def test_changed_inputs_or_results_are_prepared_again(options: PrepOptions, change: str) -> None:
+    """Another option, an edited text, a damaged token file or a lost record start over."""
+    first = prepare(options)
+    if change == "seed":
+        options = replace(options, seed=9)
+    elif change == "text":
+        Path(options.inputs[0], "0", "00.txt").write_text("Another text.\n")
+    elif change == "data":
+        path = Path(options.output, "validation.bin")
+        path.write_bytes(path.read_bytes()[:-2])
+    else:
+        Path(options.output, "meta.json").write_text('{"version": 1}')
+    again = prepare(options)
+    assert again.is_fresh
+    assert (again.content_sha256 == first.content_sha256) == (change in ("data", "meta"))
+    assert IndexedDataset(Path(options.output, "validation")).num_tokens == again.validation.tokens
+
+
+def test_interrupted_preparation_is_not_taken_for_a_finished_one(options: PrepOptions) -> None:
+    """A file that cannot be read leaves no record and no temporary file; mended, all is well."""
+    bad = Path(options.inputs[0], "0", "bad.txt")
+    bad.write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"bad\.txt"):
+        prepare(options)
+    assert list(Path(options.output).iterdir()) == []
+    bad.unlink()
+    assert prepare(options).is_fresh
+
+
+def test_json_lines_keep_their_order(tmp_path: Path) -> None:
+    """One JSON-lines file gives its documents in order; empty ones are left out."""
+    lines = [json.dumps({"text": f"line {i}" if i % 7 else ""}) for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    output = str(tmp_path / "out")
+    prepare(PrepOptions(output=output, inputs=(str(tmp_path / "a.jsonl"),), validation_every=5))
+    kept = [i for i in range(20) if i % 7]
+    assert _documents(output, "train") == [f"line {i}" for i in kept if (i + 1) % 5]
+    assert _documents(output, "validation") == [f"line {i}" for i in kept if (i + 1) % 5 == 0]
+
+
+def test_end_of_document_can_be_left_out(options: PrepOptions) -> None:
+    """Without it the tokens are the text's bytes alone."""
+    record = prepare(replace(options, append_eod=False))
+    assert record.train.tokens == record.train.bytes
+
+
+def test_missing_validation_is_said(options: PrepOptions, caplog: pytest.LogCaptureFixture) -> None:
+    """Fewer documents than validation_every give an empty split and a warning."""
+    with caplog.at_level(logging.WARNING, "megafsdp.data"):
+        record = prepare(replace(options, validation_every=100))
+    assert (record.train.documents, record.validation.documents) == (50, 0)
+    assert "No document went to validation" in caplog.text
+    dataset = IndexedDataset(Path(options.output, "validation"))
+    with pytest.raises(DataError, match="got 0"):
+        SampleDataset(dataset, sequence_length=4, num_samples=None)
+    caplog.clear()
+    prepare(replace(options, validation_every=0))
+    assert not caplog.text
+
+
+def test_tokenizer_file_is_used(options: PrepOptions, tmp_path: Path) -> None:
+    """A tokenizers file gives its tokens, and another content of it prepares again."""
+    path = tmp_path / "tokenizer.json"
+    words = {"<|endoftext|>": 0, "?": 1, "Text": 2}
+    model = tokenizers.models.WordLevel(words, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    options = replace(options, tokenizer=str(path))
+    record = prepare(options)
+    first = IndexedDataset(Path(options.output, "train"))[0].tolist()
+    assert first[:2] == [2, 1]
+    assert first[-1] == 0
+    assert (record.vocab_size, record.train.max_token) == (64, 2)
+    tokenizer.add_tokens(["äöü"])
+    tokenizer.save(str(path))
+    assert prepare(options).train.max_token == 3
+
+
+def test_progress_bar_counts_all_bytes(options: PrepOptions) -> None:
+    """On a terminal the bar reaches 100 %; on request, or without a terminal, there is none."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screens = {}
+    for name, screen, choice in (
+        ("terminal", Terminal(), options),
+        ("quiet", Terminal(), replace(options, no_progress=True)),
+        ("file", io.StringIO(), options),
+    ):
+        with mock.patch("sys.stderr", screen):
+            prepare(replace(choice, force=True))
+        screens[name] = screen.getvalue()
+    assert "prep: 100%" in screens["terminal"]
+    assert screens["quiet"] == screens["file"] == ""
+
+
+def test_corpus_is_not_held_in_memory(tmp_path: Path) -> None:
+    """Preparing 8 MB of JSON lines takes a small part of that in memory."""
+    line = json.dumps({"text": "x" * 1000}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * 8000)
+    options = PrepOptions(output=str(tmp_path / "out"), inputs=(str(tmp_path / "a.jsonl"),))
+    tracemalloc.start()
+    try:
+        record = prepare(options)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert record.train.bytes + record.validation.bytes == 8_000_000
+    assert peak_nbytes < 2_000_000
+
+
+def test_standard_library_is_prepared_in_seconds(tmp_path: Path) -> None:
+    """The quick start's corpus: about 500 files, one in 20 for validation, the same every time."""
+    options = PrepOptions(output=str(tmp_path / "out"), stdlib=True)
+    record = prepare(options)
+    assert record.train.tokens > 4_000_000
+    assert record.validation.tokens > 100_000
+    assert record.validation.documents == pytest.approx(record.train.documents / 19, abs=1)
+    moved = prepare(replace(options, output=str(tmp_path / "other")))
+    assert moved == record
+
+
+def test_docstrings_hold_out_the_files_that_the_sources_hold_out(tmp_path: Path) -> None:
+    """A blend of sources and docstrings leaks no validation file into training."""
+    source = '"""Docstring {0}."""\nx = {0}\n'
+    for number in range(40):
+        text = source.format(number) if number % 3 else f"x = {number}\n"
+        (tmp_path / f"{number:02}.py").write_text(text)
+    options = PrepOptions(
+        output=str(tmp_path / "sources"), inputs=(str(tmp_path / "*.py"),), validation_every=4
+    )
+    prepare(options)
+    prepare(replace(options, output=str(tmp_path / "docstrings"), docstrings=True))
+    sources = "".join(_documents(options.output, "validation"))
+    held_out = _documents(str(tmp_path / "docstrings"), "validation")
+    assert held_out
+    assert all(f'"""{docstring}"""' in sources for docstring in held_out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": ()}, "either inputs or stdlib"),
+        ({"stdlib": True}, "either inputs or stdlib"),
+        ({"inputs": ("absent",)}, "at least one text file.*'absent'"),
+        ({"validation_every": 1}, "validation_every of 0"),
+        ({"validation_every": -3}, "validation_every of 0"),
+        ({"tokenizer": "absent.json"}, "a tokenizer file, got no such file"),
+    ],
+)
+def test_wrong_options_are_refused(
+    options: PrepOptions, changes: dict[str, object], message: str
+) -> None:
+    """Options are checked before anything is written."""
+    with pytest.raises(ConfigError, match=message):
+        prepare(replace(options, **changes))
+    assert not Path(options.output).exists()
+
+
+def test_corpus_without_text_is_refused(tmp_path: Path) -> None:
+    """Empty files are no corpus."""
+    (tmp_path / "a.txt").write_text("")
+    options = PrepOptions(output=str(tmp_path / "out"), inputs=(str(tmp_path / "a.txt"),))
+    with pytest.raises(DataError, match="text to train on"):
+        prepare(options)

@@ -1,0 +1,107 @@
+"""Finding files and the documents in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megafsdp.data.text_sources import (
+    TextFile,
+    docstring_documents,
+    file_documents,
+    find_files,
+    find_stdlib_files,
+)
+from megafsdp.errors import ConfigError, DataError
+
+
+def _file(path: Path, content: str | bytes) -> TextFile:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    (found,) = find_files([str(path)], ())
+    return found
+
+
+def _read(file: TextFile, json_key: str = "text", encoding_errors: str = "strict") -> list[str]:
+    return list(file_documents(json_key, encoding_errors)(file))
+
+
+def test_paths_folders_and_patterns_give_each_file_once(tmp_path: Path) -> None:
+    """Inputs may overlap; folders are searched by suffix, named files are taken as they are."""
+    for name in ("b.txt", "a/x.txt", "a/y.md", "a/z.log", "c.py"):
+        _file(tmp_path / name, name)
+    inputs = [str(tmp_path), str(tmp_path / "c.py"), str(tmp_path / "**" / "*.txt")]
+    found = find_files(inputs, (".txt", ".md"))
+    assert [Path(file.name).relative_to(tmp_path).as_posix() for file in found] == [
+        "a/x.txt",
+        "a/y.md",
+        "b.txt",
+        "c.py",
+    ]
+    assert [file.nbytes for file in found] == [7, 6, 5, 4]
+
+
+@pytest.mark.parametrize("entry", ["absent.txt", "*.nothing", "."])
+def test_input_without_files_is_refused(tmp_path: Path, entry: str) -> None:
+    """A misspelt input is not an empty corpus."""
+    with pytest.raises(ConfigError, match="at least one text file, got none"):
+        find_files([str(tmp_path / entry)], (".txt",))
+
+
+def test_standard_library_is_listed_without_its_tables(tmp_path: Path) -> None:
+    """Sources are sorted; folders of tables, tests and installed packages are left out."""
+    names = [file.name for file in find_stdlib_files()]
+    assert names == sorted(names)
+    assert len(names) > 200
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert not {name.split("/")[0] for name in names} & {"encodings", "test", "site-packages"}
+
+
+def test_text_file_is_one_document(tmp_path: Path) -> None:
+    """Line ends and the encoding are kept."""
+    assert _read(_file(tmp_path / "a.txt", "Grüße\r\n\n")) == ["Grüße\r\n\n"]
+
+
+def test_json_lines_are_documents(tmp_path: Path) -> None:
+    """Each line gives the text under the key; blank lines are passed over."""
+    lines = '{"text": "one", "n": 1}\n\n{"text": "two\\nlines"}\n{"text": ""}'
+    assert _read(_file(tmp_path / "a.jsonl", lines)) == ["one", "two\nlines", ""]
+    assert _read(_file(tmp_path / "b.ndjson", '{"body": "x"}'), json_key="body") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": ', r"broken JSON.*line 2.*Mend the line"),
+        ('{"body": "x"}', r"under the key 'text', got the keys body.*line 2.*json_key"),
+        ('{"text": 5}', r"got the keys text"),
+        ("[1]", r"got the keys none"),
+        ('{"text": "\\ud800"}', r"UTF-8 text, got byte 0xed"),
+    ],
+)
+def test_broken_json_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    """The error names the file, the line and the key."""
+    file = _file(tmp_path / "a.jsonl", f'{{"text": "fine"}}\n{line}\n')
+    with pytest.raises(DataError, match=message) as caught:
+        _read(file)
+    assert "a.jsonl" in str(caught.value)
+
+
+def test_text_that_is_not_utf8_is_refused_or_replaced(tmp_path: Path) -> None:
+    """The error names byte and offset; on request broken characters are replaced."""
+    file = _file(tmp_path / "a.txt", b"caf\xe9!")
+    with pytest.raises(DataError, match=r"got byte 0xe9 at offset 3.*a\.txt.*encoding_errors"):
+        _read(file)
+    assert _read(file, encoding_errors="replace") == ["caf\ufffd!"]
+
+
+def test_docstrings_of_a_file_are_one_document(tmp_path: Path) -> None:
+    """Module, class and function docstrings are joined; a file without any gives no text."""
+    source = (
+        '"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        """Three."""\nx = "\\d"\n'
+    )
+    assert list(docstring_documents(_file(tmp_path / "a.py", source))) == ["One.\n\nTwo.\n\nThree."]
+    assert list(docstring_documents(_file(tmp_path / "b.py", "x = 1\n"))) == [""]
+    with pytest.raises(DataError, match=r"Python source.*c\.py"):
+        list(docstring_documents(_file(tmp_path / "c.py", "def:\n")))

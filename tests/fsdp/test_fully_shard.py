@@ -1,0 +1,365 @@
+"""What fully_shard accepts and refuses, and what optimizers and their steps see."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
+
+from megafsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    full_tensor,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    mark_main_weights_changed,
+    register_fsdp_forward_method,
+)
+from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.uneven import UnevenDTensor
+from megafsdp.mesh.annotation import FusedParts, annotate, annotation_of
+from tests.fsdp.toy import Block, Net, adamw, assert_same_parameters, batches, mine, pair, shard
+from tests.ranks import Ranks
+
+
+def _refused(
+    make: Callable[[], object], error: type[Exception], words: list[str]
+) -> None:
+    with record_collectives() as record, pytest.raises(error) as caught:
+        make()
+    message = str(caught.value)
+    for word in [*words, "Expected", "got"]:
+        assert word in message, message
+    assert not record.calls, "errors come before the first collective"
+
+
+def _wrap_twice() -> None:
+    net = Net()
+    fully_shard(net)
+    _refused(lambda: fully_shard(net), ValueError, ["FSDPNet", "once for each unit"])
+
+
+def _tied_across_units() -> None:
+    net = Net()
+    fully_shard(net.embedding)
+    words = ["'head.weight'", "'weight' of the unit Embedding", "fully_shard([first, second])"]
+    _refused(lambda: fully_shard(net), ValueError, words)
+
+
+def _unbuilt_strategies() -> None:
+    for strategy in ("optim", "optim_grads", 1, 2):
+        words = ["'no_shard', 'optim_grads_params'"]
+        _refused(lambda s=strategy: fully_shard(Block(), strategy=s), NotImplementedError, words)
+    _refused(lambda: fully_shard(Block(), strategy="zero3"), ValueError, ["'zero3'"])
+    _refused(
+        lambda: fully_shard(Block(), outer_strategy="optim"), NotImplementedError, ["outer_strategy"]
+    )
+    _refused(lambda: fully_shard(Block(), average="mean"), ValueError, ["'mean'", "'token'"])
+    _refused(lambda: fully_shard(Block(), prefetch=-1), ValueError, ["prefetch"])
+    _refused(
+        lambda: fully_shard(Block(), reshard_after_forward=2), NotImplementedError, ["reshard_after"]
+    )
+
+
+def _wrong_policies() -> None:
+    _refused(lambda: fully_shard(Block(), mp_policy="bf16"), TypeError, ["mp_policy", "str"])
+    _refused(lambda: fully_shard(Block(), offload_policy=1), TypeError, ["offload_policy"])
+    for policy in (OffloadPolicy(params=True), CPUOffloadPolicy()):
+        _refused(
+            lambda p=policy: fully_shard(Block(), offload_policy=p), NotImplementedError, ["params"]
+        )
+    _refused(lambda: MixedPrecisionPolicy(torch.int8), ValueError, ["param_dtype", "torch.int8"])
+
+
+def _wrong_parameters() -> None:
+    with torch.device("meta"):
+        meta = Block()
+    _refused(lambda: fully_shard(meta), NotImplementedError, ["'norm.weight'", "meta"])
+    block = Block()
+    block.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int64), False))
+    _refused(lambda: fully_shard(block), NotImplementedError, ["'codes'", "ignored_params"])
+    fully_shard(block, ignored_params=[block.codes])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = Block()
+    sharded.scale = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
+    _refused(lambda: fully_shard(sharded), NotImplementedError, ["'scale'", "DTensor"])
+
+
+def _wrong_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    words = ["(2, 1)", "mesh['dp_shard']"]
+    _refused(lambda: fully_shard(Block(), mesh=mesh), NotImplementedError, words)
+    block = fully_shard(Block(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("o", "i")))
+    block(torch.ones(1, 12)).sum().backward()
+
+
+def _different_models() -> None:
+    net = fully_shard(Block(12 + 4 * dist.get_rank()))
+    with pytest.raises(ValueError, match="same parameters, shapes and dtypes on all ranks"):
+        net(torch.ones(1, 12 + 4 * dist.get_rank()))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _wrap_twice,
+        _tied_across_units,
+        _unbuilt_strategies,
+        _wrong_policies,
+        _wrong_parameters,
+        _wrong_mesh,
+        _different_models,
+    ],
+)
+def test_what_cannot_be_right_is_refused_on_all_ranks(ranks: Ranks, body: object) -> None:
+    """Each error says what, where and how to mend, before the first collective."""
+    ranks(2).run(body)
+
+
+def test_without_a_process_group_the_error_says_what_to_call() -> None:
+    """A lone process is told to initialise torch.distributed."""
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        fully_shard(Block())
+
+
+def _conversions() -> None:
+    _, net = pair()
+    before = {n: p for n, p in net.named_parameters()}
+    values = {n: p.local.clone() for n, p in before.items()}
+    for same in (lambda: net.to(torch.float32), lambda: net.to("cpu"), net.float):
+        assert same() is net
+    for change in (net.half, net.double, lambda: net.to(torch.bfloat16), net.blocks[0].half):
+        _refused(change, RuntimeError, ["before fully_shard()", "MixedPrecisionPolicy"])
+    for copier in (lambda: copy.deepcopy(net), lambda: pickle.dumps(net)):
+        _refused(copier, RuntimeError, ["full_state_dict"])
+    state = net.state_dict()
+    _refused(lambda: net.load_state_dict(state, assign=True), RuntimeError, ["assign=True"])
+    parameter = next(iter(net.parameters()))
+    with pytest.raises(RuntimeError, match=r"parameter\.copy_"):
+        parameter.data = torch.zeros(1)
+    for name, after in net.named_parameters():
+        assert after is before[name]
+        assert torch.equal(after.local, values[name])
+
+
+def test_conversions_copies_and_assignments_lose_nothing(ranks: Ranks) -> None:
+    """What changes nothing passes; the rest raises before touching a parameter."""
+    ranks(2).run(_conversions)
+
+
+def _wrapping_facts() -> None:
+    reference, net = pair()
+    assert isinstance(net, FSDPModule) and isinstance(net, Net)
+    assert type(net).__name__ == "FSDPNet"
+    assert [n for n, _ in net.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    assert net.head.weight is net.embedding.weight
+    for name, parameter in net.named_parameters():
+        wanted = dict(reference.named_parameters())[name]
+        assert isinstance(parameter, UnevenDTensor) and isinstance(parameter, nn.Parameter)
+        assert parameter.shape == wanted.shape and parameter.dtype == torch.float32
+        assert torch.equal(full_tensor(parameter.detach()), wanted.detach())
+    locals_ = [p.local.shape[0] for p in net.parameters()]
+    assert 0 in locals_ or dist.get_world_size() == 1, "some rank holds no row of something"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_sharding_keeps_names_ties_and_values(ranks: Ranks, num_ranks: int) -> None:
+    """In place, no key prefix, values equal, some shards empty."""
+    ranks(num_ranks).run(_wrapping_facts)
+
+
+def _replicated_facts() -> None:
+    _, net = pair(strategy="no_shard")
+    for parameter in net.parameters():
+        assert isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
+
+
+def test_no_shard_parameters_are_replicated_dtensors(ranks: Ranks) -> None:
+    """Under no_shard every rank holds all of each parameter."""
+    ranks(2).run(_replicated_facts)
+
+
+def _annotated() -> None:
+    block = Block()
+    annotate(block.up.weight, tp_dim=0, fused=FusedParts(("gate", "up"), (30, 30)))
+    annotation = annotation_of(block.up.weight)
+    fully_shard(block)
+    assert annotation_of(block.up.weight) == annotation != annotation_of(block.down.weight)
+
+
+def test_annotations_survive_sharding(ranks: Ranks) -> None:
+    """What a layer declared on its parameter stands on the sharded one."""
+    ranks(2).run(_annotated)
+
+
+def _model_call() -> None:
+    by_class = fully_shard_model(Net(), [Block])
+    by_name = fully_shard_model(Net(), ["Block"])
+    by_dotted = fully_shard_model(Net(), ["tests.fsdp.toy.Block"])
+    named = Net()
+    named._no_split_modules = ["Block"]
+    fully_shard_model(named)
+    for net in (by_class, by_name, by_dotted, named):
+        assert all(isinstance(m, FSDPModule) for m in (net, *net.blocks))
+        assert not isinstance(net.blocks[0].up, FSDPModule)
+    _refused(
+        lambda: fully_shard_model(Net(), ["Layer"]), ValueError, ["'Layer'", "Block", "Embedding"]
+    )
+    _refused(lambda: fully_shard_model(Net()), ValueError, ["Block"])
+
+
+def test_a_whole_model_is_sharded_by_class_or_name(ranks: Ranks) -> None:
+    """Classes, plain names, dotted names and _no_split_modules all work; wrong ones list what is."""
+    ranks(2).run(_model_call)
+
+
+def _optimizers() -> None:
+    net = Net()
+    early = torch.optim.SGD(net.parameters(), lr=0.1)
+    shard(net)
+    _refused(lambda: fully_shard_optimizer(early), ValueError, ["SGD", "after fully_shard()"])
+    late = adamw(net)
+    assert fully_shard_optimizer(late) is late
+
+
+def test_an_optimizer_built_too_early_is_found(ranks: Ranks) -> None:
+    """fully_shard_optimizer() checks parameters and returns the optimizer itself."""
+    ranks(2).run(_optimizers)
+
+
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw_foreach": lambda m: adamw(m, foreach=True),
+    "adamw_loop": lambda m: adamw(m, foreach=False),
+    "adamw_fused": lambda m: adamw(m, fused=True),
+    "adamw_amsgrad": lambda m: adamw(m, amsgrad=True),
+    "sgd_momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+    "sgd_fused": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, fused=True),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3, eps=1e-4),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2, eps=1e-5),
+    "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=1e-2, eps=1e-5),
+}
+
+
+def _optimizer_steps(name: str) -> None:
+    reference, net = pair()
+    optimizers = [MAKERS[name](reference), MAKERS[name](net)]
+    start = copy.deepcopy(reference)
+    for step in range(3):
+        batch = batches(1, seed=step)[0]
+        reference(*batch).backward()
+        net(*mine(batch)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(net, reference, rtol=1e-4, atol=2e-5)
+    assert not torch.equal(start.head.weight, reference.head.weight)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_any_torch_optimizer_steps_sharded_parameters(ranks: Ranks, name: str) -> None:
+    """No adapter: elementwise optimizers give the unsharded trajectory."""
+    ranks(2).run(_optimizer_steps, name)
+
+
+def _edited_in_place(param_dtype: torch.dtype | None, strategy: str) -> None:
+    reference, net = pair(mp_policy=MixedPrecisionPolicy(param_dtype), strategy=strategy)
+    batch = batches(1)[0]
+    with torch.no_grad():
+        net(*mine(batch))
+        net.unshard()
+        net.reshard()
+        for model in (reference, net):
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        mark_main_weights_changed(net)
+        loss = net(*mine(batch))
+        rank = dist.get_rank()
+        wanted = reference(*[t[2 * rank : 2 * rank + 2] for t in batch])
+    torch.testing.assert_close(loss, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_edits_count_after_mark_main_weights_changed(
+    ranks: Ranks, param_dtype: torch.dtype | None, strategy: str
+) -> None:
+    """In-place edits of sharded parameters reach the next forward."""
+    ranks(2).run(_edited_in_place, param_dtype, strategy)
+
+
+def _policies() -> None:
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.norm = nn.LayerNorm(4)
+            self.register_buffer("table", torch.ones(4))
+            self.seen: dict[str, torch.dtype] = {}
+
+        def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            weights = {"linear": self.linear.weight, "norm": self.norm.weight}
+            self.seen = {k: w.dtype for k, w in weights.items()}
+            self.seen |= {"x": x.dtype, "index": index.dtype, "table": self.table.dtype}
+            return self.norm(self.linear(x).float()).to(x.dtype)
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    policy = MixedPrecisionPolicy(bf16, output_dtype=fp32, keep_fp32=("LayerNorm",))
+    probe = fully_shard(Probe(), mp_policy=policy)
+    out = probe(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
+    out.sum().backward()
+    assert out.dtype == fp32
+    assert probe.seen == {
+        "linear": bf16,
+        "norm": fp32,
+        "x": bf16,
+        "index": torch.int64,
+        "table": fp32,
+    }
+    assert {p.dtype for p in probe.parameters()} == {fp32} == {p.grad.dtype for p in probe.parameters()}
+    theirs = TorchMixedPrecisionPolicy(param_dtype=bf16, cast_forward_inputs=False)
+    probe = fully_shard(Probe().double(), mp_policy=theirs)
+    assert {p.dtype for p in probe.parameters()} == {torch.float64}
+    with pytest.raises(RuntimeError):
+        probe(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
+    assert probe.seen["linear"] == bf16 and probe.seen["x"] == fp32
+
+
+def test_a_policy_decides_dtypes_and_torchs_own_is_accepted(ranks: Ranks) -> None:
+    """Compute weights, inputs and outputs are cast, integers and buffers are not."""
+    ranks(2).run(_policies)
+
+
+def _other_method() -> None:
+    class Scorer(Block):
+        def score(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(self.norm(x)).sum()
+
+    torch.manual_seed(0)
+    reference = Scorer()
+    net = fully_shard(copy.deepcopy(reference))
+    register_fsdp_forward_method(net, "score")
+    x = torch.ones(2, 12)
+    reference.score(x).backward()
+    net.score(x).backward()
+    grad = net.up.weight.grad
+    torch.testing.assert_close(full_tensor(grad), reference.up.weight.grad)
+    assert isinstance(net.up.weight, UnevenDTensor)
+    with pytest.raises(ValueError, match="'rate'"):
+        register_fsdp_forward_method(net, "rate")
+
+
+def test_another_method_may_run_as_forward(ranks: Ranks) -> None:
+    """A registered method sees gathered parameters and gives gradients."""
+    ranks(2).run(_other_method)

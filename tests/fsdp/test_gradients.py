@@ -1,0 +1,293 @@
+"""Gradients of sharded units equal those of one process on the whole batch, however the loop is driven."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
+from megafsdp.buffer.collectives import record_collectives
+from megafsdp.device.memory import Category
+from tests.fsdp.toy import assert_same_grads, batches, full_grads, mine, pair
+from tests.ranks import Ranks
+
+STRATEGIES = ("optim_grads_params", "no_shard")
+
+
+def _accumulate(strategy: str, num_microbatches: int, manner: str) -> float:
+    reference, net = pair(strategy=strategy)
+    for _ in range(2):
+        # The second pass adds to gradients that were reduced before.
+        for k, batch in enumerate(batches(num_microbatches)):
+            reference(*batch).backward()
+            is_last = k == num_microbatches - 1
+            if manner == "microbatch":
+                with microbatch(net, is_last=is_last):
+                    net(*mine(batch)).backward()
+            elif manner == "no_sync" and not is_last:
+                with net.no_sync():
+                    net(*mine(batch)).backward()
+            else:
+                net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+    norms = [
+        torch.stack([g.norm() for g in grads]).norm()
+        for grads in (
+            [g for g in full_grads(net).values() if g is not None],
+            [p.grad for p in reference.parameters()],
+        )
+    ]
+    return float(norms[0] / norms[1])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("manner", ["plain", "microbatch", "no_sync"])
+def test_gradients_accumulate_over_microbatches_and_backwards(
+    ranks: Ranks, num_ranks: int, strategy: str, manner: str
+) -> None:
+    """Three microbatches, twice without clearing, are the sum of the single-process gradients."""
+    ratios = ranks(num_ranks).run(_accumulate, strategy, 3, manner)
+    assert ratios == pytest.approx([1.0] * num_ranks, abs=1e-5)
+
+
+def _two_rank_reduction() -> bool:
+    reference, net = pair()
+    batch = batches(1)[0]
+    partials = []
+    for rank in range(2):
+        one = copy.deepcopy(reference)
+        one(batch[0][2 * rank : 2 * rank + 2], batch[1][2 * rank : 2 * rank + 2]).backward()
+        partials.append({n: p.grad for n, p in one.named_parameters()})
+    net(*mine(batch)).backward()
+    return all(
+        torch.equal(grad, (partials[0][name] + partials[1][name]) * 0.5)
+        for name, grad in full_grads(net).items()
+        if grad is not None
+    )
+
+
+def test_reduction_over_two_ranks_is_exact(ranks: Ranks) -> None:
+    """The mean of two fp32 gradients is the correctly rounded one, bit by bit."""
+    assert ranks(2).run(_two_rank_reduction) == [True, True]
+
+
+class Branches(nn.Module):
+    """Two branches of which each rank may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        """Use one branch."""
+        return (self.first if which == 0 else self.second)(x).sum()
+
+
+def _usage(which_of_rank: list[int]) -> list[str]:
+    reference = Branches()
+    net = fully_shard(copy.deepcopy(reference))
+    world = dist.get_world_size()
+    inputs = torch.arange(8.0 * world).view(world, 1, 8)
+    for _ in range(2):
+        for rank, which in enumerate(which_of_rank):
+            (reference(inputs[rank], which) / world).backward()
+        net(inputs[dist.get_rank()], which_of_rank[dist.get_rank()]).backward()
+        assert_same_grads(net, reference)
+    return [name for name, p in net.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize("which", [[0, 0], [0, 1], [1, 0]])
+def test_unused_parameters_keep_no_gradient_unless_another_rank_used_them(
+    ranks: Ranks, which: list[int]
+) -> None:
+    """``.grad`` is None exactly where the single process has None, and never mixed between them."""
+    never = ["never.weight", "never.bias"]
+    other = {(0, 0): ["second.weight", "second.bias"]}.get(tuple(which), [])
+    assert ranks(2).run(_usage, which) == [[*other, *never]] * 2
+
+
+def _cleared_and_replaced() -> None:
+    reference, net = pair()
+    first, second = batches(2)
+    for model, batch in ((reference, first), (net, mine(first))):
+        model(*batch).backward()
+    kept = next(iter(net.parameters())).grad
+    kept_value = kept.local.clone()
+    for model in (reference, net):
+        parameters = list(model.parameters())
+        parameters[0].grad = None
+        parameters[1].grad = parameters[1].grad * 3.0
+        parameters[2].grad.mul_(0.5)
+    for model, batch in ((reference, second), (net, mine(second))):
+        model(*batch).backward()
+    assert_same_grads(net, reference)
+    for model in (reference, net):
+        model.zero_grad(set_to_none=True)
+    last = next(iter(net.parameters()))
+    for model, batch in ((reference, first), (net, mine(first))):
+        model(*batch).backward()
+    assert_same_grads(net, reference)
+    assert last.grad is not kept
+    assert kept_value.shape == kept.local.shape
+
+
+def test_gradients_follow_what_the_user_did_to_them(ranks: Ranks) -> None:
+    """Cleared gradients start anew; replaced, scaled and kept ones are added to, as in plain torch."""
+    ranks(2).run(_cleared_and_replaced)
+
+
+def _references_survive() -> bool:
+    _, net = pair()
+    first, second = batches(2)
+    net(*mine(first)).backward()
+    parameter = next(iter(net.parameters()))
+    kept = parameter.grad
+    value = kept.local.clone()
+    net.zero_grad()
+    net(*mine(second)).backward()
+    return torch.equal(kept.local, value) and not torch.equal(parameter.grad.local, value)
+
+
+def test_a_kept_gradient_is_not_overwritten_by_the_next_step(ranks: Ranks) -> None:
+    """A reference to ``.grad`` taken before zero_grad() keeps its values."""
+    assert ranks(2).run(_references_survive) == [True, True]
+
+
+def _token_average() -> None:
+    reference, net = pair(average="token")
+    batch = batches(1)[0]
+    world = dist.get_world_size()
+    (reference(*batch) * world).backward()
+    net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+
+
+def _divide_factor() -> None:
+    reference, net = pair()
+    for module in (net, *net.blocks):
+        module.set_gradient_divide_factor(0.5)
+    batch = batches(1)[0]
+    (reference(*batch) * (dist.get_world_size() / 0.5)).backward()
+    net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("body", [_token_average, _divide_factor])
+def test_averaging_is_a_choice(ranks: Ranks, body: object) -> None:
+    """``average='token'`` sums, and a divide factor replaces the number of ranks."""
+    ranks(2).run(body)
+
+
+def _bf16(reduce_dtype: torch.dtype | None, main_grads_dtype: torch.dtype | None) -> torch.dtype:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, main_grads_dtype=main_grads_dtype
+    )
+    reference, net = pair(mp_policy=policy)
+    batch = batches(1)[0]
+    partials: list[dict[str, torch.Tensor | None]] = []
+    for rank in range(dist.get_world_size()):
+        one = copy.deepcopy(reference).to(torch.bfloat16)
+        one(batch[0][2 * rank : 2 * rank + 2], batch[1][2 * rank : 2 * rank + 2]).backward()
+        partials.append({n: p.grad for n, p in one.named_parameters()})
+    with record_collectives() as record:
+        net(*mine(batch)).backward()
+    for name, grad in full_grads(net).items():
+        total = sum(p[name].float() for p in partials) / len(partials)
+        assert torch.equal(grad, total.to(grad.dtype)), name
+    packed = sum(g.layout.gathered_numel for m in (net, *net.blocks) for g in m._fsdp_unit().groups)
+    assert record.nbytes["reduce_scatter"] == 2 * packed, "gradients travel in bf16"
+    return next(iter(net.parameters())).grad.dtype
+
+
+@pytest.mark.parametrize("main_grads_dtype", [None, torch.bfloat16])
+def test_bf16_gradients_travel_as_they_are_and_are_summed_in_fp32(
+    ranks: Ranks, main_grads_dtype: torch.dtype | None
+) -> None:
+    """The wire loses nothing, and two ranks' sum is the exact one rounded once."""
+    dtypes = ranks(2).run(_bf16, torch.float32, main_grads_dtype)
+    assert dtypes == [main_grads_dtype or torch.float32] * 2
+
+
+def _whole_and_odd() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.one = nn.Parameter(torch.randn(1))
+            self.empty = nn.Parameter(torch.zeros(0, 4))
+            self.cube = nn.Parameter(torch.randn(3, 5, 7))
+            self.rows = nn.Parameter(torch.randn(7, 5).t())
+            self.frozen = nn.Parameter(torch.randn(5, 7), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.einsum("bi,kij->bkj", x, self.cube).sum(1) * self.scale + self.one
+            return (y @ (self.rows + self.frozen).t()).square().mean() + self.empty.sum()
+
+    reference = Odd()
+    original = copy.deepcopy(reference)
+    net = fully_shard(original)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (reference, net)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(3):
+        x = torch.randn(2 * world, 5, generator=torch.Generator().manual_seed(step))
+        reference(x).backward()
+        net(x[2 * rank : 2 * rank + 2]).backward()
+        assert_same_grads(net, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in net.named_parameters():
+        wanted = dict(reference.named_parameters())[name].detach()
+        torch.testing.assert_close(full_tensor(parameter.detach()), wanted, rtol=1e-4, atol=1e-5)
+    grads = [g for r in net._fsdp_unit().reducers for g in [r.main_grad] if g is not None]
+    ledger = net._fsdp_unit().ledger
+    trainable = [g for g in net._fsdp_unit().groups if g.is_trainable]
+    assert len(trainable) == 2 and len(net._fsdp_unit().groups) == 3
+    assert ledger.live[Category.MAIN_GRAD] == sum(g.numel() * g.element_size() for g in grads)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_odd_parameters_train_like_plain_ones(ranks: Ranks, num_ranks: int) -> None:
+    """0-dim, 1-element, empty, 3-D, non-contiguous and frozen parameters; frozen ones cost no grad."""
+    ranks(num_ranks).run(_whole_and_odd)
+
+
+def _hooks() -> list[int]:
+    _, net = pair()
+    fired = []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad is not None))
+    batch = batches(1)[0]
+    net(*mine(batch)).backward()
+    return [len(fired), sum(fired), len(list(net.parameters()))]
+
+
+def test_post_accumulate_hooks_see_the_reduced_gradient(ranks: Ranks) -> None:
+    """Every hook on a sharded parameter fires once a backward, after ``.grad`` is set."""
+    assert all(a == b == c for a, b, c in ranks(2).run(_hooks))
+
+
+def _flip() -> None:
+    reference, net = pair()
+    for value in (False, True):
+        for model in (reference, net):
+            model.blocks[1].up.weight.requires_grad_(value)
+            model.zero_grad()
+        batch = batches(1)[0]
+        reference(*batch).backward()
+        net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+
+
+def test_requires_grad_may_be_flipped_between_steps(ranks: Ranks) -> None:
+    """A parameter frozen after sharding gets no gradient, and one again when it is unfrozen."""
+    ranks(2).run(_flip)

@@ -1,0 +1,328 @@
+"""Which collectives a step issues, when, and how many bytes are alive meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafsdp import MixedPrecisionPolicy, microbatch
+from megafsdp.buffer import collectives, dbuffer
+from megafsdp.buffer.collectives import Pending, record_collectives
+from megafsdp.device.memory import Category
+from megafsdp.fsdp.parameter_group import ParameterGroup
+from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, pair, shard
+from tests.ranks import Ranks
+
+NUM_BLOCKS = 4
+KIND_OF_OP = {
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "alltoall_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+}
+
+
+class CountC10d(TorchDispatchMode):
+    """Count the c10d operators that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Count and run."""
+        if func.namespace == "c10d":
+            self.calls[KIND_OF_OP[func._schema.name.removeprefix("c10d::")]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _net(**options: object) -> Net:
+    return shard(Net(NUM_BLOCKS), **options)
+
+
+def _step(net: Net, num_microbatches: int, is_told: bool) -> None:
+    for k, batch in enumerate(batches(num_microbatches)):
+        if is_told:
+            with microbatch(net, is_last=k == num_microbatches - 1):
+                net(*mine(batch)).backward()
+        else:
+            net(*mine(batch)).backward()
+    net.zero_grad()
+
+
+def _count(
+    options: dict[str, object], num_microbatches: int, is_told: bool
+) -> tuple[dict[str, int], dict[str, int], dict[str, int], tuple[int, int, int]]:
+    net = _net(**options)
+    _step(net, 1, False)
+    with record_collectives() as record, CountC10d() as counted:
+        _step(net, num_microbatches, is_told)
+    packed = sum(
+        group.layout.gathered_numel * 4
+        for module in (net, *net.blocks)
+        for group in module._fsdp_unit().groups
+    )
+    last = net.blocks[-1]._fsdp_unit().groups[0].layout.gathered_numel * 4
+    root = net._fsdp_unit().groups[0].layout.gathered_numel * 4
+    return dict(record.calls), dict(record.nbytes), dict(counted.calls), (packed, last, root)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_zero3_issues_exactly_the_collectives_of_the_formula(
+    ranks: Ranks, num_ranks: int, num_microbatches: int, is_told: bool
+) -> None:
+    """(2n - r)m all-gathers and nm reduce-scatters, with n = 5 groups and r = 2 kept units."""
+    n, r, m = NUM_BLOCKS + 1, 2, num_microbatches
+    for calls, nbytes, dispatched, (packed, last, root) in ranks(num_ranks).run(
+        _count, {}, m, is_told
+    ):
+        usage = 0 if num_ranks == 1 else 1 if is_told else m
+        assert calls["all_gather"] == (2 * n - r) * m
+        assert calls["reduce_scatter"] == n * m
+        assert calls.get("all_reduce", 0) == usage
+        assert nbytes["all_gather"] == (2 * packed - last - root) * m
+        assert nbytes["reduce_scatter"] == packed * m
+        # A single rank sums its own shard without a collective.
+        assert {**calls, "reduce_scatter": dispatched.get("reduce_scatter", n * m)} == {
+            **dispatched,
+            "reduce_scatter": n * m,
+        }
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_no_shard_all_reduces_once_a_step_when_told_and_once_a_backward_else(
+    ranks: Ranks, is_told: bool
+) -> None:
+    """n all-reduces with microbatch(), nm in a plain loop, and no gather."""
+    n, m = NUM_BLOCKS + 1, 3
+    for calls, nbytes, dispatched, (packed, _, _) in ranks(2).run(
+        _count, {"strategy": "no_shard"}, m, is_told
+    ):
+        finalised = 1 if is_told else m
+        assert calls == {"all_reduce": (n + 1) * finalised} == dispatched
+        flags = 6 * NUM_BLOCKS + 3
+        assert nbytes["all_reduce"] == (packed + flags) * finalised
+
+
+def test_parameters_kept_after_forward_are_gathered_once(ranks: Ranks) -> None:
+    """reshard_after_forward=False takes nm all-gathers."""
+    for calls, *_ in ranks(2).run(_count, {"reshard_after_forward": False}, 3, False):
+        assert calls["all_gather"] == 3 * (NUM_BLOCKS + 1)
+
+
+def _no_grad_counts() -> list[int]:
+    net = _net()
+    tokens, _ = mine(batches(1)[0])
+    counts = []
+    with torch.no_grad():
+        for _ in range(2):
+            with record_collectives() as record:
+                net(tokens)
+            counts.append(record.calls["all_gather"])
+    live = net._fsdp_unit().ledger.live[Category.UNSHARDED]
+    assert live == 0, "nothing stays unsharded after a forward without a graph"
+    return counts
+
+
+def test_forward_without_graph_gathers_each_unit_once(ranks: Ranks) -> None:
+    """n all-gathers each time, and nothing is left unsharded."""
+    assert ranks(2).run(_no_grad_counts) == [[NUM_BLOCKS + 1] * 2] * 2
+
+
+def _peaks(prefetch: int) -> dict[str, int]:
+    net = _net(prefetch=prefetch)
+    optimizer = adamw(net)
+    ledger = net._fsdp_unit().ledger
+    unit = net.blocks[0]._fsdp_unit().groups[0].layout
+    for step in range(3):
+        if step == 2:
+            ledger.reset_peak()
+        for batch in batches(2):
+            net(*mine(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    root = net._fsdp_unit().groups[0].layout
+    return {
+        "unsharded": ledger.peak_num_live[Category.UNSHARDED],
+        "partial": ledger.peak_num_live[Category.PARTIAL_GRAD],
+        "unsharded_nbytes": ledger.peak[Category.UNSHARDED],
+        "unit_nbytes": 4 * unit.gathered_numel,
+        "root_nbytes": 4 * root.gathered_numel,
+        "main": ledger.live[Category.MAIN_WEIGHT],
+        "shard_nbytes": 4 * (NUM_BLOCKS * unit.shard_numel + root.shard_numel),
+    }
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_few_units_are_unsharded_at_a_time(ranks: Ranks, prefetch: int) -> None:
+    """prefetch + 1 units beside the root and the last unit, and two reduce-scatter inputs."""
+    for peak in ranks(2).run(_peaks, prefetch):
+        # The kept last unit is one of the units at work when backward begins.
+        assert peak["unsharded"] <= 1 + prefetch + 1 + 1
+        assert peak["unsharded_nbytes"] <= peak["root_nbytes"] + (prefetch + 2) * peak["unit_nbytes"]
+        assert peak["partial"] <= 2
+        assert peak["main"] == peak["shard_nbytes"]
+
+
+def _overlap() -> list[tuple[str, str]]:
+    net = _net()
+    events: list[tuple[str, str]] = []
+    net(*mine(batches(1)[0])).backward()
+
+    original = collectives.all_gather
+
+    class Delayed(Pending):
+        def __init__(self, inner: Pending, label: str) -> None:
+            super().__init__()
+            self.inner, self.label = inner, label
+
+        def wait(self) -> None:
+            time.sleep(0.01)
+            self.inner.wait()
+            events.append(("arrived", self.label))
+
+    def delayed(output, shards, *, group, label):  # noqa: ANN001, ANN202
+        events.append(("issued", label))
+        return Delayed(original(output, shards, group=group, label=label), label)
+
+    for k, block in enumerate(net.blocks):
+        block.register_forward_hook(lambda *_, k=k: events.append(("computed", f"blocks.{k}")))
+    dbuffer.all_gather, kept = delayed, dbuffer.all_gather
+    try:
+        net(*mine(batches(1)[0]))
+    finally:
+        dbuffer.all_gather = kept
+    return events
+
+
+def test_the_next_gather_is_in_flight_while_a_unit_computes(ranks: Ranks) -> None:
+    """In forward, gather i + 1 is issued before unit i computes and arrives after it."""
+    events = ranks(2).run(_overlap)[0]
+    for k in range(NUM_BLOCKS - 1):
+        following = f"blocks.{k + 1}"
+        issued, arrived = events.index(("issued", following)), events.index(("arrived", following))
+        assert issued < events.index(("computed", f"blocks.{k}")) < arrived
+
+
+def _changing_order() -> None:
+    reference, net = pair()
+    for order in ([0, 1, 2], [2, 0, 1], [0, 1], [0, 1, 2], [1, 1, 0]):
+        batch = batches(1, seed=len(order))[0]
+        for model, (tokens, labels) in ((reference, batch), (net, mine(batch))):
+            loss = _Reordered(model)(tokens, labels, order)
+            loss.backward()
+        assert_same_grads(net, reference)
+        for unit in (net, *net.blocks):
+            assert not unit._fsdp_unit().is_unsharded
+        reference.zero_grad()
+        net.zero_grad()
+
+
+class _Reordered:
+    """Run a net's blocks in a given order by swapping its list for one forward."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+
+    def __call__(
+        self, tokens: torch.Tensor, labels: torch.Tensor, order: list[int]
+    ) -> torch.Tensor:
+        modules = self.net.blocks._modules
+        kept = dict(modules)
+        try:
+            modules.clear()
+            modules.update({str(k): kept[str(index)] for k, index in enumerate(order)})
+            return self.net(tokens, labels)
+        finally:
+            modules.clear()
+            modules.update(kept)
+
+
+def test_a_changing_order_of_units_is_followed_safely(ranks: Ranks) -> None:
+    """Skipped, repeated and reordered units give right gradients and leave nothing unsharded."""
+    ranks(2).run(_changing_order)
+
+
+def _refreshes(strategy: str) -> list[int]:
+    counts: Counter[int] = Counter()
+    original = ParameterGroup.refresh
+
+    def counting(self: ParameterGroup) -> None:
+        counts[id(self)] += 1
+        original(self)
+
+    ParameterGroup.refresh = counting
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        net = _net(strategy=strategy, mp_policy=policy)
+        optimizer = adamw(net)
+        net(*mine(batches(1)[0])).backward()
+        seen = []
+        for _ in range(2):
+            counts.clear()
+            optimizer.step()
+            with torch.no_grad():
+                net(*mine(batches(1)[0]))
+                net(*mine(batches(1)[0]))
+            seen.append(sum(counts.values()))
+        return seen
+    finally:
+        ParameterGroup.refresh = original
+
+
+def test_a_replicated_group_is_refreshed_once_after_a_step(ranks: Ranks) -> None:
+    """One cast a group after each step, none in a second forward."""
+    assert ranks(2).run(_refreshes, "no_shard") == [[NUM_BLOCKS + 1] * 2] * 2
+
+
+def _kept_storage_is_regathered() -> None:
+    reference, net = pair()
+    optimizers = [adamw(reference), adamw(net)]
+    batch = batches(1)[0]
+    for model, own in ((reference, batch), (net, mine(batch))):
+        model(*own).backward()
+    for _ in range(2):
+        # A forward whose graph is dropped keeps the root and the last unit unsharded.
+        net(*mine(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        expected = reference(batch[0])
+        rank = dist.get_rank()
+        logits = net(mine(batch)[0])
+    torch.testing.assert_close(logits, expected[2 * rank : 2 * rank + 2], rtol=1e-4, atol=1e-5)
+
+
+def test_kept_storage_is_gathered_again_after_a_step(ranks: Ranks) -> None:
+    """Weights that stayed unsharded over an optimizer step are not used stale."""
+    ranks(2).run(_kept_storage_is_regathered)
+
+
+def _free_without_gc() -> int:
+    gc.disable()
+    try:
+        net = _net()
+        optimizer = adamw(net)
+        for _ in range(2):
+            net(*mine(batches(1)[0])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ledger = net._fsdp_unit().ledger
+        assert ledger.total > 0
+        del optimizer, net
+        return ledger.total
+    finally:
+        gc.enable()
+
+
+def test_deleting_the_model_frees_every_byte_without_the_cycle_collector(ranks: Ranks) -> None:
+    """No reference cycle holds a buffer."""
+    assert ranks(2).run(_free_without_gc) == [0, 0]

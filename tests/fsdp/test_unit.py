@@ -1,0 +1,413 @@
+"""What a unit's modules show in each phase, and every way a user may drive a unit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from megafsdp import full_tensor, fully_shard
+from megafsdp.buffer.collectives import record_collectives
+from tests.fsdp.toy import (
+    Block,
+    Net,
+    adamw,
+    assert_same_grads,
+    assert_same_parameters,
+    batches,
+    mine,
+    pair,
+)
+from tests.ranks import Ranks
+
+
+def _shown(module: nn.Module) -> set[str]:
+    return {"sharded" if isinstance(p, DTensor) else "full" for p in module.parameters()}
+
+
+def _phases() -> None:
+    _, net = pair()
+    block = net.blocks[0]
+    seen: dict[str, set[str]] = {}
+    block.up.register_forward_hook(lambda *_: seen.update(forward=_shown(block)))
+    net.register_forward_hook(lambda *_: seen.update(after_root=_shown(net)))
+    objects = {n: id(p) for n, p in net.named_parameters()}
+    loss = net(*mine(batches(1)[0]))
+    seen["between"] = _shown(net)
+    handles = [
+        p.register_hook(lambda g: seen.update(backward=_shown(block)))
+        for p in (g.unsharded for g in block._fsdp_unit().groups[0].parameters)
+    ]
+    loss.backward()
+    assert len(handles) == 6
+    assert seen == {
+        "forward": {"full"},
+        "after_root": {"sharded"},
+        "between": {"sharded"},
+        "backward": {"full"},
+    }
+    assert _shown(net) == {"sharded"}
+    assert {n: id(p) for n, p in net.named_parameters()} == objects
+
+
+def test_modules_show_full_parameters_only_in_their_own_forward_and_backward(ranks: Ranks) -> None:
+    """Kept units show sharded parameters too, and the sharded objects never change."""
+    ranks(2).run(_phases)
+
+
+def _two_forwards() -> None:
+    reference, net = pair()
+    first, second = batches(2)
+    (reference(*first) + reference(*second)).backward()
+    (net(*mine(first)) + net(*mine(second))).backward()
+    assert_same_grads(net, reference)
+
+
+def _two_forwards_two_backwards() -> None:
+    reference, net = pair()
+    first, second = batches(2)
+    for model, pick in ((reference, lambda b: b), (net, mine)):
+        losses = [model(*pick(first)), model(*pick(second))]
+        for loss in losses:
+            loss.backward()
+    assert_same_grads(net, reference)
+
+
+def _retained_graph() -> None:
+    reference, net = pair()
+    batch = batches(1)[0]
+    for model, own in ((reference, batch), (net, mine(batch))):
+        loss = model(*own)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_grads(net, reference)
+
+
+def _unit_applied_twice() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(12, 12), Block())
+    net = copy.deepcopy(reference)
+    fully_shard(net[1])
+    fully_shard(net)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world, 12)
+
+    def run(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return model[1](model(rows)).square().mean(dim=1).sum()
+
+    (run(reference, x) / world).backward()
+    run(net, x[rank : rank + 1]).backward()
+    assert_same_grads(net, reference)
+
+
+def _train_after_eval() -> None:
+    reference, net = pair()
+    batch = batches(1)[0]
+    with torch.no_grad():
+        net(*mine(batch))
+        assert _shown(net) == {"sharded"}
+    net.eval()
+    net(*mine(batch))
+    net.train()
+    for model, own in ((reference, batch), (net, mine(batch))):
+        model(*own).backward()
+    assert_same_grads(net, reference)
+
+
+def _part_of_the_model() -> None:
+    reference, net = pair()
+    x = torch.randn(2, 12)
+    net(*mine(batches(1)[0])).backward()
+    net.zero_grad()
+    for model in (reference, net):
+        model.blocks[1](x).sum().backward()
+    assert_same_grads(net.blocks[1], reference.blocks[1])
+
+
+def _recomputed(use_reentrant: bool) -> None:
+    reference, net = pair()
+
+    def wrap(model: Net) -> None:
+        for block in model.blocks:
+            inner = block.forward
+            block.forward = lambda x, f=inner: checkpoint(f, x, use_reentrant=use_reentrant)
+
+    def outside(model: Net, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = model.embedding(tokens)
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        logits = model.head(model.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    class Outside(nn.Module):
+        def __init__(self, model: Net) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return outside(self.model, tokens, labels)
+
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    # Outside: the checkpoint wraps the unit. The root must be the module that runs the blocks.
+    fresh = Net()
+    for block in fresh.blocks:
+        fully_shard(block)
+    root = fully_shard(Outside(fresh))
+    for _ in range(2):
+        with record_collectives() as record:
+            root(*mine(batch)).backward()
+        assert_same_grads(fresh, reference)
+        root.zero_grad()
+    assert record.calls["all_gather"] <= 2 * 4 - 1, "one gather serves recompute and backward"
+    # Inside: the unit's own forward checkpoints its body.
+    wrap(net)
+    net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activations_may_be_recomputed(ranks: Ranks, use_reentrant: bool) -> None:
+    """Checkpointing outside and inside units gives the same gradients, reentrant or not."""
+    ranks(2).run(_recomputed, use_reentrant)
+
+
+class Guard(nn.Module):
+    """A block that raises in forward or backward when asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.fail_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the block, or fail."""
+        if self.fail_in == "forward":
+            raise ValueError("asked to fail")
+        y = self.inner(x)
+        if self.fail_in == "backward":
+            y.register_hook(self._fail)
+        return y
+
+    def _fail(self, grad: torch.Tensor) -> None:
+        raise ValueError("asked to fail")
+
+
+def _retry(where: str) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(12, 12), Guard(), Guard(), nn.Linear(12, 1))
+    net = copy.deepcopy(reference)
+    for guard in (net[1], net[2]):
+        fully_shard(guard)
+    fully_shard(net)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world, 3, 12)
+    net(x[rank]).mean().backward()
+    net.zero_grad()
+    net[1].fail_in = where
+    with pytest.raises(ValueError, match="asked to fail"):
+        net(x[rank]).mean().backward()
+    net[1].fail_in = ""
+    net.zero_grad()
+    for _ in range(2):
+        reference(x).mean().backward()
+        net(x[rank]).mean().backward()
+    assert_same_grads(net, reference)
+    assert _shown(net) == {"sharded"}
+    assert not any(m._fsdp_unit().is_unsharded for m in (net, net[1], net[2]))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_pass_may_be_retried(ranks: Ranks, where: str) -> None:
+    """After an exception the next forward starts clean, and nothing is doubled or lost."""
+    ranks(2).run(_retry, where)
+
+
+def _frozen_and_detached() -> None:
+    torch.manual_seed(0)
+
+    class Detaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(12, 12)
+            self.second = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(x) + x @ self.first.weight.detach() + self.first.bias
+
+    reference = nn.Sequential(nn.Linear(12, 12), Detaching(), Block(), nn.Linear(12, 1))
+    reference[0].requires_grad_(False)
+    reference[2].up.requires_grad_(False)
+    net = copy.deepcopy(reference)
+    for block in (net[0], net[1], net[2]):
+        fully_shard(block)
+    fully_shard(net)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world, 3, 12)
+    for needs_grad in (False, True):
+        inputs = x.clone().requires_grad_(needs_grad)
+        reference(inputs).mean().backward()
+        net(inputs[rank]).mean().backward()
+        assert_same_grads(net, reference)
+
+
+@dataclass
+class Result:
+    """An output that is neither tensor nor tuple."""
+
+    value: torch.Tensor
+    name: str
+
+
+class Structured(nn.Module):
+    """Takes keywords, returns a dataclass inside a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, *, inputs: dict[str, torch.Tensor]) -> dict[str, Result]:
+        """Apply the linear layer."""
+        return {"result": Result(self.linear(inputs["x"]), "y")}
+
+
+def _structured() -> None:
+    torch.manual_seed(0)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(12, 12)
+            self.inner = Structured()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(inputs={"x": self.first(x)})["result"].value.square().mean()
+
+    reference = Outer()
+    net = copy.deepcopy(reference)
+    fully_shard(net.inner)
+    fully_shard(net)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world, 3, 12)
+    for _ in range(2):
+        reference(x).backward()
+        net(x[rank]).backward()
+    assert_same_grads(net, reference)
+
+
+def _modules_as_one_unit() -> None:
+    reference = Net()
+    net = copy.deepcopy(reference)
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard([net.embedding, net.norm, net.head])
+    fully_shard(net)
+    optimizers = [adamw(reference), adamw(net)]
+    for step in range(3):
+        batch = batches(1, seed=step)[0]
+        reference(*batch).backward()
+        net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
+    assert net.head.weight is net.embedding.weight
+
+
+def _nested_units() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(
+        nn.Linear(12, 12), nn.Sequential(Block(), Block(), nn.Linear(12, 12)), nn.Linear(12, 3)
+    )
+    net = copy.deepcopy(reference)
+    fully_shard(net[1][0])
+    fully_shard(net[1])
+    fully_shard(net)
+    owned = {id(p.sharded) for g in net[1]._fsdp_unit().groups for p in g.parameters}
+    assert owned.isdisjoint(id(p) for p in net[1][0].parameters())
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world, 3, 12)
+    for _ in range(2):
+        reference(x).square().mean().backward()
+        net(x[rank]).square().mean().backward()
+    assert_same_grads(net, reference)
+
+
+def _two_roots() -> None:
+    torch.manual_seed(0)
+    reference = nn.ModuleList([Block(), Block()])
+    nets = copy.deepcopy(reference)
+    for block in nets:
+        fully_shard(block)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world, 3, 12)
+    for _ in range(2):
+        reference[1](reference[0](x)).square().mean().backward()
+        nets[1](nets[0](x[rank])).square().mean().backward()
+    assert_same_grads(nets, reference)
+
+
+def _explicit_unshard() -> None:
+    _, net = pair()
+    block = net.blocks[0]
+    with torch.no_grad():
+        net(*mine(batches(1)[0]))
+    full = {n: full_tensor(p.detach()) for n, p in block.named_parameters()}
+    handle = block.unshard(async_op=True)
+    assert _shown(block) == {"sharded"}
+    handle.wait()
+    handle.wait()
+    assert all(torch.equal(full[n], p) for n, p in block.named_parameters())
+    block.reshard()
+    assert _shown(block) == {"sharded"}
+    block.unshard()
+    assert _shown(block) == {"full"}
+    block.reshard()
+
+
+def _explicit_prefetch() -> list[tuple[str, str]]:
+    _, net = pair()
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[2]])
+    net.blocks[2].set_modules_to_backward_prefetch([net.blocks[0]])
+    reference = Net()
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    with record_collectives() as record:
+        net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+    return [label for kind, label in record.events if kind == "all_gather"]
+
+
+def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
+    """The chosen unit is gathered right after the one it is chosen for, in both directions."""
+    order = ranks(2).run(_explicit_prefetch)[0]
+    assert order[order.index("blocks.0") + 1] == "blocks.2"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _two_forwards,
+        _two_forwards_two_backwards,
+        _retained_graph,
+        _unit_applied_twice,
+        _train_after_eval,
+        _part_of_the_model,
+        _frozen_and_detached,
+        _structured,
+        _modules_as_one_unit,
+        _nested_units,
+        _two_roots,
+        _explicit_unshard,
+    ],
+)
+def test_a_unit_may_be_driven_in_any_way(ranks: Ranks, body: object) -> None:
+    """Each way gives the gradients of the unsharded model."""
+    ranks(2).run(body)

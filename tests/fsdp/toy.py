@@ -1,0 +1,152 @@
+"""A small network with tied, 1-D and odd-row parameters, its oracle, and what tests do with both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from megafsdp import full_tensor, fully_shard
+
+VOCABULARY = 37
+WIDTH = 12
+
+
+class Block(nn.Module):
+    """A residual MLP."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 5 * width)
+        self.down = nn.Linear(5 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x plus the MLP of its norm."""
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, norm, and a head tied to the embedding; returns the loss or the logits."""
+
+    def __init__(self, num_blocks: int = 3, width: int = WIDTH, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, or with labels the mean cross entropy."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def shard(net: Net, **options: object) -> Net:
+    """Make each block and then the net a unit."""
+    for block in net.blocks:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def pair(**options: object) -> tuple[Net, Net]:
+    """Return an unsharded net and the same net sharded over all ranks."""
+    reference = Net()
+    return reference, shard(copy.deepcopy(reference), **options)
+
+
+def batches(num: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return global batches of (tokens, labels), 2 rows a rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2 * dist.get_world_size(), 6)
+    return [
+        (
+            torch.randint(0, VOCABULARY, shape, generator=generator),
+            torch.randint(0, VOCABULARY, shape, generator=generator),
+        )
+        for _ in range(num)
+    ]
+
+
+def mine(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's rows of a global batch."""
+    rank = dist.get_rank()
+    tokens, labels = batch
+    return tokens[2 * rank : 2 * rank + 2], labels[2 * rank : 2 * rank + 2]
+
+
+def full_grads(net: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return every parameter's full gradient; collective."""
+    return {
+        name: None if p.grad is None else full_tensor(p.grad)
+        for name, p in net.named_parameters()
+    }
+
+
+def assert_same_grads(
+    sharded: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-6
+) -> None:
+    """Assert that gradients are equal, None exactly where the reference has None."""
+    expected = dict(reference.named_parameters())
+    for name, grad in full_grads(sharded).items():
+        wanted = expected[name].grad
+        assert (grad is None) == (wanted is None), f"{name}: {grad} and {wanted}"
+        if grad is not None and wanted is not None:
+            torch.testing.assert_close(grad, wanted, rtol=rtol, atol=atol, msg=lambda m: f"{m}\n{name}")
+
+
+def assert_same_parameters(
+    sharded: nn.Module, reference: nn.Module, rtol: float, atol: float
+) -> None:
+    """Assert that full parameters are equal."""
+    expected = dict(reference.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(
+            full_tensor(parameter.detach()),
+            expected[name].detach(),
+            rtol=rtol,
+            atol=atol,
+            msg=lambda m, n=name: f"{m}\n{n}",
+        )
+
+
+def adamw(net: nn.Module, **options: object) -> torch.optim.AdamW:
+    """Return AdamW with an epsilon that does not turn rounding noise into steps."""
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-5, **options)
+
+
+def train_both(
+    reference: nn.Module,
+    sharded: nn.Module,
+    *,
+    num_steps: int,
+    num_microbatches: int = 1,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+) -> list[tuple[float, float]]:
+    """Train both on the same global batches; return their losses, the sharded one's averaged."""
+    optimizers = [make_optimizer(reference), make_optimizer(sharded)]
+    losses = []
+    for step in range(num_steps):
+        for batch in batches(num_microbatches, seed=step):
+            expected = reference(*batch) / num_microbatches
+            expected.backward()
+            loss = sharded(*mine(batch)) / num_microbatches
+            loss.backward()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            losses.append((mean.item(), expected.item()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses

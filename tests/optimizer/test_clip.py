@@ -1,0 +1,83 @@
+"""Norms over shards count every element once, and clipping equals torch's on the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megafsdp import clip_grad_norm_
+from megafsdp.buffer.collectives import record_collectives
+from tests.fsdp.toy import assert_same_grads, batches, mine, pair
+from tests.ranks import Ranks
+
+
+def _clip(strategy: str, norm_type: float, max_norm: float, of_module: bool) -> None:
+    reference, net = pair(strategy=strategy)
+    net.scale = nn.Parameter(torch.full((3,), 2.0))
+    reference.scale = nn.Parameter(torch.full((3,), 2.0))
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    for model in (reference, net):
+        model.scale.grad = torch.full((3,), 0.5)
+    wanted = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
+    with record_collectives() as record:
+        norm = clip_grad_norm_(net if of_module else net.parameters(), max_norm, norm_type)
+    assert record.calls["all_reduce"] <= 1
+    torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+    assert_same_grads_with_scale(net, reference)
+
+
+def assert_same_grads_with_scale(net: nn.Module, reference: nn.Module) -> None:
+    """Compare the plain parameter, then the sharded ones."""
+    torch.testing.assert_close(net.scale.grad, reference.scale.grad, rtol=1e-5, atol=0)
+    net.scale.grad = reference.scale.grad = None
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_clipping_equals_torchs_on_the_whole_model(
+    ranks: Ranks, strategy: str, norm_type: float, max_norm: float
+) -> None:
+    """Sharded, replicated and plain gradients, some shards empty, one all-reduce at most."""
+    ranks(3).run(_clip, strategy, norm_type, max_norm, norm_type == 2.0)
+
+
+def test_the_norm_of_a_long_tensor_is_exact() -> None:
+    """50 M elements of fp32 lose less than 1e-6, where one running sum would lose 4e-3."""
+    parameter = nn.Parameter(torch.zeros(50_000_000))
+    parameter.grad = torch.rand(50_000_000, generator=torch.Generator().manual_seed(0))
+    wanted = math.sqrt(sum(c.double().square().sum().item() for c in parameter.grad.split(1 << 20)))
+    assert clip_grad_norm_([parameter], 1e9).item() == pytest.approx(wanted, rel=1e-6)
+
+
+def _nonfinite() -> float:
+    _, net = pair()
+    batch = batches(1)[0]
+    net(*mine(batch)).backward()
+    if dist.get_rank() == 1:
+        net.norm.weight.grad.fill_(math.nan)
+    before = net.head.weight.grad.local.clone()
+    with pytest.raises(RuntimeError, match="finite gradient norm"):
+        clip_grad_norm_(net, 1.0, error_if_nonfinite=True)
+    assert torch.equal(net.head.weight.grad.local, before)
+    return clip_grad_norm_(net, 1.0).item()
+
+
+def test_a_nonfinite_norm_is_seen_by_all_ranks(ranks: Ranks) -> None:
+    """A NaN on one rank raises on all, before anything is scaled."""
+    assert all(math.isnan(norm) for norm in ranks(2).run(_nonfinite))
+
+
+def test_a_norm_needs_a_positive_order() -> None:
+    """Order zero is refused."""
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    with pytest.raises(ValueError, match="positive order"):
+        clip_grad_norm_(parameter, 1.0, 0.0)
