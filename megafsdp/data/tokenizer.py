@@ -130,7 +130,8 @@ class JsonTokenizer:
 
     def num_bytes(self, tokens: ArrayLike) -> int:
         """Return how many bytes of text the tokens stand for."""
-        values = np.asarray(tokens).reshape(-1)
+        # An empty list would become an array of floats.
+        values = np.asarray(tokens).reshape(-1).astype(np.int64)
         if self._token_nbytes is None:
             return len(self.decode(values.tolist()).encode("utf-8"))
         return int(self._token_nbytes[values].sum())

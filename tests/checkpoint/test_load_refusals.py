@@ -1,4 +1,4 @@
-"""Refusals: other models, damaged files, contradicting arguments; clear, early, alike on all ranks."""
+"""Refusals: other models, damaged files, contradicting arguments; clear, early, alike everywhere."""
 
 from __future__ import annotations
 

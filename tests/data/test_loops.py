@@ -47,7 +47,7 @@ def _naive_rows(
 def test_samples_are_placed_alike_by_all(
     lengths: list[int], sequence_length: int, data: st.DataObject
 ) -> None:
-    """Both numba and numpy find the boundaries of a list of all tokens, empty documents included."""
+    """Numba and numpy find the boundaries of a list of all tokens, empty documents included."""
     documents = st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=30)
     document_index = data.draw(documents.filter(lambda d: sum(lengths[i] for i in d) > 1))
     num_tokens = sum(lengths[i] for i in document_index)
@@ -107,7 +107,7 @@ def _naive_deal(weights: list[float], limits: list[int], num_samples: int) -> li
     limits=st.lists(st.integers(0, 30), min_size=6, max_size=6),
 )
 def test_blends_are_dealt_alike_by_all(shares: list[int], limits: list[int]) -> None:
-    """Both numba and Python give the order of a naive greedy loop, datasets that run out included."""
+    """Numba and Python give the order of a naive greedy loop; datasets may run out."""
     weights = np.array(shares, dtype=np.float64) / sum(shares)
     most = limits[: len(shares)]
     plain, compiled = _both(
