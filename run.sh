@@ -26,7 +26,7 @@ if [ "$num_gpus" -eq 0 ]; then
 fi
 num_ranks=${NPROC:-$((num_gpus > 0 ? num_gpus : 2))}
 
-if [ ! -e "$run/data" ]; then
+if [ ! -e "$run/data/meta.json" ]; then
   "$PYTHON" -m megafsdp.training.cli prep --stdlib --output "$run/data"
 fi
 

@@ -1,8 +1,9 @@
 """The few exception classes of megafsdp and the one form of its messages.
 
-A message has three sentences: what was expected and what was found, where, and how to mend it. Wrong
-values raise ``ValueError`` or ``TypeError``, wrong times ``RuntimeError``, sound wishes that are not
-built ``NotImplementedError``; the classes below exist where a caller wants to catch one subsystem.
+A message has three sentences: what was expected and what was found, where, and how to mend it.
+Wrong values raise ``ValueError`` or ``TypeError``, wrong times ``RuntimeError``, sound wishes that
+are not built ``NotImplementedError``; the classes below exist where a caller wants to catch one
+subsystem.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import _random as dtensor_random
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.debug import (
+    _clear_fast_path_sharding_prop_cache,
+    _clear_python_sharding_prop_cache,
+)
 
 ENVIRONMENT_PREFIX = "MEGAFSDP_"
 
@@ -178,7 +181,8 @@ def _forget_last_call() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     # DTensor caches specs by equality, and with them meshes whose groups are gone.
-    _clear_sharding_prop_cache()
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
     dtensor_random._rng_tracker = None
     gc.collect()
 

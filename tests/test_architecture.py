@@ -159,7 +159,7 @@ def test_rank_queries_are_no_collectives() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "message"),
     [
-        ("megafsdp/fsdp/unit.py", "x = 1\n" * 351, "cap 350"),
+        ("megafsdp/fsdp/schedule.py", "x = 1\n" * 251, "cap 250"),
         ("megafsdp/fsdp/other.py", "x = 1\n" * 401, "cap 400"),
         ("megafsdp/fsdp/unit.py", "def f():\n" + "    x = 1\n" * 80, "cap 80"),
         ("megafsdp/fsdp/unit.py", "def f(a, b, c, *, d, e, g, h, i, j): ...", "cap 8"),

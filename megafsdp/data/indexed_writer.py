@@ -144,9 +144,11 @@ class IndexedDatasetWriter:
         traceback: TracebackType | None,
     ) -> None:
         """Publish the files, or discard them if the block raised."""
-        if error_type is None:
-            self.close()
-        else:
+        try:
+            if error_type is None:
+                self.close()
+        finally:
+            # Nothing is left to discard after a close that succeeded.
             self.discard()
 
     def _error(self, what: str, got: object, mend: str) -> DataError:

@@ -152,8 +152,6 @@ def prepare(options: PrepOptions) -> PrepRecord:
     if existing is not None:
         _LOGGER.info("'%s' is prepared already: %s", options.output, existing.describe())
         return existing
-    meta_path = Path(options.output, _META_FILE)
-    meta_path.unlink(missing_ok=True)
     written = _write_splits(options, files, tokenizer)
     train, validation = (_split_record(Path(options.output, s), written.nbytes[s]) for s in _SPLITS)
     record = PrepRecord(
@@ -173,7 +171,7 @@ def prepare(options: PrepOptions) -> PrepRecord:
             train.documents,
             options.validation_every,
         )
-    _write_record(meta_path, record)
+    _write_record(Path(options.output, _META_FILE), record)
     _LOGGER.info("prepared '%s': %s", options.output, record.describe())
     return record
 
@@ -213,6 +211,9 @@ def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokeni
             mend = "Give more text"
             where = f"the {len(files)} input files"
             raise DataError(expected("text to train on", "none", where=where, mend=mend))
+        # Older results stay whole until the new ones are; then their record goes first, so that no
+        # record ever stands beside the files of another.
+        Path(options.output, _META_FILE).unlink(missing_ok=True)
     return written
 
 

@@ -7,12 +7,8 @@ from megafsdp.fsdp.full_state import (
     microbatch,
     summon_full_params,
 )
-from megafsdp.fsdp.fully_shard import (
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-    mark_main_weights_changed,
-)
+from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
+from megafsdp.fsdp.main_weights import fully_shard_optimizer, mark_main_weights_changed
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import nn
 from megafsdp.buffer.collectives import raise_together
 from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.errors import expected
-from megafsdp.fsdp.fully_shard import mark_main_weights_changed
+from megafsdp.fsdp.main_weights import mark_main_weights_changed
 from megafsdp.fsdp.unit import FSDPUnit, units_below
 
 _MAX_NAMES = 20

@@ -1,9 +1,7 @@
 """The entry points: make modules into units.
 
 ``fully_shard`` is called on each unit and then on the root, or ``fully_shard_model`` does it for a
-whole model. Both change modules in place and return them; no wrapper, no key prefix. After any
-``torch.optim.Optimizer`` step the groups of its parameters are marked, so compute weights follow
-main weights without an adapter.
+whole model. Both change modules in place and return them; no wrapper, no key prefix.
 """
 
 from __future__ import annotations
@@ -11,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
-from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
+from megafsdp.fsdp.arguments import (
+    average_of,
+    check_modules,
+    check_placements,
+    mesh_of,
+    mixed_precision_of,
+    offload_of,
+    reshard_of,
+    strategy_of,
+)
+from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import (
     FoundParameter,
     GroupKey,
@@ -30,33 +36,11 @@ from megafsdp.fsdp.grouping import (
     find_parameters,
     group_parameters,
 )
-from megafsdp.fsdp.parameter_group import DataParallelAxes, ParameterGroup, group_of
-from megafsdp.fsdp.policy import (
-    Average,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    Strategy,
-    average_of,
-    mixed_precision_of,
-    offload_of,
-    strategy_of,
-)
-from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
-from megafsdp.mesh.parallel_dims import default_mesh
+from megafsdp.fsdp.parameter_group import DataParallelAxes, ParameterGroup
+from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
+from megafsdp.fsdp.unit import FSDPUnit
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
-
-
-def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
-    """Mark every group that has a parameter in a stepped optimizer, with or without a gradient."""
-    for param_group in optimizer.param_groups:
-        for parameter in param_group["params"]:
-            group = group_of(parameter)
-            if group is not None:
-                group.mark_stale()
-
-
-register_optimizer_step_post_hook(_mark_stepped)
 
 
 def fully_shard(
@@ -110,13 +94,13 @@ def fully_shard(
     offload_of(offload_policy)
     chosen = strategy_of(strategy)
     averaging = average_of(average)
-    _check_arguments(modules, outer_strategy, prefetch)
-    is_resharded = _checked_reshard(reshard_after_forward)
+    check_modules(modules, outer_strategy, prefetch)
+    is_resharded = reshard_of(reshard_after_forward)
     ignored = list(ignored_params or ())
     found = find_parameters(modules, ignored, policy)
-    _check_placements(found, shard_placement_fn)
+    check_placements(found, shard_placement_fn)
     device_type = device_type_of(found)
-    mesh = _checked_mesh(mesh, device_type)
+    mesh = mesh_of(mesh, device_type)
     ledger = ByteLedger()
     groups = [
         _build_group(key, items, mesh, chosen, ledger)
@@ -154,94 +138,6 @@ def _build_group(
         dtypes=key.dtypes,
         device=device_handle(mesh.device_type).device,
         ledger=ledger,
-    )
-
-
-def _check_arguments(modules: Sequence[nn.Module], outer_strategy: str, prefetch: int) -> None:
-    for module in modules:
-        if unit_of(module) is not None:
-            raise ValueError(
-                expected(
-                    "a module that is not a unit yet",
-                    f"{type(module).__name__}, which was given to fully_shard() before",
-                    where="fully_shard()",
-                    mend="Call it once for each unit, on the root last",
-                )
-            )
-    if not modules:
-        raise ValueError(
-            expected("a module", "an empty list", where="fully_shard()", mend="Give the unit")
-        )
-    if outer_strategy != "no_shard":
-        raise NotImplementedError(
-            expected(
-                "outer_strategy 'no_shard'",
-                repr(outer_strategy),
-                where="fully_shard()",
-                mend="Leave outer_strategy at its default",
-            )
-        )
-    if prefetch < 0:
-        raise ValueError(
-            expected(
-                "0 or more units",
-                prefetch,
-                where="prefetch of fully_shard()",
-                mend="Use 1; 0 gathers each unit when it runs",
-            )
-        )
-
-
-def _checked_reshard(reshard_after_forward: bool | int | None) -> bool | None:
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    raise NotImplementedError(
-        expected(
-            "True, False or None",
-            repr(reshard_after_forward),
-            where="reshard_after_forward of fully_shard()",
-            mend="Use True to free parameters after forward, False to keep them",
-        )
-    )
-
-
-def _check_placements(
-    found: Sequence[FoundParameter], placement_fn: Callable[[nn.Parameter], object] | None
-) -> None:
-    for item in found:
-        placement = None if placement_fn is None else placement_fn(item.parameter)
-        if placement is not None and getattr(placement, "dim", 0) != 0:
-            raise NotImplementedError(
-                expected(
-                    "Shard(0)",
-                    placement,
-                    where=f"shard_placement_fn for '{item.record.name}'",
-                    mend="Return None: rows of flat buffers are cut on dimension 0",
-                )
-            )
-
-
-def _checked_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
-    if mesh is None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                expected(
-                    "an initialised process group or a mesh",
-                    "neither",
-                    where="fully_shard()",
-                    mend="Call torch.distributed.init_process_group() first, or use torchrun",
-                )
-            )
-        return default_mesh(device_type)
-    if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.size(0) == 1):
-        return mesh
-    raise NotImplementedError(
-        expected(
-            "a 1-D mesh",
-            f"shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
-            where="the mesh of fully_shard()",
-            mend="Give one axis of the mesh, for example mesh['dp_shard']",
-        )
     )
 
 
@@ -290,45 +186,3 @@ def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bo
         if any(cls is each or each in names for each in wanted):
             return True
     return False
-
-
-def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Check that an optimizer holds sharded parameters, and return it unchanged.
-
-    Not needed: any ``torch.optim`` optimizer over ``model.parameters()`` works. It exists for
-        people who
-    come from Megatron-FSDP, and finds optimizers that were built before ``fully_shard``.
-
-    Raises:
-        ValueError: A parameter is the original that ``fully_shard`` has replaced.
-    """
-    for index, param_group in enumerate(optimizer.param_groups):
-        for parameter in param_group["params"]:
-            if group_of(parameter) is None and hasattr(parameter, "_megafsdp_owner"):
-                raise ValueError(
-                    expected(
-                        "sharded parameters",
-                        f"an original parameter of shape {tuple(parameter.shape)}",
-                        where=f"param group {index} of {type(optimizer).__name__}",
-                        mend="Build the optimizer after fully_shard()",
-                    )
-                )
-    return optimizer
-
-
-def mark_main_weights_changed(module: nn.Module) -> None:
-    """Tell that main weights below a module were edited in place; called on all ranks alike.
-
-    Optimizer steps, ``load_state_dict`` and checkpoint loads tell by themselves.
-    """
-    for unit in units_below([module]).values():
-        unit.mark_stale()
-
-
-__all__ = [
-    "FSDPModule",
-    "fully_shard",
-    "fully_shard_model",
-    "fully_shard_optimizer",
-    "mark_main_weights_changed",
-]

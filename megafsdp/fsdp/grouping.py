@@ -94,6 +94,11 @@ def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
         setattr(item.parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
 
 
+def is_replaced(parameter: torch.Tensor) -> bool:
+    """Tell whether ``fully_shard`` has replaced this parameter by a sharded one."""
+    return hasattr(parameter, _OWNER_ATTRIBUTE)
+
+
 def _check(name: str, parameter: nn.Parameter) -> None:
     owner = getattr(parameter, _OWNER_ATTRIBUTE, None)
     if owner is not None:

@@ -1,7 +1,6 @@
 """Frozen choices of how a unit is sharded, in which dtypes it computes, and what is offloaded.
 
-torch's own ``MixedPrecisionPolicy`` and ``CPUOffloadPolicy`` are accepted wherever ours are. This
-file holds values and their checks; nothing here touches a tensor.
+This file holds values; :mod:`megafsdp.fsdp.arguments` makes them from what users give.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.errors import expected
 
@@ -31,60 +27,6 @@ class Average(Enum):
 
     RANK = "rank"  # Mean of the ranks' gradients of their mean losses.
     TOKEN = "token"  # Sum: the loss is already divided by the global number of tokens.
-
-
-_BUILT = (Strategy.NO_SHARD, Strategy.OPTIM_GRADS_PARAMS)
-_STAGES = tuple(Strategy)
-
-
-def strategy_of(value: str | int) -> Strategy:
-    """Return the strategy of a Megatron name or a ZeRO stage 0 to 3.
-
-    Raises:
-        ValueError: The name is unknown.
-        NotImplementedError: The strategy is known and not built.
-    """
-    names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
-    if value not in names:
-        raise ValueError(
-            expected(
-                f"one of {[s.value for s in Strategy]} or a ZeRO stage 0 to 3",
-                repr(value),
-                where="the strategy of fully_shard()",
-                mend="Use 'optim_grads_params' for ZeRO-3",
-            )
-        )
-    strategy = names[value]
-    if strategy not in _BUILT:
-        raise NotImplementedError(
-            expected(
-                f"one of {[s.value for s in _BUILT]}",
-                repr(value),
-                where="the strategy of fully_shard()",
-                mend="Use 'optim_grads_params', which needs less memory",
-            )
-        )
-    return strategy
-
-
-def average_of(value: str) -> Average:
-    """Return the averaging rule of a name.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
-    try:
-        return Average(value)
-    except ValueError:
-        raise ValueError(
-            expected(
-                "'rank' or 'token'",
-                repr(value),
-                where="the average of fully_shard()",
-                mend="Use 'rank' when each rank's loss is a mean, 'token' when it is a share of "
-                "the sum over all tokens",
-            )
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -154,60 +96,3 @@ class OffloadPolicy:
     """
 
     params: bool = False
-
-
-def mixed_precision_of(
-    policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy,
-) -> MixedPrecisionPolicy:
-    """Return our policy for ours or torch's; torch's unset ``reduce_dtype`` takes our default.
-
-    Raises:
-        TypeError: The value is neither.
-    """
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    if isinstance(policy, TorchMixedPrecisionPolicy):
-        return MixedPrecisionPolicy(
-            policy.param_dtype,
-            policy.reduce_dtype,
-            policy.output_dtype,
-            policy.cast_forward_inputs,
-        )
-    raise TypeError(
-        expected(
-            "a MixedPrecisionPolicy of megafsdp or of torch",
-            type(policy).__name__,
-            where="mp_policy of fully_shard()",
-            mend="Build megafsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
-        )
-    )
-
-
-def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
-    """Return our policy for ours or torch's.
-
-    Raises:
-        TypeError: The value is neither.
-        NotImplementedError: The policy asks for offloaded parameters.
-    """
-    if isinstance(policy, TorchOffloadPolicy):
-        policy = OffloadPolicy(params=isinstance(policy, TorchCPUOffloadPolicy))
-    if not isinstance(policy, OffloadPolicy):
-        raise TypeError(
-            expected(
-                "an OffloadPolicy of megafsdp or of torch",
-                type(policy).__name__,
-                where="offload_policy of fully_shard()",
-                mend="Build megafsdp.OffloadPolicy()",
-            )
-        )
-    if policy.params:
-        raise NotImplementedError(
-            expected(
-                "OffloadPolicy(params=False)",
-                "params=True",
-                where="offload_policy of fully_shard()",
-                mend="Leave the parameters on the device",
-            )
-        )
-    return policy

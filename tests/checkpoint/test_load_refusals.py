@@ -1,4 +1,4 @@
-"""Refusals: other models, damaged files, contradicting arguments; clear, early, alike everywhere."""
+"""Refusals: other models, damaged files, contradictory arguments; clear, early, on all ranks."""
 
 from __future__ import annotations
 

@@ -47,12 +47,15 @@ def test_without_a_folder_every_call_builds() -> None:
     assert build.num_calls == 2
 
 
-def test_broken_entry_is_built_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["rows.npy", "description.json"])
+def test_broken_entry_is_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     """A truncated file costs a warning and a build, then the entry is whole."""
     build = _Builder()
     cached_arrays(tmp_path, {}, build)
-    (broken,) = tmp_path.rglob("rows.npy")
-    broken.write_bytes(broken.read_bytes()[:-4])
+    (broken,) = tmp_path.rglob(name)
+    broken.write_bytes(broken.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING, "megafsdp.data"):
         _check(cached_arrays(tmp_path, {}, build))
     assert "built again" in caplog.text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -67,6 +69,25 @@ def test_failing_block_leaves_the_older_pair(tmp_path: Path) -> None:
         raise KeyError
     assert _listing(tmp_path) == ["set.bin", "set.idx"]
     assert IndexedDataset(tmp_path / "set")[0].tolist() == [1, 2]
+
+
+def test_old_index_never_meets_new_tokens(tmp_path: Path) -> None:
+    """When the second rename fails there is no index, rather than one of other tokens."""
+    write_dataset(tmp_path / "set", [[1, 2]])
+    rename = os.replace
+
+    def failing(source: str, target: str) -> None:
+        if target.endswith(".idx"):
+            raise OSError("disk full")
+        rename(source, target)
+
+    with (
+        mock.patch("megafsdp.data.indexed_writer.os.replace", failing),
+        pytest.raises(OSError, match="disk full"),
+        IndexedDatasetWriter(tmp_path / "set") as writer,
+    ):
+        writer.add_document([3, 4])
+    assert _listing(tmp_path) == ["set.bin"]
 
 
 def test_nothing_is_visible_before_close(tmp_path: Path) -> None:

@@ -119,6 +119,30 @@ def test_interrupted_preparation_is_not_taken_for_a_finished_one(options: PrepOp
     assert prepare(options).is_fresh
 
 
+def test_failed_preparation_leaves_the_older_results(options: PrepOptions) -> None:
+    """Until new files are complete the old ones and their record stay."""
+    first = prepare(options)
+    bad = Path(options.inputs[0], "0", "bad.txt")
+    bad.write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"bad\.txt"):
+        prepare(options)
+    bad.unlink()
+    assert prepare(options) == replace(first, is_fresh=False)
+
+
+def test_failure_while_publishing_leaves_no_record(options: PrepOptions) -> None:
+    """A record never describes a mixture of old and new files."""
+    prepare(options)
+    with (
+        mock.patch("megafsdp.data.indexed_writer.os.replace", side_effect=OSError("disk full")),
+        pytest.raises(OSError, match="disk full"),
+    ):
+        prepare(replace(options, seed=2))
+    assert not Path(options.output, "meta.json").exists()
+    assert not list(Path(options.output).glob("*.tmp*"))
+    assert prepare(options).is_fresh
+
+
 def test_json_lines_keep_their_order(tmp_path: Path) -> None:
     """One JSON-lines file gives its documents in order; empty ones are left out."""
     lines = [json.dumps({"text": f"line {i}" if i % 7 else ""}) for i in range(20)]

@@ -33,6 +33,10 @@ def _train(path: Path, *, byte_level: bool = True, eod: str = "<|endoftext|>") -
         vocab_size=300, special_tokens=[eod], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
+    # As in many published files, a plain encode() would put a special token in front.
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{eod} $A", special_tokens=[(eod, tokenizer.token_to_id(eod))]
+    )
     tokenizer.save(str(path))
     return path
 
@@ -73,6 +77,7 @@ def test_json_file_makes_the_round_trip(json_tokenizer: JsonTokenizer) -> None:
     tokens = json_tokenizer.encode(text)
     assert json_tokenizer.decode([*tokens, json_tokenizer.eod]) == text
     assert json_tokenizer.encode_array(text).tolist() == tokens
+    assert json_tokenizer.eod not in tokens
     assert json_tokenizer.eod == 0
     assert json_tokenizer.vocab_size == 320
     assert json_tokenizer.decode([319]) == ""

@@ -85,7 +85,9 @@ def _trajectory(architecture: str, optimizer_name: str, strategy: str) -> float:
     worst = 0.0
     for name, parameter in model.named_parameters():
         full, expected = full_tensor(parameter.detach()), wanted_parameters[name].detach()
-        torch.testing.assert_close(full, expected, rtol=RTOL, atol=ATOL, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            full, expected, rtol=RTOL, atol=ATOL, msg=lambda m, n=name: n + m
+        )
         worst = max(worst, (full - expected).abs().max().item())
         assert not torch.equal(full, first[name].detach()), f"{name} did not move"
     return worst

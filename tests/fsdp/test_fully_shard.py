@@ -33,9 +33,7 @@ from tests.fsdp.toy import Block, Net, adamw, assert_same_parameters, batches, m
 from tests.ranks import Ranks
 
 
-def _refused(
-    make: Callable[[], object], error: type[Exception], words: list[str]
-) -> None:
+def _refused(make: Callable[[], object], error: type[Exception], words: list[str]) -> None:
     with record_collectives() as record, pytest.raises(error) as caught:
         make()
     message = str(caught.value)
@@ -63,12 +61,16 @@ def _unbuilt_strategies() -> None:
         _refused(lambda s=strategy: fully_shard(Block(), strategy=s), NotImplementedError, words)
     _refused(lambda: fully_shard(Block(), strategy="zero3"), ValueError, ["'zero3'"])
     _refused(
-        lambda: fully_shard(Block(), outer_strategy="optim"), NotImplementedError, ["outer_strategy"]
+        lambda: fully_shard(Block(), outer_strategy="optim"),
+        NotImplementedError,
+        ["outer_strategy"],
     )
     _refused(lambda: fully_shard(Block(), average="mean"), ValueError, ["'mean'", "'token'"])
     _refused(lambda: fully_shard(Block(), prefetch=-1), ValueError, ["prefetch"])
     _refused(
-        lambda: fully_shard(Block(), reshard_after_forward=2), NotImplementedError, ["reshard_after"]
+        lambda: fully_shard(Block(), reshard_after_forward=2),
+        NotImplementedError,
+        ["reshard_after"],
     )
 
 
@@ -327,7 +329,11 @@ def _policies() -> None:
         "index": torch.int64,
         "table": fp32,
     }
-    assert {p.dtype for p in probe.parameters()} == {fp32} == {p.grad.dtype for p in probe.parameters()}
+    assert (
+        {p.dtype for p in probe.parameters()}
+        == {fp32}
+        == {p.grad.dtype for p in probe.parameters()}
+    )
     theirs = TorchMixedPrecisionPolicy(param_dtype=bf16, cast_forward_inputs=False)
     probe = fully_shard(Probe().double(), mp_policy=theirs)
     assert {p.dtype for p in probe.parameters()} == {torch.float64}

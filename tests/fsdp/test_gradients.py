@@ -1,4 +1,4 @@
-"""Gradients of sharded units equal those of one process on the whole batch, however the loop is driven."""
+"""Gradients of sharded units equal those of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -286,6 +286,27 @@ def _flip() -> None:
         reference(*batch).backward()
         net(*mine(batch)).backward()
         assert_same_grads(net, reference)
+
+
+def _gaps() -> int:
+    reference, net = pair()
+    assert reference is not net
+    for batch in batches(2):
+        net(*mine(batch)).backward()
+    num_gaps = 0
+    for module in (net, *net.blocks):
+        unit = module._fsdp_unit()
+        for group, reducer in zip(unit.groups, unit.reducers, strict=True):
+            for start, stop in group.layout.local_gaps(group.axes.shard):
+                num_gaps += 1
+                assert not group.main_weight.flat[start:stop].any()
+                assert reducer.main_grad is not None and not reducer.main_grad[start:stop].any()
+    return num_gaps
+
+
+def test_gaps_of_main_weights_and_gradients_are_zero(ranks: Ranks) -> None:
+    """Flat passes of an optimizer may sweep them, though fresh memory was poisoned."""
+    assert all(num_gaps > 0 for num_gaps in ranks(2).run(_gaps))
 
 
 def test_requires_grad_may_be_flipped_between_steps(ranks: Ranks) -> None:

@@ -101,7 +101,7 @@ def test_zero3_issues_exactly_the_collectives_of_the_formula(
 def test_no_shard_all_reduces_once_a_step_when_told_and_once_a_backward_else(
     ranks: Ranks, is_told: bool
 ) -> None:
-    """n all-reduces with microbatch(), nm in a plain loop, and no gather."""
+    """N all-reduces with microbatch(), nm in a plain loop, and no gather."""
     n, m = NUM_BLOCKS + 1, 3
     for calls, nbytes, dispatched, (packed, _, _) in ranks(2).run(
         _count, {"strategy": "no_shard"}, m, is_told
@@ -133,7 +133,7 @@ def _no_grad_counts() -> list[int]:
 
 
 def test_forward_without_graph_gathers_each_unit_once(ranks: Ranks) -> None:
-    """n all-gathers each time, and nothing is left unsharded."""
+    """N all-gathers each time, and nothing is left unsharded."""
     assert ranks(2).run(_no_grad_counts) == [[NUM_BLOCKS + 1] * 2] * 2
 
 
@@ -163,11 +163,13 @@ def _peaks(prefetch: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_few_units_are_unsharded_at_a_time(ranks: Ranks, prefetch: int) -> None:
-    """prefetch + 1 units beside the root and the last unit, and two reduce-scatter inputs."""
+    """Prefetch + 1 units beside the root and the last unit, and two reduce-scatter inputs."""
     for peak in ranks(2).run(_peaks, prefetch):
         # The kept last unit is one of the units at work when backward begins.
         assert peak["unsharded"] <= 1 + prefetch + 1 + 1
-        assert peak["unsharded_nbytes"] <= peak["root_nbytes"] + (prefetch + 2) * peak["unit_nbytes"]
+        assert (
+            peak["unsharded_nbytes"] <= peak["root_nbytes"] + (prefetch + 2) * peak["unit_nbytes"]
+        )
         assert peak["partial"] <= 2
         assert peak["main"] == peak["shard_nbytes"]
 
@@ -244,6 +246,29 @@ class _Reordered:
         finally:
             modules.clear()
             modules.update(kept)
+
+
+def _units_ahead_that_do_not_run() -> int:
+    net = _net()
+    tokens, labels = mine(batches(1)[0])
+    run = _Reordered(net)
+    for _ in range(2):
+        run(tokens, labels, [0, 1, 2, 3]).backward()
+    ledger = net._fsdp_unit().ledger
+    ledger.reset_peak()
+    # Block 1 is gathered ahead and waits; backward must not gather block 3 beside it.
+    run(tokens, labels, [0]).backward()
+    peak = ledger.peak_num_live[Category.UNSHARDED]
+    with torch.no_grad():
+        run(tokens, labels, [0, 1, 2, 3])
+        run(tokens, labels, [0])
+    assert ledger.live[Category.UNSHARDED] == 0, "leftovers go at the end of the forward"
+    return peak
+
+
+def test_units_gathered_ahead_that_do_not_run_count_and_are_released(ranks: Ranks) -> None:
+    """The root, the running block and the waiting one are all that is unsharded."""
+    assert ranks(2).run(_units_ahead_that_do_not_run) == [3, 3]
 
 
 def test_a_changing_order_of_units_is_followed_safely(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""A small network with tied, 1-D and odd-row parameters, its oracle, and what tests do with both."""
+"""A small network with tied, 1-D and odd-row parameters, its oracle, and how tests use both."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ def mine(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.
 def full_grads(net: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return every parameter's full gradient; collective."""
     return {
-        name: None if p.grad is None else full_tensor(p.grad)
-        for name, p in net.named_parameters()
+        name: None if p.grad is None else full_tensor(p.grad) for name, p in net.named_parameters()
     }
 
 
@@ -103,7 +102,9 @@ def assert_same_grads(
         wanted = expected[name].grad
         assert (grad is None) == (wanted is None), f"{name}: {grad} and {wanted}"
         if grad is not None and wanted is not None:
-            torch.testing.assert_close(grad, wanted, rtol=rtol, atol=atol, msg=lambda m: f"{m}\n{name}")
+            torch.testing.assert_close(
+                grad, wanted, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{m}\n{n}"
+            )
 
 
 def assert_same_parameters(

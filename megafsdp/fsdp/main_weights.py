@@ -1,0 +1,61 @@
+"""Compute weights follow main weights: who tells the units that main weights changed.
+
+After any ``torch.optim.Optimizer`` step one process-wide hook marks the groups of its parameters,
+with or without a gradient on this rank, so no optimizer needs an adapter. Edits by hand are told by
+:func:`mark_main_weights_changed`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from megafsdp.errors import expected
+from megafsdp.fsdp.grouping import is_replaced
+from megafsdp.fsdp.parameter_group import group_of
+from megafsdp.fsdp.unit import units_below
+
+
+def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
+    """Mark every group that has a parameter in a stepped optimizer, with or without a gradient."""
+    for param_group in optimizer.param_groups:
+        for parameter in param_group["params"]:
+            group = group_of(parameter)
+            if group is not None:
+                group.mark_stale()
+
+
+register_optimizer_step_post_hook(_mark_stepped)
+
+
+def mark_main_weights_changed(module: nn.Module) -> None:
+    """Tell that main weights below a module were edited in place; called on all ranks alike.
+
+    Optimizer steps, ``load_state_dict`` and checkpoint loads tell by themselves.
+    """
+    for unit in units_below([module]).values():
+        unit.mark_stale()
+
+
+def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Check that an optimizer holds sharded parameters, and return it unchanged.
+
+    Not needed: any ``torch.optim`` optimizer over ``model.parameters()`` works. It exists for
+        people who
+    come from Megatron-FSDP, and finds optimizers that were built before ``fully_shard``.
+
+    Raises:
+        ValueError: A parameter is the original that ``fully_shard`` has replaced.
+    """
+    for index, param_group in enumerate(optimizer.param_groups):
+        for parameter in param_group["params"]:
+            if group_of(parameter) is None and is_replaced(parameter):
+                raise ValueError(
+                    expected(
+                        "sharded parameters",
+                        f"an original parameter of shape {tuple(parameter.shape)}",
+                        where=f"param group {index} of {type(optimizer).__name__}",
+                        mend="Build the optimizer after fully_shard()",
+                    )
+                )
+    return optimizer

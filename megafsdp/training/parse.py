@@ -1,0 +1,160 @@
+"""From YAML files and command lines to a :class:`Config`, and back to YAML.
+
+jsonargparse does the parsing and the types; here stand the names: an unknown one is answered with
+the nearest known ones, wherever it was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import yaml
+
+from megafsdp.errors import ConfigError, expected
+from megafsdp.training.config import Config
+
+_NUM_SUGGESTIONS = 3
+_DESCRIPTION = (
+    "Pretrain a model. Every value of the configuration can stand in a YAML file (--config) and be "
+    "overridden on the command line (--section.field value)."
+)
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """Raises ConfigError in place of printing usage and exiting."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise _unreadable("the training configuration", message) from ex
+
+
+def parse_config(arguments: Sequence[str]) -> Config:
+    """Read a configuration from a command line; local.
+
+    ``--config FILE`` reads YAML, ``--section.field value`` overrides, ``--print-config`` prints the
+    result as YAML and exits, ``--help`` lists all values.
+
+    Args:
+        arguments: The words after ``megafsdp train``.
+
+    Returns:
+        The configuration; values across sections are not checked against each other yet.
+
+    Raises:
+        ConfigError: A file cannot be read, a name is unknown (the nearest are named), or a value
+            has the wrong type.
+    """
+    words = ["--print_config" if w == "--print-config" else w for w in arguments]
+    _check_options(words)
+    return _instantiate(lambda parser: parser.parse_args(words))
+
+
+def config_from_dict(values: Mapping[str, Any]) -> Config:
+    """Build a configuration from nested dicts, as YAML has them.
+
+    Raises:
+        ConfigError: A name is unknown, or a value has the wrong type.
+    """
+    _check_names(values, "the given values")
+    return _instantiate(lambda parser: parser.parse_object(dict(values)))
+
+
+def to_yaml(config: Config) -> str:
+    """Return the whole configuration as YAML that ``--config`` reads."""
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, width=100)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """List the values that differ between two configurations given as dicts, one line each."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    absent = "absent"
+    return [
+        f"{name}: {before.get(name, absent)!r} -> {after.get(name, absent)!r}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name, absent) != after.get(name, absent)
+    ]
+
+
+def _instantiate(parse: Any) -> Config:
+    parser = _Parser(prog="megafsdp train", description=_DESCRIPTION)
+    parser.add_argument("--config", action="config", help="YAML file; may be given repeatedly.")
+    parser.add_class_arguments(Config)
+    try:
+        parsed = parser.instantiate(parse(parser))
+    except (argparse.ArgumentError, TypeError) as error:
+        raise _unreadable("the training configuration", str(error)) from error
+    return Config(**{f.name: parsed[f.name] for f in fields(Config)})
+
+
+def _check_options(words: Sequence[str]) -> None:
+    known = set(_known_names()) | {"config", "print_config", "help"}
+    for index, word in enumerate(words):
+        if not word.startswith("--") or word == "--":
+            continue
+        name, equals, value = word[2:].partition("=")
+        if name.removesuffix("+") not in known:
+            raise _unknown(name, "the command line", known)
+        if name == "config":
+            path = value if equals else next(iter(words[index + 1 :]), "")
+            _check_names(_read_yaml(path), f"file '{path}'")
+
+
+def _check_names(values: object, where: str) -> None:
+    known = set(_known_names())
+    if not isinstance(values, Mapping):
+        raise _unreadable(where, f"a {type(values).__name__}")
+    for section, content in values.items():
+        if section not in known:
+            raise _unknown(str(section), where, known)
+        for name in content if isinstance(content, Mapping) else ():
+            if f"{section}.{name}" not in known:
+                raise _unknown(f"{section}.{name}", where, known)
+
+
+def _read_yaml(path: str) -> object:
+    try:
+        return yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise _unreadable(f"file '{path}'", str(error)) from error
+
+
+def _known_names() -> Iterator[str]:
+    for section in fields(Config):
+        yield section.name
+        cls = section.default_factory
+        if is_dataclass(cls):
+            yield from (f"{section.name}.{f.name}" for f in fields(cls))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _unknown(name: str, where: str, known: set[str]) -> ConfigError:
+    # The last part alone finds a right name in the wrong section.
+    last = {k: k.rpartition(".")[2] for k in sorted(known)}
+    similar = difflib.get_close_matches(name, sorted(known), n=_NUM_SUGGESTIONS, cutoff=0.6)
+    namesakes = difflib.get_close_matches(name.rpartition(".")[2], last.values(), cutoff=0.8)
+    nearest = list(dict.fromkeys([*similar, *(k for k in last if last[k] in namesakes)]))
+    mend = f"Did you mean {' or '.join(nearest[:_NUM_SUGGESTIONS])}" if nearest else "See --help"
+    return ConfigError(expected("a known name", repr(name), where=where, mend=mend))
+
+
+def _unreadable(where: str, got: str) -> ConfigError:
+    return ConfigError(
+        expected(
+            "YAML or options of sections and fields",
+            got.replace("\n", " "),
+            where=where,
+            mend="See --help for names and types, and --print-config for an example",
+        )
+    )

@@ -1,0 +1,203 @@
+"""Where a run's figures go: ``metrics.jsonl`` always, W&B and TensorBoard when asked for.
+
+Only the first rank has trackers. A row is a flat dict of numbers with its ``step``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megafsdp.errors import ConfigError, expected
+from megafsdp.training.config import Config
+
+if TYPE_CHECKING:
+    import wandb
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATION_KEY = "validation_loss"
+
+Row = Mapping[str, float | int | None]
+
+
+class Tracker(Protocol):
+    """Something that keeps rows."""
+
+    def log(self, row: Row) -> None:
+        """Keep one row."""
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+
+
+class JsonlTracker:
+    """Append rows to a file of JSON lines, each on disk's way when ``log`` returns.
+
+    Args:
+        path: The file; its folder is there.
+        last_step: Rows of later steps are cut off: the run starts again behind this step and will
+            write them anew. 0 starts a new file.
+        repeats_evaluation: Cut off the evaluation of ``last_step`` too.
+    """
+
+    def __init__(self, path: Path, *, last_step: int, repeats_evaluation: bool = False) -> None:
+        self._truncate(path, last_step, repeats_evaluation)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, row: Row) -> None:
+        """Write one line; numbers that JSON cannot spell become null."""
+        spelt = {
+            name: None if isinstance(v, float) and not math.isfinite(v) else v
+            for name, v in row.items()
+        }
+        self._file.write(json.dumps(spelt) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @staticmethod
+    def _truncate(path: Path, last_step: int, repeats_evaluation: bool) -> None:
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                row = json.loads(line)
+                step, is_evaluation = int(row["step"]), EVALUATION_KEY in row
+            except (ValueError, KeyError, TypeError):
+                # The last line of a run that was killed while it wrote.
+                continue
+            is_repeated = is_evaluation and repeats_evaluation and step == last_step
+            if step <= last_step and line.endswith("\n") and not is_repeated:
+                kept.append(line)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+class WandbTracker:
+    """Send rows to Weights & Biases; offline unless a key or a mode is set in the environment.
+
+    Args:
+        config: The run.
+        run_id: Identity of the run to go on with; None starts one.
+    """
+
+    def __init__(self, config: Config, *, run_id: str | None) -> None:
+        import wandb
+
+        is_told = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
+        self._run: wandb.Run = wandb.init(
+            project=config.logging.wandb_project,
+            name=config.run_name,
+            dir=str(config.run_directory),
+            config=config.to_dict(),
+            id=run_id or wandb.util.generate_id(),
+            resume="allow" if is_told else None,
+            mode=None if is_told else "offline",
+        )
+
+    @property
+    def run_id(self) -> str:
+        """Return the run's identity, which checkpoints keep."""
+        return self._run.id
+
+    def log(self, row: Row) -> None:
+        """Log one row at its step."""
+        self._run.log({k: v for k, v in row.items() if k != "step"}, step=int(row["step"] or 0))
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class TensorBoardTracker:
+    """Write rows as scalars of TensorBoard.
+
+    Args:
+        directory: Folder of the event files.
+        last_step: Events of later steps are hidden: the run will write them anew.
+    """
+
+    def __init__(self, directory: Path, *, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(directory), purge_step=last_step + 1)
+
+    def log(self, row: Row) -> None:
+        """Write each number of a row at its step."""
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, int(row["step"] or 0))
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._writer.close()
+
+
+class Trackers:
+    """All trackers of a run as one.
+
+    Args:
+        config: The run; its folder is there.
+        last_step: Step that the run goes on from.
+        wandb_id: Identity of the run in W&B, from a checkpoint.
+        repeats_evaluation: True if the evaluation of ``last_step`` will be logged again.
+    """
+
+    def __init__(
+        self, config: Config, *, last_step: int, wandb_id: str | None, repeats_evaluation: bool
+    ) -> None:
+        folder = config.run_directory
+        self.wandb_id = wandb_id
+        jsonl = JsonlTracker(
+            folder / METRICS_FILE, last_step=last_step, repeats_evaluation=repeats_evaluation
+        )
+        self._trackers: list[Tracker] = [jsonl]
+        if config.logging.tensorboard:
+            self._trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
+        if config.logging.wandb:
+            to_wandb = WandbTracker(config, run_id=wandb_id)
+            self.wandb_id = to_wandb.run_id
+            self._trackers.append(to_wandb)
+
+    def log(self, row: Row) -> None:
+        """Give a row to every tracker."""
+        for tracker in self._trackers:
+            tracker.log(row)
+
+    def close(self) -> None:
+        """Close every tracker, also when one fails."""
+        with contextlib.ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+
+
+def check_trackers(config: Config) -> None:
+    """Check that the packages behind the trackers asked for are installed; local.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for package, is_wanted in (
+        ("wandb", config.logging.wandb),
+        ("tensorboard", config.logging.tensorboard),
+    ):
+        if is_wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                expected(
+                    f"the package {package}",
+                    "no such package",
+                    where=f"the training configuration, logging.{package}",
+                    mend=f"Run `pip install 'megafsdp[{package}]'`, or set logging.{package} to"
+                    " false",
+                )
+            )
