@@ -222,7 +222,7 @@ def _model_call() -> None:
 
 
 def test_a_whole_model_is_sharded_by_class_or_name(ranks: Ranks) -> None:
-    """Classes, plain names, dotted names and _no_split_modules all work; wrong ones list what is."""
+    """Classes, plain and dotted names and _no_split_modules work; wrong names list right ones."""
     ranks(2).run(_model_call)
 
 

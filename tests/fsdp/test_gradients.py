@@ -140,25 +140,33 @@ def _cleared_and_replaced() -> None:
 
 
 def test_gradients_follow_what_the_user_did_to_them(ranks: Ranks) -> None:
-    """Cleared gradients start anew; replaced, scaled and kept ones are added to, as in plain torch."""
+    """Cleared gradients start anew; replaced and scaled ones are added to, as in plain torch."""
     ranks(2).run(_cleared_and_replaced)
 
 
-def _references_survive() -> bool:
+def _references_survive(is_cleared_late: bool) -> bool:
     _, net = pair()
     first, second = batches(2)
     net(*mine(first)).backward()
     parameter = next(iter(net.parameters()))
     kept = parameter.grad
     value = kept.local.clone()
-    net.zero_grad()
-    net(*mine(second)).backward()
+    loss = net(*mine(second))
+    if is_cleared_late:
+        net.zero_grad()
+    else:
+        net.zero_grad()
+        loss = net(*mine(second))
+    loss.backward()
     return torch.equal(kept.local, value) and not torch.equal(parameter.grad.local, value)
 
 
-def test_a_kept_gradient_is_not_overwritten_by_the_next_step(ranks: Ranks) -> None:
-    """A reference to ``.grad`` taken before zero_grad() keeps its values."""
-    assert ranks(2).run(_references_survive) == [True, True]
+@pytest.mark.parametrize("is_cleared_late", [False, True])
+def test_a_kept_gradient_is_not_overwritten_by_the_next_step(
+    ranks: Ranks, is_cleared_late: bool
+) -> None:
+    """A reference keeps its values, whether zero_grad() comes before forward or after it."""
+    assert ranks(2).run(_references_survive, is_cleared_late) == [True, True]
 
 
 def _token_average() -> None:
@@ -257,7 +265,7 @@ def _whole_and_odd() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_odd_parameters_train_like_plain_ones(ranks: Ranks, num_ranks: int) -> None:
-    """0-dim, 1-element, empty, 3-D, non-contiguous and frozen parameters; frozen ones cost no grad."""
+    """0-dim, 1-element, empty, 3-D, non-contiguous and frozen parameters, the last without grad."""
     ranks(num_ranks).run(_whole_and_odd)
 
 

@@ -312,7 +312,10 @@ def _modules_as_one_unit() -> None:
     for step in range(3):
         batch = batches(1, seed=step)[0]
         reference(*batch).backward()
-        net(*mine(batch)).backward()
+        with record_collectives() as record:
+            net(*mine(batch)).backward()
+        shared = [kind for kind, label in record.events if label == "embedding"]
+        assert shared == ["all_gather", "all_gather", "reduce_scatter"]
         assert_same_grads(net, reference)
         for optimizer in optimizers:
             optimizer.step()

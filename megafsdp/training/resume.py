@@ -1,0 +1,150 @@
+"""What a run keeps in its checkpoints beside weights and optimizer, and how it goes on from them.
+
+A position is a number of consumed samples, so any number of ranks can go on: the same global batches
+follow. Where configuration and checkpoint disagree the configuration wins, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import nn
+
+from megafsdp import checkpoint
+from megafsdp.buffer.collectives import broadcast_object
+from megafsdp.errors import ConfigError, expected
+from megafsdp.training.config import Config
+from megafsdp.training.lr import LearningRate
+from megafsdp.training.optimizers import apply_hyperparameters
+from megafsdp.training.parse import differences
+
+_LOGGER = logging.getLogger("megafsdp.training")
+
+
+@dataclass(slots=True)
+class RunState:
+    """Where a run stands; changes at every step, alike on all ranks.
+
+    Attributes:
+        step: Steps taken, skipped ones included.
+        consumed_samples: Samples of these steps.
+        evaluated_step: Step of the last evaluation; -1 before the first.
+        num_skipped: Steps skipped since the run began.
+        num_skips_in_a_row: Steps skipped since the last one that was taken.
+        wandb_id: Identity of the run in W&B; None without it.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    evaluated_step: int = -1
+    num_skipped: int = 0
+    num_skips_in_a_row: int = 0
+    wandb_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restorable:
+    """The objects that a checkpoint fills."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+
+
+def save(config: Config, state: RunState, targets: Restorable) -> None:
+    """Save a checkpoint of the run; collective over all ranks.
+
+    Raises:
+        CheckpointError: It could not be written; on all ranks.
+    """
+    checkpoint.save(
+        config.checkpoint_directory,
+        step=state.step,
+        model=targets.model,
+        optimizer=targets.optimizer,
+        lr_scheduler=targets.learning_rate,
+        extra={
+            "run": asdict(state),
+            "config": config.to_dict(),
+            "order": order_of_samples(config),
+        },
+        keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.keep_every,
+    )
+
+
+def restore(config: Config, targets: Restorable) -> RunState:
+    """Load the latest checkpoint, if there is one; collective over all ranks.
+
+    Returns:
+        Where the run stands: at its beginning without a checkpoint.
+
+    Raises:
+        ConfigError: There are checkpoints, and the configuration says not to resume.
+        CheckpointError: The checkpoint is damaged or of another model; nothing was changed.
+    """
+    # The first rank decides: others may not see yet what it sees on a shared file system.
+    step = broadcast_object(checkpoint.latest_step(config.checkpoint_directory))
+    if step is None:
+        return RunState()
+    if not config.checkpoint.resume:
+        raise ConfigError(
+            expected(
+                "no checkpoint, as checkpoint.resume is false",
+                f"one of step {step}",
+                where=f"'{config.checkpoint_directory}'",
+                mend="Choose another run.directory, remove the checkpoints, or resume",
+            )
+        )
+    extra = checkpoint.load(
+        config.checkpoint_directory,
+        step=step,
+        model=targets.model,
+        optimizer=targets.optimizer,
+        lr_scheduler=targets.learning_rate,
+    )
+    apply_hyperparameters(targets.optimizer, config.optimizer)
+    _report_differences(config, extra)
+    stored = extra.get("run")
+    if not isinstance(stored, Mapping):
+        raise ConfigError(
+            expected(
+                "a checkpoint of a training run",
+                f"one with {sorted(extra)} beside the weights",
+                where=f"'{config.checkpoint_directory}', step {step}",
+                mend="Choose another run.directory",
+            )
+        )
+    return RunState(**{f.name: stored[f.name] for f in fields(RunState) if f.name in stored})
+
+
+def order_of_samples(config: Config) -> dict[str, object]:
+    """Return everything that decides which sample has which number."""
+    data = config.data
+    return {
+        "train": list(data.train),
+        "weights": None if data.weights is None else list(data.weights),
+        "split": data.split,
+        "sequence_length": data.sequence_length,
+        "seed": data.seed,
+        "num_samples": max(config.num_samples, data.num_samples or 0),
+    }
+
+
+def _report_differences(config: Config, extra: Mapping[str, object]) -> None:
+    stored, stored_order = extra.get("config"), extra.get("order")
+    if isinstance(stored, Mapping):
+        for line in differences(stored, config.to_dict()):
+            _LOGGER.info("differs from the checkpoint: %s", line)
+    if isinstance(stored_order, Mapping):
+        changed = differences(stored_order, order_of_samples(config))
+        if changed:
+            _LOGGER.warning(
+                "The order of samples is not the checkpoint's, so some will be seen again and some "
+                "not at all (%s). To train longer in the same order, set data.num_samples to the "
+                "longest run from the start.",
+                "; ".join(changed),
+            )
