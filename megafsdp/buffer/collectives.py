@@ -125,7 +125,12 @@ def all_gather(
         The pending collective. Neither side may be touched before ``wait()``.
     """
     _count("all_gather", label, sum(o.numel() * o.element_size() for o in output))
-    pairs = [(_wire_view(o), _wire_view(s)) for o, s in zip(output, shards, strict=True)]
+    # gloo coalesces tensors of one dtype alone and corrupts others without a word: send bytes.
+    as_bytes = len({o.dtype for o in output}) > 1
+    pairs = [
+        (_wire_view(o, as_bytes), _wire_view(s, as_bytes))
+        for o, s in zip(output, shards, strict=True)
+    ]
     with torch.profiler.record_function(f"megafsdp::all_gather {label}"):
         if len(pairs) == 1:
             (out, shard), *_ = pairs
@@ -352,7 +357,7 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backends.get(device.type) == "gloo"
 
 
-def _wire_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a byte view of dtypes that backends do not know (FP8, FP4)."""
+def _wire_view(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:
+    """Return a byte view if wanted, and of dtypes that backends do not know (FP8, FP4)."""
     is_narrow_float = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
-    return tensor.view(torch.uint8) if is_narrow_float else tensor
+    return tensor.view(torch.uint8) if as_bytes or is_narrow_float else tensor

@@ -12,6 +12,8 @@ The file knows nothing of modules, schedules and dtypes' meanings.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -90,11 +92,6 @@ class DBuffer:
         for start, stop in gaps:
             self.flat.narrow(0, start, stop - start).zero_()
 
-    def all_gather_from(self, source: DBuffer, *, group: dist.ProcessGroup, label: str) -> Pending:
-        """Fill this replicated buffer from every rank's shard of the same dtype; collective."""
-        assert self.residence is Residence.REPLICATE and source.residence is Residence.SHARD
-        return all_gather(self.pieces(), source.pieces(), group=group, label=label)
-
     def reduce_scatter_from(
         self,
         partial: DBuffer,
@@ -116,3 +113,14 @@ class DBuffer:
             reduce_dtype=reduce_dtype,
             label=label,
         )
+
+
+def gather_buffers(
+    full: Sequence[DBuffer], shards: Sequence[DBuffer], *, group: dist.ProcessGroup, label: str
+) -> Pending:
+    """Fill whole buffers from every rank's shards of them, in one launch; collective."""
+    pairs = list(zip(full, shards, strict=True))
+    assert all(f.residence is Residence.REPLICATE for f, _ in pairs), "a gather fills whole buffers"
+    outputs = [piece for f, _ in pairs for piece in f.pieces()]
+    inputs = [piece for _, s in pairs for piece in s.pieces()]
+    return all_gather(outputs, inputs, group=group, label=label)

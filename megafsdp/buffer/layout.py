@@ -17,6 +17,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 
+from megafsdp.errors import expected
 from megafsdp.mesh.placement import Flat, Granularity
 
 SHARD_MULTIPLE = 32  # Elements; keeps every shard aligned for vector kernels in any dtype.
@@ -97,8 +98,7 @@ class FlatLayout:
     slots: tuple[Slot, ...]
 
     def __post_init__(self) -> None:
-        """Assert the invariants: disjoint, inside, granules never cut, shards multiples of 32."""
-        assert all(s.shard_numel % SHARD_MULTIPLE == 0 for s in self.sub_buffers), "ragged shard"
+        """Assert the invariants: disjoint, inside, granules never cut."""
         ends = [0] * len(self.sub_buffers)
         tensors = [slot for slot in self.slots if slot.spec.numel]
         for slot in sorted(tensors, key=lambda s: (s.sub_buffer, s.offset)):
@@ -168,6 +168,47 @@ class FlatLayout:
             if stop > start:
                 owned.append((self.local_offset(i, shard), stop - start))
         return _complement(sorted(owned), self.shard_numel)
+
+    def with_block(self, block: int) -> FlatLayout:
+        """Return the layout of a buffer with one element for ``block`` consecutive ones of this.
+
+        Every cut falls between the same rows. ``block`` 0 stands for one element a row.
+
+        Raises:
+            ValueError: A row, an offset or a shard is no multiple of the block.
+        """
+        if block == 1:
+            return self
+        divisors = [block] * len(self.sub_buffers)
+        for slot in self.slots if block == 0 else ():
+            divisors[slot.sub_buffer] = math.lcm(divisors[slot.sub_buffer] or 1, slot.spec.granule)
+        slots = []
+        for slot in self.slots:
+            spec, divisor = slot.spec, divisors[slot.sub_buffer]
+            self._require_multiple(spec.name, spec.granule, divisor)
+            self._require_multiple(spec.name, slot.offset, divisor)
+            shape = (spec.numel // spec.granule, spec.granule // divisor)
+            slots.append(
+                Slot(TensorSpec(spec.name, shape), slot.sub_buffer, slot.offset // divisor)
+            )
+        sub_buffers, local = [], 0
+        for sub, divisor in zip(self.sub_buffers, divisors, strict=True):
+            self._require_multiple("a shard", sub.shard_numel, divisor)
+            shard_numel = sub.shard_numel // divisor
+            sub_buffers.append(SubBuffer(local * self.num_shards, local, shard_numel))
+            local += shard_numel
+        return FlatLayout(self.num_shards, tuple(sub_buffers), tuple(slots))
+
+    def _require_multiple(self, name: str, numel: int, divisor: int) -> None:
+        if numel % divisor:
+            raise ValueError(
+                expected(
+                    f"a multiple of {divisor} elements",
+                    numel,
+                    where=f"the row, offset or shard of '{name}'",
+                    mend="Plan with merge_classes=False, or keep the parameter unquantized",
+                )
+            )
 
     def fingerprint(self) -> str:
         """Return a hash of the whole layout; equal on all ranks that agree."""

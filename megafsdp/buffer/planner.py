@@ -23,7 +23,13 @@ _SLACK_NUMEL = 8192  # Padding that costs less than another collective.
 _LEAST_FACTOR = 1.25
 
 
-def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: int = 4) -> FlatLayout:
+def plan_layout(
+    specs: Sequence[TensorSpec],
+    num_shards: int,
+    *,
+    itemsize: int = 4,
+    merge_classes: bool = True,
+) -> FlatLayout:
     """Pack tensors into the fewest sub-buffers whose padding is small.
 
     Candidates are made by merging row classes one pair at a time, from one sub-buffer a class down
@@ -38,6 +44,7 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: int =
             element.
         num_shards: Number of equal shards.
         itemsize: Bytes of an element of the gathered (compute weight) buffer, for the alignment.
+        merge_classes: False gives every row class a sub-buffer of its own, as scales of rows need.
 
     Returns:
         The layout, its slots in the order of ``specs``.
@@ -69,7 +76,7 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: int =
     candidates = [
         (alignment, packed)
         for alignment in (coarse, fine)
-        for packed in _candidates(specs, num_shards, alignment)
+        for packed in _candidates(specs, num_shards, alignment, merge_classes=merge_classes)
     ]
     numel = sum(spec.numel for spec in specs)
     least = min(packed.total(num_shards) for _, packed in candidates) - numel
@@ -166,14 +173,17 @@ class _Packed:
         return FlatLayout(num_shards, tuple(subs), slots)
 
 
-def _candidates(specs: Sequence[TensorSpec], num_shards: int, alignment: int) -> list[_Packed]:
+def _candidates(
+    specs: Sequence[TensorSpec], num_shards: int, alignment: int, *, merge_classes: bool
+) -> list[_Packed]:
     """Pack every partition that pairwise merging visits, with 1-D tensors filled in or apart."""
     packer = _Packer(specs, num_shards, alignment)
     partition: list[tuple[int, ...]] = [(granule,) for granule in sorted(packer.classes)]
     found = []
     while True:
-        found += [packer.complete(partition, is_filled=is_filled) for is_filled in (True, False)]
-        if len(partition) < 2:
+        fillings = (True, False) if merge_classes else (False,)
+        found += [packer.complete(partition, is_filled=is_filled) for is_filled in fillings]
+        if len(partition) < 2 or not merge_classes:
             return found
         partition = _merge_cheapest(partition, lambda granules: packer.pack(granules).shard)
 

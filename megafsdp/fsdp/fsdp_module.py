@@ -140,8 +140,8 @@ class FSDPModule:
                     mend="Give the number that the sum over ranks is divided by",
                 )
             )
-        for reducer in self._fsdp_unit().reducers:
-            reducer.scale = 1.0 / factor
+        for group in self._fsdp_unit().groups:
+            group.gradient_scale = 1.0 / factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept torch's switch; gradients are always summed and scaled by us, on any backend."""

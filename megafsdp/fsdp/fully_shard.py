@@ -102,18 +102,17 @@ def fully_shard(
     device_type = device_type_of(found)
     mesh = mesh_of(mesh, device_type)
     ledger = ByteLedger()
+    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size(mesh.ndim - 1)
     groups = [
-        _build_group(key, items, mesh, chosen, ledger)
+        _build_group(key, items, mesh, strategy=chosen, scale=scale, ledger=ledger)
         for key, items in group_parameters(found, policy).items()
     ]
     claim(found, type(modules[0]).__name__)
-    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size(mesh.ndim - 1)
     for each in modules:
         mix_in(each)
     FSDPUnit(
         modules,
         groups,
-        scale=scale,
         policy=policy,
         ledger=ledger,
         prefetch=prefetch,
@@ -126,7 +125,9 @@ def _build_group(
     key: GroupKey,
     items: Sequence[FoundParameter],
     mesh: DeviceMesh,
+    *,
     strategy: Strategy,
+    scale: float,
     ledger: ByteLedger,
 ) -> ParameterGroup:
     is_sharded = strategy is Strategy.OPTIM_GRADS_PARAMS and not key.is_whole
@@ -138,6 +139,7 @@ def _build_group(
         dtypes=key.dtypes,
         device=device_handle(mesh.device_type).device,
         ledger=ledger,
+        gradient_scale=scale,
     )
 
 

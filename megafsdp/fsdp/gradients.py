@@ -37,12 +37,10 @@ class GradientReducer:
 
     Args:
         group: The group; the reducer lives as long as it.
-        scale: Factor on the sum over ranks.
     """
 
-    def __init__(self, group: ParameterGroup, scale: float) -> None:
+    def __init__(self, group: ParameterGroup) -> None:
         self.group = group
-        self.scale = scale
         self._main_grad: DBuffer | None = None
         self._views: list[torch.Tensor] = []
         self._states = [_State.CLEAR] * len(group.parameters)
@@ -93,7 +91,7 @@ class GradientReducer:
             self._pending = main_grad.reduce_scatter_from(
                 partial,
                 group=axes.group,
-                scale=self.scale,
+                scale=self.group.gradient_scale,
                 accumulate=is_accumulating,
                 reduce_dtype=self.group.dtypes.reduce,
                 label=self.group.label,
@@ -103,7 +101,7 @@ class GradientReducer:
                 main_grad.flat,
                 partial.flat,
                 group=axes.group,
-                scale=self.scale,
+                scale=self.group.gradient_scale,
                 accumulate=is_accumulating,
                 reduce_dtype=self.group.dtypes.reduce,
                 label=self.group.label,

@@ -13,10 +13,8 @@ unsharded      full, compute dtype,        full, compute dtype, kept; the
                released between uses       main weight itself if equal
 =============  ==========================  =============================
 
-When compute and main dtype differ, a sharded group casts its main weight into a temporary input of
-each gather, so nothing can be stale but storage that is kept; a replicated group casts once after
-each step. Gradients are the business of :mod:`megafsdp.fsdp.gradients`; when to gather is the
-schedule's.
+The compute weight's buffers are the business of :mod:`megafsdp.fsdp.compute_weight`, gradients that
+of :mod:`megafsdp.fsdp.gradients`; when to gather is the schedule's.
 """
 
 from __future__ import annotations
@@ -31,13 +29,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.buffer.boxes import UnevenLayout
-from megafsdp.buffer.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.buffer.uneven import UnevenDTensor, make_replicated
 from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.fsdp.compute_weight import ComputeWeight
 from megafsdp.mesh.placement import Residence
+from megafsdp.quantize.recipe import CastRecipe, Recipe
 
 _GROUP_ATTRIBUTE = "_megafsdp_group"
 
@@ -124,6 +123,8 @@ class ParameterGroup:
         dtypes: Dtypes of its buffers.
         device: Where the buffers live.
         ledger: Counts their bytes.
+        gradient_scale: Factor on the sum of gradients over the group's ranks.
+        recipe: How compute weights are made; None casts to the compute dtype.
 
     Construction is local: every rank copies its own rows from its own originals.
     """
@@ -137,8 +138,11 @@ class ParameterGroup:
         dtypes: GroupDtypes,
         device: torch.device,
         ledger: ByteLedger,
+        gradient_scale: float = 1.0,
+        recipe: Recipe | None = None,
     ) -> None:
         self.parameters = parameters
+        self.gradient_scale = gradient_scale
         self.axes = axes
         self.dtypes = dtypes
         self.device = device
@@ -146,7 +150,10 @@ class ParameterGroup:
         self.label = parameters[0].name
         specs = [TensorSpec(p.name, tuple(p.shape)) for p in parameters]
         self.layout: FlatLayout = plan_layout(
-            specs, axes.num_shards, itemsize=dtypes.compute.itemsize
+            specs,
+            axes.num_shards,
+            itemsize=dtypes.compute.itemsize,
+            merge_classes=recipe is None,
         )
         is_sharded = axes.is_sharded
         self.main_weight = self.new_buffer(
@@ -154,19 +161,12 @@ class ParameterGroup:
             dtypes.main,
             Category.MAIN_WEIGHT,
         )
-        self.is_stale = True
-        self._pending: Pending | None = None
-        self._version = 0
-        self._gather_source: DBuffer | None = None
-        self._has_storage_of_its_own = is_sharded or dtypes.compute != dtypes.main
-        self.unsharded = (
-            self.new_buffer(
-                Residence.REPLICATE,
-                dtypes.compute,
-                Category.UNSHARDED if is_sharded else Category.COMPUTE_WEIGHT,
-            )
-            if self._has_storage_of_its_own
-            else self.main_weight
+        self.compute_weight = ComputeWeight(
+            recipe or CastRecipe(dtypes.compute),
+            self.main_weight,
+            group=axes.group if is_sharded else None,
+            device=device,
+            ledger=ledger,
         )
         with torch.no_grad():
             self.main_weight.zero_gaps()
@@ -198,9 +198,9 @@ class ParameterGroup:
         setattr(sharded, _GROUP_ATTRIBUTE, weakref.ref(self))
         if self.dtypes.grad != self.dtypes.main:
             sharded.grad_dtype = self.dtypes.grad
-        view = self.unsharded.full_view(index)
+        full = self.compute_weight.assemble(index, parameter.shape)
         parameter.sharded = sharded
-        parameter.unsharded = nn.Parameter(view, requires_grad=original.requires_grad)
+        parameter.unsharded = nn.Parameter(full, requires_grad=original.requires_grad)
 
     def as_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """Wrap what this rank holds of tensor ``index`` in a buffer like the main weight."""
@@ -228,67 +228,28 @@ class ParameterGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether the unsharded storage is allocated, gathered or being gathered."""
-        return self.unsharded.storage.is_allocated
+        """Tell whether full storage is allocated that is not kept anyway."""
+        return self.compute_weight.is_unsharded
 
     def mark_stale(self) -> None:
         """Note that main weights changed: the next unshard refreshes, once."""
-        self.is_stale = True
+        self.compute_weight.is_stale = True
 
-    def start_unshard(self) -> None:
+    def start_unshard(self, *, in_backward: bool = False) -> None:
         """Make the unsharded parameters current: issue the gather, or refresh the replica.
 
         Collective over the group's ranks for a sharded group whose storage is not current. The
-        unsharded storage may be read after :meth:`finish_unshard`.
+        unsharded parameters may be read after :meth:`finish_unshard`.
         """
-        if self._pending is not None:
-            return
-        is_current = self.is_unsharded and not self.is_stale
-        self.is_stale = False
-        if is_current:
-            return
-        self.unsharded.storage.allocate()
-        self._version = self.unsharded.flat._version
-        with torch.no_grad():
-            if self.axes.is_sharded:
-                source = self._gather_input()
-                self._pending = self.unsharded.all_gather_from(
-                    source, group=self.axes.group, label=self.label
-                )
-                self._gather_source = source
-            elif self._has_storage_of_its_own:
-                self.refresh()
-
-    def _gather_input(self) -> DBuffer:
-        if self.dtypes.compute == self.dtypes.main:
-            return self.main_weight
-        source = self.new_buffer(Residence.SHARD, self.dtypes.compute, Category.COMPUTE_WEIGHT)
-        source.flat.copy_(self.main_weight.flat)
-        return source
-
-    def refresh(self) -> None:
-        """Cast the main weight into the replicated compute weight."""
-        flat = self.unsharded.flat
-        with torch.autograd._unsafe_preserve_version_counter(flat):
-            flat.copy_(self.main_weight.flat)
+        self.compute_weight.start_unshard(in_backward=in_backward, label=self.label)
 
     def finish_unshard(self) -> None:
         """Wait for the gather; afterwards the unsharded parameters may be read."""
-        if self._pending is None:
-            return
-        self._pending.wait()
-        self._pending = None
-        self._gather_source = None
-        # An asynchronous gather bumps the version counter when it completes, and tensors that
-        # autograd saved in forward would be taken for modified; their bytes are the same.
-        flat = self.unsharded.flat
-        torch._C._autograd._unsafe_set_version_counter((flat,), (self._version,))
+        self.compute_weight.finish_unshard()
 
     def release(self) -> None:
-        """Free the unsharded storage of a sharded group; nothing happens for a replicated one."""
-        if self.axes.is_sharded and self.is_unsharded:
-            self.finish_unshard()
-            self.unsharded.storage.release()
+        """Free the full storage of a sharded group; nothing happens for a replicated one."""
+        self.compute_weight.release()
 
     def show_unsharded(self) -> None:
         """Make the modules hold the unsharded parameters."""

@@ -24,6 +24,7 @@ import torch
 
 from megafsdp.buffer.collectives import all_reduce
 from megafsdp.fsdp.gradients import GradientReducer
+from megafsdp.fsdp.parameter_group import ParameterGroup
 
 _MAX_REDUCTIONS_WAITING = 1  # Beside the one that is being packed.
 
@@ -39,7 +40,11 @@ class ScheduledUnit(Protocol):
     def is_waiting(self) -> bool:
         """Tell whether the unit was gathered ahead and has not run."""
 
-    def start_unshard(self) -> None:
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """Return the unit's parameter groups."""
+
+    def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of the unit."""
 
     def finish_unshard(self) -> None:
@@ -186,12 +191,13 @@ class FSDPContext:
         return self.is_root(unit) or self._forward.is_last(unit)
 
     def _unshard(self, unit: ScheduledUnit, order: RecordedOrder) -> None:
-        unit.start_unshard()
-        upcoming = unit.prefetch_override(is_backward=order is self._backward)
+        in_backward = order is self._backward
+        unit.start_unshard(in_backward=in_backward)
+        upcoming = unit.prefetch_override(is_backward=in_backward)
         recorded = order.arrive(unit, unit.prefetch)
         for other in recorded if upcoming is None else upcoming:
             if upcoming is not None or self._has_room(unit.prefetch):
-                other.start_unshard()
+                other.start_unshard(in_backward=in_backward)
         unit.finish_unshard()
 
     def _has_room(self, prefetch: int) -> bool:
@@ -207,18 +213,30 @@ class FSDPContext:
         while len(self._reductions) > keep:
             self._reductions.pop(0).finish_reduce()
 
+    def refresh_with_statistics(self) -> None:
+        """Encode stale compute weights that need statistics; one all-reduce for all."""
+        groups = [g for unit in self.units for g in unit.groups]
+        waiting = [g for g in groups if g.compute_weight.needs_statistics]
+        for process_group in dict.fromkeys(g.axes.group for g in waiting):
+            members = [g for g in waiting if g.axes.group == process_group]
+            statistics = [g.compute_weight.statistics() for g in members]
+            combined = torch.cat(statistics)
+            all_reduce(combined, op="max", group=process_group, label="statistics")
+            parts = combined.split([s.numel() for s in statistics])
+            for group, part in zip(members, parts, strict=True):
+                group.compute_weight.refresh(part)
+
     def _agree_on_usage(self) -> None:
         """Exchange one byte a trainable parameter; only a rank that waits reads the answer."""
         reducers = [r for unit in self.units for r in unit.reducers if r.group.is_trainable]
-        flags = [flag for reducer in reducers for flag in reducer.usage()]
-        if not flags or all(r.group.axes.num_ranks == 1 for r in reducers):
-            for reducer in reducers:
-                reducer.resolve_usage(reducer.usage())
-            return
-        axes = reducers[0].group.axes
-        votes = torch.tensor(flags, dtype=torch.uint8).to(reducers[0].group.device)
-        all_reduce(votes, op="max", group=axes.group, label="usage")
-        if any(reducer.has_pending for reducer in reducers):
-            answer = iter(votes.bool().tolist())
-            for reducer in reducers:
+        for process_group in dict.fromkeys(r.group.axes.group for r in reducers):
+            members = [r for r in reducers if r.group.axes.group == process_group]
+            flags = [flag for reducer in members for flag in reducer.usage()]
+            if members[0].group.axes.num_ranks > 1:
+                votes = torch.tensor(flags, dtype=torch.uint8).to(members[0].group.device)
+                all_reduce(votes, op="max", group=process_group, label="usage")
+                if any(reducer.has_pending for reducer in members):
+                    flags = votes.bool().tolist()
+            answer = iter(flags)
+            for reducer in members:
                 reducer.resolve_usage([next(answer) for _ in reducer.group.parameters])

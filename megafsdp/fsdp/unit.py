@@ -49,7 +49,6 @@ class FSDPUnit:
     Args:
         modules: The modules, in the order in which they run.
         groups: Its parameter groups.
-        scale: Factor on the sum of gradients over ranks, by group.
         policy: Dtypes of inputs and outputs.
         ledger: Counts the bytes of its buffers.
         prefetch: How many units to gather ahead.
@@ -62,7 +61,6 @@ class FSDPUnit:
         modules: Sequence[nn.Module],
         groups: list[ParameterGroup],
         *,
-        scale: float,
         policy: MixedPrecisionPolicy,
         ledger: ByteLedger,
         prefetch: int,
@@ -70,7 +68,7 @@ class FSDPUnit:
     ) -> None:
         self.name = type(modules[0]).__name__
         self.groups = groups
-        self.reducers = [GradientReducer(group, scale) for group in groups]
+        self.reducers = [GradientReducer(group) for group in groups]
         self.policy = policy
         self.ledger = ledger
         self.prefetch = prefetch
@@ -114,11 +112,13 @@ class FSDPUnit:
         is_idle = self.phase is Phase.RESTING and not (self.is_kept or self.is_pinned)
         return is_idle and self.is_unsharded
 
-    def start_unshard(self) -> None:
+    def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of all groups; collective."""
         self.is_kept = False
+        if any(group.compute_weight.needs_statistics for group in self.groups):
+            self.require_context().refresh_with_statistics()
         for group in self.groups:
-            group.start_unshard()
+            group.start_unshard(in_backward=in_backward)
 
     def finish_unshard(self) -> None:
         """Wait for the gathers of all groups."""
@@ -191,7 +191,7 @@ class FSDPUnit:
         args, kwargs = self._cast_inputs((args, kwargs))
         if self.phase is Phase.BACKWARD:
             # Activations are recomputed; the storage may have been freed by reshard().
-            self.start_unshard()
+            self.start_unshard(in_backward=False)
             self.finish_unshard()
             return args, kwargs
         if self._to_run:
@@ -360,13 +360,13 @@ def _adopt_units_below(root: FSDPUnit) -> None:
                     mend="Call the outermost module first",
                 )
             )
-    layouts = [(n, [g.layout.fingerprint() for g in u.groups]) for n, u in units.items()]
-    groups = [group for unit in units.values() for group in unit.groups]
-    if groups:
+    groups = [(name, group) for name, unit in units.items() for group in unit.groups]
+    for process_group in dict.fromkeys(group.axes.group for _, group in groups):
+        layouts = [(n, g.layout.fingerprint()) for n, g in groups if g.axes.group == process_group]
         require_equal(
             repr(layouts),
             what="parameters, shapes and dtypes",
-            group=groups[0].axes.group,
+            group=process_group,
             mend="Build the same model and wrap the same modules on all ranks",
         )
     context = FSDPContext(root, units.values())

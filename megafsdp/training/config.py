@@ -1,8 +1,8 @@
 """The one tree of dataclasses that describes a training run, and the checks across its fields.
 
-Values are plain, so YAML, a command line and a checkpoint can spell them; ``megafsdp.training.parse``
-reads them. Nothing here touches torch.distributed: every check runs on every rank alike, before the
-first collective.
+Values are plain, so YAML, a command line and a checkpoint can spell them;
+``megafsdp.training.parse`` reads them. Nothing here touches torch.distributed: every check runs on
+every rank alike, before the first collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megafsdp.errors import ConfigError, expected
-from megafsdp.fsdp.arguments import strategy_of
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.config import Architecture, ModelConfig
 from megafsdp.models.presets import presets
@@ -128,7 +127,7 @@ class ParallelSection:
         cp: Context parallel degree.
         tp: Tensor parallel degree.
         ep: Expert parallel degree.
-        strategy: What is divided: no_shard, optim, optim_grads or optim_grads_params.
+        strategy: What is divided: nothing, optimizer states, and gradients, and parameters.
         outer_strategy: What is divided over dp_outer.
         prefetch: Units gathered ahead of the running one.
         reshard_after_forward: Free gathered parameters between forward and backward; null frees all
@@ -140,8 +139,10 @@ class ParallelSection:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    strategy: str = "optim_grads_params"
-    outer_strategy: str = "no_shard"
+    strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
+        "optim_grads_params"
+    )
+    outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     prefetch: int = 1
     reshard_after_forward: bool | None = None
 
@@ -380,23 +381,13 @@ def validate(config: Config, *, world_size: int) -> None:
 
     Raises:
         ConfigError: A value is out of its range, or values contradict each other.
-        NotImplementedError: A choice is sound and not built.
+        NotImplementedError: A degree is reserved.
     """
     model = config.model.resolve()
     _check_ranges(config)
     _check_length(config.train)
     _check_schedule(config)
     _check_data(config.data, model)
-    strategy_of(config.parallel.strategy)
-    if config.parallel.outer_strategy != "no_shard":
-        raise NotImplementedError(
-            expected(
-                "outer_strategy 'no_shard'",
-                repr(config.parallel.outer_strategy),
-                where="parallel.outer_strategy",
-                mend="Leave it at its default",
-            )
-        )
     _check_batch(config, world_size)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megafsdp.data import (
@@ -17,6 +16,8 @@ from megafsdp.data import (
 )
 from megafsdp.training.config import Config, split_shares
 
+_Part = tuple[IndexedDataset, range]
+
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
@@ -25,10 +26,12 @@ class Datasets:
     Attributes:
         train: Samples of at least the run's length.
         validation: Every held-out token once; None if nothing is held out.
+        order: Everything that decides which training sample has which number, as plain values.
     """
 
     train: SampleSource
     validation: SampleSource | None
+    order: dict[str, object]
 
 
 def build_datasets(config: Config, *, vocab_size: int) -> Datasets:
@@ -44,75 +47,61 @@ def build_datasets(config: Config, *, vocab_size: int) -> Datasets:
         ConfigError: The split leaves nothing.
     """
     data = config.data
-    opened = [_open(prefix, vocab_size) for prefix in data.train]
-    shares = None if data.split is None else split_shares(data.split)
-    train_parts, held_out = [(o, range(len(o))) for o in opened], []
-    if shares is not None:
-        ranges = [split_ranges(len(o), shares) for o in opened]
-        train_parts = [(o, r[0]) for o, r in zip(opened, ranges, strict=True)]
-        held_out = [(o, r[1]) for o, r in zip(opened, ranges, strict=True)]
-    for prefix in data.validation:
-        indexed = _open(prefix, vocab_size)
-        held_out.append((indexed, range(len(indexed))))
-    builder = _Builder(config)
+    train_parts, held_out = _parts(config, vocab_size)
+    weights = data.weights
+    if weights is None:
+        weights = [float(o.sequence_lengths[p.start : p.stop].sum()) for o, p in train_parts]
     num_samples = max(config.num_samples, data.num_samples or 0)
-    validation = [builder.one_pass(o, part) for o, part in held_out]
+    is_blend = len(train_parts) > 1
+    needed = samples_per_dataset(weights, num_samples) if is_blend else [num_samples]
+    train = [
+        _samples(config, part, num_samples=n) for part, n in zip(train_parts, needed, strict=True)
+    ]
+    validation = [_samples(config, part, num_samples=None) for part in held_out]
     return Datasets(
-        train=builder.blend(train_parts, data.weights, num_samples),
+        train=BlendedDataset(train, weights, num_samples=num_samples) if is_blend else train[0],
         validation=BlendedDataset(validation) if validation else None,
+        order={
+            "weights": list(weights),
+            "split": data.split,
+            "sequence_length": data.sequence_length,
+            "seed": data.seed,
+            # A longer run has the same order as long as it needs no more epochs.
+            "epochs": [asdict(source.plan) for source in train],
+        },
     )
 
 
-def _open(prefix: str, vocab_size: int) -> IndexedDataset:
-    indexed = IndexedDataset(prefix)
-    check_vocabulary(indexed, vocab_size)
-    return indexed
+def _parts(config: Config, vocab_size: int) -> tuple[list[_Part], list[_Part]]:
+    """Return which sequences of which files are trained on, and which are held out."""
+
+    def opened(prefix: str) -> IndexedDataset:
+        indexed = IndexedDataset(prefix)
+        check_vocabulary(indexed, vocab_size)
+        return indexed
+
+    data = config.data
+    files = [opened(prefix) for prefix in data.train]
+    if data.split is not None:
+        shares = split_shares(data.split)
+        ranges = [split_ranges(len(file), shares) for file in files]
+        trained = [(file, r[0]) for file, r in zip(files, ranges, strict=True)]
+        return trained, [(file, r[1]) for file, r in zip(files, ranges, strict=True)]
+    whole = [(file, range(len(file))) for file in files]
+    held_out = [opened(prefix) for prefix in data.validation]
+    return whole, [(file, range(len(file))) for file in held_out]
 
 
-_Part = tuple[IndexedDataset, range]
-
-
-class _Builder:
-    """What all datasets of a run have in common."""
-
-    def __init__(self, config: Config) -> None:
-        self._sequence_length = config.data.sequence_length
-        self._seed = config.data.seed
-        cache = config.data.cache
-        self._cache = config.run_directory / "index_cache" if cache is None else Path(cache)
-
-    def one_pass(self, indexed: IndexedDataset, sequences: range) -> SampleDataset:
-        """Read a part of a file once, in a seeded order, its last tokens included."""
-        return SampleDataset(
-            indexed,
-            sequence_length=self._sequence_length,
-            num_samples=None,
-            seed=self._seed,
-            sequences=sequences,
-            drop_last_partial=False,
-            cache_dir=self._cache,
-        )
-
-    def blend(
-        self, parts: Sequence[_Part], weights: Sequence[float] | None, num_samples: int
-    ) -> SampleSource:
-        """Mix parts of files by weight, or by their numbers of tokens."""
-        if len(parts) == 1:
-            return self._repeated(*parts[0], num_samples)
-        if weights is None:
-            weights = [float(o.sequence_lengths[p.start : p.stop].sum()) for o, p in parts]
-        needed = samples_per_dataset(weights, num_samples)
-        sources = [self._repeated(o, p, n) for (o, p), n in zip(parts, needed, strict=True)]
-        return BlendedDataset(sources, weights, num_samples=num_samples)
-
-    def _repeated(
-        self, indexed: IndexedDataset, sequences: range, num_samples: int
-    ) -> SampleSource:
-        return SampleDataset(
-            indexed,
-            sequence_length=self._sequence_length,
-            num_samples=num_samples,
-            seed=self._seed,
-            sequences=sequences,
-            cache_dir=self._cache,
-        )
+def _samples(config: Config, part: _Part, *, num_samples: int | None) -> SampleDataset:
+    """Index a part of a file; without a number of samples every token is a label once."""
+    indexed, sequences = part
+    cache = config.data.cache
+    return SampleDataset(
+        indexed,
+        sequence_length=config.data.sequence_length,
+        num_samples=num_samples,
+        seed=config.data.seed,
+        sequences=sequences,
+        drop_last_partial=num_samples is not None,
+        cache_dir=config.run_directory / "index_cache" if cache is None else Path(cache),
+    )

@@ -1,40 +1,36 @@
 """The training loop: one function from a configuration to a trained model on disk.
 
 It joins the parts and decides when each acts; what they do is their own business. Between two
-collectives all ranks follow the same path: a rank's signal, a full disk or a missing file becomes
+collectives all ranks follow the same path: a rank's signal, full disk or missing file becomes
 everybody's at the next agreement.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megafsdp.buffer.collectives import raise_together
 from megafsdp.checkpoint.agreement import attempt
-from megafsdp.data import Loader, Tokenizer, load_tokenizer
+from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
-from megafsdp.training.config import Config, Precision, validate
+from megafsdp.training.config import Config, validate
 from megafsdp.training.datasets import Datasets, build_datasets
 from megafsdp.training.evaluation import EvaluationResult, evaluate, sample_text
 from megafsdp.training.lr import LearningRate, Schedule
-from megafsdp.training.metrics import Meter, Position, megatron_line, progress_line
+from megafsdp.training.metrics import Meter, Position
 from megafsdp.training.optimizers import build_optimizer
-from megafsdp.training.parse import to_yaml
-from megafsdp.training.resume import Restorable, RunState, restore, save
+from megafsdp.training.report import Report
+from megafsdp.training.resume import Restorable, restore, save
 from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import StepResult, TrainStep
-from megafsdp.training.tracker import EVALUATION_KEY, Trackers, check_trackers
+from megafsdp.training.tracker import check_trackers
 from megafsdp.training.world import World, find_world, process_group
 
-CONFIG_FILE = "config.yaml"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 StepObserver = Callable[[int, StepResult], None]
@@ -63,7 +59,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     """Train as configured, going on from the latest checkpoint; collective over all ranks.
 
     Runs under torchrun, in a single process, or in a process group that is open already. SIGTERM
-    and SIGINT end it after the running step or evaluation batch with a checkpoint. A finished run
+    and SIGINT end it after the running step or evaluation batch, with a checkpoint. A finished run
     is evaluated again.
 
     Args:
@@ -84,36 +80,39 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     check_trackers(config)
     stop = StopRequest(world.device)
     with stop.listening(), process_group(world, timeout_s=config.run.timeout_s):
-        run = _Run(config, world, stop, on_step)
+        run = _Run(config, world, stop=stop, on_step=on_step)
         try:
             return run.train()
         finally:
-            run.close()
+            run.report.close()
 
 
 class _Run:
-    """All parts of a running job."""
+    """A job whose parts are built and whose checkpoint is loaded."""
 
     def __init__(
-        self, config: Config, world: World, stop: StopRequest, on_step: StepObserver | None
+        self, config: Config, world: World, *, stop: StopRequest, on_step: StepObserver | None
     ) -> None:
-        self.config = config
-        self.world = world
-        self.stop = stop
+        self.config, self.world, self.stop = config, world, stop
         self.on_step = on_step
-        self.model_config = config.model.resolve()
         torch.manual_seed(config.run.seed + world.rank)
-        self._open_data()
-        self.model = _build_sharded(config, self.model_config, world)
+        model_config = config.model.resolve()
+        datasets, self.tokenizer = _read_data(config, model_config)
+        self.order = datasets.order
+        self.loader = _loader(config, world, datasets.train)
+        self.held_out: Loader | None = None
+        if datasets.validation is not None:
+            self.held_out = _loader(config, world, datasets.validation, pad_last=True)
+        self.model = _build_sharded(config, model_config, world)
         optimizer = build_optimizer(self.model, config.optimizer)
         self.learning_rate = LearningRate(
             optimizer, Schedule.of(config), follows_checkpoint=config.schedule.from_checkpoint
         )
-        self.targets = Restorable(self.model, optimizer, self.learning_rate)
-        self.state = restore(config, self.targets)
-        self.resumed_step = self.saved_step = self.state.step
-        left = max(config.num_samples - self.state.consumed_samples, 0)
-        self.last_step = self.state.step + left // config.train.global_batch_size
+        self.restorable = Restorable(self.model, optimizer, self.learning_rate)
+        self.state = restore(config, self.restorable, order=datasets.order)
+        self.first_step = self.saved_step = self.state.step
+        num_left = max(config.num_samples - self.state.consumed_samples, 0)
+        self.last_step = self.first_step + num_left // config.train.global_batch_size
         self.step = TrainStep(
             self.model,
             optimizer,
@@ -124,92 +123,53 @@ class _Run:
             stop=stop,
         )
         self.step.num_skips_in_a_row = self.state.num_skips_in_a_row
+        self.evaluation: EvaluationResult | None = None
         self.meter = Meter(
             world.device,
             tokens_per_step=config.train.global_batch_size * config.data.sequence_length,
-            flops_per_token=flops_per_token(self.model_config, config.data.sequence_length),
+            flops_per_token=flops_per_token(model_config, config.data.sequence_length),
             num_devices=world.size,
         )
-        self.evaluation: EvaluationResult | None = None
-        self.trackers: Trackers | None = None
-        self._open_trackers()
-
-    def _open_data(self) -> None:
-        """Read the data and the tokenizer; every rank raises if any cannot."""
-        config = self.config
-
-        def read() -> tuple[Datasets, Tokenizer | None]:
-            spec = config.data.tokenizer
-            tokenizer = None if spec is None else load_tokenizer(spec)
-            return build_datasets(config, vocab_size=self.model_config.vocab_size), tokenizer
-
-        found, error = attempt(read)
-        raise_together(error)
-        assert found is not None, "ranks without data have raised"
-        datasets, self.tokenizer = found
-        self.loader = self._loader(datasets.train, pad_last=False)
-        self.validation = None
-        if datasets.validation is not None:
-            self.validation = self._loader(datasets.validation, pad_last=True)
-
-    def _loader(self, samples: Datasets.train, *, pad_last: bool) -> Loader:
-        return Loader(
-            samples,
-            global_batch_size=self.config.train.global_batch_size,
-            micro_batch_size=self.config.micro_batch_size(self.world.size),
-            dp_rank=self.world.rank,
-            dp_size=self.world.size,
-            pad_last=pad_last,
+        self.report = Report(
+            config,
+            world,
+            meter=self.meter,
+            state=self.state,
+            repeats_evaluation=self._is_complete or self._is_evaluation_due,
         )
 
-    def _open_trackers(self) -> None:
-        """Write config.yaml and open the trackers, on the first rank; every rank raises alike."""
-        error = None
-        if self.world.is_first:
-            self.trackers, error = attempt(self._trackers)
-        raise_together(error)
+    @property
+    def _is_complete(self) -> bool:
+        return self.state.step >= self.last_step
 
-    def _trackers(self) -> Trackers:
-        folder = self.config.run_directory
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(to_yaml(self.config))
-        trackers = Trackers(
-            self.config,
-            last_step=self.state.step,
-            wandb_id=self.state.wandb_id,
-            repeats_evaluation=self.state.step >= self.last_step,
-        )
-        self.state.wandb_id = trackers.wandb_id
-        return trackers
-
-    def close(self) -> None:
-        """Close the trackers."""
-        if self.trackers is not None:
-            self.trackers.close()
+    @property
+    def _is_evaluation_due(self) -> bool:
+        """Return whether this step asks for an evaluation that was not made, or not finished."""
+        interval = self.config.evaluation.interval_steps
+        return _is_due(interval, self.state.step) and self.state.evaluated_step != self.state.step
 
     def train(self) -> RunSummary:
         """Run to the end, or until a signal; collective over all ranks."""
-        self._say_start()
-        if self._is_evaluation_due() and self.state.evaluated_step != self.state.step:
-            # The run was stopped before or during this evaluation.
+        state = self.state
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        self.report.start(num_parameters, state, self.last_step)
+        if self._is_evaluation_due and not self._is_complete:
             self._evaluate()
-        while self.state.step < self.last_step and not self.stop.agreed():
+        while not (self._is_complete or self.stop.is_agreed):
             self._train_step()
-            if self._is_evaluation_due():
-                self._evaluate()
-            if _is_due(self.config.checkpoint.interval_steps, self.state.step):
+            if _is_due(self.config.checkpoint.interval_steps, state.step):
                 self._save()
-        is_finished = self.state.step >= self.last_step and not self.stop.agreed()
-        is_repeated = self.resumed_step == self.state.step
-        if is_finished and (is_repeated or self.state.evaluated_step != self.state.step):
-            self._evaluate()
-            is_finished = not self.stop.is_agreed
+            if self._is_evaluation_due and not self.stop.is_agreed:
+                self._evaluate()
         self._save()
-        text = self._sample() if is_finished else None
-        self._say_end(is_finished)
-        return RunSummary(
-            self.state.step, self.state.consumed_samples, is_finished, self.evaluation, text
-        )
+        text = None
+        if not self.stop.agreed():
+            if state.evaluated_step != state.step or self.evaluation is None:
+                self._evaluate()
+            text = None if self.stop.is_agreed else self._sample()
+        is_finished = self._is_complete and not self.stop.is_agreed
+        self.report.end(is_finished=is_finished)
+        return RunSummary(state.step, state.consumed_samples, is_finished, self.evaluation, text)
 
     def _train_step(self) -> None:
         state, size = self.state, self.config.train.global_batch_size
@@ -222,72 +182,35 @@ class _Run:
         state.consumed_samples += size
         state.num_skipped += result.is_skipped
         state.num_skips_in_a_row = self.step.num_skips_in_a_row
-        is_edge = state.step in (self.resumed_step + 1, self.last_step)
+        is_edge = state.step in (1, self.last_step) or self.stop.is_agreed
         if is_edge or _is_due(self.config.logging.interval_steps, state.step):
-            self._log_step(result, lr)
+            position = Position(
+                state.step, self.last_step, state.consumed_samples, size, state.num_skipped
+            )
+            self.report.step(position, result, lr)
         if self.on_step is not None:
             self.on_step(state.step, result)
 
-    def _log_step(self, result: StepResult, lr: float) -> None:
-        rates = self.meter.read(self.last_step - self.state.step)
-        position = Position(
-            self.state.step,
-            self.last_step,
-            self.state.consumed_samples,
-            self.config.train.global_batch_size,
-            self.state.num_skipped,
-        )
-        line = megatron_line if self.config.logging.style == "megatron" else progress_line
-        self._say(line(position, result, lr, rates))
-        if self.trackers is not None:
-            self.trackers.log(
-                {
-                    "step": self.state.step,
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "lr": lr,
-                    "tokens_per_s": rates.tokens_per_s,
-                    "tflops": rates.tflops,
-                    "mfu": rates.mfu,
-                    "memory_nbytes": rates.memory_nbytes,
-                    "consumed_samples": self.state.consumed_samples,
-                    "num_skipped": self.state.num_skipped,
-                }
-            )
-
-    def _is_evaluation_due(self) -> bool:
-        interval = self.config.evaluation.interval_steps
-        return self.state.step > 0 and _is_due(interval, self.state.step)
-
     def _evaluate(self) -> None:
-        if self.validation is None:
+        if self.held_out is None:
             return
         result = evaluate(
             self.model,
-            self.validation,
+            self.held_out,
             device=self.world.device,
             tokenizer=self.tokenizer,
             num_batches=self.config.evaluation.batches,
             should_stop=self.stop.agreed,
         )
-        if result is None:
-            return
-        self.evaluation, self.state.evaluated_step = result, self.state.step
-        bits = "" if result.bits_per_byte is None else f"  {result.bits_per_byte:.4f} bits/byte"
-        self._say(
-            f"evaluation at step {self.state.step}: {result.loss:.4f} nats/token{bits}"
-            f"  ({result.num_tokens:,} tokens)"
-        )
-        if self.trackers is not None:
-            row = {"step": self.state.step, EVALUATION_KEY: result.loss}
-            self.trackers.log(row | {"bits_per_byte": result.bits_per_byte})
+        if result is not None:
+            self.evaluation, self.state.evaluated_step = result, self.state.step
+            self.report.evaluation(self.state.step, result)
 
     def _save(self) -> None:
-        if self.state.step == self.saved_step:
-            return
-        save(self.config, self.state, self.targets)
-        self.saved_step = self.state.step
-        self._say(f"saved step {self.state.step} in {self.config.checkpoint_directory}")
+        if self.state.step != self.saved_step:
+            save(self.config, self.state, self.restorable, order=self.order)
+            self.saved_step = self.state.step
+            self.report.say(f"saved step {self.saved_step} in {self.config.checkpoint_directory}")
 
     def _sample(self) -> str | None:
         wanted = self.config.evaluation
@@ -303,9 +226,57 @@ class _Run:
             device=self.world.device,
             seed=self.config.run.seed,
         )
-        self._say(f"---- sample ----\n{text}\n----------------")
+        self.report.say(f"---- sample ----\n{text}\n----------------")
         return text
 
-    def _say(self, line: str) -> None:
-        if self.world.is_first:
-            print(line, flush=True)
+
+def _is_due(interval_steps: int | None, step: int) -> bool:
+    return interval_steps is not None and step > 0 and step % interval_steps == 0
+
+
+def _read_data(config: Config, model_config: ModelConfig) -> tuple[Datasets, Tokenizer | None]:
+    """Open data and tokenizer; collective, as every rank raises if any cannot."""
+
+    def read() -> tuple[Datasets, Tokenizer | None]:
+        spec = config.data.tokenizer
+        tokenizer = None if spec is None else load_tokenizer(spec)
+        return build_datasets(config, vocab_size=model_config.vocab_size), tokenizer
+
+    found, error = attempt(read)
+    raise_together(error)
+    assert found is not None, "ranks without data have raised"
+    return found
+
+
+def _loader(
+    config: Config, world: World, samples: SampleSource, *, pad_last: bool = False
+) -> Loader:
+    return Loader(
+        samples,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.micro_batch_size(world.size),
+        dp_rank=world.rank,
+        dp_size=world.size,
+        pad_last=pad_last,
+    )
+
+
+def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> nn.Module:
+    """Build the model alike on all ranks and divide it among them; collective."""
+    with world.device:
+        model = build_model(model_config, seed=config.run.seed)
+    precision, parallel = config.precision, config.parallel
+    return fully_shard_model(
+        model,
+        unit_classes(model_config),
+        mesh=parallel.dims().build_mesh(world.device.type),
+        strategy=parallel.strategy,
+        outer_strategy=parallel.outer_strategy,
+        prefetch=parallel.prefetch,
+        reshard_after_forward=parallel.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=_DTYPES[precision.param_dtype],
+            reduce_dtype=_DTYPES[precision.reduce_dtype],
+            keep_fp32=tuple(precision.keep_fp32),
+        ),
+    )

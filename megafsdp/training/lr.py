@@ -2,10 +2,11 @@
 
 Counting samples, not steps, keeps a schedule in place when a run goes on with another batch size::
 
-    wsd:  peak        ____________
-                    /              \\
-          minimum  /                \\
-                  0  warm-up         decay   total
+    wsd, peak 3e-4, minimum 3e-5, 1,000 samples, warm-up 100, decay 200
+
+    samples     0     100           800     1,000
+    rate        0    3e-4          3e-4      3e-5
+                 rises     stays       falls
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How fast and how large a run is, and the lines that say so.
 
-A :class:`Meter` times steps and nothing else: evaluations and checkpoints are left out of the rates.
-Floating-point operations are those of the model's mathematics; the peak is the device's for dense
-bf16, whatever dtype the run computes in.
+A :class:`Meter` times steps and nothing else: evaluations and checkpoints are left out of its
+rates. Floating-point operations are those of the model's mathematics; the peak is the device's for
+dense bf16, whatever dtype the run computes in.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
-    """Return the most memory this process has held: allocated on the GPU, or resident on the CPU."""
+    """Return the most memory this process has held: allocated on the GPU, or resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB, macOS in bytes.

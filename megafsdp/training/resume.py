@@ -1,7 +1,8 @@
 """What a run keeps in its checkpoints beside weights and optimizer, and how it goes on from them.
 
-A position is a number of consumed samples, so any number of ranks can go on: the same global batches
-follow. Where configuration and checkpoint disagree the configuration wins, and the log says so.
+A position is a number of consumed samples, so any number of ranks can go on: the same global
+batches follow. Where configuration and checkpoint disagree the configuration wins, and the log says
+so.
 """
 
 from __future__ import annotations
@@ -54,8 +55,16 @@ class Restorable:
     learning_rate: LearningRate
 
 
-def save(config: Config, state: RunState, targets: Restorable) -> None:
+def save(
+    config: Config, state: RunState, targets: Restorable, *, order: Mapping[str, object]
+) -> None:
     """Save a checkpoint of the run; collective over all ranks.
+
+    Args:
+        config: The run.
+        state: Where it stands.
+        targets: What to store.
+        order: What decides the order of samples.
 
     Raises:
         CheckpointError: It could not be written; on all ranks.
@@ -69,15 +78,20 @@ def save(config: Config, state: RunState, targets: Restorable) -> None:
         extra={
             "run": asdict(state),
             "config": config.to_dict(),
-            "order": order_of_samples(config),
+            "order": dict(order),
         },
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
     )
 
 
-def restore(config: Config, targets: Restorable) -> RunState:
+def restore(config: Config, targets: Restorable, *, order: Mapping[str, object]) -> RunState:
     """Load the latest checkpoint, if there is one; collective over all ranks.
+
+    Args:
+        config: The run.
+        targets: What to fill.
+        order: What decides the order of samples, to be compared with the checkpoint's.
 
     Returns:
         Where the run stands: at its beginning without a checkpoint.
@@ -107,7 +121,7 @@ def restore(config: Config, targets: Restorable) -> RunState:
         lr_scheduler=targets.learning_rate,
     )
     apply_hyperparameters(targets.optimizer, config.optimizer)
-    _report_differences(config, extra)
+    _report_differences(config, order, extra)
     stored = extra.get("run")
     if not isinstance(stored, Mapping):
         raise ConfigError(
@@ -121,30 +135,17 @@ def restore(config: Config, targets: Restorable) -> RunState:
     return RunState(**{f.name: stored[f.name] for f in fields(RunState) if f.name in stored})
 
 
-def order_of_samples(config: Config) -> dict[str, object]:
-    """Return everything that decides which sample has which number."""
-    data = config.data
-    return {
-        "train": list(data.train),
-        "weights": None if data.weights is None else list(data.weights),
-        "split": data.split,
-        "sequence_length": data.sequence_length,
-        "seed": data.seed,
-        "num_samples": max(config.num_samples, data.num_samples or 0),
-    }
-
-
-def _report_differences(config: Config, extra: Mapping[str, object]) -> None:
+def _report_differences(
+    config: Config, order: Mapping[str, object], extra: Mapping[str, object]
+) -> None:
     stored, stored_order = extra.get("config"), extra.get("order")
     if isinstance(stored, Mapping):
         for line in differences(stored, config.to_dict()):
             _LOGGER.info("differs from the checkpoint: %s", line)
-    if isinstance(stored_order, Mapping):
-        changed = differences(stored_order, order_of_samples(config))
-        if changed:
-            _LOGGER.warning(
-                "The order of samples is not the checkpoint's, so some will be seen again and some "
-                "not at all (%s). To train longer in the same order, set data.num_samples to the "
-                "longest run from the start.",
-                "; ".join(changed),
-            )
+    if isinstance(stored_order, Mapping) and (changed := differences(stored_order, order)):
+        _LOGGER.warning(
+            "The order of samples is not the checkpoint's: some will be seen again, some not at "
+            "all (%s). To train longer in one order, set data.num_samples to the longest run from "
+            "the start.",
+            "; ".join(changed),
+        )

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,7 +101,7 @@ class WandbTracker:
             name=config.run_name,
             dir=str(config.run_directory),
             config=config.to_dict(),
-            id=run_id or wandb.util.generate_id(),
+            id=run_id or secrets.token_hex(4),
             resume="allow" if is_told else None,
             mode=None if is_told else "offline",
         )

@@ -15,7 +15,7 @@ from megafsdp import MixedPrecisionPolicy, microbatch
 from megafsdp.buffer import collectives, dbuffer
 from megafsdp.buffer.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
-from megafsdp.fsdp.parameter_group import ParameterGroup
+from megafsdp.fsdp.compute_weight import ComputeWeight
 from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
 
@@ -278,13 +278,13 @@ def test_a_changing_order_of_units_is_followed_safely(ranks: Ranks) -> None:
 
 def _refreshes(strategy: str) -> list[int]:
     counts: Counter[int] = Counter()
-    original = ParameterGroup.refresh
+    original = ComputeWeight.refresh
 
-    def counting(self: ParameterGroup) -> None:
+    def counting(self: ComputeWeight, *args: torch.Tensor) -> None:
         counts[id(self)] += 1
-        original(self)
+        original(self, *args)
 
-    ParameterGroup.refresh = counting
+    ComputeWeight.refresh = counting
     try:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         net = _net(strategy=strategy, mp_policy=policy)
@@ -300,7 +300,7 @@ def _refreshes(strategy: str) -> list[int]:
             seen.append(sum(counts.values()))
         return seen
     finally:
-        ParameterGroup.refresh = original
+        ComputeWeight.refresh = original
 
 
 def test_a_replicated_group_is_refreshed_once_after_a_step(ranks: Ranks) -> None:

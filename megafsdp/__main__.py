@@ -1,0 +1,8 @@
+"""Run the console entry as ``python -m megafsdp``."""
+
+import sys
+
+from megafsdp.training.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

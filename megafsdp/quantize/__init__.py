@@ -1,0 +1,1 @@
+"""How compute weights are made from main weights: recipes."""

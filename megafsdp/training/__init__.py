@@ -1,0 +1,7 @@
+"""Training: one configuration, one loop, and the command line over both."""
+
+from megafsdp.training.config import Config
+from megafsdp.training.loop import RunSummary, train
+from megafsdp.training.parse import config_from_dict, parse_config, to_yaml
+
+__all__ = ["Config", "RunSummary", "config_from_dict", "parse_config", "to_yaml", "train"]

@@ -1,0 +1,101 @@
+"""Say what works on this machine, and what is lost where something does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megafsdp._native import HOW_TO_BUILD, native_module, why_missing
+
+_OPTIONAL = (
+    ("numba", "sample indices are built in numpy, several times slower"),
+    ("wandb", "logging.wandb cannot be set"),
+    ("tensorboard", "logging.tensorboard cannot be set"),
+    ("tokenizers", "only the byte tokenizer can be used"),
+    ("safetensors", "Hugging Face weight files cannot be read or written"),
+    ("transformers", "models are not compared with Hugging Face's in the tests"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What.
+        state: What was found.
+        loss: What cannot be done for want of it; empty if it works.
+    """
+
+    name: str
+    state: str
+    loss: str = ""
+
+    def describe(self) -> str:
+        """Return the finding on one line."""
+        mark = "lost" if self.loss else "ok"
+        return f"{mark:<5} {self.name:<14} {self.state}" + (f": {self.loss}" if self.loss else "")
+
+
+def examine() -> list[Finding]:
+    """Look at everything that megafsdp can use; local, changes nothing."""
+    return [
+        Finding("python", f"{platform.python_version()} on {platform.machine()}"),
+        Finding("torch", f"{torch.__version__}, {os.cpu_count()} CPU cores"),
+        *_backends(),
+        *_gpus(),
+        _compiler(),
+        _native(),
+        *_packages(),
+    ]
+
+
+def _backends() -> Iterator[Finding]:
+    if dist.is_gloo_available():
+        yield Finding("gloo", "available")
+    else:
+        yield Finding("gloo", "missing in this torch", "no training on CPU ranks")
+    if dist.is_nccl_available():
+        yield Finding("nccl", "available")
+    else:
+        yield Finding("nccl", "missing in this torch", "no training on GPUs")
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("GPUs", "none", "training runs on CPU")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(index)
+        yield Finding(f"GPU {index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
+
+
+def _compiler() -> Finding:
+    candidates = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    found = next((path for c in candidates if c and (path := shutil.which(c))), None)
+    if found is None:
+        return Finding("compiler", "none", "native modules cannot be built here")
+    nvcc = shutil.which("nvcc")
+    return Finding("compiler", found + (f" and {nvcc}" if nvcc else ", no nvcc"))
+
+
+def _native() -> Finding:
+    if native_module() is not None:
+        return Finding("native", "megafsdp._csrc is built")
+    loss = f"gradient sums on CPU run in torch, slower but equal. {HOW_TO_BUILD}"
+    return Finding("native", f"megafsdp._csrc is not used ({why_missing()})", loss)
+
+
+def _packages() -> Iterator[Finding]:
+    for package, loss in _OPTIONAL:
+        if importlib.util.find_spec(package) is None:
+            yield Finding(package, "not installed", loss)
+        else:
+            yield Finding(package, importlib.metadata.version(package))

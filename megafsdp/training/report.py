@@ -1,0 +1,135 @@
+"""What a run says: progress lines for people, rows for trackers. The one place that prints."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from megafsdp.buffer.collectives import raise_together
+from megafsdp.checkpoint.agreement import attempt
+from megafsdp.training.config import Config
+from megafsdp.training.evaluation import EvaluationResult
+from megafsdp.training.metrics import Meter, Position, megatron_line, progress_line
+from megafsdp.training.parse import to_yaml
+from megafsdp.training.resume import RunState
+from megafsdp.training.step import StepResult
+from megafsdp.training.tracker import EVALUATION_KEY, Trackers
+from megafsdp.training.world import World
+
+CONFIG_FILE = "config.yaml"
+
+
+class Report:
+    """Tell where a run stands; only the first rank speaks and writes.
+
+    Making one is collective: it writes the run's config.yaml and opens the trackers, and every rank
+    raises if the first cannot.
+
+    Args:
+        config: The run.
+        world: Its processes.
+        meter: Times the steps.
+        state: Where the run stands now; learns the identity of the run in W&B.
+        repeats_evaluation: True if the evaluation of the present step will be made again.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        *,
+        meter: Meter,
+        state: RunState,
+        repeats_evaluation: bool,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._meter = meter
+        self._trackers: Trackers | None = None
+        error = None
+        if world.is_first:
+            self._trackers, error = attempt(lambda: self._open(state, repeats_evaluation))
+        raise_together(error)
+        if self._trackers is not None:
+            state.wandb_id = self._trackers.wandb_id
+
+    def _open(self, state: RunState, repeats_evaluation: bool) -> Trackers:
+        folder = self._config.run_directory
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(to_yaml(self._config), encoding="utf-8")
+        return Trackers(
+            self._config,
+            last_step=state.step,
+            wandb_id=state.wandb_id,
+            repeats_evaluation=repeats_evaluation,
+        )
+
+    def close(self) -> None:
+        """Close the trackers."""
+        if self._trackers is not None:
+            self._trackers.close()
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if self._world.is_first:
+            print(line, flush=True)
+
+    def start(self, num_parameters: int, state: RunState, last_step: int) -> None:
+        """Say what is about to run."""
+        config, world = self._config, self._world
+        self.say(
+            f"{config.run_name}: {config.model.preset} with {num_parameters:,} parameters on"
+            f" {world.size} {world.device.type} rank(s), {config.parallel.strategy}, compute in"
+            f" {config.precision.param_dtype}; global batch {config.train.global_batch_size} x"
+            f" {config.data.sequence_length} tokens"
+        )
+        if state.step:
+            self.say(f"resumed from step {state.step} of {last_step}")
+
+    def step(self, position: Position, result: StepResult, lr: float) -> None:
+        """Tell a step."""
+        rates = self._meter.read(position.num_steps - position.step)
+        line = megatron_line if self._config.logging.style == "megatron" else progress_line
+        self.say(line(position, result, lr, rates))
+        if self._trackers is not None:
+            self._trackers.log(
+                {
+                    "step": position.step,
+                    "loss": result.loss,
+                    "grad_norm": result.grad_norm,
+                    "lr": lr,
+                    "tokens_per_s": rates.tokens_per_s,
+                    "tflops": rates.tflops,
+                    "mfu": rates.mfu,
+                    "memory_nbytes": rates.memory_nbytes,
+                    "consumed_samples": position.consumed_samples,
+                    "num_skipped": position.num_skipped,
+                }
+            )
+
+    def evaluation(self, step: int, result: EvaluationResult) -> None:
+        """Tell an evaluation."""
+        bits = "" if result.bits_per_byte is None else f"  {result.bits_per_byte:.4f} bits/byte"
+        self.say(
+            f"evaluation at step {step}: {result.loss:.4f} nats/token{bits}"
+            f"  ({result.num_tokens:,} tokens)"
+        )
+        if self._trackers is not None:
+            row = {"step": step, EVALUATION_KEY: result.loss, "bits_per_byte": result.bits_per_byte}
+            self._trackers.log(row)
+
+    def end(self, *, is_finished: bool) -> None:
+        """Say how the run ended and which command goes on with it."""
+        config, size = self._config, self._world.size
+        words = ["-m", "megafsdp", "train", "--config", str(config.run_directory / CONFIG_FILE)]
+        if size > 1:
+            words = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={size}",
+                *words,
+            ]
+        command = shlex.join([sys.executable, *words])
+        state = "finished; evaluate again" if is_finished else "stopped; resume"
+        self.say(f"{state} with: {command}")

@@ -1,0 +1,231 @@
+"""Places where later features plug in, each exercised by a toy: group axes, recipes, statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from megafsdp import full_tensor
+from megafsdp.buffer.collectives import record_collectives
+from megafsdp.device.memory import ByteLedger
+from megafsdp.fsdp.fsdp_module import mix_in
+from megafsdp.fsdp.grouping import find_parameters
+from megafsdp.fsdp.parameter_group import DataParallelAxes, GroupDtypes, ParameterGroup
+from megafsdp.fsdp.policy import MixedPrecisionPolicy
+from megafsdp.fsdp.unit import FSDPUnit
+from megafsdp.quantize.recipe import WHOLE_ROW, BufferSpec, Recipe, Use
+from tests.ranks import Ranks
+
+FP32 = GroupDtypes(torch.float32, torch.float32, torch.float32, torch.float32)
+
+
+def make_unit(
+    module: nn.Module,
+    axes_of: Callable[[str], DataParallelAxes],
+    scale_of: Callable[[str], float],
+    recipe: Recipe | None = None,
+) -> FSDPUnit:
+    """Make a unit with one group for each axes its parameters are given."""
+    policy, ledger = MixedPrecisionPolicy(), ByteLedger()
+    found = find_parameters([module], (), policy)
+    by_axes: dict[DataParallelAxes, list] = {}
+    for item in found:
+        by_axes.setdefault(axes_of(item.record.name), []).append(item)
+    groups = [
+        ParameterGroup(
+            [item.parameter for item in items],
+            [item.record for item in items],
+            axes=axes,
+            dtypes=FP32,
+            device=torch.device("cpu"),
+            ledger=ledger,
+            gradient_scale=scale_of(items[0].record.name),
+            recipe=recipe,
+        )
+        for axes, items in by_axes.items()
+    ]
+    mix_in(module)
+    return FSDPUnit(
+        [module],
+        groups,
+        policy=policy,
+        ledger=ledger,
+        prefetch=1,
+        reshard_after_forward=None,
+    )
+
+
+class Mixture(nn.Module):
+    """A dense layer, and an expert that only this rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(8, 8)
+        self.expert = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply both."""
+        return self.expert(self.dense(x)).square().mean()
+
+
+def _two_axes_in_one_unit() -> None:
+    rank = dist.get_rank()
+    reference = Mixture()
+    net = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))
+    axes = {name: DataParallelAxes.sharded(mesh[name]) for name in ("all", "alone")}
+    make_unit(
+        net,
+        lambda name: axes["alone" if name.startswith("expert") else "all"],
+        lambda name: 0.5,
+    )
+    x = torch.arange(32.0).view(2, 2, 8) / 32
+    for _ in range(2):
+        losses = [reference(x[r]) for r in range(2)]
+        dense = torch.autograd.grad(sum(losses) / 2, list(reference.dense.parameters()))
+        expert = torch.autograd.grad(reference(x[rank]) / 2, list(reference.expert.parameters()))
+        net.zero_grad()
+        net(x[rank]).backward()
+        for p, wanted in zip(net.parameters(), [*dense, *expert], strict=True):
+            torch.testing.assert_close(full_tensor(p.grad), wanted)
+    assert [g.axes.num_shards for g in net._fsdp_unit().groups] == [2, 1]
+
+
+def test_dense_and_expert_parameters_share_a_unit(ranks: Ranks) -> None:
+    """The group owns mesh, process group and divisor, not the unit."""
+    ranks(2).run(_two_axes_in_one_unit)
+
+
+class CodedWeight(torch.Tensor):
+    """A tensor subclass that is read from codes and scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type, codes: torch.Tensor, scales: torch.Tensor) -> CodedWeight:
+        """Make one over its parts."""
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scales = codes, scales
+        return made
+
+    def read(self) -> torch.Tensor:
+        """Return the values that the codes stand for."""
+        return self.codes.float() * self.scales.unsqueeze(-1)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN206
+        """Stay coded under detach; compute with the values otherwise."""
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return CodedWeight(args[0].codes, args[0].scales)
+        read = tree_map(lambda t: t.read() if isinstance(t, CodedWeight) else t, (args, kwargs))
+        return func(*read[0], **(read[1] or {}))
+
+
+@dataclass(frozen=True)
+class Int8PerTensor:
+    """Codes of 8 bits with the tensor's largest value as scale, kept once a row; a toy."""
+
+    is_elementwise: bool = False
+    num_statistics: int = 1
+
+    @property
+    def specs(self) -> tuple[BufferSpec, ...]:
+        """Codes and scales are read in both directions, the mask in backward alone."""
+        return (
+            BufferSpec("codes", torch.int8),
+            BufferSpec("scales", torch.float32, WHOLE_ROW),
+            BufferSpec("mask", torch.uint8, use=Use.BACKWARD),
+        )
+
+    def statistics(self, main: torch.Tensor) -> torch.Tensor:
+        """Return the largest absolute value of the local rows."""
+        return main.abs().max().reshape(1) if main.numel() else main.new_zeros(1)
+
+    def encode(
+        self,
+        main: torch.Tensor,
+        outputs: Mapping[str, torch.Tensor],
+        statistics: torch.Tensor | None,
+    ) -> None:
+        """Round to multiples of the tensor's scale."""
+        assert statistics is not None
+        scale = statistics / 127
+        outputs["codes"].copy_((main / scale).round().clamp(-127, 127))
+        outputs["scales"].copy_(scale.expand_as(outputs["scales"]))
+        outputs["mask"].copy_(main > 0)
+
+    def assemble(self, shape: torch.Size, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a coded tensor over the buffers."""
+        return CodedWeight(buffers["codes"].view(shape), buffers["scales"])
+
+
+class Coded(nn.Module):
+    """Two matrices of different row sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(48, 32))
+        self.down = nn.Parameter(torch.randn(32, 64))
+        self.mix = torch.randn(48, 64) / 48
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by both."""
+        return (F.linear(x, self.up) @ self.mix @ self.down.t()).square().mean()
+
+
+def _rounded(parameter: torch.Tensor) -> torch.Tensor:
+    scale = parameter.detach().abs().max() / 127
+    return (parameter.detach() / scale).round() * scale
+
+
+def _coded_weights() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,))
+    reference = nn.Sequential(Coded())
+    net = copy.deepcopy(reference)
+    axes = DataParallelAxes.sharded(mesh)
+    make_unit(net[0], lambda _: axes, lambda _: 1 / world, Int8PerTensor())
+    faces = [id(p.unsharded) for p in net[0]._fsdp_unit().groups[0].parameters]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    x = torch.randn(world, 3, 32, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        before = [full_tensor(p.detach()) for p in net.parameters()]
+        with torch.no_grad():
+            for p, exact in zip(reference.parameters(), before, strict=True):
+                p.copy_(_rounded(exact))
+        reference.zero_grad()
+        reference(x).backward()
+        with record_collectives() as record:
+            net(x[rank]).backward()
+        # Codes and scales once in forward, which the root keeps, and the mask alone in backward.
+        assert record.calls["all_gather"] == 2
+        labels = [label for kind, label in record.events if kind == "all_reduce"]
+        assert labels.count("statistics") == 1
+        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(p.grad), q.grad, rtol=1e-4, atol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(before[0], full_tensor(next(iter(net.parameters())).detach()))
+    with record_collectives() as record, torch.no_grad():
+        net(x[rank])
+        net(x[rank])
+    assert record.calls["all_reduce"] == 1, "one refresh after a step, none in a second forward"
+    assert [id(p.unsharded) for p in net[0]._fsdp_unit().groups[0].parameters] == faces
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_recipe_with_several_buffers_and_a_statistic_trains(ranks: Ranks, num_ranks: int) -> None:
+    """Named buffers, gathered when needed; one collective for statistics; a subclass, made once."""
+    ranks(num_ranks).run(_coded_weights)

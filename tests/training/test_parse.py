@@ -1,0 +1,121 @@
+"""YAML files, command lines, and what is said about wrong names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megafsdp.errors import ConfigError
+from megafsdp.training.parse import config_from_dict, differences, parse_config, to_yaml
+
+EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/configs/*.yaml"))
+
+
+def _write(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_command_line_overrides_file(tmp_path: Path) -> None:
+    """The file fills in, the command line has the last word, the rest are defaults."""
+    path = _write(tmp_path, "optimizer: {lr: 2e-3, eps: 1.0e-6}\ndata: {train: [a, b]}\n")
+    config = parse_config(["--config", path, "--optimizer.lr", "5e-4", "--data.train+=c"])
+    assert config.optimizer.lr == 5e-4
+    assert config.optimizer.eps == 1e-6
+    assert config.data.train == ["a", "b", "c"]
+    assert config.optimizer.weight_decay == 0.1
+
+
+def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
+    """What to_yaml() writes is read back as the same configuration."""
+    config = parse_config(
+        ["--optimizer.betas=[0.8,0.9]", "--model.num_layers=3", "--data.train=[x]", "--run.name=n"]
+    )
+    assert parse_config(["--config", _write(tmp_path, to_yaml(config))]) == config
+    assert config_from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["--optimizer.lrr", "1"], "optimizer.lr"),
+        (["--model.num_layer=2"], "model.num_layers"),
+        (["--lr", "1"], "optimizer.lr"),
+        (["--train.sequence_length", "8"], "data.sequence_length"),
+        (["--optimiser.lr=1"], "optimizer.lr"),
+    ],
+)
+def test_unknown_option_names_the_nearest(arguments: list[str], nearest: str) -> None:
+    """A slip, a wrong section and a missing section all lead to the right name."""
+    with pytest.raises(ConfigError, match=rf"command line.*{nearest}"):
+        parse_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("optimizer: {learning_rate: 1, lr: 1}", "optimizer"),
+        ("optimizer: {weight_decai: 1}", "optimizer.weight_decay"),
+        ("trian: {steps: 1}", "train"),
+    ],
+)
+def test_unknown_key_of_a_file_names_the_nearest(tmp_path: Path, text: str, nearest: str) -> None:
+    """The message names the file too."""
+    with pytest.raises(ConfigError, match=rf"config\.yaml.*{nearest}"):
+        parse_config(["--config", _write(tmp_path, text)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--optimizer.lr", "fast"],
+        ["--train.steps", "1.5"],
+        ["--schedule.kind", "linear"],
+        ["--train.steps"],
+        ["word"],
+        ["--config", "no/such/file.yaml"],
+    ],
+)
+def test_unreadable_value_is_a_config_error(arguments: list[str]) -> None:
+    """Wrong types, unknown choices, missing values and files are errors, not exits."""
+    with pytest.raises(ConfigError, match=r"got .*(Expected|argument|No such file)"):
+        parse_config(arguments)
+
+
+@pytest.mark.parametrize("text", ["a: {b: [}", "- a\n- b\n", "optimizer: 3\n"])
+def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    """Broken YAML, a list, and a value in a section's place are errors."""
+    with pytest.raises(ConfigError):
+        parse_config(["--config", _write(tmp_path, text)])
+
+
+def test_print_config_prints_yaml_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    """--print-config shows the values after overrides."""
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(["--train.steps", "7", "--print-config"])
+    assert exit_info.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 7
+
+
+def test_help_describes_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help has a line for each value, with the text of its docstring."""
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--schedule.warmup_samples" in text
+    assert "Length of the linear rise from 0." in text
+
+
+def test_differences_name_both_values() -> None:
+    """Only what differs is listed; a value that one side lacks is called absent."""
+    lines = differences({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": {"z": None}})
+    assert lines == ["a.y: 2 -> 3", "b.z: 'absent' -> None"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_configuration_is_readable(path: Path) -> None:
+    """Every configuration under examples/ parses."""
+    assert parse_config(["--config", str(path)]).data.train
