@@ -1,13 +1,11 @@
-"""The one tree of dataclasses that describes a training run, and the checks across its fields.
+"""The one tree of dataclasses that describes a training run.
 
 Values are plain, so YAML, a command line and a checkpoint can spell them;
-``megafsdp.training.parse`` reads them. Nothing here touches torch.distributed: every check runs on
-every rank alike, before the first collective.
+``megafsdp.training.parse`` reads them and ``megafsdp.training.validate`` checks them.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +80,14 @@ class ModelSection:
             ConfigError: There is no such preset, or the values do not make a model.
         """
         if self.preset not in presets:
-            raise _bad("model.preset", f"one of {', '.join(presets)}", repr(self.preset))
+            raise ConfigError(
+                expected(
+                    f"one of {', '.join(presets)}",
+                    repr(self.preset),
+                    where="the training configuration, model.preset",
+                    mend="Name one of these and override what differs",
+                )
+            )
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
         overrides = {name: value for name, value in given.items() if value is not None}
         return replace(presets[self.preset], **overrides)
@@ -370,193 +375,3 @@ class Config:
         plain = asdict(self)
         plain["optimizer"]["betas"] = list(self.optimizer.betas)
         return plain
-
-
-def validate(config: Config, *, world_size: int) -> None:
-    """Check what can be known without files and without other ranks; local.
-
-    Args:
-        config: The run.
-        world_size: Number of ranks it is started with.
-
-    Raises:
-        ConfigError: A value is out of its range, or values contradict each other.
-        NotImplementedError: A degree is reserved.
-    """
-    model = config.model.resolve()
-    _check_ranges(config)
-    _check_length(config.train)
-    _check_schedule(config)
-    _check_data(config.data, model)
-    _check_batch(config, world_size)
-
-
-def _check_batch(config: Config, world_size: int) -> None:
-    try:
-        config.parallel.dims().resolve(world_size)
-    except NotImplementedError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    size, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if size % world_size:
-        raise _bad(
-            "train.global_batch_size",
-            f"a multiple of the {world_size} ranks",
-            size,
-            f"Use {-(-size // world_size) * world_size}, or a number of ranks that divides {size}",
-        )
-    if micro is not None and size % (micro * world_size):
-        share = size // world_size
-        fitting = [str(n) for n in range(1, share + 1) if share % n == 0]
-        raise _bad(
-            "train.micro_batch_size",
-            f"a divisor of the {share} samples of a rank",
-            micro,
-            f"Use {' or '.join(fitting[-6:])}, or leave it null",
-        )
-
-
-def _check_ranges(config: Config) -> None:
-    for path in (
-        "train.global_batch_size",
-        "train.max_skips",
-        "train.micro_batch_size",
-        "data.sequence_length",
-        "data.num_samples",
-        "evaluation.interval_steps",
-        "evaluation.batches",
-        "checkpoint.interval_steps",
-        "checkpoint.keep_last",
-        "checkpoint.keep_every",
-        "logging.interval_steps",
-    ):
-        value = _value_of(config, path)
-        if value is not None and value < 1:
-            raise _bad(path, "a whole number of at least 1", value)
-    for path in (
-        "optimizer.weight_decay",
-        "optimizer.eps",
-        "optimizer.momentum",
-        "schedule.warmup_samples",
-        "evaluation.sample_tokens",
-        "evaluation.sample_temperature",
-        "parallel.prefetch",
-    ):
-        if not 0 <= _value_of(config, path) < math.inf:
-            raise _bad(path, "a finite number of at least 0", _value_of(config, path))
-    for path in ("optimizer.lr", "optimizer.clip_norm", "run.timeout_s"):
-        value = _value_of(config, path)
-        if value is not None and not 0 < value < math.inf:
-            raise _bad(path, "a finite number above 0", value)
-    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        raise _bad(
-            "optimizer.betas", "two numbers of at least 0 and below 1", config.optimizer.betas
-        )
-    if not 0 <= config.schedule.min_lr_ratio <= 1:
-        raise _bad("schedule.min_lr_ratio", "a share from 0 to 1", config.schedule.min_lr_ratio)
-    if not config.run.directory:
-        raise _bad("run.directory", "a folder", "''")
-
-
-def _check_length(train: TrainSection) -> None:
-    if (train.steps is None) == (train.samples is None):
-        raise _bad(
-            "train",
-            "either steps or samples",
-            f"steps {train.steps} and samples {train.samples}",
-            "Set one of train.steps and train.samples, and leave the other null",
-        )
-    if train.steps is not None and train.steps < 1:
-        raise _bad("train.steps", "a whole number of at least 1", train.steps)
-    if train.samples is not None and train.samples < train.global_batch_size:
-        raise _bad(
-            "train.samples", f"at least one global batch, {train.global_batch_size},", train.samples
-        )
-
-
-def _check_schedule(config: Config) -> None:
-    schedule = config.schedule
-    if schedule.kind != "constant" and schedule.decay_samples is not None:
-        if schedule.decay_samples < 1:
-            raise _bad("schedule.decay_samples", "at least 1 sample", schedule.decay_samples)
-        both = schedule.warmup_samples + schedule.decay_samples
-        if schedule.kind == "wsd" and both > config.num_samples:
-            raise _bad(
-                "schedule",
-                f"warm-up and decay within the run's {config.num_samples} samples",
-                f"{schedule.warmup_samples} and {schedule.decay_samples}",
-                "Shorten one of them, or train longer",
-            )
-    if schedule.warmup_samples > config.num_samples:
-        raise _bad(
-            "schedule.warmup_samples",
-            f"at most the run's {config.num_samples} samples",
-            schedule.warmup_samples,
-            "Shorten the warm-up, or train longer",
-        )
-
-
-def _check_data(data: DataSection, model: ModelConfig) -> None:
-    if not data.train:
-        raise _bad(
-            "data.train",
-            "at least one prefix of token files",
-            "none",
-            "Write files with `megafsdp prep` and give their path without .bin",
-        )
-    if data.weights is not None and (
-        len(data.weights) != len(data.train) or not all(0 < w < math.inf for w in data.weights)
-    ):
-        raise _bad(
-            "data.weights",
-            f"one positive weight for each of {len(data.train)} prefixes",
-            data.weights,
-        )
-    if data.validation and data.split is not None:
-        raise _bad(
-            "data",
-            "either validation prefixes or a split",
-            f"both, {data.validation} and {data.split!r}",
-            "Leave one of data.validation and data.split out",
-        )
-    if data.split is not None:
-        split_shares(data.split)
-    if data.sequence_length > model.max_sequence_length:
-        raise _bad(
-            "data.sequence_length",
-            f"at most the model's max_sequence_length, {model.max_sequence_length},",
-            data.sequence_length,
-            "Shorten it, or raise model.max_sequence_length",
-        )
-
-
-def split_shares(split: str) -> list[float]:
-    """Return the shares of a split such as ``"99,1"``.
-
-    Raises:
-        ConfigError: It is not two or three numbers of which the first two are positive.
-    """
-    try:
-        shares = [float(part) for part in split.split(",")]
-    except ValueError:
-        shares = []
-    is_sound = len(shares) in (2, 3) and all(0 <= s < math.inf for s in shares)
-    if not is_sound or min(shares[:2]) <= 0:
-        raise _bad(
-            "data.split",
-            "shares for training and validation",
-            repr(split),
-            'Write it like "99,1", in percent or any other unit',
-        )
-    return shares
-
-
-def _value_of(config: Config, path: str) -> Any:
-    section, _, name = path.partition(".")
-    return getattr(getattr(config, section), name)
-
-
-def _bad(path: str, what: str, got: object, mend: str | None = None) -> ConfigError:
-    mend = mend or f"Set {path} within this range"
-    return ConfigError(expected(what, got, where=f"the training configuration, {path}", mend=mend))

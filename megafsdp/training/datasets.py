@@ -14,7 +14,8 @@ from megafsdp.data import (
     samples_per_dataset,
     split_ranges,
 )
-from megafsdp.training.config import Config, split_shares
+from megafsdp.training.config import Config
+from megafsdp.training.validate import split_shares
 
 _Part = tuple[IndexedDataset, range]
 

@@ -18,7 +18,7 @@ from megafsdp.checkpoint.agreement import attempt
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
-from megafsdp.training.config import Config, validate
+from megafsdp.training.config import Config
 from megafsdp.training.datasets import Datasets, build_datasets
 from megafsdp.training.evaluation import EvaluationResult, evaluate, sample_text
 from megafsdp.training.lr import LearningRate, Schedule
@@ -29,6 +29,7 @@ from megafsdp.training.resume import Restorable, restore, save
 from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import StepResult, TrainStep
 from megafsdp.training.tracker import check_trackers
+from megafsdp.training.validate import validate
 from megafsdp.training.world import World, find_world, process_group
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
