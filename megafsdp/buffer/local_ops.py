@@ -58,19 +58,8 @@ class RowShardedDTensor(DTensor):
         result._uneven_layout = layout
         return result
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Pass through, or apply the rules here where torch bypasses ``__torch_dispatch__``."""
-        if not _IS_DISPATCH_BYPASSED:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return _run_function(func, args, kwargs or {})
+    # An override in Python would cost microseconds for each attribute of the tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -108,8 +97,15 @@ def _run_by_rule(
     return _run_on_locals(func, args, kwargs)
 
 
-def _run_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply the rules to a torch function (torch 2.11)."""
+def rule_function(
+    cls: type,
+    func: Callable[..., Any],
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Apply the rules to a function: ``__torch_function__`` where dispatch is bypassed (2.11)."""
+    kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
     bare = name.strip("_")
     overload = getattr(torch.ops.aten, bare, None) or getattr(torch.ops.aten, f"{bare}_", None)
@@ -128,6 +124,10 @@ def _run_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     if type(result) is DTensor and result.shape == source.shape:
         return _wrap_result(result._local_tensor, source)
     return result
+
+
+if _IS_DISPATCH_BYPASSED:
+    RowShardedDTensor.__torch_function__ = classmethod(rule_function)  # type: ignore[assignment]
 
 
 def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

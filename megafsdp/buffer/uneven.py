@@ -134,6 +134,11 @@ class UnevenDTensor(RowShardedDTensor):
             )
         return DTensor.from_local(self.full_tensor(), self.device_mesh, wanted, run_check=False)
 
+    def like(self, local: torch.Tensor) -> UnevenDTensor:
+        """Wrap other local elements, as many as this tensor has, in the same mesh and layout."""
+        rows = local.view(self._local_tensor.shape)
+        return type(self).wrap(rows, self._spec, self._uneven_layout)
+
     def copy_from_full_(self, full: torch.Tensor) -> None:
         """Copy this rank's rows from a full plain tensor of the global shape; local.
 

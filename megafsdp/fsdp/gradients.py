@@ -208,9 +208,7 @@ class GradientReducer:
         if self._main_grad is None or is_clear:
             residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
             self._main_grad = group.new_buffer(residence, group.dtypes.grad, Category.MAIN_GRAD)
-            self._views = [
-                group.as_dtensor(i, self._main_grad.tensor(i)) for i in range(len(grads))
-            ]
+            self._views = [group.like_main_weight(i, self._main_grad) for i in range(len(grads))]
         if is_clear:
             return False
         with torch.no_grad():

@@ -192,7 +192,7 @@ class ParameterGroup:
         local = self.main_weight.tensor(index)
         start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
         local.copy_(source[start:stop])
-        sharded = nn.Parameter(self.as_dtensor(index, local), requires_grad=original.requires_grad)
+        sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
         for name, value in vars(original).items():
             setattr(sharded, name, value)
         setattr(sharded, _GROUP_ATTRIBUTE, weakref.ref(self))
@@ -202,16 +202,16 @@ class ParameterGroup:
         parameter.sharded = sharded
         parameter.unsharded = nn.Parameter(full, requires_grad=original.requires_grad)
 
-    def as_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """Wrap what this rank holds of tensor ``index`` in a buffer like the main weight."""
-        shape = self.parameters[index].shape
+    def _as_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """Wrap what this rank holds of tensor ``index`` in the main weight."""
+        shape = tuple(self.parameters[index].shape)
         if not self.axes.is_sharded:
             return make_replicated(local.view(shape), self.axes.mesh)
         slot = self.layout.slots[index]
         layout = UnevenLayout(
-            shape=tuple(shape),
+            shape=shape,
             box_offsets=(0,) * len(shape),
-            box_shape=tuple(shape),
+            box_shape=shape,
             row_numel=slot.spec.granule,
             buffer_offset=slot.offset,
             shard_numel=self.layout.sub_buffers[slot.sub_buffer].shard_numel,
@@ -220,6 +220,14 @@ class ParameterGroup:
         )
         rows = local.view(layout.local_shape())
         return UnevenDTensor.from_local_rows(rows, self.axes.mesh, layout)
+
+    def like_main_weight(self, index: int, buffer: DBuffer) -> torch.Tensor:
+        """Wrap tensor ``index`` of a buffer that lies like the main weight, as that is wrapped."""
+        sharded = self.parameters[index].sharded
+        local = buffer.tensor(index)
+        if isinstance(sharded, UnevenDTensor):
+            return sharded.like(local)
+        return make_replicated(local.view(self.parameters[index].shape), self.axes.mesh)
 
     @property
     def is_trainable(self) -> bool:

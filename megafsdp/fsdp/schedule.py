@@ -37,8 +37,8 @@ class ScheduledUnit(Protocol):
     reducers: list[GradientReducer]
 
     @property
-    def is_waiting(self) -> bool:
-        """Tell whether the unit was gathered ahead and has not run."""
+    def is_unsharded(self) -> bool:
+        """Tell whether full storage is allocated."""
 
     @property
     def groups(self) -> list[ParameterGroup]:
@@ -123,6 +123,8 @@ class FSDPContext:
         self._backward = RecordedOrder()
         self._is_backward_running = False
         self._reductions: list[GradientReducer] = []
+        # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
+        self._ahead: set[int] = set()
 
     @property
     def units(self) -> list[ScheduledUnit]:
@@ -144,8 +146,7 @@ class FSDPContext:
     def end_forward(self, *, is_graph_built: bool) -> None:
         """End a forward of the root: without a graph nothing stays unsharded."""
         if not is_graph_built:
-            for unit in self.units:
-                unit.release()
+            self._release_all()
 
     def begin_backward(self) -> None:
         """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
@@ -162,12 +163,16 @@ class FSDPContext:
         for unit in reversed(self.units):
             unit.finish_backward()
         self._finish_reductions(keep=0)
-        for unit in self.units:
-            unit.release()
+        self._release_all()
         if self.is_last_microbatch:
             self._agree_on_usage()
         for unit in self.units:
             unit.forget_forwards()
+
+    def _release_all(self) -> None:
+        self._ahead.clear()
+        for unit in self.units:
+            unit.release()
 
     def abandon(self) -> None:
         """Undo a forward or backward that an exception cut short."""
@@ -192,16 +197,16 @@ class FSDPContext:
 
     def _unshard(self, unit: ScheduledUnit, order: RecordedOrder) -> None:
         in_backward = order is self._backward
+        self._ahead.discard(id(unit))
         unit.start_unshard(in_backward=in_backward)
         upcoming = unit.prefetch_override(is_backward=in_backward)
         recorded = order.arrive(unit, unit.prefetch)
         for other in recorded if upcoming is None else upcoming:
-            if upcoming is not None or self._has_room(unit.prefetch):
+            if upcoming is not None or len(self._ahead) < unit.prefetch:
+                if not other.is_unsharded:
+                    self._ahead.add(id(other))
                 other.start_unshard(in_backward=in_backward)
         unit.finish_unshard()
-
-    def _has_room(self, prefetch: int) -> bool:
-        return sum(unit.is_waiting for unit in self.units) < prefetch
 
     def add_reduction(self, reducer: GradientReducer) -> None:
         """Issue a reduction and finish older ones, so that few inputs are alive."""

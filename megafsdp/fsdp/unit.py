@@ -106,12 +106,6 @@ class FSDPUnit:
         """Tell whether a sharded group's full storage is allocated."""
         return any(g.axes.is_sharded and g.is_unsharded for g in self.groups)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Tell whether the unit was gathered ahead and has not run."""
-        is_idle = self.phase is Phase.RESTING and not (self.is_kept or self.is_pinned)
-        return is_idle and self.is_unsharded
-
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of all groups; collective."""
         self.is_kept = False

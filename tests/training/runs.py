@@ -31,7 +31,7 @@ MODEL = {
 def write_corpus(folder: Path, *, num_documents: int = 60, largest: int = 255) -> dict[str, Any]:
     """Write seeded train and validation files; return the data section that names them."""
     source = random.Random(0)
-    for split, count in (("train", num_documents), ("validation", 5)):
+    for split, count in (("train", num_documents), ("validation", 9)):
         with IndexedDatasetWriter(folder / split, "<u2") as writer:
             for _ in range(count):
                 start, length = source.randrange(64), source.randrange(20, 90)

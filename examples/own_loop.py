@@ -1,0 +1,67 @@
+"""Train your own module in your own loop: a few calls of megafsdp, the rest is plain PyTorch.
+
+    torchrun --nproc-per-node 2 examples/own_loop.py
+
+The model learns the bytes of a file of Python's standard library.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import megafsdp
+
+STEPS, MICROBATCHES, ROWS, LENGTH, WIDTH = 50, 2, 8, 64, 128
+
+
+class ByteModel(nn.Module):
+    """A small transformer over bytes, of torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss of predicting the next byte."""
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, tokens.device)
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+rank = dist.get_rank()
+device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+
+torch.manual_seed(0)  # All ranks start from the same weights.
+model = ByteModel().to(device)
+for layer in model.layers:
+    megafsdp.fully_shard(layer)
+megafsdp.fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+text = torch.tensor(list(Path(argparse.__file__).read_bytes()), device=device)
+torch.manual_seed(1 + rank)  # Each rank draws samples of its own.
+for step in range(1, STEPS + 1):
+    for index in range(MICROBATCHES):
+        starts = torch.randint(len(text) - LENGTH, (ROWS, 1), device=device)
+        rows = text[starts + torch.arange(LENGTH + 1, device=device)]
+        with megafsdp.microbatch(model, is_last=index == MICROBATCHES - 1):
+            loss = model(rows[:, :-1], rows[:, 1:])
+            (loss / MICROBATCHES).backward()
+    norm = megafsdp.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0 and (step == 1 or step % 10 == 0):
+        print(f"step {step}  loss {loss.item():.3f}  grad norm {norm.item():.3f}", flush=True)
+
+megafsdp.checkpoint.save("runs/own_loop", step=STEPS, model=model, optimizer=optimizer)
+dist.destroy_process_group()

@@ -1,0 +1,96 @@
+"""Which samples a configuration trains and evaluates on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megafsdp.errors import DataError
+from megafsdp.training.datasets import Datasets, build_datasets
+from tests.training.runs import SEQUENCE_LENGTH, tiny, write_corpus
+
+
+def _build(folder: Path, *, vocab_size: int = 320, steps: int = 6, **data: object) -> Datasets:
+    config = tiny(folder, data=dict(data), train={"steps": steps})
+    return build_datasets(config, vocab_size=vocab_size)
+
+
+def test_training_samples_last_for_the_run(tmp_path: Path) -> None:
+    """There are enough of them, each of the full length, wrapping round the epochs."""
+    write_corpus(tmp_path, num_documents=3)
+    train = _build(tmp_path, steps=20).train
+    assert len(train) >= 240
+    assert {len(train[i]) for i in range(240)} == {SEQUENCE_LENGTH + 1}
+
+
+def test_every_held_out_token_is_predicted_once(tmp_path: Path) -> None:
+    """All labels of validation together are the file's tokens but the first."""
+    write_corpus(tmp_path)
+    datasets = _build(tmp_path)
+    held_out = datasets.validation
+    assert held_out is not None
+    num_labels = sum(len(held_out[i]) - 1 for i in range(len(held_out)))
+    tokens = np.fromfile(tmp_path / "validation.bin", dtype="<u2")
+    assert num_labels == len(tokens) - 1
+
+
+def test_split_holds_out_the_end_of_the_training_file(tmp_path: Path) -> None:
+    """Shares of 50 and 50 leave half of the documents for validation."""
+    write_corpus(tmp_path)
+    datasets = _build(tmp_path, validation=[], split="50,50")
+    assert datasets.validation is not None
+    whole = _build(tmp_path, validation=[]).order["epochs"][0]["num_samples"]
+    half = datasets.order["epochs"][0]["num_samples"]
+    assert 0.4 * whole < half < 0.6 * whole
+    assert 0.4 * whole < len(datasets.validation) < 0.6 * whole
+
+
+def test_nothing_held_out_means_no_validation(tmp_path: Path) -> None:
+    """Without prefixes and without a split there is nothing to evaluate on."""
+    write_corpus(tmp_path)
+    assert _build(tmp_path, validation=[]).validation is None
+
+
+def test_blend_follows_the_weights(tmp_path: Path) -> None:
+    """Three samples of the second file come for one of the first."""
+    for name, largest in (("one", 200), ("two", 201)):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name, largest=largest)
+    prefixes = [str(tmp_path / "one/train"), str(tmp_path / "two/train")]
+    blend = _build(tmp_path, train=prefixes, weights=[1.0, 3.0], validation=[]).train
+    assert np.bincount(blend.dataset_index).tolist() == [18, 54]  # type: ignore[attr-defined]
+
+
+def test_order_is_that_of_a_longer_run_within_an_epoch(tmp_path: Path) -> None:
+    """A run can be prolonged without reshuffling, until it needs another epoch."""
+    write_corpus(tmp_path)
+    short, longer, long = (_build(tmp_path, steps=n) for n in (2, 10, 50))
+    assert short.order == longer.order
+    assert all((short.train[i] == longer.train[i]).all() for i in range(24))
+    assert short.order != long.order
+
+
+def test_planned_length_keeps_the_order(tmp_path: Path) -> None:
+    """data.num_samples makes a short run read as the long one does."""
+    write_corpus(tmp_path)
+    planned, long = _build(tmp_path, steps=2, num_samples=600), _build(tmp_path, steps=50)
+    assert planned.order == long.order
+    assert all((planned.train[i] == long.train[i]).all() for i in range(24))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_missing_file_is_named(tmp_path: Path, split: str) -> None:
+    """The message has the path and how to write such files."""
+    write_corpus(tmp_path)
+    (tmp_path / f"{split}.idx").unlink()
+    with pytest.raises(DataError, match=rf"{split}\.idx.*megafsdp prep"):
+        _build(tmp_path)
+
+
+def test_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Before the first step, naming token, file and the vocabulary that would do."""
+    write_corpus(tmp_path, largest=300)
+    with pytest.raises(DataError, match=r"token 300.*train\.bin.*at least 301"):
+        _build(tmp_path, vocab_size=300)

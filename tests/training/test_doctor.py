@@ -1,0 +1,35 @@
+"""What the doctor finds, and what it says is lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import pytest
+
+from megafsdp.training.doctor import examine
+
+
+def _state() -> dict[str, str]:
+    return {finding.name: finding.describe() for finding in examine()}
+
+
+def test_everything_is_looked_at() -> None:
+    """torch, backends, GPUs, compiler, native modules, numba and the optional packages."""
+    found = set(_state())
+    assert {"python", "torch", "gloo", "nccl", "compiler", "native", "numba", "wandb"} <= found
+    assert any(name.startswith("GPU") for name in found)
+
+
+def test_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is marked, with what it costs; the rest stays ok."""
+    monkeypatch.setenv("MEGAFSDP_NATIVE", "0")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    state = _state()
+    assert state["native"].startswith("lost")
+    assert "MEGAFSDP_NATIVE=0" in state["native"]
+    assert "cannot be built" in state["compiler"]
+    assert "several times slower" in state["numba"]
+    assert state["gloo"].startswith("ok")
