@@ -30,7 +30,8 @@ _LIKE = frozenset(
     | {f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn")}
     | {"zero_", "fill_", "normal_", "uniform_", "bernoulli_"}
 )
-_LIST_PREFIXES = ("_foreach_", "_fused_")
+_LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
+_LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _REDUCTIONS = frozenset(
     {"sum", "norm", "linalg_vector_norm", "_foreach_norm", "any", "all", "equal", "count_nonzero"}
     | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
@@ -73,7 +74,7 @@ class RowShardedDTensor(DTensor):
         name = func._schema.name.removeprefix("aten::")
         is_pointwise = torch.Tag.pointwise in func.tags
         if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
-            is_pointwise = True
+            is_pointwise = args[1].itemsize == args[0].dtype.itemsize
         return _run_by_rule(func, name, is_pointwise, args, kwargs or {})
 
 
@@ -87,14 +88,29 @@ def _run_by_rule(
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
     if name in _REDUCTIONS:
-        if name in _NORMS and len(args) > 1 and args[1] in (math.inf, -math.inf):
-            # An empty shard has no largest element: it would raise on some ranks and hang the rest.
-            _refuse(f"{name} of order {args[1]}", args)
-        plain_args, plain_kwargs = tree_map(_as_plain_dtensor, (args, kwargs))
-        return func(*plain_args, **plain_kwargs)
-    if not (is_pointwise or name in _LIKE or name.startswith(_LIST_PREFIXES)):
+        return _reduce(func, name, args, kwargs)
+    is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
+    if not (is_pointwise or is_list or name in _LIKE):
         _refuse(name, args)
     return _run_on_locals(func, args, kwargs)
+
+
+def _reduce(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a reduction through DTensor; the result must hang on no cut."""
+    if name in _NORMS and len(args) > 1 and args[1] in (math.inf, -math.inf):
+        # An empty shard has no largest element: it would raise on some ranks and hang the rest.
+        _refuse(f"{name} of order {args[1]}", args)
+    if name == "equal":
+        _check_operands(func, args)
+    plain_args, plain_kwargs = tree_map(_as_plain_dtensor, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for leaf in tree_flatten(result)[0]:
+        if isinstance(leaf, DTensor) and any(p.is_shard() for p in leaf.placements):
+            # One value a row: sharded like the rows, which no plain DTensor can say.
+            _refuse(f"{name} of each row", args)
+    return result
 
 
 def rule_function(
@@ -137,7 +153,7 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg]
     for operands in zip(*lists, strict=False) if lists else [leaves]:
         _check_operands(func, operands)
-    locals_ = [leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    locals_ = [_local_operand(leaf) for leaf in leaves]
     local_args, local_kwargs = tree_unflatten(locals_, structure)
     result = func(*local_args, **local_kwargs)
     if isinstance(result, (list, tuple)):
@@ -147,6 +163,14 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         if result is local and isinstance(leaf, DTensor):
             return leaf
     return _wrap_result(result, sources[0])
+
+
+def _local_operand(value: object) -> object:
+    """Return what stands for an operand in a local operation."""
+    if isinstance(value, RowShardedDTensor):
+        return value._local_tensor
+    # A scalar such as a norm may still be a sum over ranks to be made.
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _wrap_result(result: object, source: object) -> object:

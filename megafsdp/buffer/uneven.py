@@ -13,11 +13,13 @@ sharding propagation, hence no superlinear first step with many parameters.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -80,6 +82,10 @@ class UnevenDTensor(RowShardedDTensor):
     def local(self) -> torch.Tensor:
         """Return this rank's rows as a plain tensor that aliases the shard, outside autograd."""
         return self._local_tensor.detach()
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's rows within autograd; their gradient is cut like the tensor."""
+        return _LocalRows.apply(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor on every rank; collective over the last axis of the mesh.
@@ -161,11 +167,14 @@ class UnevenDTensor(RowShardedDTensor):
                 flat[box.start : box.start + box.numel].view(box.sizes).copy_(full[region])
 
     def __deepcopy__(self, memo: dict[int, object]) -> UnevenDTensor:
-        """Copy the local rows; the layout is shared."""
-        copy = type(self).wrap(self.local.clone(), self._spec, self._uneven_layout)
-        memo[id(self)] = copy
-        copy.requires_grad_(self.requires_grad)
-        return copy
+        """Copy the local rows and the gradient; the layout is shared."""
+        copied = type(self).wrap(self.local.clone(), self._spec, self._uneven_layout)
+        copied = nn.Parameter(copied) if isinstance(self, nn.Parameter) else copied
+        memo[id(self)] = copied
+        copied.requires_grad_(self.requires_grad)
+        if self.is_leaf and self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """List the boxes this rank stores, for ``torch.distributed.checkpoint``."""
@@ -231,6 +240,21 @@ class UnevenDTensor(RowShardedDTensor):
                 "megafsdp.mark_main_weights_changed(module)",
             )
         )
+
+
+class _LocalRows(torch.autograd.Function):
+    """The rows of an uneven DTensor; backward gives their gradient its cuts."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
+        """Return a view of the local tensor."""
+        ctx.spec, ctx.layout = tensor._spec, tensor.uneven_layout
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> UnevenDTensor:
+        """Wrap the gradient of the rows."""
+        return UnevenDTensor.wrap(grads[0].contiguous(), ctx.spec, ctx.layout)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -95,10 +95,10 @@ def test_end_of_document_stands_for_no_byte(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def test_number_of_batches_is_kept(ranks: Ranks, tmp_path: Path) -> None:
-    """One global batch of 12 whole samples is 192 tokens."""
+    """One global batch is 12 samples of 16 tokens, the file's short last one maybe among them."""
     write_corpus(tmp_path)
     for result in ranks(2).run(_evaluate, tiny(tmp_path), 1, 99):
-        assert result.num_tokens == 192
+        assert 176 < result.num_tokens <= 192
 
 
 def test_evaluation_stops_between_batches(ranks: Ranks, tmp_path: Path) -> None:

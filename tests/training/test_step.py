@@ -79,7 +79,7 @@ def _reference(num_steps: int, num_ranks: int) -> tuple[list[tuple[float, float]
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        figures.append((float(loss), float(norm)))
+        figures.append((float(loss.detach()), float(norm)))
     return figures, model
 
 

@@ -1,0 +1,82 @@
+"""The public names: all there, all documented, nothing else."""
+
+from __future__ import annotations
+
+import inspect
+
+import megafsdp
+from megafsdp import FSDPModule
+
+PROMISED = {
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParallelDims",
+    "checkpoint",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "full_tensor",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+    "load_full_state_dict",
+    "mark_main_weights_changed",
+    "microbatch",
+    "register_fsdp_forward_method",
+    "summon_full_params",
+}
+METHODS = {
+    "unshard",
+    "reshard",
+    "no_sync",
+    "set_requires_gradient_sync",
+    "set_is_last_backward",
+    "set_requires_all_reduce",
+    "set_reshard_after_forward",
+    "set_reshard_after_backward",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+    "set_unshard_in_backward",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params",
+    "set_post_optim_event",
+    "reset_iter_state",
+}
+
+
+def test_public_names_are_the_promised_ones_and_documented() -> None:
+    """Each name of the package has a docstring of its own."""
+    assert set(megafsdp.__all__) == PROMISED
+    for name in PROMISED:
+        assert inspect.getdoc(getattr(megafsdp, name)), name
+
+
+def test_a_unit_has_the_methods_of_torchs_and_documents_them() -> None:
+    """Code written for torch's FSDPModule finds every method."""
+    assert {n for n in vars(FSDPModule) if not n.startswith("_")} == METHODS
+    for name in METHODS:
+        assert inspect.getdoc(getattr(FSDPModule, name)), name
+
+
+def test_fully_shard_has_the_promised_keywords() -> None:
+    """Names and defaults of the entry point are kept stable."""
+    parameters = inspect.signature(megafsdp.fully_shard).parameters
+    assert list(parameters) == [
+        "module",
+        "mesh",
+        "strategy",
+        "outer_strategy",
+        "reshard_after_forward",
+        "shard_placement_fn",
+        "mp_policy",
+        "offload_policy",
+        "ignored_params",
+        "average",
+        "prefetch",
+    ]
+    defaults = {n: p.default for n, p in parameters.items()}
+    assert defaults["strategy"] == "optim_grads_params"
+    assert defaults["outer_strategy"] == "no_shard"
+    assert defaults["average"] == "rank"
+    assert defaults["prefetch"] == 1

@@ -1,0 +1,195 @@
+"""Whole runs of a tiny model: their files, their ends, and what they do when started again."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from megafsdp.errors import ConfigError, DataError
+from megafsdp.training import Config, RunSummary, config_from_dict, evaluation, train
+from megafsdp.training.step import StepResult
+from tests.ranks import Ranks, RanksError
+from tests.training.runs import rows, tiny, write_corpus
+
+
+def _interrupt(at: int, step: int, result: StepResult) -> None:
+    # One rank alone gets the signal; the others must learn of it.
+    if step == at and dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _train_until(config: Config, at: int) -> RunSummary:
+    return train(config, on_step=functools.partial(_interrupt, at))
+
+
+def test_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of steps and evaluations, the configuration, a checkpoint, a sample, the next command."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, evaluation={"interval_steps": 3, "sample_prompt": "ab"})
+    summary = train(config)
+    assert (summary.step, summary.consumed_samples, summary.is_finished) == (6, 72, True)
+    assert summary.text is not None
+    assert summary.text.startswith("ab")
+    steps = [row for row in rows(tmp_path) if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert {"step", "loss", "grad_norm", "lr", "tokens_per_s"} <= steps[0].keys()
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[1]["lr"] == 1e-2
+    evaluations = [row for row in rows(tmp_path) if "validation_loss" in row]
+    assert [row["step"] for row in evaluations] == [3, 6]
+    assert evaluations[-1]["bits_per_byte"] > 0
+    written = yaml.safe_load((config.run_directory / "config.yaml").read_text())
+    assert config_from_dict(written) == config
+    assert (config.checkpoint_directory / "iter_0000006").is_dir()
+    printed = capsys.readouterr().out
+    assert "step 6/6  100.0%" in printed
+    assert f"train --config {config.run_directory}/config.yaml" in printed
+
+
+def test_finished_run_is_evaluated_again(tmp_path: Path) -> None:
+    """It trains no further, saves nothing, and its last evaluation is there once."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path)
+    first, second = train(config), train(config)
+    assert second.is_finished
+    assert second.step == 6
+    assert second.evaluation == first.evaluation
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert len([row for row in rows(tmp_path) if "validation_loss" in row]) == 1
+
+
+def test_checkpoints_follow_interval_and_retention(tmp_path: Path) -> None:
+    """Every second step is saved, the newest two stay, and those that are to be kept."""
+    write_corpus(tmp_path)
+    section = {"interval_steps": 1, "keep_last": 2, "keep_every": 3}
+    config = tiny(tmp_path, checkpoint=section)
+    train(config)
+    saved = sorted(path.name for path in config.checkpoint_directory.glob("iter_*"))
+    assert saved == ["iter_0000003", "iter_0000005", "iter_0000006"]
+
+
+def test_megatron_style_prints_megatron_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The choice of logging.style reaches the printer."""
+    write_corpus(tmp_path)
+    train(tiny(tmp_path, logging={"style": "megatron"}, train={"steps": 1}))
+    assert "iteration        1/       1 | consumed samples:" in capsys.readouterr().out
+
+
+def test_signal_on_one_rank_stops_all_with_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """The running step is finished, nothing is evaluated, and the run is not finished."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path)
+    for summary in ranks(2).run(_train_until, config, 2):
+        # The signal came after step 2 had agreed, so step 3 carries the news.
+        assert (summary.step, summary.is_finished, summary.evaluation) == (3, False, None)
+    assert (config.checkpoint_directory / "iter_0000003").is_dir()
+    assert rows(tmp_path)[-1]["step"] == 3
+    assert ranks(2).run(train, config)[0].is_finished
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def _interrupted_evaluation(config: Config) -> RunSummary:
+    """Signal one rank in the first batch of the first evaluation."""
+    num_asked = [0]
+    plain = evaluation.evaluate
+
+    def evaluate(*parts: Any, should_stop: Any, **options: Any) -> Any:
+        def signalling() -> bool:
+            num_asked[0] += 1
+            if num_asked[0] == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return should_stop()
+
+        return plain(*parts, should_stop=signalling, **options)
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("megafsdp.training.loop.evaluate", evaluate)
+    try:
+        return train(config)
+    finally:
+        monkeypatch.undo()
+
+
+def test_signal_during_evaluation_saves(ranks: Ranks, tmp_path: Path) -> None:
+    """The step that was evaluated is saved, and evaluated when the run goes on."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, evaluation={"interval_steps": 2})
+    for summary in ranks(2).run(_interrupted_evaluation, config):
+        assert (summary.step, summary.is_finished, summary.evaluation) == (2, False, None)
+    assert (config.checkpoint_directory / "iter_0000002").is_dir()
+    assert ranks(2).run(train, config)[0].is_finished
+    assert [row["step"] for row in rows(tmp_path) if "validation_loss" in row] == [2, 4, 6]
+
+
+def test_missing_data_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """No rank hangs, and each says which file."""
+    with pytest.raises(RanksError, match=r"train\.idx") as failure:
+        ranks(2).run(train, tiny(tmp_path))
+    assert set(failure.value.failures) == {0, 1}
+
+
+def test_small_vocabulary_is_an_error(tmp_path: Path) -> None:
+    """A token that has no row in the embedding is found before the first step."""
+    write_corpus(tmp_path)
+    with pytest.raises(DataError, match=r"token 255.*train\.bin"):
+        train(tiny(tmp_path, model={"vocab_size": 250}))
+
+
+def test_world_that_does_not_fit_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """Before any collective: the degrees do not multiply to the number of ranks."""
+    write_corpus(tmp_path)
+    with pytest.raises(RanksError, match="world size 3") as failure:
+        ranks(3).run(train, tiny(tmp_path, parallel={"dp_shard": 2}))
+    assert set(failure.value.failures) == {0, 1, 2}
+    assert all("ConfigError" in text for text in failure.value.failures.values())
+
+
+def test_fault_of_the_first_rank_alone_is_raised_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Only one rank writes the run's folder; the others hear when it cannot."""
+    write_corpus(tmp_path)
+    (tmp_path / "run").write_text("a file in the folder's place")
+    config = tiny(tmp_path, data={"cache": str(tmp_path / "cache")})
+    with pytest.raises(RanksError) as failure:
+        ranks(2).run(train, config)
+    assert set(failure.value.failures) == {0, 1}
+
+
+def test_no_validation_data_means_no_evaluation(tmp_path: Path) -> None:
+    """A run without held-out data ends well."""
+    write_corpus(tmp_path)
+    summary = train(tiny(tmp_path, data={"validation": []}, evaluation={"interval_steps": 2}))
+    assert summary.is_finished
+    assert summary.evaluation is None
+
+
+def test_bf16_run_learns(ranks: Ranks, tmp_path: Path) -> None:
+    """Compute in bf16 with fp32 main weights goes down the same way."""
+    write_corpus(tmp_path)
+    ranks(2).run(train, tiny(tmp_path, precision={"param_dtype": "bf16"}))
+    losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_other_architectures_train(tmp_path: Path, kind: str) -> None:
+    """Every architecture runs through the same loop."""
+    write_corpus(tmp_path)
+    sizes = {"num_query_groups": 2} if kind == "gpt" else {}
+    assert train(tiny(tmp_path, model={"architecture": kind, **sizes})).is_finished
+
+
+def test_bad_configuration_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """A run that cannot start leaves no folder behind."""
+    write_corpus(tmp_path)
+    with pytest.raises(ConfigError):
+        train(tiny(tmp_path, optimizer={"lr": -1.0}))
+    assert not (tmp_path / "run").exists()

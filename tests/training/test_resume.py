@@ -1,0 +1,115 @@
+"""What a checkpoint brings back, and what is said where the configuration differs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafsdp import full_state_dict, full_tensor, fully_shard_model
+from megafsdp.errors import CheckpointError, ConfigError
+from megafsdp.models import build_model, unit_classes
+from megafsdp.training import Config, train
+from megafsdp.training.lr import LearningRate, Schedule
+from megafsdp.training.optimizers import build_optimizer
+from megafsdp.training.resume import Restorable, RunState, restore
+from tests.ranks import Ranks, RanksError
+from tests.training.runs import stored_tensors, tiny, write_corpus
+
+
+def _restored(config: Config) -> tuple[RunState, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what restore() fills: the state, the weights, and the first moments by name."""
+    model_config = config.model.resolve()
+    model = fully_shard_model(build_model(model_config, seed=99), unit_classes(model_config))
+    optimizer = build_optimizer(model, config.optimizer)
+    rate = LearningRate(optimizer, Schedule.of(config), follows_checkpoint=False)
+    state = restore(config, Restorable(model, optimizer, rate), order={})
+    moments = {
+        name: full_tensor(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()
+    }
+    return state, full_state_dict(model), moments
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_any_number_of_ranks_loads_exactly_what_two_saved(
+    ranks: Ranks, tmp_path: Path, num_ranks: int
+) -> None:
+    """Weights and moments are equal bit for bit, and the position is the saved one."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, train={"steps": 2})
+    ranks(2).run(train, config)
+    stored = stored_tensors(config.checkpoint_directory, 2)
+    for state, weights, moments in ranks(num_ranks).run(_restored, config):
+        assert (state.step, state.consumed_samples) == (2, 24)
+        for name, weight in weights.items():
+            if f"model.{name}" in stored:
+                assert torch.equal(weight, stored[f"model.{name}"])
+        assert moments
+        for name, moment in moments.items():
+            assert torch.equal(moment, stored[f"optimizer.state.{name}.exp_avg"])
+            assert moment.any()
+
+
+def test_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """On every rank, naming the tensors that differ; the checkpoint stays."""
+    write_corpus(tmp_path)
+    ranks(2).run(train, tiny(tmp_path, train={"steps": 1}))
+    other = tiny(tmp_path, model={"ffn_hidden_size": 64})
+    with pytest.raises(RanksError, match=r"mlp\.linear_fc1\.weight") as failure:
+        ranks(2).run(train, other)
+    assert set(failure.value.failures) == {0, 1}
+    assert all("CheckpointError" in text for text in failure.value.failures.values())
+    assert stored_tensors(other.checkpoint_directory, 1)
+
+
+def _changed(folder: Path, caplog: pytest.LogCaptureFixture, **sections: dict[str, Any]) -> str:
+    """Train one step, then one more with other values; return what was logged."""
+    write_corpus(folder)
+    train(tiny(folder, train={"steps": 1}, schedule={"warmup_samples": 0}))
+    with caplog.at_level(logging.INFO, logger="megafsdp.training"):
+        sections.setdefault("schedule", {}).setdefault("warmup_samples", 0)
+        train(tiny(folder, **sections))
+    return caplog.text
+
+
+def test_differences_from_the_checkpoint_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each changed value with both of its values; the order of samples is not questioned."""
+    text = _changed(tmp_path, caplog, train={"steps": 2}, optimizer={"weight_decay": 0.25})
+    assert "optimizer.weight_decay: 0.1 -> 0.25" in text
+    assert "train.steps: 1 -> 2" in text
+    assert "order of samples" not in text
+
+
+def test_another_order_of_samples_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some samples would be seen again, which no other message would tell."""
+    text = _changed(tmp_path, caplog, train={"steps": 2}, data={"seed": 7})
+    assert "order of samples is not the checkpoint's" in text
+    assert "seed: 1234 -> 7" in text
+
+
+def test_fresh_run_over_checkpoints_is_refused(tmp_path: Path) -> None:
+    """Nothing is overwritten by a run that was told not to resume."""
+    write_corpus(tmp_path)
+    train(tiny(tmp_path, train={"steps": 1}))
+    config = tiny(tmp_path, checkpoint={"resume": False})
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume.*step 1"):
+        train(config)
+    assert stored_tensors(config.checkpoint_directory, 1)
+
+
+def test_half_written_checkpoint_is_refused(tmp_path: Path) -> None:
+    """A checkpoint without one of its files is an error that names it, not a fresh start."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, train={"steps": 1})
+    train(config)
+    (data_file,) = config.checkpoint_directory.glob("iter_*/*.distcp")
+    data_file.unlink()
+    with pytest.raises(CheckpointError, match=data_file.name):
+        train(config)
