@@ -111,7 +111,9 @@ class _Bin:
     """A sub-buffer while it is being packed: tensors, their offsets, free ranges, shard length."""
 
     def __init__(self, granules: Sequence[int], num_shards: int, alignment: int) -> None:
-        self.chunk = math.lcm(SHARD_MULTIPLE, *granules)
+        # The next sub-buffer starts after all shards of this one, and must be aligned too.
+        aligned = alignment // math.gcd(alignment, num_shards)
+        self.chunk = math.lcm(SHARD_MULTIPLE, aligned, *granules)
         self.num_shards, self.alignment = num_shards, alignment
         self.placed: dict[int, int] = {}
         self.free: list[tuple[int, int]] = []

@@ -166,10 +166,10 @@ class UnevenDTensor(RowShardedDTensor):
                 region = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
                 flat[box.start : box.start + box.numel].view(box.sizes).copy_(full[region])
 
-    def __deepcopy__(self, memo: dict[int, object]) -> UnevenDTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy the local rows and the gradient; the layout is shared."""
-        copied = type(self).wrap(self.local.clone(), self._spec, self._uneven_layout)
-        copied = nn.Parameter(copied) if isinstance(self, nn.Parameter) else copied
+        rows = type(self).wrap(self.local.clone(), self._spec, self._uneven_layout)
+        copied = nn.Parameter(rows) if isinstance(self, nn.Parameter) else rows
         memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
         if self.is_leaf and self.grad is not None:

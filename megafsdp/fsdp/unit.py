@@ -23,6 +23,7 @@ from torch import nn
 
 from megafsdp.buffer.collectives import require_equal
 from megafsdp.device.memory import ByteLedger
+from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
 from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken
 from megafsdp.fsdp.gradients import GradientReducer
@@ -192,7 +193,7 @@ class FSDPUnit:
             return args, kwargs
         self._to_run = {id(m) for m in self.modules}
         if self.post_optim_event is not None:
-            torch.cuda.current_stream().wait_event(self.post_optim_event)
+            device_handle("cuda").wait_event(self.post_optim_event)
             self.post_optim_event = None
         self.phase = Phase.FORWARD
         context.unshard_for_forward(self)

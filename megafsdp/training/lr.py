@@ -51,12 +51,12 @@ class Schedule:
         section, total = config.schedule, config.num_samples
         decay = section.decay_samples
         if section.kind == "wsd":
-            left = total - section.warmup_samples
+            left = max(total - section.warmup_samples, 0)
             decay = min(total // _DEFAULT_WSD_SHARE, left) if decay is None else decay
             start = total - decay
         else:
             start = section.warmup_samples
-            decay = total - start if decay is None else decay
+            decay = max(total - start, 0) if decay is None else decay
         return cls(
             kind=section.kind,
             peak=config.optimizer.lr,

@@ -130,13 +130,6 @@ def _check_schedule(config: Config) -> None:
                 f"{schedule.warmup_samples} and {schedule.decay_samples}",
                 "Shorten one of them, or train longer",
             )
-    if schedule.warmup_samples > config.num_samples:
-        raise _bad(
-            "schedule.warmup_samples",
-            f"at most the run's {config.num_samples} samples",
-            schedule.warmup_samples,
-            "Shorten the warm-up, or train longer",
-        )
 
 
 def _check_data(data: DataSection, model: ModelConfig) -> None:

@@ -30,7 +30,7 @@ def _train_until(config: Config, at: int) -> RunSummary:
 
 
 def test_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of steps and evaluations, the configuration, a checkpoint, a sample, the next command."""
+    """Rows of steps and evaluations, configuration, checkpoint, sample and the next command."""
     write_corpus(tmp_path)
     config = tiny(tmp_path, evaluation={"interval_steps": 3, "sample_prompt": "ab"})
     summary = train(config)

@@ -87,6 +87,13 @@ def test_defaults_follow_the_length_of_the_run(tmp_path: Path) -> None:
     assert (short.decay_start, short.decay_samples) == (70, 2)
 
 
+@pytest.mark.parametrize("kind", ["cosine", "wsd"])
+def test_run_may_end_within_its_warm_up(tmp_path: Path, kind: str) -> None:
+    """A short trial of a long run's configuration rises as the long run does."""
+    short = Schedule.of(tiny(tmp_path, schedule={"kind": kind, "warmup_samples": 100}))
+    assert short.at(72) == pytest.approx(0.72 * short.peak)
+
+
 def _learning_rate(schedule: Schedule, *, follows: bool) -> LearningRate:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=9.0)
     return LearningRate(optimizer, schedule, follows_checkpoint=follows)
