@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_loop.py
 
-The model learns the bytes of a file of Python's standard library.
+The model learns the bytes of a file of Python's standard library. Started again, it goes on.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import megafsdp
 
-STEPS, MICROBATCHES, ROWS, LENGTH, WIDTH = 50, 2, 8, 64, 128
+OUTPUT = "runs/own_loop"
+STEPS, MICROBATCHES, ROWS, LENGTH, WIDTH = 40, 2, 8, 64, 128
 
 
 class ByteModel(nn.Module):
@@ -24,7 +25,8 @@ class ByteModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, WIDTH)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, dropout=0.0, batch_first=True) for _ in range(3)
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, 256)
 
@@ -46,11 +48,15 @@ model = ByteModel().to(device)
 for layer in model.layers:
     megafsdp.fully_shard(layer)
 megafsdp.fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+
+done = megafsdp.checkpoint.latest_step(OUTPUT) or 0
+if done:
+    megafsdp.checkpoint.load(OUTPUT, model=model, optimizer=optimizer)
 
 text = torch.tensor(list(Path(argparse.__file__).read_bytes()), device=device)
-torch.manual_seed(1 + rank)  # Each rank draws samples of its own.
-for step in range(1, STEPS + 1):
+torch.manual_seed(1 + rank + done)  # Each rank draws samples of its own.
+for step in range(done + 1, done + STEPS + 1):
     for index in range(MICROBATCHES):
         starts = torch.randint(len(text) - LENGTH, (ROWS, 1), device=device)
         rows = text[starts + torch.arange(LENGTH + 1, device=device)]
@@ -60,8 +66,8 @@ for step in range(1, STEPS + 1):
     norm = megafsdp.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if rank == 0 and (step == 1 or step % 10 == 0):
+    if rank == 0 and step % 10 in (0, 1):
         print(f"step {step}  loss {loss.item():.3f}  grad norm {norm.item():.3f}", flush=True)
 
-megafsdp.checkpoint.save("runs/own_loop", step=STEPS, model=model, optimizer=optimizer)
+megafsdp.checkpoint.save(OUTPUT, step=done + STEPS, model=model, optimizer=optimizer)
 dist.destroy_process_group()
