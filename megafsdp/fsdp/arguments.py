@@ -21,7 +21,6 @@ from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy, S
 from megafsdp.fsdp.unit import unit_of
 from megafsdp.mesh.parallel_dims import default_mesh
 
-_BUILT = (Strategy.NO_SHARD, Strategy.OPTIM_GRADS_PARAMS)
 _STAGES = tuple(Strategy)
 
 
@@ -30,7 +29,6 @@ def strategy_of(value: str | int) -> Strategy:
 
     Raises:
         ValueError: The name is unknown.
-        NotImplementedError: The strategy is known and not built.
     """
     names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
     if value not in names:
@@ -42,17 +40,7 @@ def strategy_of(value: str | int) -> Strategy:
                 mend="Use 'optim_grads_params' for ZeRO-3",
             )
         )
-    strategy = names[value]
-    if strategy not in _BUILT:
-        raise NotImplementedError(
-            expected(
-                f"one of {[s.value for s in _BUILT]}",
-                repr(value),
-                where="the strategy of fully_shard()",
-                mend="Use 'optim_grads_params', which needs less memory",
-            )
-        )
-    return strategy
+    return names[value]
 
 
 def average_of(value: str) -> Average:

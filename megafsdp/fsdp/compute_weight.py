@@ -8,7 +8,8 @@ from:
 * a temporary, filled at each gather, where it casts to another one,
 * a kept one, encoded once after each change of the main weight, for every other recipe.
 
-A replicated group keeps its full buffers and encodes them in place; nothing is gathered.
+Under ZeRO-1 and ZeRO-2 the full buffers are kept and gathered once after each change of the main
+weight. A replicated group keeps them too and encodes them in place; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class ComputeWeight:
         recipe: What the buffers are.
         main_weight: The group's main weight, a shard or the whole.
         group: Ranks to gather over; None for a replicated group.
+        is_kept: True to keep the full buffers between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
     """
@@ -40,6 +42,7 @@ class ComputeWeight:
         main_weight: DBuffer,
         *,
         group: dist.ProcessGroup | None,
+        is_kept: bool,
         device: torch.device,
         ledger: ByteLedger,
     ) -> None:
@@ -47,6 +50,7 @@ class ComputeWeight:
         self.is_stale = True
         self._main = main_weight
         self._group = group
+        self._is_kept = is_kept or group is None
         self._device, self._ledger = device, ledger
         self._is_cast = isinstance(recipe, CastRecipe)
         is_same = self._is_cast and recipe.specs[0].dtype == main_weight.flat.dtype
@@ -57,7 +61,7 @@ class ComputeWeight:
             self._shards = {recipe.specs[0].name: main_weight}
         elif group is not None and not self._is_cast:
             self._shards = {s.name: self._new_shard(s) for s in recipe.specs}
-        category = Category.UNSHARDED if group is not None else Category.COMPUTE_WEIGHT
+        category = Category.COMPUTE_WEIGHT if self._is_kept else Category.UNSHARDED
         self._full = {
             s.name: main_weight if self._is_main_itself else self._new_full(s, category)
             for s in recipe.specs
@@ -90,7 +94,7 @@ class ComputeWeight:
     @property
     def is_unsharded(self) -> bool:
         """Tell whether a full buffer that is not kept anyway is allocated."""
-        return self._group is not None and any(b.storage.is_allocated for b in self._full.values())
+        return not self._is_kept and any(b.storage.is_allocated for b in self._full.values())
 
     @property
     def needs_statistics(self) -> bool:
@@ -170,7 +174,7 @@ class ComputeWeight:
         self._in_flight = []
 
     def release(self) -> None:
-        """Free the full buffers of a sharded group."""
+        """Free the full buffers, unless they are kept."""
         if self.is_unsharded:
             self.finish_unshard()
             for full in self._full.values():

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.device.memory import ByteLedger
-from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
 from megafsdp.fsdp.arguments import (
     average_of,
@@ -67,7 +66,8 @@ def fully_shard(
     Args:
         module: The module or modules, changed in place.
         mesh: 1-D mesh of the ranks to divide among; None means all ranks.
-        strategy: ``"optim_grads_params"`` (ZeRO-3, or 3) or ``"no_shard"`` (DDP, or 0).
+        strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
+            (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
         outer_strategy: For 2-D meshes; ``"no_shard"``.
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
             all but those needed again at once: the root's and the last unit's.
@@ -130,15 +130,17 @@ def _build_group(
     scale: float,
     ledger: ByteLedger,
 ) -> ParameterGroup:
-    is_sharded = strategy is Strategy.OPTIM_GRADS_PARAMS and not key.is_whole
-    axes = DataParallelAxes.sharded(mesh) if is_sharded else DataParallelAxes.replicated(mesh)
+    if key.is_whole:
+        strategy = Strategy.NO_SHARD
+    is_replicated = strategy is Strategy.NO_SHARD
+    axes = DataParallelAxes.replicated(mesh) if is_replicated else DataParallelAxes.sharded(mesh)
     return ParameterGroup(
         [item.parameter for item in items],
         [item.record for item in items],
         axes=axes,
         dtypes=key.dtypes,
-        device=device_handle(mesh.device_type).device,
         ledger=ledger,
+        strategy=strategy,
         gradient_scale=scale,
     )
 

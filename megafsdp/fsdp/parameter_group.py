@@ -6,11 +6,14 @@ view of the buffer that the all-gather fills, which forward and backward see. Bo
 once.
 
 =============  ==========================  =============================
-buffer         sharded group (ZeRO-3)      replicated group (no_shard)
+buffer         sharded group (ZeRO-1..3)   replicated group (no_shard)
 =============  ==========================  =============================
 main weight    1/N, main dtype             full, main dtype
-unsharded      full, compute dtype,        full, compute dtype, kept; the
-               released between uses       main weight itself if equal
+unsharded      full, compute dtype;        full, compute dtype, kept; the
+               ZeRO-3: released between    main weight itself if equal
+               uses; ZeRO-1, 2: kept
+main grad      1/N; ZeRO-1: after the      full
+               last microbatch
 =============  ==========================  =============================
 
 The compute weight's buffers are the business of :mod:`megafsdp.fsdp.compute_weight`, gradients that
@@ -34,7 +37,9 @@ from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.buffer.uneven import UnevenDTensor, make_replicated
 from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.compute_weight import ComputeWeight
+from megafsdp.fsdp.policy import Strategy
 from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import CastRecipe, Recipe
 
@@ -121,8 +126,8 @@ class ParameterGroup:
         parameters: Their records, in the same order.
         axes: Ranks that divide or replicate the group.
         dtypes: Dtypes of its buffers.
-        device: Where the buffers live.
-        ledger: Counts their bytes.
+        ledger: Counts the bytes of its buffers.
+        strategy: What is kept in full between uses, and which reductions wait.
         gradient_scale: Factor on the sum of gradients over the group's ranks.
         recipe: How compute weights are made; None casts to the compute dtype.
 
@@ -136,16 +141,17 @@ class ParameterGroup:
         *,
         axes: DataParallelAxes,
         dtypes: GroupDtypes,
-        device: torch.device,
         ledger: ByteLedger,
+        strategy: Strategy = Strategy.OPTIM_GRADS_PARAMS,
         gradient_scale: float = 1.0,
         recipe: Recipe | None = None,
     ) -> None:
         self.parameters = parameters
         self.gradient_scale = gradient_scale
+        self.defers_reduction = strategy.defers_reduction
         self.axes = axes
         self.dtypes = dtypes
-        self.device = device
+        self.device = device_handle(axes.mesh.device_type).device
         self.ledger = ledger
         self.label = parameters[0].name
         specs = [TensorSpec(p.name, tuple(p.shape)) for p in parameters]
@@ -165,7 +171,8 @@ class ParameterGroup:
             recipe or CastRecipe(dtypes.compute),
             self.main_weight,
             group=axes.group if is_sharded else None,
-            device=device,
+            is_kept=strategy.keeps_compute_weight,
+            device=self.device,
             ledger=ledger,
         )
         with torch.no_grad():

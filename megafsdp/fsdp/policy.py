@@ -21,6 +21,16 @@ class Strategy(Enum):
     OPTIM_GRADS = "optim_grads"  # And main gradients (ZeRO-2).
     OPTIM_GRADS_PARAMS = "optim_grads_params"  # And compute weights (ZeRO-3).
 
+    @property
+    def keeps_compute_weight(self) -> bool:
+        """Tell whether compute weights stay in full between uses."""
+        return self is not Strategy.OPTIM_GRADS_PARAMS
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Tell whether gradients wait in full for the last microbatch."""
+        return self in (Strategy.NO_SHARD, Strategy.OPTIM)
+
 
 class Average(Enum):
     """How gradients of the data-parallel ranks are combined."""

@@ -288,7 +288,7 @@ class FSDPUnit:
         for reducer in self.reducers:
             if not reducer.group.is_trainable:
                 continue
-            is_deferred = not (reducer.group.axes.is_sharded or context.is_last_microbatch)
+            is_deferred = reducer.group.defers_reduction and not context.is_last_microbatch
             if is_deferred or not self.requires_gradient_sync:
                 reducer.accumulate()
             else:

@@ -123,13 +123,29 @@ def test_twenty_sharded_steps_equal_one_process(
     ranks(num_ranks).run(_trajectory, architecture, optimizer, "optim_grads_params")
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "architecture"),
+    [
+        (2, "optim", "gpt"),
+        (3, "optim", "qwen3"),
+        (2, "optim_grads", "qwen3"),
+        (3, "no_shard", "gpt"),
+    ],
+)
+def test_twenty_steps_of_other_strategies_equal_one_process(
+    ranks: Ranks, num_ranks: int, strategy: str, architecture: str
+) -> None:
+    """ZeRO-1, ZeRO-2 and DDP train as ZeRO-3 does."""
+    ranks(num_ranks).run(_trajectory, architecture, "adamw-fused", strategy)
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("architecture", ["gpt", "qwen3"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_twenty_steps_of_the_whole_product(
     ranks: Ranks, num_ranks: int, architecture: str, optimizer: str, strategy: str
 ) -> None:
-    """Both strategies, every optimizer form, both architectures, 1 to 4 ranks."""
+    """Every strategy, every optimizer form, both architectures, 1 to 4 ranks."""
     ranks(num_ranks).run(_trajectory, architecture, optimizer, strategy)

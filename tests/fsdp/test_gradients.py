@@ -15,7 +15,7 @@ from megafsdp.device.memory import Category
 from tests.fsdp.toy import assert_same_grads, batches, full_grads, mine, pair
 from tests.ranks import Ranks
 
-STRATEGIES = ("optim_grads_params", "no_shard")
+STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
 
 
 def _accumulate(strategy: str, num_microbatches: int, manner: str) -> float:

@@ -112,6 +112,44 @@ def test_no_shard_all_reduces_once_a_step_when_told_and_once_a_backward_else(
         assert nbytes["all_reduce"] == (packed + flags) * finalised
 
 
+def _kept_compute_weights(strategy: str, is_told: bool) -> list[dict[str, int]]:
+    net = _net(strategy=strategy)
+    optimizer = adamw(net)
+    ledger = net._fsdp_unit().ledger
+    counts, live = [], []
+    for _ in range(3):
+        with record_collectives() as record:
+            for k, batch in enumerate(batches(3)):
+                with microbatch(net, is_last=k == 2 or not is_told):
+                    net(*mine(batch)).backward()
+            live.append(ledger.live[Category.MAIN_GRAD])
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(dict(record.calls))
+    units = [module._fsdp_unit() for module in (net, *net.blocks)]
+    full = sum(4 * g.layout.gathered_numel for u in units for g in u.groups)
+    assert ledger.live[Category.COMPUTE_WEIGHT] == full
+    assert ledger.peak[Category.UNSHARDED] == 0
+    assert ledger.live[Category.MAIN_WEIGHT] == full // dist.get_world_size()
+    assert live == [full // dist.get_world_size()] * 3
+    return counts
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_zero1_and_zero2_gather_once_after_a_step(
+    ranks: Ranks, strategy: str, is_told: bool
+) -> None:
+    """N all-gathers a step; n or nm reduce-scatters; compute weights in full, the rest 1/N."""
+    n, m = NUM_BLOCKS + 1, 3
+    reductions = n if strategy == "optim" and is_told else n * m
+    for counts in ranks(2).run(_kept_compute_weights, strategy, is_told):
+        for calls in counts:
+            assert calls["all_gather"] == n
+            assert calls["reduce_scatter"] == reductions
+            assert calls["all_reduce"] == (1 if is_told else m)
+
+
 def test_parameters_kept_after_forward_are_gathered_once(ranks: Ranks) -> None:
     """reshard_after_forward=False takes nm all-gathers."""
     for calls, *_ in ranks(2).run(_count, {"reshard_after_forward": False}, 3, False):

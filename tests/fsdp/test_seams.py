@@ -46,7 +46,6 @@ def make_unit(
             [item.record for item in items],
             axes=axes,
             dtypes=FP32,
-            device=torch.device("cpu"),
             ledger=ledger,
             gradient_scale=scale_of(items[0].record.name),
             recipe=recipe,
