@@ -41,7 +41,9 @@ class ByteModel(nn.Module):
 
 dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 rank = dist.get_rank()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(rank % torch.cuda.device_count())
 
 torch.manual_seed(0)  # All ranks start from the same weights.
 model = ByteModel().to(device)
