@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,7 +80,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _instantiate(parse: Any) -> Config:
+def _instantiate(parse: Callable[[_Parser], jsonargparse.Namespace]) -> Config:
     parser = _Parser(prog="megafsdp train", description=_DESCRIPTION)
     parser.add_argument("--config", action="config", help="YAML file; may be given repeatedly.")
     parser.add_class_arguments(Config)

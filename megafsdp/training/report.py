@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 
@@ -130,6 +131,7 @@ class Report:
                 f"--nproc-per-node={size}",
                 *words,
             ]
-        command = shlex.join([sys.executable, *words])
+        python = min(sys.executable, os.path.relpath(sys.executable), key=len)
+        command = shlex.join([python, *words])
         state = "finished; evaluate again" if is_finished else "stopped; resume"
         self.say(f"{state} with: {command}")

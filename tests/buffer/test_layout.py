@@ -185,9 +185,10 @@ def test_rows_that_are_no_multiple_of_the_block_are_refused() -> None:
         layout.with_block(16)
 
 
-def test_merged_classes_have_no_buffer_of_rows() -> None:
+@pytest.mark.parametrize("rows", [(32, 64), (64, 32)])
+def test_merged_classes_have_no_buffer_of_rows(rows: tuple[int, int]) -> None:
     """One element a row needs sub-buffers of one row size each."""
-    layout = plan_layout([TensorSpec("a", (4, 32)), TensorSpec("b", (4, 64))], 2)
+    layout = plan_layout([TensorSpec(f"t{row}", (4, row)) for row in rows], 2)
     assert len(layout.sub_buffers) == 1
     with pytest.raises(ValueError, match="merge_classes=False"):
         layout.with_block(0)

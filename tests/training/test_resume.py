@@ -85,6 +85,37 @@ def test_differences_from_the_checkpoint_are_logged(
     assert "order of samples" not in text
 
 
+def _restored_weight_decay(config: Config) -> float:
+    model_config = config.model.resolve()
+    model = fully_shard_model(build_model(model_config, seed=99), unit_classes(model_config))
+    optimizer = build_optimizer(model, config.optimizer)
+    rate = LearningRate(optimizer, Schedule.of(config), follows_checkpoint=False)
+    restore(config, Restorable(model, optimizer, rate), order={})
+    return optimizer.param_groups[0]["weight_decay"]
+
+
+def test_configured_hyperparameters_win(ranks: Ranks, tmp_path: Path) -> None:
+    """The optimizer goes on with the configuration's weight decay, not the checkpoint's."""
+    write_corpus(tmp_path)
+    train(tiny(tmp_path, train={"steps": 1}))
+    config = tiny(tmp_path, optimizer={"weight_decay": 0.25})
+    assert ranks(1).run(_restored_weight_decay, config) == [0.25]
+
+
+def test_skips_are_counted_across_a_resume(tmp_path: Path) -> None:
+    """A run that skips every step ends, however often it is started again."""
+    write_corpus(tmp_path)
+    broken: dict[str, Any] = {
+        # The logits overflow, so no loss is ever finite.
+        "model": {"init_std": 1e30},
+        "data": {"validation": []},
+    }
+    policy = {"nan_policy": "skip", "max_skips": 3}
+    train(tiny(tmp_path, train=policy | {"steps": 3}, **broken))
+    with pytest.raises(RuntimeError, match="4 steps in a row"):
+        train(tiny(tmp_path, train=policy | {"steps": 4}, **broken))
+
+
 def test_another_order_of_samples_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
