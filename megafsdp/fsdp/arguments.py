@@ -205,7 +205,7 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
 
     Raises:
         RuntimeError: There is neither a mesh nor a process group.
-        NotImplementedError: The mesh has several axes of more than one rank.
+        ValueError: The mesh has more than two axes, or two without names.
     """
     if mesh is None:
         if not dist.is_initialized():
@@ -218,13 +218,13 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
                 )
             )
         return default_mesh(device_type)
-    if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.size(0) == 1):
+    if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
         return mesh
-    raise NotImplementedError(
+    raise ValueError(
         expected(
-            "a 1-D mesh",
+            "a mesh of one axis, or of two named ones",
             f"shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
             where="the mesh of fully_shard()",
-            mend="Give one axis of the mesh, for example mesh['dp_shard']",
+            mend="Give the named data-parallel axes, for example mesh['dp_outer', 'dp_shard']",
         )
     )

@@ -89,13 +89,9 @@ class FSDPModule:
         self._fsdp_unit().require_context().is_last_microbatch = is_last_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether replicated gradients are all-reduced in the next backward.
-
-        Only modules without a sharded group know the difference in this version.
-        """
+        """Choose whether shards are summed over a mesh's outer axis in the next backward."""
         for unit in self._fsdp_units(recurse=recurse):
-            if not any(group.axes.is_sharded for group in unit.groups):
-                unit.requires_gradient_sync = requires_all_reduce
+            unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, *, recurse: bool = True

@@ -65,10 +65,11 @@ def fully_shard(
 
     Args:
         module: The module or modules, changed in place.
-        mesh: 1-D mesh of the ranks to divide among; None means all ranks.
+        mesh: The ranks: 1-D, or 2-D of replicas and of ranks to divide among (HSDP), with any axis
+            names; None means one axis of all ranks.
         strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
             (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
-        outer_strategy: For 2-D meshes; ``"no_shard"``.
+        outer_strategy: What the first axis of a 2-D mesh divides: ``"no_shard"``, nothing.
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
             all but those needed again at once: the root's and the last unit's.
         shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
@@ -102,7 +103,7 @@ def fully_shard(
     device_type = device_type_of(found)
     mesh = mesh_of(mesh, device_type)
     ledger = ByteLedger()
-    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size(mesh.ndim - 1)
+    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
     groups = [
         _build_group(key, items, mesh, strategy=chosen, scale=scale, ledger=ledger)
         for key, items in group_parameters(found, policy).items()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 
 from megafsdp.buffer.collectives import Pending, all_reduce_partials
 from megafsdp.buffer.dbuffer import DBuffer
@@ -47,6 +48,9 @@ class GradientReducer:
         self._accumulated: DBuffer | None = None
         self._used = [False] * len(group.parameters)
         self._partial: DBuffer | None = None
+        self._inner_sum: DBuffer | None = None
+        self._is_final = True
+        self._is_at_outer_axis = False
         self._pending: Pending | None = None
 
     @property
@@ -74,8 +78,13 @@ class GradientReducer:
         else:
             self._add(buffer)
 
-    def start_reduce(self) -> None:
-        """Pack the gradients and issue the reduction; collective over the group's ranks."""
+    def start_reduce(self, *, is_final: bool) -> None:
+        """Pack the gradients and issue the reduction; collective over the group's ranks.
+
+        Args:
+            is_final: False leaves the sum over the outer axis, if there is one, for a later
+                backward.
+        """
         assert self._pending is None, "the reduction before is finished"
         partial, self._accumulated = self._accumulated, None
         if partial is None:
@@ -83,12 +92,13 @@ class GradientReducer:
             self._pack(partial)
         else:
             self._add(partial)
-        is_accumulating = self._prepare_main_grad()
-        main_grad, axes = self._main_grad, self.group.axes
-        assert main_grad is not None
+        axes = self.group.axes
+        self._is_final = is_final
+        self._is_at_outer_axis = False
+        target, is_accumulating = self._target_of_sum()
         self._partial = partial
         if axes.is_sharded:
-            self._pending = main_grad.reduce_scatter_from(
+            self._pending = target.reduce_scatter_from(
                 partial,
                 group=axes.group,
                 scale=self.group.gradient_scale,
@@ -98,7 +108,7 @@ class GradientReducer:
             )
         else:
             self._pending = all_reduce_partials(
-                main_grad.flat,
+                target.flat,
                 partial.flat,
                 group=axes.group,
                 scale=self.group.gradient_scale,
@@ -107,11 +117,53 @@ class GradientReducer:
                 label=self.group.label,
             )
 
-    def finish_reduce(self) -> None:
-        """Wait for the reduction and show ``.grad`` of the parameters that this rank used."""
+    def _target_of_sum(self) -> tuple[DBuffer, bool]:
+        """Return the buffer that the first sum goes to, and whether it adds."""
+        if self.group.axes.outer_group is None:
+            is_accumulating = self._prepare_main_grad()
+            assert self._main_grad is not None, "just prepared"
+            return self._main_grad, is_accumulating
+        # Sums over the inner axis wait here for the last microbatch: main gradients of steps before
+        # are complete already and must not be summed over the outer axis again.
+        is_accumulating = self._inner_sum is not None
+        if self._inner_sum is None:
+            self._inner_sum = self._new_main_grad()
+        return self._inner_sum, is_accumulating
+
+    def finish_reduce(self) -> bool:
+        """Wait for the reduction and show ``.grad`` of the parameters that this rank used.
+
+        Returns:
+            False if another sum, over the outer axis, was issued and must be finished too.
+        """
         assert self._pending is not None, "a reduction was issued"
         self._pending.wait()
         self._pending = self._partial = None
+        if self.group.axes.outer_group is not None and not self._is_at_outer_axis:
+            if self._is_final:
+                self._start_outer_sum(self.group.axes.outer_group)
+            return not self._is_final
+        self._show_grads()
+        return True
+
+    def _start_outer_sum(self, outer_group: dist.ProcessGroup) -> None:
+        """Add this rank's shard over the ranks that hold the same one."""
+        is_accumulating = self._prepare_main_grad()
+        inner_sum, self._inner_sum = self._inner_sum, None
+        assert self._main_grad is not None and inner_sum is not None, "the inner sum is there"
+        self._is_at_outer_axis = True
+        self._partial = inner_sum
+        self._pending = all_reduce_partials(
+            self._main_grad.flat,
+            inner_sum.flat,
+            group=outer_group,
+            scale=1.0,
+            accumulate=is_accumulating,
+            reduce_dtype=self.group.dtypes.reduce,
+            label=self.group.label,
+        )
+
+    def _show_grads(self) -> None:
         for i, parameter in enumerate(self.group.parameters):
             if not parameter.sharded.requires_grad:
                 continue
@@ -139,20 +191,18 @@ class GradientReducer:
                 else:
                     self._states[i] = _State.CLEAR
 
-    def discard_reduction(self) -> None:
-        """Wait for a reduction that is under way and forget its result; ``.grad`` stays."""
+    def abort(self) -> None:
+        """Forget what is not in ``.grad`` yet: unsharded gradients, waiting sums, a reduction."""
         if self._pending is not None:
             self._pending.discard()
-            self._used = [False] * len(self._used)
-        self._pending = self._partial = None
-
-    def abort(self) -> None:
-        """Forget this backward: drop unsharded gradients and a reduction that is under way."""
-        self.discard_reduction()
-        self._accumulated = None
+        self._pending = self._partial = self._accumulated = self._inner_sum = None
         self._used = [False] * len(self._used)
         for parameter in self.group.parameters:
             parameter.unsharded.grad = None
+
+    def _new_main_grad(self) -> DBuffer:
+        residence = Residence.SHARD if self.group.axes.is_sharded else Residence.REPLICATE
+        return self.group.new_buffer(residence, self.group.dtypes.grad, Category.MAIN_GRAD)
 
     def _new_partial(self, dtype: torch.dtype) -> DBuffer:
         return self.group.new_buffer(Residence.PARTIAL, dtype, Category.PARTIAL_GRAD)
@@ -206,8 +256,7 @@ class GradientReducer:
             g is not None for g in grads
         )
         if self._main_grad is None or is_clear:
-            residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
-            self._main_grad = group.new_buffer(residence, group.dtypes.grad, Category.MAIN_GRAD)
+            self._main_grad = self._new_main_grad()
             self._views = [group.like_main_weight(i, self._main_grad) for i in range(len(grads))]
         if is_clear:
             return False

@@ -52,7 +52,10 @@ class DataParallelAxes:
 
     Attributes:
         mesh: The data-parallel mesh that sharded parameters live on.
-        group: Process group of its last axis.
+        group: Ranks that gather and reduce the group's buffers: those of the mesh's last axis, or
+            all of them for a replicated group.
+        outer_group: Ranks that hold the same shard; None if only this one does.
+        all_ranks: Every rank of the mesh.
         num_shards: Ranks that divide the main weight: the size of ``group``, or 1 if replicated.
         shard: This rank's shard.
         num_ranks: Ranks whose gradients are combined.
@@ -60,6 +63,8 @@ class DataParallelAxes:
 
     mesh: DeviceMesh
     group: dist.ProcessGroup
+    outer_group: dist.ProcessGroup | None
+    all_ranks: dist.ProcessGroup
     num_shards: int
     shard: int
     num_ranks: int
@@ -71,15 +76,22 @@ class DataParallelAxes:
 
     @classmethod
     def sharded(cls, mesh: DeviceMesh) -> DataParallelAxes:
-        """Divide over the last axis of a 1-D mesh."""
+        """Divide over the last axis of a 1-D or 2-D mesh, replicate over the other."""
         group = mesh.get_group(mesh.ndim - 1)
-        return cls(mesh, group, group.size(), group.rank(), group.size())
+        outer = mesh.get_group(0) if mesh.ndim > 1 else None
+        everyone = _flat_group(mesh)
+        return cls(mesh, group, outer, everyone, group.size(), group.rank(), mesh.size())
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh) -> DataParallelAxes:
-        """Keep everything on each rank of a 1-D mesh."""
-        group = mesh.get_group(mesh.ndim - 1)
-        return cls(mesh, group, 1, -1, group.size())
+        """Keep everything on each rank of a 1-D or 2-D mesh."""
+        everyone = _flat_group(mesh)
+        return cls(mesh, everyone, None, everyone, 1, -1, mesh.size())
+
+
+def _flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of all ranks of a mesh; torch makes one once for equal meshes."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 @dataclass(frozen=True)

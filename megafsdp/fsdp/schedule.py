@@ -59,6 +59,10 @@ class ScheduledUnit(Protocol):
     def forget_forwards(self) -> None:
         """Stop waiting for the gradients of forwards so far."""
 
+    @property
+    def is_at_work(self) -> bool:
+        """Tell whether a forward or backward has begun and not ended."""
+
     def abandon(self) -> None:
         """Return to rest after an exception."""
 
@@ -123,6 +127,7 @@ class FSDPContext:
         self._backward = RecordedOrder()
         self._is_backward_running = False
         self._reductions: list[GradientReducer] = []
+        self._outer_reductions: list[GradientReducer] = []
         # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
         self._ahead: set[int] = set()
 
@@ -176,8 +181,11 @@ class FSDPContext:
 
     def abandon(self) -> None:
         """Undo a forward or backward that an exception cut short."""
+        if not self._is_backward_running and not any(unit.is_at_work for unit in self.units):
+            return
         self._is_backward_running = False
         self._reductions.clear()
+        self._outer_reductions.clear()
         for unit in self.units:
             unit.abandon()
 
@@ -208,15 +216,19 @@ class FSDPContext:
                 other.start_unshard(in_backward=in_backward)
         unit.finish_unshard()
 
-    def add_reduction(self, reducer: GradientReducer) -> None:
+    def add_reduction(self, reducer: GradientReducer, *, is_final: bool) -> None:
         """Issue a reduction and finish older ones, so that few inputs are alive."""
-        reducer.start_reduce()
+        reducer.start_reduce(is_final=is_final and self.is_last_microbatch)
         self._reductions.append(reducer)
         self._finish_reductions(keep=_MAX_REDUCTIONS_WAITING)
 
     def _finish_reductions(self, keep: int) -> None:
         while len(self._reductions) > keep:
-            self._reductions.pop(0).finish_reduce()
+            reducer = self._reductions.pop(0)
+            if not reducer.finish_reduce():
+                self._outer_reductions.append(reducer)
+        while len(self._outer_reductions) > keep:
+            self._outer_reductions.pop(0).finish_reduce()
 
     def refresh_with_statistics(self) -> None:
         """Encode stale compute weights that need statistics; one all-reduce for all."""
@@ -234,12 +246,12 @@ class FSDPContext:
     def _agree_on_usage(self) -> None:
         """Exchange one byte a trainable parameter; only a rank that waits reads the answer."""
         reducers = [r for unit in self.units for r in unit.reducers if r.group.is_trainable]
-        for process_group in dict.fromkeys(r.group.axes.group for r in reducers):
-            members = [r for r in reducers if r.group.axes.group == process_group]
+        for everyone in dict.fromkeys(r.group.axes.all_ranks for r in reducers):
+            members = [r for r in reducers if r.group.axes.all_ranks == everyone]
             flags = [flag for reducer in members for flag in reducer.usage()]
             if members[0].group.axes.num_ranks > 1:
                 votes = torch.tensor(flags, dtype=torch.uint8).to(members[0].group.device)
-                all_reduce(votes, op="max", group=process_group, label="usage")
+                all_reduce(votes, op="max", group=everyone, label="usage")
                 if any(reducer.has_pending for reducer in members):
                     flags = votes.bool().tolist()
             answer = iter(flags)

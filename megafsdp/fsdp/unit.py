@@ -77,6 +77,7 @@ class FSDPUnit:
         self.reshard_after_backward = True
         self.is_unsharded_in_backward = True
         self.requires_gradient_sync = True
+        self.requires_all_reduce = True
         self.phase = Phase.RESTING
         self.context: FSDPContext | None = None
         self.outstanding: weakref.WeakSet[ForwardToken] = weakref.WeakSet()
@@ -292,18 +293,19 @@ class FSDPUnit:
             if is_deferred or not self.requires_gradient_sync:
                 reducer.accumulate()
             else:
-                context.add_reduction(reducer)
+                context.add_reduction(reducer, is_final=self.requires_all_reduce)
 
     def forget_forwards(self) -> None:
         """Stop waiting for the gradients of forwards so far: the backward is over."""
         self.outstanding.clear()
 
+    @property
+    def is_at_work(self) -> bool:
+        """Tell whether a forward or backward has begun and not ended."""
+        return self.phase is not Phase.RESTING or bool(self._to_run)
+
     def abandon(self) -> None:
         """Return to rest after an exception, without gradients and storage."""
-        if self.phase is Phase.RESTING:
-            for reducer in self.reducers:
-                reducer.discard_reduction()
-            return
         self.phase = Phase.RESTING
         self._to_run.clear()
         self.outstanding.clear()
@@ -356,12 +358,12 @@ def _adopt_units_below(root: FSDPUnit) -> None:
                 )
             )
     groups = [(name, group) for name, unit in units.items() for group in unit.groups]
-    for process_group in dict.fromkeys(group.axes.group for _, group in groups):
-        layouts = [(n, g.layout.fingerprint()) for n, g in groups if g.axes.group == process_group]
+    for everyone in dict.fromkeys(group.axes.all_ranks for _, group in groups):
+        layouts = [(n, g.layout.fingerprint()) for n, g in groups if g.axes.all_ranks == everyone]
         require_equal(
             repr(layouts),
             what="parameters, shapes and dtypes",
-            group=process_group,
+            group=everyone,
             mend="Build the same model and wrap the same modules on all ranks",
         )
     context = FSDPContext(root, units.values())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import clip_grad_norm_, full_tensor, fully_shard_model
 from megafsdp.models import ModelConfig, build_model, presets, unit_classes
@@ -53,13 +54,19 @@ def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **forms)
 
 
-def _trajectory(architecture: str, optimizer_name: str, strategy: str) -> float:
+def _trajectory(
+    architecture: str,
+    optimizer_name: str,
+    strategy: str,
+    mesh_shape: tuple[int, ...] = (),
+) -> float:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("o", "i")) if mesh_shape else None
     world, rank = dist.get_world_size(), dist.get_rank()
     config = tiny(architecture)
     reference = build_model(config, seed=3)
     start = copy.deepcopy(reference)
     model = build_model(config, seed=3)
-    fully_shard_model(model, unit_classes(config), strategy=strategy)
+    fully_shard_model(model, unit_classes(config), strategy=strategy, mesh=mesh)
     optimizers = [make_optimizer(m, optimizer_name) for m in (reference, model)]
     generator = torch.Generator().manual_seed(7)
     for _ in range(NUM_STEPS):
@@ -137,6 +144,14 @@ def test_twenty_steps_of_other_strategies_equal_one_process(
 ) -> None:
     """ZeRO-1, ZeRO-2 and DDP train as ZeRO-3 does."""
     ranks(num_ranks).run(_trajectory, architecture, "adamw-fused", strategy)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (4, 1)])
+def test_twenty_steps_of_replicated_shards_equal_one_process(
+    ranks: Ranks, mesh_shape: tuple[int, int]
+) -> None:
+    """HSDP trains as ZeRO-3 does."""
+    ranks(4).run(_trajectory, "qwen3", "adamw-foreach", "optim_grads_params", mesh_shape)
 
 
 @pytest.mark.matrix

@@ -96,11 +96,11 @@ def _wrong_parameters() -> None:
 
 
 def _wrong_mesh() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
-    words = ["(2, 1)", "mesh['dp_shard']"]
-    _refused(lambda: fully_shard(Block(), mesh=mesh), NotImplementedError, words)
-    block = fully_shard(Block(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("o", "i")))
-    block(torch.ones(1, 12)).sum().backward()
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("outer", "inner", "tp"))
+    words = ["(2, 1, 1)", "mesh['dp_outer', 'dp_shard']"]
+    _refused(lambda: fully_shard(Block(), mesh=mesh), ValueError, words)
+    nameless = init_device_mesh("cpu", (2, 1))
+    _refused(lambda: fully_shard(Block(), mesh=nameless), ValueError, ["two named", "None"])
 
 
 def _different_models() -> None:

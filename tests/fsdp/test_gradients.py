@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
 from megafsdp.buffer.collectives import record_collectives
@@ -18,8 +19,11 @@ from tests.ranks import Ranks
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
 
 
-def _accumulate(strategy: str, num_microbatches: int, manner: str) -> float:
-    reference, net = pair(strategy=strategy)
+def _accumulate(
+    strategy: str, num_microbatches: int, manner: str, mesh_shape: tuple[int, ...] = ()
+) -> float:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("o", "i")) if mesh_shape else None
+    reference, net = pair(strategy=strategy, mesh=mesh)
     for _ in range(2):
         # The second pass adds to gradients that were reduced before.
         for k, batch in enumerate(batches(num_microbatches)):
@@ -53,6 +57,24 @@ def test_gradients_accumulate_over_microbatches_and_backwards(
     """Three microbatches, twice without clearing, are the sum of the single-process gradients."""
     ratios = ranks(num_ranks).run(_accumulate, strategy, 3, manner)
     assert ratios == pytest.approx([1.0] * num_ranks, abs=1e-5)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("manner", ["plain", "microbatch", "no_sync"])
+def test_gradients_of_replicated_shards_accumulate(
+    ranks: Ranks, mesh_shape: tuple[int, int], num_microbatches: int, manner: str
+) -> None:
+    """HSDP over four ranks: each shard is summed over its replicas exactly once."""
+    arguments = ("optim_grads_params", num_microbatches, manner, mesh_shape)
+    assert ranks(4).run(_accumulate, *arguments) == pytest.approx([1.0] * 4, abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_other_strategies_work_on_a_mesh_of_two_axes(ranks: Ranks, strategy: str) -> None:
+    """Replicas and shards combine for every strategy."""
+    ratios = ranks(4).run(_accumulate, strategy, 3, "microbatch", (2, 2))
+    assert ratios == pytest.approx([1.0] * 4, abs=1e-5)
 
 
 def _two_rank_reduction() -> bool:

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp import MixedPrecisionPolicy, microbatch
@@ -110,6 +111,22 @@ def test_no_shard_all_reduces_once_a_step_when_told_and_once_a_backward_else(
         assert calls == {"all_reduce": (n + 1) * finalised} == dispatched
         flags = 6 * NUM_BLOCKS + 3
         assert nbytes["all_reduce"] == (packed + flags) * finalised
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_hsdp_sums_over_replicas_once_a_step_when_told(ranks: Ranks, is_told: bool) -> None:
+    """ZeRO-3's collectives, and n or nm all-reduces over the outer axis."""
+    n, r, m = NUM_BLOCKS + 1, 2, 3
+    finalised = 1 if is_told else m
+    for calls, *_ in ranks(4).run(_count_hsdp, m, is_told):
+        assert calls["all_gather"] == (2 * n - r) * m
+        assert calls["reduce_scatter"] == n * m
+        assert calls["all_reduce"] == (n + 1) * finalised
+
+
+def _count_hsdp(num_microbatches: int, is_told: bool) -> tuple[dict[str, int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return (_count({"mesh": mesh}, num_microbatches, is_told)[0],)
 
 
 def _kept_compute_weights(strategy: str, is_told: bool) -> list[dict[str, int]]:
