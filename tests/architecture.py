@@ -31,8 +31,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"_native", "mesh", "quantize", "buffer", "fsdp", "optimizer"}),
     "training": frozenset(
         {"mesh", "quantize", "data", "buffer", "parallel", "fsdp", "models", "optimizer"}
-        | {"checkpoint"}
+        # megafsdp doctor says whether the compiled kernels are there.
+        | {"checkpoint", "_native"}
     ),
+    # python -m megafsdp.
+    "__main__": frozenset({"training"}),
 }
 OPEN_TO_ALL = frozenset({"errors", "device"})
 
@@ -56,6 +59,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "policy",
         "parameter_group",
         "gradients",
+        "order",
         "schedule",
         "backward_edges",
         "state_dict_guard",

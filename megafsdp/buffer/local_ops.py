@@ -8,6 +8,7 @@ wrong without a word, or hang some ranks, and is refused on all ranks alike.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -37,9 +38,18 @@ _REDUCTIONS = frozenset(
     | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
 )
 _NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
+# What only the function path of torch 2.11 meets: names of methods, not of operators.
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
+_EXTREMA = frozenset({"max", "min"})
+_INDEXING = frozenset({"__getitem__", "__setitem__", "__iter__"})
+_METADATA = frozenset(
+    {"size", "stride", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "__len__"}
+    | {"is_contiguous", "requires_grad_", "retain_grad", "backward", "data_ptr", "type"}
+    | {"__get__", "__set__", "__delete__"}
+)
 # torch 2.11 handles subclasses of DTensor below __torch_dispatch__; there the same rules are
 # applied one level higher, to functions by name.
-_IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
+IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
 
 
 class RowShardedDTensor(DTensor):
@@ -87,30 +97,33 @@ def _run_by_rule(
 ) -> Any:
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
+    if name == "equal":
+        _check_operands(func, args)
     if name in _REDUCTIONS:
-        return _reduce(func, name, args, kwargs)
+        return _reduce(func, name, *tree_map(_as_plain_dtensor, (args, kwargs)))
     is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
     if not (is_pointwise or is_list or name in _LIKE):
-        _refuse(name, args)
+        refuse(name, args)
     return _run_on_locals(func, args, kwargs)
 
 
 def _reduce(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a reduction through DTensor; the result must hang on no cut."""
-    if name in _NORMS and len(args) > 1 and args[1] in (math.inf, -math.inf):
+    """Run a reduction through DTensor; its result must hang on no cut."""
+    if name in _NORMS and not {math.inf, -math.inf}.isdisjoint(_numbers(args, kwargs)):
         # An empty shard has no largest element: it would raise on some ranks and hang the rest.
-        _refuse(f"{name} of order {args[1]}", args)
-    if name == "equal":
-        _check_operands(func, args)
-    plain_args, plain_kwargs = tree_map(_as_plain_dtensor, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
+        refuse(f"{name} of infinite order", (args, kwargs))
+    result = func(*args, **kwargs)
     for leaf in tree_flatten(result)[0]:
         if isinstance(leaf, DTensor) and any(p.is_shard() for p in leaf.placements):
             # One value a row: sharded like the rows, which no plain DTensor can say.
-            _refuse(f"{name} of each row", args)
+            refuse(f"{name} of each row", (args, kwargs))
     return result
+
+
+def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
 
 
 def rule_function(
@@ -124,25 +137,31 @@ def rule_function(
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
     bare = name.strip("_")
-    overload = getattr(torch.ops.aten, bare, None) or getattr(torch.ops.aten, f"{bare}_", None)
-    is_like = (
-        name in _LIKE or bare in _LIKE or bare in ("to", "float", "half", "bfloat16", "double")
-    )
-    is_pointwise = overload is not None and any(
-        torch.Tag.pointwise in getattr(overload, o).tags for o in overload.overloads()
-    )
-    is_ruled = is_like or is_pointwise or name == _NEW_EMPTY or name.startswith(_LIST_PREFIXES)
+    is_like = not {name, bare, f"{bare}_"}.isdisjoint(_LIKE | _CONVERSIONS)
+    is_pointwise = bare not in _EXTREMA and _is_pointwise(bare)
+    is_list = name.startswith(_LIST_PREFIXES)
     with torch._C.DisableTorchFunctionSubclass():
-        if is_ruled and not torch.is_grad_enabled():
-            return _run_by_rule(func, name, is_pointwise or is_like, args, kwargs)
-        result = func(*args, **kwargs)
-    source = _first_uneven((args, kwargs))
-    if type(result) is DTensor and result.shape == source.shape:
-        return _wrap_result(result._local_tensor, source)
-    return result
+        if name in _REDUCTIONS or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
+            is_traced = torch.is_grad_enabled() and name != "detach" and not name.endswith("_like")
+            if is_traced and any(s.requires_grad for s in _all_uneven((args, kwargs))):
+                # Autograd makes plain DTensors here, whose cuts are not theirs.
+                refuse(f"{name} within autograd", (args, kwargs))
+            with torch.no_grad():
+                return _run_by_rule(func, name, is_pointwise or is_like, args, kwargs)
+        if name in _INDEXING or (hasattr(torch.ops.aten, bare) and name not in _METADATA):
+            refuse(name, (args, kwargs))
+        return func(*args, **kwargs)
 
 
-if _IS_DISPATCH_BYPASSED:
+@functools.cache
+def _is_pointwise(name: str) -> bool:
+    packets = [getattr(torch.ops.aten, n, None) for n in (name, f"{name}_")]
+    return any(
+        torch.Tag.pointwise in getattr(p, o).tags for p in packets if p for o in p.overloads()
+    )
+
+
+if IS_DISPATCH_BYPASSED:
     RowShardedDTensor.__torch_function__ = classmethod(rule_function)  # type: ignore[assignment]
 
 
@@ -187,8 +206,8 @@ def _as_plain_dtensor(value: object) -> object:
     return value
 
 
-def _first_uneven(tree: object) -> RowShardedDTensor:
-    return next(leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, RowShardedDTensor))
+def _all_uneven(tree: object) -> list[RowShardedDTensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, RowShardedDTensor)]
 
 
 def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> None:
@@ -217,19 +236,24 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
 def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTensor:
     """Answer ``new_empty`` of the own global shape, which staging and deepcopy ask for."""
     source = args[0]
-    if tuple(args[1]) != tuple(source.shape):
-        _refuse("new_empty with another shape", args)
+    sizes = kwargs.get("size", args[1:])
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        (sizes,) = sizes
+    if tuple(sizes) != tuple(source.shape):
+        refuse("new_empty with another shape", args)
     wanted = {k: v for k, v in kwargs.items() if k in ("dtype", "device") and v is not None}
     local = torch.empty_like(source._local_tensor, **wanted)
     return type(source).wrap(local, source._spec, source._uneven_layout)
 
 
-def _refuse(name: str, args: object) -> NoReturn:
+def refuse(name: str, args: object) -> NoReturn:
+    """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
+    shape = next(tuple(t.shape) for t in tree_flatten(args)[0] if isinstance(t, DTensor))
     raise NotImplementedError(
         expected(
             "an elementwise operation, a sum, or a 2-norm",
             f"'{name}'",
-            where=f"an unevenly sharded tensor of shape {tuple(_first_uneven(args).shape)}",
+            where=f"an unevenly sharded tensor of shape {shape}",
             mend="Call full_tensor() first, or work on .local, this rank's rows",
         )
     )

@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.collectives import all_gather_equal
-from megafsdp.buffer.local_ops import RowShardedDTensor
+from megafsdp.buffer.local_ops import IS_DISPATCH_BYPASSED, RowShardedDTensor, refuse
 from megafsdp.errors import expected
 
 
@@ -84,7 +84,13 @@ class UnevenDTensor(RowShardedDTensor):
         return self._local_tensor.detach()
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's rows within autograd; their gradient is cut like the tensor."""
+        """Return this rank's rows within autograd; their gradient is cut like the tensor.
+
+        Raises:
+            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts.
+        """
+        if IS_DISPATCH_BYPASSED and self.requires_grad and torch.is_grad_enabled():
+            refuse("to_local within autograd", [self])
         return _LocalRows.apply(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

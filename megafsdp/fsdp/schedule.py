@@ -24,6 +24,7 @@ import torch
 
 from megafsdp.buffer.collectives import all_reduce
 from megafsdp.fsdp.gradients import GradientReducer
+from megafsdp.fsdp.order import RecordedOrder
 from megafsdp.fsdp.parameter_group import ParameterGroup
 
 _MAX_REDUCTIONS_WAITING = 1  # Beside the one that is being packed.
@@ -70,45 +71,6 @@ class ScheduledUnit(Protocol):
         """Return the units the user chose to prefetch after this one."""
 
 
-class RecordedOrder:
-    """The order in which units ran last time, followed until a run departs from it.
-
-    A run is recorded from :meth:`start` to the next. While it agrees with the record,
-    :meth:`arrive` names the units that come next; after the first difference it names none, and the
-    new order is what the next run follows.
-    """
-
-    def __init__(self) -> None:
-        self._record: list[weakref.ref[ScheduledUnit]] = []
-        self._running: list[weakref.ref[ScheduledUnit]] = []
-        self._is_followed = False
-
-    def start(self, guess: RecordedOrder | None = None) -> None:
-        """Begin a run; without a record the reverse of ``guess`` is followed."""
-        if self._running:
-            self._record = self._running
-        elif guess is not None and not self._record:
-            self._record = list(reversed(guess._running))
-        self._running = []
-        self._is_followed = bool(self._record)
-
-    def arrive(self, unit: ScheduledUnit, count: int) -> list[ScheduledUnit]:
-        """Note that ``unit`` runs and return up to ``count`` units expected after it."""
-        position = len(self._running)
-        self._running.append(weakref.ref(unit))
-        expected = self._record[position] if position < len(self._record) else None
-        if expected is None or expected() is not unit:
-            self._is_followed = False
-        if not self._is_followed:
-            return []
-        upcoming = (r() for r in self._record[position + 1 : position + 1 + count])
-        return [u for u in upcoming if u is not None]
-
-    def is_last(self, unit: ScheduledUnit) -> bool:
-        """Tell whether ``unit`` is the last of the record, and the run agrees with it so far."""
-        return self._is_followed and self._record[-1]() is unit
-
-
 class FSDPContext:
     """What the units under one root share.
 
@@ -123,8 +85,8 @@ class FSDPContext:
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
-        self._forward = RecordedOrder()
-        self._backward = RecordedOrder()
+        self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
+        self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._is_backward_running = False
         self._reductions: list[GradientReducer] = []
         self._outer_reductions: list[GradientReducer] = []
@@ -203,7 +165,7 @@ class FSDPContext:
             return not unit.reshard_after_forward
         return self.is_root(unit) or self._forward.is_last(unit)
 
-    def _unshard(self, unit: ScheduledUnit, order: RecordedOrder) -> None:
+    def _unshard(self, unit: ScheduledUnit, order: RecordedOrder[ScheduledUnit]) -> None:
         in_backward = order is self._backward
         self._ahead.discard(id(unit))
         unit.start_unshard(in_backward=in_backward)
