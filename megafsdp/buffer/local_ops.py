@@ -83,6 +83,9 @@ class RowShardedDTensor(DTensor):
         """Run an operation on the local tensors, through DTensor, or refuse it."""
         name = func._schema.name.removeprefix("aten::")
         is_pointwise = torch.Tag.pointwise in func.tags
+        if name.endswith("_") and not is_pointwise:
+            # Some forms in place lack the tag: abs_.
+            is_pointwise = _is_pointwise(name[:-1])
         if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
             is_pointwise = args[1].itemsize == args[0].dtype.itemsize
         return _run_by_rule(func, name, is_pointwise, args, kwargs or {})

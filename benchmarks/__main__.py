@@ -1,0 +1,29 @@
+"""``python -m benchmarks CASE``: run a case, show it, and write its record."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks import fsdp_step, layout
+from benchmarks.record import RECORDS, write
+
+CASES = {"fsdp_step": fsdp_step, "layout": layout}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the case named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
+    cases = parser.add_subparsers(dest="case", required=True)
+    for name, case in CASES.items():
+        case.add_arguments(cases.add_parser(name, description=case.__doc__))
+    options = parser.parse_args(arguments)
+    case = CASES[options.case]
+    results = case.run(options)
+    print(case.describe(results))
+    print(f"record: {write(options.case, results, directory=options.records)}")
+
+
+if __name__ == "__main__":
+    main()

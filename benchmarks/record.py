@@ -1,0 +1,81 @@
+"""Records: what was measured, on what, with which versions."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+RECORDS = Path(__file__).parent / "records"
+_ROOT = Path(__file__).parents[1]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, minimum and maximum of some figures."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "count": len(values),
+    }
+
+
+def hardware() -> str:
+    """Return a short name of the machine's compute: the GPU's, or ``cpu`` with its cores."""
+    if torch.cuda.is_available():
+        return re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
+    return f"cpu-{os.cpu_count()}-cores"
+
+
+def machine() -> dict[str, object]:
+    """Describe the machine."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.name == "posix" else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "device": "GPU" if torch.cuda.is_available() else "CPU",
+        "hardware": hardware(),
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory_nbytes / 2**30, 1),
+    }
+
+
+def versions() -> dict[str, object]:
+    """Return the versions of Python, torch and this checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(_ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = [line for line in git("status", "--porcelain").splitlines() if "records/" not in line]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": git("rev-parse", "HEAD"),
+        "is_dirty": bool(changed),
+    }
+
+
+def write(case: str, results: dict[str, object], *, directory: Path = RECORDS) -> Path:
+    """Write one record and return its path."""
+    today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    record = {
+        "case": case,
+        "date": today,
+        "machine": machine(),
+        "versions": versions(),
+        "results": results,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{case}_{hardware()}_{today}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
