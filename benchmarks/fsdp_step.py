@@ -1,13 +1,14 @@
 """One training step of megafsdp beside one of torch FSDP2: time, collectives and bytes.
 
-The same model, batches, AdamW(fused=True) and clipping on both sides, in one process group, in blocks
-of a few steps that alternate. The first step of a block is dropped, and so are the first blocks. The figure
-is the ratio of medians, ours over FSDP2's.
+The same model, batches, AdamW(fused=True) and clipping on both sides, in one process group, in
+blocks of a few steps that alternate. The first step of a block is dropped, and so are the first
+blocks. The figure is the ratio of medians, ours over FSDP2's.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,6 +34,7 @@ SIDES = ("megafsdp", "fsdp2")
 _WARM_UP_BLOCKS = 2
 _STEPS_A_BLOCK = 4
 # Loss after each of five steps, and gradients of the first relative to their largest element.
+_TOLERANCE_VARIABLE = "MEGAFSDP_BENCHMARK_TOLERANCE"
 _TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
 
 
@@ -190,7 +192,7 @@ def _step(side: Side, tokens: torch.Tensor) -> dict[str, float]:
 
 def _check(sides: dict[str, Side], shape: Shape) -> None:
     """Compare gradients of a first step and losses of five; raise on all ranks alike."""
-    tolerance = _TOLERANCES[shape.dtype]
+    tolerance = float(os.environ.get(_TOLERANCE_VARIABLE, _TOLERANCES[shape.dtype]))
     batches = _batches(shape, 5)
     for side in sides.values():
         side.model(batches[0][:, :-1], batches[0][:, 1:]).backward()

@@ -1,4 +1,4 @@
-"""Padding of whole models under the planner, beside one buffer with a least common multiple of rows.
+"""Padding of whole models under the planner, beside one buffer with a least common multiple.
 
 Units are layers, the embedding, and the final norm with the output layer; projections are separate
 parameters, experts are stacked and flattened to rows. Shapes are those of the public models.

@@ -1,8 +1,8 @@
 """Bytes of tensors: what is alive at rest, and the peak within a call.
 
-At rest: the distinct storages of all tensors that Python can reach. Within a call: the allocation events of
-torch's profiler, which see every allocation, release and resize of a storage, autograd's and the
-collectives' included. The same on both sides of a comparison.
+At rest: the distinct storages of all tensors that Python can reach. Within a call: the allocation
+events of torch's profiler, which see every allocation, release and resize of a storage, autograd's
+and the collectives' included. The same on both sides of a comparison.
 """
 
 from __future__ import annotations

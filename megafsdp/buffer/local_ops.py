@@ -141,7 +141,9 @@ def rule_function(
     name = getattr(func, "__name__", "")
     bare = name.strip("_")
     is_like = not {name, bare, f"{bare}_"}.isdisjoint(_LIKE | _CONVERSIONS)
-    is_pointwise = bare not in _EXTREMA and _is_pointwise(bare)
+    # The second name is that of the operator behind __rdiv__ and __iadd__.
+    operators = (bare, bare[1:]) if name.startswith("__") else (bare,)
+    is_pointwise = bare not in _EXTREMA and any(map(_is_pointwise, operators))
     is_list = name.startswith(_LIST_PREFIXES)
     with torch._C.DisableTorchFunctionSubclass():
         if name in _REDUCTIONS or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
