@@ -38,7 +38,7 @@ class DBuffer:
     The storage is allocated on construction; its content is undefined.
     """
 
-    __slots__ = ("layout", "residence", "shard", "storage")
+    __slots__ = ("__weakref__", "layout", "residence", "shard", "storage")
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ small exchange at the end of the backward (``pending`` until then).
 
 from __future__ import annotations
 
+import weakref
 from enum import Enum
 
 import torch
@@ -42,8 +43,10 @@ class GradientReducer:
 
     def __init__(self, group: ParameterGroup) -> None:
         self.group = group
-        self._main_grad: DBuffer | None = None
-        self._views: list[torch.Tensor] = []
+        # The shown gradients own the main gradient: it is freed when the last of them is.
+        self._main_grad: weakref.ref[DBuffer] | None = None
+        self._shown: list[weakref.ref[torch.Tensor] | None] = [None] * len(group.parameters)
+        self._working_grad: DBuffer | None = None
         self._states = [_State.CLEAR] * len(group.parameters)
         self._accumulated: DBuffer | None = None
         self._used = [False] * len(group.parameters)
@@ -56,17 +59,11 @@ class GradientReducer:
     @property
     def main_grad(self) -> torch.Tensor | None:
         """Return the flat main gradient of this rank, gaps included; None if there is none."""
-        return None if self._main_grad is None else self._main_grad.flat
+        buffer = self._alive_main_grad()
+        return None if buffer is None else buffer.flat
 
-    def drop_if_cleared(self) -> None:
-        """Free the main gradient if the user set every ``.grad`` to None.
-
-        A fresh buffer is made for the next gradients, so references that the user kept stay valid.
-        """
-        self._observe_user()
-        if self._main_grad is not None and all(s is _State.CLEAR for s in self._states):
-            self._main_grad = None
-            self._views = []
+    def _alive_main_grad(self) -> DBuffer | None:
+        return None if self._main_grad is None else self._main_grad()
 
     def accumulate(self) -> None:
         """Add this backward's gradients to a local buffer of the main gradient's dtype; local."""
@@ -120,9 +117,7 @@ class GradientReducer:
     def _target_of_sum(self) -> tuple[DBuffer, bool]:
         """Return the buffer that the first sum goes to, and whether it adds."""
         if self.group.axes.outer_group is None:
-            is_accumulating = self._prepare_main_grad()
-            assert self._main_grad is not None, "just prepared"
-            return self._main_grad, is_accumulating
+            return self._prepare_main_grad()
         # Sums over the inner axis wait here for the last microbatch: main gradients of steps before
         # are complete already and must not be summed over the outer axis again.
         is_accumulating = self._inner_sum is not None
@@ -148,13 +143,13 @@ class GradientReducer:
 
     def _start_outer_sum(self, outer_group: dist.ProcessGroup) -> None:
         """Add this rank's shard over the ranks that hold the same one."""
-        is_accumulating = self._prepare_main_grad()
+        main_grad, is_accumulating = self._prepare_main_grad()
         inner_sum, self._inner_sum = self._inner_sum, None
-        assert self._main_grad is not None and inner_sum is not None, "the inner sum is there"
+        assert inner_sum is not None, "the inner sum is there"
         self._is_at_outer_axis = True
         self._partial = inner_sum
         self._pending = all_reduce_partials(
-            self._main_grad.flat,
+            main_grad.flat,
             inner_sum.flat,
             group=outer_group,
             scale=1.0,
@@ -172,6 +167,12 @@ class GradientReducer:
             else:
                 self._states[i] = _State.PENDING
         self._used = [False] * len(self._used)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave the main gradient to the gradients shown, unless some are still to be shown."""
+        if not self.has_pending:
+            self._working_grad = None
 
     def usage(self) -> list[bool]:
         """Tell for each parameter whether this rank shows its ``.grad``."""
@@ -190,12 +191,14 @@ class GradientReducer:
                     self._hold(i)
                 else:
                     self._states[i] = _State.CLEAR
+        self._let_go()
 
     def abort(self) -> None:
         """Forget what is not in ``.grad`` yet: unsharded gradients, waiting sums, a reduction."""
         if self._pending is not None:
             self._pending.discard()
-        self._pending = self._partial = self._accumulated = self._inner_sum = None
+        self._pending = self._partial = self._accumulated = None
+        self._inner_sum = self._working_grad = None
         self._used = [False] * len(self._used)
         for parameter in self.group.parameters:
             parameter.unsharded.grad = None
@@ -247,33 +250,49 @@ class GradientReducer:
         if cleared and len(cleared) == len(held):
             self._states = [_State.CLEAR] * len(self._states)
 
-    def _prepare_main_grad(self) -> bool:
-        """Make the main gradient ready for a sum; tell whether the sum adds to it."""
+    def _prepare_main_grad(self) -> tuple[DBuffer, bool]:
+        """Return the main gradient, ready for a sum, and whether the sum adds to it.
+
+        Once the user has cleared every ``.grad`` a fresh buffer is made, so that references to the
+        old ones stay valid.
+        """
         self._observe_user()
         group = self.group
         grads = [p.sharded.grad for p in group.parameters]
         is_clear = all(s is _State.CLEAR for s in self._states) and not any(
             g is not None for g in grads
         )
-        if self._main_grad is None or is_clear:
-            self._main_grad = self._new_main_grad()
-            self._views = [group.like_main_weight(i, self._main_grad) for i in range(len(grads))]
+        buffer = self._alive_main_grad()
+        if buffer is None or is_clear:
+            buffer = self._new_main_grad()
+            self._main_grad = weakref.ref(buffer)
+            self._shown = [None] * len(grads)
+        self._working_grad = buffer
         if is_clear:
-            return False
+            return buffer, False
         with torch.no_grad():
             for i, grad in enumerate(grads):
-                if grad is not None and grad is not self._views[i]:
+                if grad is not None and not self._is_shown(i, grad):
                     # The user assigned a gradient of their own: the sum adds to it.
-                    self._main_grad.tensor(i).copy_(local_tensor(grad).reshape(-1))
+                    buffer.tensor(i).copy_(local_tensor(grad).reshape(-1))
                     self._states[i] = _State.HELD
                 elif self._states[i] is _State.CLEAR:
-                    self._main_grad.tensor(i).zero_()
-            self._main_grad.zero_gaps()
-        return True
+                    buffer.tensor(i).zero_()
+            buffer.zero_gaps()
+        return buffer, True
+
+    def _is_shown(self, index: int, grad: torch.Tensor) -> bool:
+        reference = self._shown[index]
+        return reference is not None and reference() is grad
 
     def _hold(self, index: int) -> None:
         parameter = self.group.parameters[index].sharded
-        parameter.grad = self._views[index]
+        if parameter.grad is None or not self._is_shown(index, parameter.grad):
+            assert self._working_grad is not None, "the sum was made"
+            grad = self.group.like_main_weight(index, self._working_grad)
+            grad._megafsdp_buffer = self._working_grad  # type: ignore[attr-defined]
+            self._shown[index] = weakref.ref(grad)
+            parameter.grad = grad
         self._states[index] = _State.HELD
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         for hook in (hooks or {}).values():

@@ -103,12 +103,9 @@ class FSDPContext:
         return self._root() is unit
 
     def begin_forward(self) -> None:
-        """Start a forward of the root: clean up after an exception, free cleared gradients."""
+        """Start a forward of the root: clean up after an exception, follow the recorded order."""
         self.abandon()
         self._forward.start()
-        for unit in self.units:
-            for reducer in unit.reducers:
-                reducer.drop_if_cleared()
 
     def end_forward(self, *, is_graph_built: bool) -> None:
         """End a forward of the root: without a graph nothing stays unsharded."""

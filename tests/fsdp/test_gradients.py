@@ -191,6 +191,25 @@ def test_a_kept_gradient_is_not_overwritten_by_the_next_step(
     assert ranks(2).run(_references_survive, is_cleared_late) == [True, True]
 
 
+def _freed_with_the_last() -> list[int]:
+    _, net = pair()
+    ledger = net._fsdp_unit().ledger
+    net(*mine(batches(1)[0])).backward()
+    alive = [ledger.live[Category.MAIN_GRAD]]
+    parameters = list(net.blocks[0].parameters())
+    for parameter in parameters[1:]:
+        parameter.grad = None
+    alive.append(ledger.live[Category.MAIN_GRAD])
+    net.zero_grad()
+    return [*alive, ledger.live[Category.MAIN_GRAD]]
+
+
+def test_main_gradients_are_freed_with_the_last_gradient_that_shows_them(ranks: Ranks) -> None:
+    """Clearing gradients frees their memory at once, not in the next step."""
+    for before, between, after in ranks(2).run(_freed_with_the_last):
+        assert before == between > after == 0
+
+
 def _token_average() -> None:
     reference, net = pair(average="token")
     batch = batches(1)[0]
