@@ -200,6 +200,8 @@ class GradientReducer:
         self._pending = self._partial = self._accumulated = None
         self._inner_sum = self._working_grad = None
         self._used = [False] * len(self._used)
+        held = _State.HELD
+        self._states = [s if s is held else _State.CLEAR for s in self._states]
         for parameter in self.group.parameters:
             parameter.unsharded.grad = None
 

@@ -88,6 +88,7 @@ class FSDPUnit:
         self._backward_prefetch: list[weakref.ref[ScheduledUnit]] | None = None
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
+        self._begun: set[int] = set()
         self._token: ForwardToken | None = None
         for module in modules:
             setattr(module, _UNIT_ATTRIBUTE, self)
@@ -182,7 +183,9 @@ class FSDPUnit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         context = self.require_context()
         is_in_backward = _is_in_backward()
-        if context.is_root(self) and not is_in_backward and not self._to_run:
+        # A module that began and never ended was cut short by an exception: this is a new pass.
+        is_new_pass = not self._to_run or id(module) in self._to_run & self._begun
+        if context.is_root(self) and not is_in_backward and is_new_pass:
             context.begin_forward()
         args, kwargs = self._cast_inputs((args, kwargs))
         if self.phase is Phase.BACKWARD:
@@ -190,9 +193,11 @@ class FSDPUnit:
             self.start_unshard(in_backward=False)
             self.finish_unshard()
             return args, kwargs
-        if self._to_run:
+        if not is_new_pass:
+            self._begun.add(id(module))
             return args, kwargs
         self._to_run = {id(m) for m in self.modules}
+        self._begun = {id(module)}
         if self.post_optim_event is not None:
             device_handle("cuda").wait_event(self.post_optim_event)
             self.post_optim_event = None

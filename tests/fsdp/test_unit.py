@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megafsdp import full_tensor, fully_shard
+from megafsdp import FSDPModule, full_tensor, fully_shard, mark_main_weights_changed
 from megafsdp.buffer.collectives import record_collectives
 from tests.fsdp.toy import (
     Block,
@@ -199,7 +199,12 @@ class Guard(nn.Module):
         raise ValueError("asked to fail")
 
 
-def _retry(where: str) -> None:
+def _sharded_parameters(net: nn.Module) -> list[torch.Tensor]:
+    units = [m._fsdp_unit() for m in net.modules() if isinstance(m, FSDPModule)]
+    return [p.sharded for unit in units for group in unit.groups for p in group.parameters]
+
+
+def _retry(where: str, is_reset: bool) -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(12, 12), Guard(), Guard(), nn.Linear(12, 1))
     net = copy.deepcopy(reference)
@@ -214,7 +219,14 @@ def _retry(where: str) -> None:
     with pytest.raises(ValueError, match="asked to fail"):
         net(x[rank]).mean().backward()
     net[1].fail_in = ""
+    if is_reset:
+        net.reset_iter_state()
+        assert _shown(net) == {"sharded"}
     net.zero_grad()
+    with torch.no_grad():
+        for parameter in [*reference.parameters(), *_sharded_parameters(net)]:
+            parameter.mul_(1.5)
+    mark_main_weights_changed(net)
     for _ in range(2):
         reference(x).mean().backward()
         net(x[rank]).mean().backward()
@@ -223,10 +235,11 @@ def _retry(where: str) -> None:
     assert not any(m._fsdp_unit().is_unsharded for m in (net, net[1], net[2]))
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_failed_pass_may_be_retried(ranks: Ranks, where: str) -> None:
-    """After an exception the next forward starts clean, and nothing is doubled or lost."""
-    ranks(2).run(_retry, where)
+def test_a_failed_pass_may_be_retried(ranks: Ranks, where: str, is_reset: bool) -> None:
+    """After an exception the next forward starts clean, and nothing is doubled, lost or stale."""
+    ranks(2).run(_retry, where, is_reset)
 
 
 def _frozen_and_detached() -> None:
