@@ -18,6 +18,10 @@ RECORDS = Path(__file__).parent / "records"
 _ROOT = Path(__file__).parents[1]
 
 
+class CheckError(Exception):
+    """A case's two sides disagree: whatever they cost, no figure of theirs means anything."""
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return the median, minimum and maximum of some figures."""
     return {

@@ -1,0 +1,145 @@
+"""Where the host time of our steps goes: hooks of units, work on flat buffers, and waiting.
+
+Two passes over the same steps. The first replaces the entry points of the hooks, and what they call
+that is not bookkeeping, by timed ones. The second asks torch's profiler how long collectives ran on
+gloo's own threads and compares that with how long the main thread waited for them; NCCL runs on
+streams, where the host never waits, so there the share is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch.profiler import ProfilerActivity, profile
+
+from megafsdp.buffer import collectives
+from megafsdp.buffer.collectives import Pending
+from megafsdp.device.memory import FlatStorage
+from megafsdp.fsdp import schedule
+from megafsdp.fsdp.compute_weight import ComputeWeight
+from megafsdp.fsdp.gradients import GradientReducer
+from megafsdp.fsdp.schedule import FSDPContext
+from megafsdp.fsdp.unit import FSDPUnit
+
+# Autograd and modules call these; none calls another.
+_HOOKS = (
+    (FSDPUnit, "_pre_forward"),
+    (FSDPUnit, "_post_forward"),
+    (FSDPUnit, "begin_backward"),
+    (FSDPUnit, "inputs_done"),
+    (FSDPContext, "end_backward"),
+)
+# What hooks spend beside bookkeeping. The time of an inner one counts for it alone.
+_PARTS: tuple[tuple[Any, str, str], ...] = (
+    (Pending, "wait", "waiting"),
+    (schedule, "all_reduce", "agreeing on usage"),
+    (collectives, "sum_shards", "summing"),
+    (GradientReducer, "_pack", "packing"),
+    (ComputeWeight, "_cast", "casting"),
+    (FlatStorage, "allocate", "storage"),
+    (FlatStorage, "release", "storage"),
+    (collectives, "_all_gather_single", "issuing"),
+    (collectives, "_exchange", "issuing"),
+)
+# Collectives of data; the small all-reduces of the norm and of usage are blocking by nature.
+_GLOO_EVENTS = ("gloo:all_gather", "gloo:all_to_all")
+_WARM_UP_STEPS = 3
+
+Report = dict[str, dict[str, float] | float | None]
+
+
+@dataclass
+class HostTime:
+    """Seconds by part, each without the parts inside it.
+
+    Attributes:
+        seconds: ``bookkeeping`` is what hooks spend outside every other part.
+        num_calls: Calls by part; of ``bookkeeping``, the number of hooks.
+    """
+
+    seconds: Counter[str] = field(default_factory=Counter)
+    num_calls: Counter[str] = field(default_factory=Counter)
+    _inner_s: list[float] = field(default_factory=list)
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return ``function`` with its own time added to ``part``, inside hooks alone."""
+        is_hook = part == "bookkeeping"
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_hook and not self._inner_s:
+                return function(*args, **kwargs)
+            self._inner_s.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                elapsed_s = time.perf_counter() - start
+                self.seconds[part] += elapsed_s - self._inner_s.pop()
+                self.num_calls[part] += 1
+                if self._inner_s:
+                    self._inner_s[-1] += elapsed_s
+
+        return call
+
+
+@contextlib.contextmanager
+def timed_hooks() -> Iterator[HostTime]:
+    """Time the hooks of units that are built inside the context."""
+    host = HostTime()
+    with contextlib.ExitStack() as stack:
+        for owner, name in _HOOKS:
+            timed = host.timed(getattr(owner, name), "bookkeeping")
+            stack.enter_context(mock.patch.object(owner, name, timed))
+        for owner, name, part in _PARTS:
+            timed = host.timed(getattr(owner, name), part)
+            stack.enter_context(mock.patch.object(owner, name, timed))
+        yield host
+
+
+def gloo_seconds(call: Callable[[], object]) -> float | None:
+    """Return how long data collectives ran on gloo's threads in a call; None if none did."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() in _GLOO_EVENTS]
+    return sum(e.duration_ns() for e in events) / 1e9 if events else None
+
+
+def measure(build: Callable[[], Callable[[], object]], *, num_units: int, num_steps: int) -> Report:
+    """Measure the steps of a freshly built side.
+
+    Args:
+        build: Builds the side and returns its step.
+        num_units: Units of the model.
+        num_steps: Steps to measure in each pass.
+
+    Returns:
+        ``hooks_ms_per_step`` by part, ``bookkeeping_ms_per_unit`` (forward and backward together),
+        ``hooks_per_step``, and ``share_of_collective_time_not_waited_for``.
+    """
+    with timed_hooks() as host:
+        step = build()
+        for _ in range(_WARM_UP_STEPS):
+            step()
+        host.seconds.clear()
+        host.num_calls.clear()
+        for _ in range(num_steps):
+            step()
+        by_part = {part: 1e3 * s / num_steps for part, s in sorted(host.seconds.items())}
+        num_hooks = host.num_calls["bookkeeping"] / num_steps
+        host.seconds.clear()
+        running_s = gloo_seconds(lambda: [step() for _ in range(num_steps)])
+        waiting_s = host.seconds["waiting"]
+    return {
+        "hooks_ms_per_step": by_part,
+        "hooks_per_step": num_hooks,
+        "bookkeeping_ms_per_unit": by_part["bookkeeping"] / num_units,
+        "share_of_collective_time_not_waited_for": (
+            None if running_s is None else max(0.0, 1.0 - waiting_s / running_s)
+        ),
+    }
