@@ -43,8 +43,10 @@ _STEPS_A_BLOCK = 4
 _CHECKED_STEPS = 5
 _HOST_STEPS = 4
 _LEAST_SCALE = 1e-6
-# Gradients of the first step relative to the tensor's largest, and losses. XXX
-_TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
+# Of gradients relative to the largest element of the tensor, and of losses. Two ranks on CPUs give
+# equal gradients; the norm that clips is summed in another order, and sums of more ranks and atomic
+# additions on GPUs are too: a few units in the last place of each dtype.
+_TOLERANCES = {"fp32": 2e-5, "bf16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ def _describe_case(name: str, case: dict[str, Any]) -> list[str]:
     return [
         f"{name}: {both(case['step_ms'], 'median')} ms, ratio {case['ratio']:.3f} "
         f"({low:.3f} to {high:.3f} in {case['repeats']} blocks)",
-        f"    {phases}, first step {both(case['first_step_ms'])} ms",
+        f"    {phases}, first step {both(case['first_step_ms'])}, "
+        f"processor time {both(case['processor_ms'], 'median')} ms",
         f"    peak {both(case['bytes'], 'peak', unit=1e6)} MB, of which above rest "
         f"{both(case['bytes'], 'peak_above_resting', unit=1e6)} MB",
         f"    hooks of megafsdp: {sum(host['hooks_ms_per_step'].values()):.1f} ms, of which "
@@ -185,9 +188,13 @@ def _synchronize() -> None:
 
 
 def _step(side: Side, tokens: torch.Tensor) -> dict[str, float]:
-    """Run one step; return the milliseconds of its phases and its loss."""
+    """Run one step; return its milliseconds, those of its phases, and its loss.
+
+    ``processor`` is what all threads of the process computed, which busy neighbours on the machine
+    hardly change.
+    """
     _synchronize()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     loss = side.model(tokens[:, :-1], tokens[:, 1:])
     _synchronize()
     forward = time.perf_counter()
@@ -198,9 +205,10 @@ def _step(side: Side, tokens: torch.Tensor) -> dict[str, float]:
     side.optimizer.step()
     side.optimizer.zero_grad()
     _synchronize()
-    end = time.perf_counter()
+    end, cpu_end = time.perf_counter(), time.process_time()
     return {
         "step": 1e3 * (end - start),
+        "processor": 1e3 * (cpu_end - cpu_start),
         "forward": 1e3 * (forward - start),
         "backward": 1e3 * (backward - forward),
         "optimizer": 1e3 * (end - backward),
@@ -300,6 +308,9 @@ def _time_both(shape: Shape, repeats: int) -> dict[str, object]:
         "phases_ms": {
             name: {p: statistics.median(step[p] for step in times[name]) for p in _PHASES}
             for name in SIDES
+        },
+        "processor_ms": {
+            name: spread([step["processor"] for step in times[name]]) for name in SIDES
         },
         "first_step_ms": first_step_ms,
         "ratio": step_ms["megafsdp"]["median"] / step_ms["fsdp2"]["median"],

@@ -27,6 +27,10 @@ from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.schedule import FSDPContext
 from megafsdp.fsdp.unit import FSDPUnit
 
+_BOOKKEEPING = "bookkeeping"
+_WAITING = "waiting"
+_USAGE = "agreeing on usage"
+_BLOCKING = (_WAITING, _USAGE)
 # Autograd and modules call these; none calls another.
 _HOOKS = (
     (FSDPUnit, "_pre_forward"),
@@ -37,8 +41,8 @@ _HOOKS = (
 )
 # What hooks spend beside bookkeeping. The time of an inner one counts for it alone.
 _PARTS: tuple[tuple[Any, str, str], ...] = (
-    (Pending, "wait", "waiting"),
-    (schedule, "all_reduce", "agreeing on usage"),
+    (Pending, "wait", _WAITING),
+    (schedule, "all_reduce", _USAGE),
     (collectives, "sum_shards", "summing"),
     (GradientReducer, "_pack", "packing"),
     (ComputeWeight, "_cast", "casting"),
@@ -58,6 +62,9 @@ Report = dict[str, dict[str, float] | float | None]
 class HostTime:
     """Seconds by part, each without the parts inside it.
 
+    Parts that block count by the clock, the others by the thread's processor time, which busy
+    neighbours on the machine do not inflate.
+
     Attributes:
         seconds: ``bookkeeping`` is what hooks spend outside every other part.
         num_calls: Calls by part; of ``bookkeeping``, the number of hooks.
@@ -65,27 +72,35 @@ class HostTime:
 
     seconds: Counter[str] = field(default_factory=Counter)
     num_calls: Counter[str] = field(default_factory=Counter)
-    _inner_s: list[float] = field(default_factory=list)
+    _inner_s: list[list[float]] = field(default_factory=list)
 
     def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         """Return ``function`` with its own time added to ``part``, inside hooks alone."""
-        is_hook = part == "bookkeeping"
+        is_hook = part == _BOOKKEEPING
+        which = 0 if part in _BLOCKING else 1
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not is_hook and not self._inner_s:
                 return function(*args, **kwargs)
-            self._inner_s.append(0.0)
-            start = time.perf_counter()
+            inner_s = [0.0, 0.0]
+            self._inner_s.append(inner_s)
+            start_s = (time.perf_counter(), time.thread_time())
             try:
                 return function(*args, **kwargs)
             finally:
-                elapsed_s = time.perf_counter() - start
-                self.seconds[part] += elapsed_s - self._inner_s.pop()
+                spent_s = (time.perf_counter() - start_s[0], time.thread_time() - start_s[1])
+                self._inner_s.pop()
+                self.seconds[part] += spent_s[which] - inner_s[which]
                 self.num_calls[part] += 1
-                if self._inner_s:
-                    self._inner_s[-1] += elapsed_s
+                for clock, outer_s in enumerate(self._inner_s[-1] if self._inner_s else ()):
+                    self._inner_s[-1][clock] = outer_s + spent_s[clock]
 
         return call
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.seconds.clear()
+        self.num_calls.clear()
 
 
 @contextlib.contextmanager
@@ -94,7 +109,7 @@ def timed_hooks() -> Iterator[HostTime]:
     host = HostTime()
     with contextlib.ExitStack() as stack:
         for owner, name in _HOOKS:
-            timed = host.timed(getattr(owner, name), "bookkeeping")
+            timed = host.timed(getattr(owner, name), _BOOKKEEPING)
             stack.enter_context(mock.patch.object(owner, name, timed))
         for owner, name, part in _PARTS:
             timed = host.timed(getattr(owner, name), part)
@@ -126,19 +141,18 @@ def measure(build: Callable[[], Callable[[], object]], *, num_units: int, num_st
         step = build()
         for _ in range(_WARM_UP_STEPS):
             step()
-        host.seconds.clear()
-        host.num_calls.clear()
+        host.clear()
         for _ in range(num_steps):
             step()
         by_part = {part: 1e3 * s / num_steps for part, s in sorted(host.seconds.items())}
-        num_hooks = host.num_calls["bookkeeping"] / num_steps
-        host.seconds.clear()
+        num_hooks = host.num_calls[_BOOKKEEPING] / num_steps
+        host.clear()
         running_s = gloo_seconds(lambda: [step() for _ in range(num_steps)])
-        waiting_s = host.seconds["waiting"]
+        waiting_s = host.seconds[_WAITING]
     return {
         "hooks_ms_per_step": by_part,
         "hooks_per_step": num_hooks,
-        "bookkeeping_ms_per_unit": by_part["bookkeeping"] / num_units,
+        "bookkeeping_ms_per_unit": by_part[_BOOKKEEPING] / num_units,
         "share_of_collective_time_not_waited_for": (
             None if running_s is None else max(0.0, 1.0 - waiting_s / running_s)
         ),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+import megafsdp
+
 RECORDS = Path(__file__).parent / "records"
 _ROOT = Path(__file__).parents[1]
 
@@ -64,6 +66,7 @@ def versions() -> dict[str, object]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "megafsdp": megafsdp.__version__,
         "commit": git("rev-parse", "HEAD"),
         "is_dirty": bool(changed),
     }

@@ -10,24 +10,16 @@ import pytest
 from benchmarks import fsdp_step
 from benchmarks.__main__ import main
 
-TINY = [
-    "--layers",
-    "2",
-    "--hidden",
-    "16",
-    "--sequence",
-    "8",
-    "--vocabulary",
-    "32",
-    "--repeats",
-    "2",
-]
+TINY = "--layers 2 --hidden 16 --sequence 8 --vocabulary 32 --dtypes bf16 --repeats".split()
+MACHINE = {"device", "hardware", "cpu", "cores", "memory_gib"}
+VERSIONS = {"python", "torch", "megafsdp", "commit", "is_dirty"}
 
 
 def _only_record(directory: Path) -> dict[str, object]:
     (path,) = directory.iterdir()
     record = json.loads(path.read_text())
     assert set(record) == {"case", "date", "machine", "versions", "results"}
+    assert set(record["machine"]) == MACHINE and set(record["versions"]) == VERSIONS
     assert path.name == f"{record['case']}_{record['machine']['hardware']}_{record['date']}.json"
     return record
 
@@ -35,24 +27,35 @@ def _only_record(directory: Path) -> dict[str, object]:
 def test_a_step_is_timed_against_fsdp2_and_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The record holds the ratio, the spread, phases, collectives and bytes of both sides."""
-    main(["--records", str(tmp_path), "fsdp_step", *TINY, "--dtypes", "fp32"])
+    """The record holds the ratio, the spread, phases, collectives, bytes and our host time."""
+    main(["--records", str(tmp_path), "fsdp_step", *TINY, "1"])
     assert "ratio" in capsys.readouterr().out
-    case = _only_record(tmp_path)["results"]["2x16 fp32"]
+    case = _only_record(tmp_path)["results"]["2x16 bf16"]
+    assert case["ratio_range"][0] <= case["ratio_range"][1]
+    assert case["check"]["gradient"] <= case["check"]["tolerance"]
     for side in fsdp_step.SIDES:
-        assert case["step_ms"][side]["count"] == 6
+        assert case["step_ms"][side]["count"] == 3
+        assert case["processor_ms"][side]["median"] > 0
+        assert set(case["phases_ms"][side]) == {"forward", "backward", "optimizer"}
         assert case["bytes"][side]["peak"] > case["bytes"][side]["resting"] > 0
+    # Main weights and both moments, fp32 halves, are at rest; padding and step counts come on top.
+    resting = case["bytes"]["megafsdp"]["resting"] / (case["num_parameters"] * 12 / 2)
+    assert 1.0 <= resting < 1.1
     assert case["collectives"]["megafsdp"]["calls"]["_allgather_base_"] == 4
-    assert case["ratio"] > 0
+    assert case["collectives"]["fsdp2"]["calls"]["_reduce_scatter_base_"] == 3
+    # Two hooks in forward and two in backward of a unit; the root's inputs need no gradient.
+    assert case["host"]["hooks_per_step"] == 4 * 3
+    assert {"waiting", "packing", "casting"} < set(case["host"]["hooks_ms_per_step"])
+    assert 0 <= case["host"]["share_of_collective_time_not_waited_for"] <= 1
 
 
 def test_no_figure_is_given_when_the_sides_disagree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A failed correctness check ends the run before anything is timed or written."""
-    monkeypatch.setenv("MEGAFSDP_BENCHMARK_TOLERANCE", "0")
-    with pytest.raises(Exception, match="differs by"):
-        main(["--records", str(tmp_path), "fsdp_step", *TINY, "--dtypes", "bf16"])
+    """A failed correctness check ends the run before anything is timed, shown or written."""
+    with pytest.raises(Exception, match=r"CheckError.* differs by"):
+        main(["--records", str(tmp_path), "fsdp_step", *TINY, "1", "--tolerance", "-1"])
+    assert "ratio" not in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

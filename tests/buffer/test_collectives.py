@@ -257,18 +257,10 @@ def test_counters_agree_with_what_torch_dispatches(ranks: Ranks) -> None:
         assert Counter({names[k]: v for k, v in c10d_nbytes.items()}) == nbytes
 
 
-def test_records_nest_and_close() -> None:
-    """An inner record sees its part, and nothing is counted after the end."""
-    with record_collectives() as outer:
-        with record_collectives() as inner:
-            pass
-        assert inner is not outer
-        assert outer == inner, "equal records are told apart when one closes"
-    assert outer.calls == Counter()
-
-
 def _records_see_their_span() -> tuple[int, int, int]:
     with record_collectives() as outer:
+        with record_collectives():
+            pass  # Both records are empty, hence equal; only the inner one closes.
         barrier()
         with record_collectives() as inner:
             barrier()

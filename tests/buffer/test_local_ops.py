@@ -182,6 +182,7 @@ def _elementwise_results(is_bypassed: bool) -> None:
                 assert type(result) is UnevenDTensor, f"{name}: {type(result)}"
                 assert result.uneven_layout == a.uneven_layout, name
                 assert result.dtype == wanted.dtype == result.local.dtype, name
+                assert result._spec.tensor_meta.dtype == wanted.dtype, name
                 start, stop = a.uneven_layout.element_range()
                 rows = wanted.reshape(-1)[start:stop].view(result.local.shape)
                 assert torch.equal(result.local, rows), name
@@ -196,6 +197,22 @@ def test_elementwise_results_are_cut_like_their_operands(
 ) -> None:
     """Values equal the rows of the full result bit by bit, in place, out of place and in lists."""
     ranks(num_ranks).run(_elementwise_results, is_bypassed)
+
+
+def _in_place_results(is_bypassed: bool) -> None:
+    with _path(is_bypassed):
+        tensor = cut(random(10, 4), whole_mesh())
+        address = tensor.local.data_ptr()
+        assert tensor.mul_(2) is tensor
+        assert tensor.zero_() is tensor
+        assert tensor.copy_(tensor.clone()) is tensor
+        assert tensor.local.data_ptr() == address
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_operations_in_place_return_their_operand(ranks: Ranks, is_bypassed: bool) -> None:
+    """The same object over the same memory."""
+    ranks(2).run(_in_place_results, is_bypassed)
 
 
 def _reduced_results(is_bypassed: bool) -> None:

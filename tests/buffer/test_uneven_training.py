@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megafsdp.buffer.uneven import UnevenDTensor
+from megafsdp.buffer.uneven import UnevenDTensor, make_replicated
 from tests.buffer.cuts import cut, random, whole_mesh
 from tests.buffer.test_local_ops import torch_2_11
 from tests.ranks import Ranks
@@ -106,6 +106,33 @@ def test_optimizers_step_as_on_plain_tensors(ranks: Ranks, name: str, is_bypasse
     """Parameters and states equal the rows of the unsharded ones; they did move."""
     moved = ranks(3).run(_steps, name, is_bypassed)
     assert min(moved) > 0
+
+
+def _mixed_kinds(name: str) -> None:
+    values, grads = random(3), random(3, seed=1)
+    plain, sharded = _pair()
+    _give_grads(plain, sharded, salt=1)
+    whole, replicated = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    as_dtensor = nn.Parameter(make_replicated(values.clone(), whole_mesh()))
+    whole.grad, replicated.grad = grads.clone(), grads.clone()
+    as_dtensor.grad = make_replicated(grads.clone(), whole_mesh())
+    reference = OPTIMIZERS[name]([replicated, *plain])
+    optimizer = OPTIMIZERS[name]([whole, sharded[0], as_dtensor, *sharded[1:]])
+    for _ in range(3):
+        reference.step()
+        optimizer.step()
+    _assert_same(whole, replicated, name)
+    _assert_same(as_dtensor.full_tensor(), replicated, name)
+    for p, s in zip(plain, sharded, strict=True):
+        _assert_same(s.local, _rows(p, s), name)
+
+
+@pytest.mark.parametrize("name", ["AdamW foreach", "AdamW for-loop", "AdamW fused", "SGD"])
+def test_one_optimizer_steps_plain_replicated_and_uneven_parameters(
+    ranks: Ranks, name: str
+) -> None:
+    """Lists may mix parameters that fully_shard left alone, kept whole, and cut."""
+    ranks(3).run(_mixed_kinds, name)
 
 
 def _other_cuts_of_a_gradient() -> str:
