@@ -261,7 +261,13 @@ class _CountCollectives(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
             leaves = tree_flatten((args, kwargs))[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +70,7 @@ class HostTime:
         num_calls: Calls by part; of ``bookkeeping``, the number of hooks.
     """
 
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_calls: Counter[str] = field(default_factory=Counter)
     _inner_s: list[list[float]] = field(default_factory=list)
 
@@ -92,8 +92,11 @@ class HostTime:
                 self._inner_s.pop()
                 self.seconds[part] += spent_s[which] - inner_s[which]
                 self.num_calls[part] += 1
-                for clock, outer_s in enumerate(self._inner_s[-1] if self._inner_s else ()):
-                    self._inner_s[-1][clock] = outer_s + spent_s[clock]
+                if self._inner_s:
+                    outer_s = self._inner_s[-1]
+                    outer_s[:] = [
+                        outer + spent for outer, spent in zip(outer_s, spent_s, strict=True)
+                    ]
 
         return call
 

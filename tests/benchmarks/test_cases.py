@@ -10,7 +10,8 @@ import pytest
 from benchmarks import fsdp_step
 from benchmarks.__main__ import main
 
-TINY = "--layers 2 --hidden 16 --sequence 8 --vocabulary 32 --dtypes bf16 --repeats".split()
+SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
+TINY = [*SHAPE, "--dtypes", "bf16", "--repeats", "1"]
 MACHINE = {"device", "hardware", "cpu", "cores", "memory_gib"}
 VERSIONS = {"python", "torch", "megafsdp", "commit", "is_dirty"}
 
@@ -28,7 +29,7 @@ def test_a_step_is_timed_against_fsdp2_and_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The record holds the ratio, the spread, phases, collectives, bytes and our host time."""
-    main(["--records", str(tmp_path), "fsdp_step", *TINY, "1"])
+    main(["--records", str(tmp_path), "fsdp_step", *TINY])
     assert "ratio" in capsys.readouterr().out
     case = _only_record(tmp_path)["results"]["2x16 bf16"]
     assert case["ratio_range"][0] <= case["ratio_range"][1]
@@ -43,7 +44,7 @@ def test_a_step_is_timed_against_fsdp2_and_recorded(
     assert 1.0 <= resting < 1.1
     assert case["collectives"]["megafsdp"]["calls"]["_allgather_base_"] == 4
     assert case["collectives"]["fsdp2"]["calls"]["_reduce_scatter_base_"] == 3
-    # Two hooks in forward and two in backward of a unit; the root's inputs need no gradient.
+    # Two in forward and two in backward of a unit; the root's last is the end of the backward.
     assert case["host"]["hooks_per_step"] == 4 * 3
     assert {"waiting", "packing", "casting"} < set(case["host"]["hooks_ms_per_step"])
     assert 0 <= case["host"]["share_of_collective_time_not_waited_for"] <= 1
@@ -54,7 +55,7 @@ def test_no_figure_is_given_when_the_sides_disagree(
 ) -> None:
     """A failed correctness check ends the run before anything is timed, shown or written."""
     with pytest.raises(Exception, match=r"CheckError.* differs by"):
-        main(["--records", str(tmp_path), "fsdp_step", *TINY, "1", "--tolerance", "-1"])
+        main(["--records", str(tmp_path), "fsdp_step", *TINY, "--ranks", "1", "--tolerance", "-1"])
     assert "ratio" not in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 

@@ -154,11 +154,19 @@ def test_twenty_steps_of_replicated_shards_equal_one_process(
     ranks(4).run(_trajectory, "qwen3", "adamw-foreach", "optim_grads_params", mesh_shape)
 
 
+# torch has no fused SGD for plain DTensors, which replicated parameters are; it says so itself.
+PRODUCT = [
+    (num_ranks, architecture, optimizer, strategy)
+    for num_ranks in (1, 2, 3, 4)
+    for architecture in ("gpt", "qwen3")
+    for optimizer in OPTIMIZERS
+    for strategy in ("optim_grads_params", "optim_grads", "optim", "no_shard")
+    if (optimizer, strategy) != ("sgd-fused", "no_shard")
+]
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("architecture", ["gpt", "qwen3"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "architecture", "optimizer", "strategy"), PRODUCT)
 def test_twenty_steps_of_the_whole_product(
     ranks: Ranks, num_ranks: int, architecture: str, optimizer: str, strategy: str
 ) -> None:
