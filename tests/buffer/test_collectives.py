@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp.buffer.collectives import (
     Pending,
@@ -155,6 +154,26 @@ def test_one_byte_dtypes_are_gathered(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks(3).run(_bytes_are_gathered, dtype)
 
 
+def _mixed_dtypes() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    dtypes = (torch.bfloat16, torch.int8, torch.float32, torch.float8_e4m3fn)
+    numels = (6, 5, 3, 7)
+    outputs = [torch.empty(world * n, dtype=d) for n, d in zip(numels, dtypes, strict=True)]
+    shards = [_partial(rank, n, d) for n, d in zip(numels, dtypes, strict=True)]
+    with record_collectives() as record:
+        all_gather(outputs, shards, group=_world(), label="").wait()
+    assert record.calls == Counter(all_gather=1)
+    assert record.nbytes["all_gather"] == world * (12 + 5 + 12 + 7)
+    for out, n, dtype in zip(outputs, numels, dtypes, strict=True):
+        wanted = torch.cat([_partial(r, n, dtype) for r in range(world)])
+        assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_sub_buffers_of_different_dtypes_are_one_collective(ranks: Ranks) -> None:
+    """Codes and their scales travel together."""
+    ranks(3).run(_mixed_dtypes)
+
+
 def _gathered_rows() -> torch.Tensor:
     strided = torch.arange(6.0).view(3, 2)[:, 0] + 10 * dist.get_rank()
     return all_gather_equal(strided, group=_world(), label="")
@@ -205,73 +224,6 @@ def _small_reductions() -> list[float]:
 def test_small_tensors_are_reduced_in_place(ranks: Ranks) -> None:
     """Sum, largest, smallest and mean of 1, 3, 8."""
     assert ranks(3).run(_small_reductions) == [[12.0, 8.0, 1.0, 4.0]] * 3
-
-
-class _C10dCounter(TorchDispatchMode):
-    """Count c10d operators and the bytes of their largest tensor argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.nbytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        """Count, then run."""
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg])]
-            sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)]
-            self.calls[name] += 1
-            self.nbytes[name] += max(sizes)
-        return func(*args, **(kwargs or {}))
-
-
-def _counts_agree_with_c10d() -> tuple[Counter[str], Counter[str], Counter[str], Counter[str]]:
-    world = dist.get_world_size()
-    options = {"group": _world(), "label": ""}
-    reducing = {"scale": 1.0, "accumulate": False, "reduce_dtype": torch.float32, **options}
-    with _C10dCounter() as c10d, record_collectives() as ours:
-        for _ in range(3):
-            all_gather([torch.empty(32 * world)], [torch.zeros(32)], **options).wait()
-        for _ in range(2):
-            partial = torch.zeros(32 * world, dtype=torch.bfloat16)
-            reduce_scatter([torch.empty(32)], [partial], **reducing).wait()
-        all_reduce_partials(torch.empty(7), torch.zeros(7), **reducing).wait()
-        all_reduce(torch.zeros(3))
-    return ours.calls, ours.nbytes, c10d.calls, c10d.nbytes
-
-
-def test_counters_agree_with_what_torch_dispatches(ranks: Ranks) -> None:
-    """Calls and bytes are those that a dispatch mode sees; a reduce-scatter is an all-to-all."""
-    for ours, nbytes, c10d, c10d_nbytes in ranks(4).run(_counts_agree_with_c10d):
-        assert ours == Counter(all_gather=3, reduce_scatter=2, all_reduce=2)
-        assert nbytes == Counter(
-            all_gather=3 * 4 * 128, reduce_scatter=2 * 2 * 128, all_reduce=4 * 7 + 4 * 3
-        )
-        names = {
-            "_allgather_base_": "all_gather",
-            "alltoall_base_": "reduce_scatter",
-            "allreduce_": "all_reduce",
-        }
-        assert Counter({names[k]: v for k, v in c10d.items()}) == ours
-        assert Counter({names[k]: v for k, v in c10d_nbytes.items()}) == nbytes
-
-
-def _records_see_their_span() -> tuple[int, int, int]:
-    with record_collectives() as outer:
-        with record_collectives():
-            pass  # Both records are empty, hence equal; only the inner one closes.
-        barrier()
-        with record_collectives() as inner:
-            barrier()
-        barrier()
-    barrier()
-    return outer.calls["barrier"], inner.calls["barrier"], len(outer.events)
-
-
-def test_records_count_what_happens_while_they_are_open(ranks: Ranks) -> None:
-    """Three calls in the outer context, one in the inner, none after."""
-    assert ranks(2).run(_records_see_their_span) == [(3, 1, 3)] * 2
 
 
 class _Work:

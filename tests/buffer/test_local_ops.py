@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
-from megafsdp.buffer import local_ops, uneven
-from megafsdp.buffer.local_ops import RowShardedDTensor, rule_function
 from megafsdp.buffer.uneven import UnevenDTensor
 from tests.buffer.cuts import cut, random, whole_mesh
+from tests.buffer.emulation import torch_2_11
 from tests.ranks import Ranks
 
 Operation = Callable[..., Any]
@@ -139,25 +137,6 @@ def _with_grad(tensor: UnevenDTensor) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(tensor.detach())
     parameter.grad = tensor.detach().clone()
     return parameter
-
-
-def _dispatch_of_torch_2_11(
-    cls: type, func: Operation, types: object, args: Any = (), kwargs: Any = None
-) -> Any:
-    """Do what torch 2.11 does with a subclass: take it for the DTensor it says it is."""
-    plain_args, plain_kwargs = tree_map(local_ops._as_plain_dtensor, (args, kwargs or {}))
-    return func(*plain_args, **plain_kwargs)
-
-
-@contextmanager
-def torch_2_11() -> Iterator[None]:
-    """Let the function path rule and bypass the dispatch path, as on torch 2.11."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (local_ops, uneven):
-            patch.setattr(module, "IS_DISPATCH_BYPASSED", True)
-        patch.setattr(RowShardedDTensor, "__torch_function__", classmethod(rule_function))
-        patch.setattr(RowShardedDTensor, "__torch_dispatch__", classmethod(_dispatch_of_torch_2_11))
-        yield
 
 
 @contextmanager
@@ -294,6 +273,22 @@ def _scaled_by_own_norm(is_bypassed: bool) -> None:
 def test_partial_scalars_are_summed_before_use(ranks: Ranks, is_bypassed: bool) -> None:
     """Dividing by a norm divides by that of all ranks, not by the own rows'."""
     ranks(3).run(_scaled_by_own_norm, is_bypassed)
+
+
+def _traced_under_2_11() -> list[str]:
+    with torch_2_11():
+        parameter = torch.nn.Parameter(cut(random(10, 4), whole_mesh()))
+        assert type(torch.zeros_like(parameter)) is type(parameter.detach()) is UnevenDTensor
+        with torch.no_grad():
+            assert type(parameter * 2) is UnevenDTensor
+        uses = (torch.Tensor.sum, torch.Tensor.norm, torch.Tensor.clone, UnevenDTensor.to_local)
+        return [_raised(use, parameter) for use in (*uses, lambda p: p * 2)]
+
+
+def test_torch_2_11_is_not_trusted_with_gradients(ranks: Ranks) -> None:
+    """There autograd makes plain DTensors of them, whose cuts would be lost without a word."""
+    for raised in ranks(2).run(_traced_under_2_11):
+        assert all("within autograd" in message for message in raised)
 
 
 def _no_sharding_propagation() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from megafsdp.buffer.uneven import UnevenDTensor, make_replicated
 from tests.buffer.cuts import cut, random, whole_mesh
-from tests.buffer.test_local_ops import torch_2_11
+from tests.buffer.emulation import torch_2_11
 from tests.ranks import Ranks
 
 # Shapes with cuts for 3 ranks: each rank has an empty shard somewhere.
