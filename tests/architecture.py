@@ -57,6 +57,8 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "fsdp": (
         "policy",
+        "axes",
+        "compute_weight",
         "parameter_group",
         "gradients",
         "order",

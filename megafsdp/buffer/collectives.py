@@ -44,11 +44,16 @@ class CollectiveRecord:
     Attributes:
         calls: Number of collectives by kind; the coalesced sub-buffers of a group count as one.
         nbytes: Bytes by kind, measured on the full-size side of the flat buffers, padding included.
+        calls_by_group: Number of collectives by (kind, name of the process group), empty for all
+            ranks.
+        nbytes_by_group: Bytes by the same keys.
         events: Every collective in order, as (kind, label).
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
+    calls_by_group: Counter[tuple[str, str]] = field(default_factory=Counter)
+    nbytes_by_group: Counter[tuple[str, str]] = field(default_factory=Counter)
     events: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -68,10 +73,13 @@ def record_collectives() -> Iterator[CollectiveRecord]:
         _open_records[:] = [r for r in _open_records if r is not record]
 
 
-def _count(kind: str, label: str, nbytes: int) -> None:
+def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
     for record in _open_records:
+        key = (kind, "" if group is None else group.group_name)
         record.calls[kind] += 1
         record.nbytes[kind] += nbytes
+        record.calls_by_group[key] += 1
+        record.nbytes_by_group[key] += nbytes
         record.events.append((kind, label))
 
 
@@ -124,7 +132,7 @@ def all_gather(
     Returns:
         The pending collective. Neither side may be touched before ``wait()``.
     """
-    _count("all_gather", label, sum(o.numel() * o.element_size() for o in output))
+    _count("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
     # gloo coalesces tensors of one dtype alone and corrupts others without a word: send bytes.
     as_bytes = len({o.dtype for o in output}) > 1
     pairs = [
@@ -170,7 +178,7 @@ def reduce_scatter(
     Returns:
         The pending collective; ``output`` is written by its ``wait()``.
     """
-    _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials))
+    _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials), group)
     works: list[dist.Work | None] = []
     finishes: list[Callable[[], None]] = []
     with torch.profiler.record_function(f"megafsdp::reduce_scatter {label}"):
@@ -247,7 +255,7 @@ def all_reduce_partials(
         The pending collective; ``output`` is written by its ``wait()``.
     """
     wire = partial.to(reduce_dtype)
-    _count("all_reduce", label, wire.numel() * wire.element_size())
+    _count("all_reduce", label, wire.numel() * wire.element_size(), group)
     with torch.profiler.record_function(f"megafsdp::all_reduce {label}"):
         work = dist.all_reduce(wire, group=group, async_op=True)
     return Pending([work], _summing(output, [wire], scale, accumulate))
@@ -269,7 +277,7 @@ def all_reduce(
         label: What for, for counters.
     """
     if dist.is_initialized():
-        _count("all_reduce", label, tensor.numel() * tensor.element_size())
+        _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
         dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group)
 
 
@@ -284,7 +292,7 @@ def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T
     """Return every rank's small object in rank order; ``[obj]`` without process groups."""
     if not dist.is_initialized():
         return [obj]
-    _count("all_gather_objects", "", 0)
+    _count("all_gather_objects", "", 0, group)
     objects: list[T] = [obj] * dist.get_world_size(group)
     dist.all_gather_object(objects, obj, group=group)
     return objects
@@ -294,7 +302,7 @@ def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = Non
     """Return the small object of rank ``src``, its number within ``group``, on all ranks."""
     if not dist.is_initialized():
         return obj
-    _count("broadcast_object", "", 0)
+    _count("broadcast_object", "", 0, group)
     holder = [obj]
     dist.broadcast_object_list(holder, group=group, group_src=src)
     return holder[0]
@@ -303,7 +311,7 @@ def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = Non
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Return when all ranks have called it."""
     if dist.is_initialized():
-        _count("barrier", "", 0)
+        _count("barrier", "", 0, group)
         dist.barrier(group=group)
 
 

@@ -94,7 +94,7 @@ class DBuffer:
 
     def reduce_scatter_from(
         self,
-        partial: DBuffer,
+        addends: DBuffer,
         *,
         group: dist.ProcessGroup,
         scale: float,
@@ -102,11 +102,21 @@ class DBuffer:
         reduce_dtype: torch.dtype,
         label: str,
     ) -> Pending:
-        """Fill or add to this shard from the sum of every rank's partial buffer; collective."""
-        assert self.residence is Residence.SHARD and partial.residence is Residence.PARTIAL
+        """Fill or add to this shard from the sum of every rank's addends; collective.
+
+        Args:
+            addends: A whole partial buffer, or the shard of an inner axis that this one is a piece
+                of.
+            group: Ranks that hold addends of the same elements, in the order of their shards.
+            scale: Factor on the sum.
+            accumulate: True to add to this buffer.
+            reduce_dtype: Dtype of the sum where a library makes it.
+            label: For counters and profilers.
+        """
+        assert self.residence is Residence.SHARD, "a sum is scattered to shards"
         return reduce_scatter(
             self.pieces(),
-            partial.pieces(),
+            addends.pieces(),
             group=group,
             scale=scale,
             accumulate=accumulate,
@@ -118,9 +128,13 @@ class DBuffer:
 def gather_buffers(
     full: Sequence[DBuffer], shards: Sequence[DBuffer], *, group: dist.ProcessGroup, label: str
 ) -> Pending:
-    """Fill whole buffers from every rank's shards of them, in one launch; collective."""
+    """Fill buffers from every rank's shards of them, in one launch; collective.
+
+    The first are whole and the second shards, or the first are shards of an inner axis and the
+    second the pieces of them that an outer axis divides.
+    """
     pairs = list(zip(full, shards, strict=True))
-    assert all(f.residence is Residence.REPLICATE for f, _ in pairs), "a gather fills whole buffers"
+    assert all(s.residence is Residence.SHARD for _, s in pairs), "a gather joins shards"
     outputs = [piece for f, _ in pairs for piece in f.pieces()]
     inputs = [piece for _, s in pairs for piece in s.pieces()]
     return all_gather(outputs, inputs, group=group, label=label)

@@ -169,6 +169,31 @@ class FlatLayout:
                 owned.append((self.local_offset(i, shard), stop - start))
         return _complement(sorted(owned), self.shard_numel)
 
+    def merged(self, factor: int) -> FlatLayout:
+        """Return the layout in which every ``factor`` consecutive shards are one.
+
+        The gathered buffer is the same; only who holds which part of it differs.
+
+        Raises:
+            ValueError: ``factor`` does not divide the number of shards.
+        """
+        if factor == 1:
+            return self
+        if self.num_shards % factor:
+            raise ValueError(
+                expected(
+                    f"a divisor of {self.num_shards} shards",
+                    factor,
+                    where="FlatLayout.merged()",
+                    mend="Merge as many shards as one mesh axis has ranks",
+                )
+            )
+        sub_buffers = tuple(
+            SubBuffer(s.gathered_offset, s.local_offset * factor, s.shard_numel * factor)
+            for s in self.sub_buffers
+        )
+        return FlatLayout(self.num_shards // factor, sub_buffers, self.slots)
+
     def with_block(self, block: int) -> FlatLayout:
         """Return the layout of a buffer with one element for ``block`` consecutive ones of this.
 

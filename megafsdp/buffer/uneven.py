@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -35,19 +36,26 @@ from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.collectives import all_gather_equal
 from megafsdp.buffer.local_ops import IS_DISPATCH_BYPASSED, RowShardedDTensor, refuse
 from megafsdp.errors import expected
+from megafsdp.mesh.parallel_dims import flat_group
 
 
 class UnevenDTensor(RowShardedDTensor):
     """A DTensor over the last axis of its mesh with arbitrary row ranges as shards.
 
-    Create it with :meth:`from_local_rows`. ``placements`` say ``Shard(0)`` on the last axis and
-    ``Replicate`` on the others, which is all that torch can express; the true cuts are in
-    ``uneven_layout``.
+    Create it with :meth:`from_local_rows`. ``placements`` say ``Shard(0)`` on the axes that divide
+    it, the last one or all, and ``Replicate`` on the others, which is all that torch can express;
+    the true cuts are in ``uneven_layout``. Where all axes divide it, shards are counted along the
+    first axis first: rank (o, s) of a mesh (M, N) holds shard ``s * M + o``.
     """
 
     @classmethod
     def from_local_rows(
-        cls, local: torch.Tensor, mesh: DeviceMesh, layout: UnevenLayout
+        cls,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        layout: UnevenLayout,
+        *,
+        is_divided: bool = False,
     ) -> UnevenDTensor:
         """Wrap this rank's rows; no collective, no copy.
 
@@ -55,6 +63,7 @@ class UnevenDTensor(RowShardedDTensor):
             local: Contiguous tensor of shape ``layout.local_shape()``; the result aliases it.
             mesh: Its last axis holds the shards; the tensor is replicated over the others.
             layout: How the global tensor is cut.
+            is_divided: True if all axes of the mesh hold shards.
 
         Raises:
             ValueError: ``local`` does not have the layout's local shape.
@@ -70,7 +79,8 @@ class UnevenDTensor(RowShardedDTensor):
             )
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
         meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
-        placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+        other = Shard(0) if is_divided else Replicate()
+        placements = (*[other] * (mesh.ndim - 1), Shard(0))
         return cls.wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), layout)
 
     @property
@@ -83,6 +93,20 @@ class UnevenDTensor(RowShardedDTensor):
         """Return this rank's rows as a plain tensor that aliases the shard, outside autograd."""
         return self._local_tensor.detach()
 
+    @property
+    def dividing_ranks(self) -> dist.ProcessGroup:
+        """Return ranks that together hold every element once."""
+        mesh = self.device_mesh
+        is_divided = all(p.is_shard() for p in self.placements)
+        return flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
+
+    def _shards_by_rank(self) -> list[int]:
+        """Return the shard of every rank of :attr:`dividing_ranks`."""
+        num_inner = self.device_mesh.size(self.device_mesh.ndim - 1)
+        num_shards = self._uneven_layout.num_shards
+        num_outer = num_shards // num_inner
+        return [s * num_outer + o for o in range(num_outer) for s in range(num_inner)]
+
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's rows within autograd; their gradient is cut like the tensor.
 
@@ -94,7 +118,7 @@ class UnevenDTensor(RowShardedDTensor):
         return _LocalRows.apply(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the whole tensor on every rank; collective over the last axis of the mesh.
+        """Return the whole tensor on every rank; collective over the ranks that divide it.
 
         Allocates the result and a padded gather buffer. Outside autograd.
 
@@ -116,9 +140,9 @@ class UnevenDTensor(RowShardedDTensor):
         local = self.local.reshape(-1)
         padded = local.new_zeros(longest)
         padded[: local.numel()] = local
-        axis_group = self.device_mesh.get_group(self.device_mesh.ndim - 1)
-        gathered = all_gather_equal(padded, group=axis_group, label="full_tensor")
-        pieces = [gathered[s, : stop - start] for s, (start, stop) in enumerate(ranges)]
+        gathered = all_gather_equal(padded, group=self.dividing_ranks, label="full_tensor")
+        rows = dict(zip(self._shards_by_rank(), gathered, strict=True))
+        pieces = [rows[s][: stop - start] for s, (start, stop) in enumerate(ranges)]
         return torch.cat(pieces).view(layout.shape)
 
     def redistribute(

@@ -120,12 +120,52 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
     return policy
 
 
-def check_modules(modules: Sequence[nn.Module], outer_strategy: str, prefetch: int) -> None:
+def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: DeviceMesh) -> bool:
+    """Tell whether the first axis of the mesh divides main weights too.
+
+    Raises:
+        ValueError: The name is unknown, there is no outer axis to divide over, or compute weights
+            or gradients are not divided over the inner one.
+    """
+    where = "outer_strategy of fully_shard()"
+    if outer_strategy == "no_shard":
+        return False
+    if outer_strategy != "optim":
+        raise ValueError(
+            expected(
+                "'no_shard' or 'optim'",
+                repr(outer_strategy),
+                where=where,
+                mend="Use 'no_shard' to replicate shards over the outer axis (HSDP), 'optim' to "
+                "divide main weights and optimizer states over it (HFSDP)",
+            )
+        )
+    if mesh.ndim != 2:
+        raise ValueError(
+            expected(
+                "a mesh of two axes",
+                f"shape {tuple(mesh.shape)}",
+                where=f"{where}, which is 'optim'",
+                mend="Give a mesh of an outer and an inner axis, or leave outer_strategy out",
+            )
+        )
+    if strategy is not Strategy.OPTIM_GRADS_PARAMS:
+        raise ValueError(
+            expected(
+                "strategy 'optim_grads_params'",
+                repr(strategy.value),
+                where=f"{where}, which is 'optim'",
+                mend="Divide everything over the inner axis, or leave outer_strategy out",
+            )
+        )
+    return True
+
+
+def check_modules(modules: Sequence[nn.Module], prefetch: int) -> None:
     """Check that the modules can become a unit.
 
     Raises:
         ValueError: There is none, one is a unit already, or ``prefetch`` is negative.
-        NotImplementedError: The outer strategy is not built.
     """
     for module in modules:
         if unit_of(module) is not None:
@@ -141,15 +181,6 @@ def check_modules(modules: Sequence[nn.Module], outer_strategy: str, prefetch: i
         raise ValueError(
             expected("a module", "an empty list", where="fully_shard()", mend="Give the unit")
         )
-    if outer_strategy != "no_shard":
-        raise NotImplementedError(
-            expected(
-                "outer_strategy 'no_shard'",
-                repr(outer_strategy),
-                where="fully_shard()",
-                mend="Leave outer_strategy at its default",
-            )
-        )
     if prefetch < 0:
         raise ValueError(
             expected(
@@ -161,22 +192,25 @@ def check_modules(modules: Sequence[nn.Module], outer_strategy: str, prefetch: i
         )
 
 
-def reshard_of(reshard_after_forward: bool | int | None) -> bool | None:
-    """Return the choice of resharding after forward.
+def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
+    """Return the choice of resharding after forward; one rank is False, all of them True.
 
     Raises:
-        NotImplementedError: It is a number of ranks.
+        ValueError: It is a number that does not divide the ranks of the mesh's last axis.
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
-    raise NotImplementedError(
-        expected(
-            "True, False or None",
-            repr(reshard_after_forward),
-            where="reshard_after_forward of fully_shard()",
-            mend="Use True to free parameters after forward, False to keep them",
+    num_ranks = mesh.size(mesh.ndim - 1)
+    if reshard_after_forward < 1 or num_ranks % reshard_after_forward:
+        raise ValueError(
+            expected(
+                f"True, False, None, or a divisor of the {num_ranks} ranks that divide parameters",
+                repr(reshard_after_forward),
+                where="reshard_after_forward of fully_shard()",
+                mend="Give the number of ranks of one node, or True to free parameters",
+            )
         )
-    )
+    return {1: False, num_ranks: True}.get(reshard_after_forward, reshard_after_forward)
 
 
 def check_placements(

@@ -6,7 +6,9 @@ from:
 
 * the main weight itself where the recipe casts to the main dtype,
 * a temporary, filled at each gather, where it casts to another one,
-* a kept one, encoded once after each change of the main weight, for every other recipe.
+* a kept one, encoded once after each change of the main weight, for every other recipe,
+* a kept one too where an outer axis divides the main weight (HFSDP): encoded in pieces, which are
+  joined over the outer axis once after each change.
 
 Under ZeRO-1 and ZeRO-2 the full buffers are kept and gathered once after each change of the main
 weight. A replicated group keeps them too and encodes them in place; nothing is gathered.
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from megafsdp.buffer.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import BufferSpec, CastRecipe, Recipe
 
@@ -30,7 +33,7 @@ class ComputeWeight:
     Args:
         recipe: What the buffers are.
         main_weight: The group's main weight, a shard or the whole.
-        group: Ranks to gather over; None for a replicated group.
+        axes: Ranks that divide or replicate the group.
         is_kept: True to keep the full buffers between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
@@ -41,46 +44,59 @@ class ComputeWeight:
         recipe: Recipe,
         main_weight: DBuffer,
         *,
-        group: dist.ProcessGroup | None,
+        axes: DataParallelAxes,
         is_kept: bool,
         device: torch.device,
         ledger: ByteLedger,
     ) -> None:
         self.recipe = recipe
         self.is_stale = True
+        self.label = ""
         self._main = main_weight
-        self._group = group
-        self._is_kept = is_kept or group is None
+        self._axes = axes
+        self._is_kept = is_kept or not axes.is_sharded
         self._device, self._ledger = device, ledger
         self._is_cast = isinstance(recipe, CastRecipe)
         is_same = self._is_cast and recipe.specs[0].dtype == main_weight.flat.dtype
-        self._is_main_itself = is_same and group is None
-        self._layouts = {s.name: main_weight.layout.with_block(s.block) for s in recipe.specs}
+        self._is_main_itself = is_same and not axes.is_sharded
         self._shards: dict[str, DBuffer] = {}
-        if is_same:
+        if is_same and axes.is_sharded and not axes.is_divided:
             self._shards = {recipe.specs[0].name: main_weight}
-        elif group is not None and not self._is_cast:
+        elif axes.is_divided or (axes.is_sharded and not self._is_cast):
             self._shards = {s.name: self._new_shard(s) for s in recipe.specs}
         category = Category.COMPUTE_WEIGHT if self._is_kept else Category.UNSHARDED
         self._full = {
             s.name: main_weight if self._is_main_itself else self._new_full(s, category)
             for s in recipe.specs
         }
-        self._pending: Pending | None = None
+        self._outdated: set[str] = set()
+        self._casts: dict[str, DBuffer] = {}
+        self._pieces: list[DBuffer] = []
+        self._joining: Pending | None = None
+        self._pending: list[Pending] = []
         self._in_flight: list[tuple[DBuffer, int]] = []
-        self._sources: dict[str, DBuffer] = {}
+        self._slice_group: dist.ProcessGroup | None = None
+        self._slices: dict[str, DBuffer] = {}
+
+    def _new_piece(self, spec: BufferSpec) -> DBuffer:
+        """Make a buffer that lies like the main weight."""
+        return self._new_buffer(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, 1, self._main.shard)
 
     def _new_shard(self, spec: BufferSpec) -> DBuffer:
-        return self._new_buffer(spec, Residence.SHARD, Category.COMPUTE_WEIGHT)
+        """Make what this rank of the inner axis gathers from."""
+        merged, shard = self._axes.num_pieces, self._axes.gathered_shard
+        return self._new_buffer(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, shard)
 
     def _new_full(self, spec: BufferSpec, category: Category) -> DBuffer:
-        return self._new_buffer(spec, Residence.REPLICATE, category)
+        return self._new_buffer(spec, Residence.REPLICATE, category, self._axes.num_pieces, 0)
 
-    def _new_buffer(self, spec: BufferSpec, residence: Residence, category: Category) -> DBuffer:
+    def _new_buffer(
+        self, spec: BufferSpec, residence: Residence, category: Category, merged: int, shard: int
+    ) -> DBuffer:
         return DBuffer(
-            self._layouts[spec.name],
+            self._main.layout.with_block(spec.block).merged(merged),
             residence,
-            shard=self._main.shard,
+            shard=shard,
             dtype=spec.dtype,
             device=self._device,
             ledger=self._ledger,
@@ -107,15 +123,27 @@ class ComputeWeight:
         return torch.cat([self.recipe.statistics(self._main.tensor(i)) for i in indices])
 
     def refresh(self, statistics: torch.Tensor | None = None) -> None:
-        """Encode kept buffers from the main weight; local.
+        """Encode kept buffers from the main weight.
+
+        Local, but where the outer axis divides the main weight: there the join of the pieces is
+        issued, a collective over the outer axis.
 
         Args:
             statistics: What :meth:`statistics` returned, combined over ranks.
         """
         self.is_stale = False
-        targets = self._shards if self._group is not None else self._full
-        if self._is_main_itself or not targets or self._main in targets.values():
+        # Full buffers that are kept hold what was gathered before.
+        self._outdated = {s.name for s in self.recipe.specs}
+        self._slices = {}
+        self._finish_join()
+        if self._axes.is_divided:
+            self._join(statistics)
             return
+        targets = self._shards if self._axes.is_sharded else self._full
+        if not self._is_main_itself and targets and self._main not in targets.values():
+            self._encode(targets, statistics)
+
+    def _encode(self, targets: dict[str, DBuffer], statistics: torch.Tensor | None) -> None:
         with torch.no_grad(), _versions_kept(list(targets.values())):
             if self.recipe.is_elementwise:
                 outputs = {name: buffer.flat for name, buffer in targets.items()}
@@ -127,34 +155,71 @@ class ComputeWeight:
                 outputs = {name: buffer.tensor(i) for name, buffer in targets.items()}
                 self.recipe.encode(self._main.tensor(i), outputs, own)
 
-    def start_unshard(self, *, in_backward: bool, label: str) -> None:
+    def _join(self, statistics: torch.Tensor | None) -> None:
+        """Encode this rank's piece and gather the others' into the shard."""
+        specs = self.recipe.specs
+        if self._is_cast and specs[0].dtype == self._main.flat.dtype:
+            pieces = {specs[0].name: self._main}
+        else:
+            pieces = {s.name: self._new_piece(s) for s in specs}
+            self._encode(pieces, statistics)
+        assert self._axes.outer_group is not None, "a divided group has an outer axis"
+        self._pieces = list(pieces.values())
+        self._joining = gather_buffers(
+            [self._shards[name] for name in pieces],
+            self._pieces,
+            group=self._axes.outer_group,
+            label=self.label,
+        )
+
+    def _finish_join(self) -> None:
+        if self._joining is not None:
+            self._joining.wait()
+            self._joining = None
+            self._pieces = []
+
+    def start_unshard(self, *, in_backward: bool) -> None:
         """Issue the gather of the buffers that are needed and not current; collective."""
-        if self._pending is not None:
+        if self._pending:
             return
-        was_stale = self.is_stale
-        if was_stale:
+        if self.is_stale:
             self.refresh()
-        if self._group is None:
+        if not self._axes.is_sharded:
             return
         needed = [
             s
             for s in self.recipe.specs
             if s.is_needed(in_backward=in_backward)
-            and (was_stale or not self._full[s.name].storage.is_allocated)
+            and (s.name in self._outdated or not self._full[s.name].storage.is_allocated)
         ]
         if not needed:
             return
-        self._sources = {s.name: self._shards.get(s.name) or self._cast(s) for s in needed}
-        targets = [self._full[s.name] for s in needed]
-        for full in targets:
-            full.storage.allocate()
-        self._in_flight = [(full, full.flat._version) for full in targets]
-        with torch.no_grad():
-            self._pending = gather_buffers(
-                targets, list(self._sources.values()), group=self._group, label=label
-            )
+        self._finish_join()
+        self._outdated.difference_update(s.name for s in needed)
+        for spec in needed:
+            self._full[spec.name].storage.allocate()
+        self._in_flight = [(b, b.flat._version) for b in (self._full[s.name] for s in needed)]
+        sliced = {s.name: self._slices[s.name] for s in needed if s.name in self._slices}
+        whole = {s.name: self._source(s) for s in needed if s.name not in sliced}
+        for sources, group in ((sliced, self._slice_group), (whole, self._axes.group)):
+            if sources:
+                assert group is not None, "slices have a group"
+                self._issue(sources, group)
+        if in_backward:
+            self._slices = {}
 
-    def _cast(self, spec: BufferSpec) -> DBuffer:
+    def _issue(self, sources: dict[str, DBuffer], group: dist.ProcessGroup) -> None:
+        targets = [self._full[name] for name in sources]
+        with torch.no_grad():
+            pending = gather_buffers(targets, list(sources.values()), group=group, label=self.label)
+        # The sources live as long as the gather reads them.
+        self._casts |= sources
+        self._pending.append(pending)
+
+    def _source(self, spec: BufferSpec) -> DBuffer:
+        """Return what to gather a buffer from: what is kept, or a cast of the main weight."""
+        if spec.name in self._shards:
+            return self._shards[spec.name]
         source = self._new_shard(spec)
         with torch.no_grad():
             self.recipe.encode(self._main.flat, {spec.name: source.flat}, None)
@@ -162,11 +227,12 @@ class ComputeWeight:
 
     def finish_unshard(self) -> None:
         """Wait for the gather; afterwards the full buffers may be read."""
-        if self._pending is None:
+        if not self._pending:
             return
-        self._pending.wait()
-        self._pending = None
-        self._sources = {}
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        self._casts = {}
         # An asynchronous gather bumps the version counter when it completes, and tensors that
         # autograd saved in forward would be taken for modified; their bytes are the same.
         for full, version in self._in_flight:
@@ -179,6 +245,36 @@ class ComputeWeight:
             self.finish_unshard()
             for full in self._full.values():
                 full.storage.release()
+
+    def release_to_slices(self, group: dist.ProcessGroup) -> None:
+        """Free the full buffers but for a slice, to gather again from over fewer ranks; local.
+
+        Args:
+            group: Ranks that keep one slice each, in order: neighbours on the inner axis.
+        """
+        if not self.is_unsharded:
+            return
+        self.finish_unshard()
+        self._slice_group = group
+        num_slices = group.size()
+        merged = self._axes.group.size() // num_slices
+        for spec in self.recipe.specs:
+            full = self._full[spec.name]
+            if full.storage.is_allocated and spec.name not in self._slices:
+                self._slices[spec.name] = self._slice(spec, full, merged, group.rank())
+        self.release()
+
+    def _slice(self, spec: BufferSpec, full: DBuffer, merged: int, index: int) -> DBuffer:
+        merged *= self._axes.num_pieces
+        kept = self._new_buffer(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, index)
+        with torch.no_grad():
+            for own, whole in zip(kept.pieces(), full.pieces(), strict=True):
+                own.copy_(whole.narrow(0, index * own.numel(), own.numel()))
+        return kept
+
+    def forget_slices(self) -> None:
+        """Free slices: no backward will gather from them."""
+        self._slices = {}
 
 
 def _versions_kept(buffers: list[DBuffer]) -> torch.autograd._unsafe_preserve_version_counter:

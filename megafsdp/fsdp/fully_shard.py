@@ -20,6 +20,7 @@ from megafsdp.fsdp.arguments import (
     average_of,
     check_modules,
     check_placements,
+    is_divided_over_outer_axis,
     mesh_of,
     mixed_precision_of,
     offload_of,
@@ -28,15 +29,13 @@ from megafsdp.fsdp.arguments import (
 )
 from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import (
-    FoundParameter,
-    GroupKey,
+    Division,
+    build_groups,
     claim,
     device_type_of,
     find_parameters,
-    group_parameters,
 )
-from megafsdp.fsdp.parameter_group import DataParallelAxes, ParameterGroup
-from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
+from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.unit import FSDPUnit
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
@@ -65,13 +64,17 @@ def fully_shard(
 
     Args:
         module: The module or modules, changed in place.
-        mesh: The ranks: 1-D, or 2-D of replicas and of ranks to divide among (HSDP), with any axis
-            names; None means one axis of all ranks.
+        mesh: The ranks: 1-D, or 2-D of an outer axis and of the ranks to divide among (HSDP,
+            HFSDP), with any axis names; None means one axis of all ranks.
         strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
             (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
-        outer_strategy: What the first axis of a 2-D mesh divides: ``"no_shard"``, nothing.
+        outer_strategy: What the first axis of a 2-D mesh divides besides: ``"no_shard"``, nothing
+            (HSDP), or ``"optim"``, main weights and optimizer states (HFSDP); the latter needs
+            ZeRO-3 on the inner axis.
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
-            all but those needed again at once: the root's and the last unit's.
+            all but those needed again at once: the root's and the last unit's. A number of
+            neighbouring ranks, say of one node, keeps them divided among these alone, so that
+            backward gathers over fewer ranks.
         shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
             ``Shard(0)``.
         mp_policy: Dtypes; torch's policy is accepted.
@@ -95,19 +98,15 @@ def fully_shard(
     offload_of(offload_policy)
     chosen = strategy_of(strategy)
     averaging = average_of(average)
-    check_modules(modules, outer_strategy, prefetch)
-    is_resharded = reshard_of(reshard_after_forward)
-    ignored = list(ignored_params or ())
-    found = find_parameters(modules, ignored, policy)
+    check_modules(modules, prefetch)
+    found = find_parameters(modules, ignored_params or (), policy)
     check_placements(found, shard_placement_fn)
-    device_type = device_type_of(found)
-    mesh = mesh_of(mesh, device_type)
+    mesh = mesh_of(mesh, device_type_of(found))
+    resharding = reshard_of(reshard_after_forward, mesh)
     ledger = ByteLedger()
     scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
-    groups = [
-        _build_group(key, items, mesh, strategy=chosen, scale=scale, ledger=ledger)
-        for key, items in group_parameters(found, policy).items()
-    ]
+    is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
+    groups = build_groups(found, policy, Division(mesh, chosen, is_divided, scale), ledger)
     claim(found, type(modules[0]).__name__)
     for each in modules:
         mix_in(each)
@@ -117,33 +116,9 @@ def fully_shard(
         policy=policy,
         ledger=ledger,
         prefetch=prefetch,
-        reshard_after_forward=is_resharded,
+        reshard_after_forward=resharding,
     )
     return module
-
-
-def _build_group(
-    key: GroupKey,
-    items: Sequence[FoundParameter],
-    mesh: DeviceMesh,
-    *,
-    strategy: Strategy,
-    scale: float,
-    ledger: ByteLedger,
-) -> ParameterGroup:
-    if key.is_whole:
-        strategy = Strategy.NO_SHARD
-    is_replicated = strategy is Strategy.NO_SHARD
-    axes = DataParallelAxes.replicated(mesh) if is_replicated else DataParallelAxes.sharded(mesh)
-    return ParameterGroup(
-        [item.parameter for item in items],
-        [item.record for item in items],
-        axes=axes,
-        dtypes=key.dtypes,
-        ledger=ledger,
-        strategy=strategy,
-        gradient_scale=scale,
-    )
 
 
 def fully_shard_model(

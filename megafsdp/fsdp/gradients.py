@@ -94,25 +94,14 @@ class GradientReducer:
         self._is_at_outer_axis = False
         target, is_accumulating = self._target_of_sum()
         self._partial = partial
-        if axes.is_sharded:
-            self._pending = target.reduce_scatter_from(
-                partial,
-                group=axes.group,
-                scale=self.group.gradient_scale,
-                accumulate=is_accumulating,
-                reduce_dtype=self.group.dtypes.reduce,
-                label=self.group.label,
-            )
-        else:
-            self._pending = all_reduce_partials(
-                target.flat,
-                partial.flat,
-                group=axes.group,
-                scale=self.group.gradient_scale,
-                accumulate=is_accumulating,
-                reduce_dtype=self.group.dtypes.reduce,
-                label=self.group.label,
-            )
+        self._issue_sum(
+            target,
+            partial,
+            group=axes.group,
+            is_scattered=axes.is_sharded,
+            scale=self.group.gradient_scale,
+            accumulate=is_accumulating,
+        )
 
     def _target_of_sum(self) -> tuple[DBuffer, bool]:
         """Return the buffer that the first sum goes to, and whether it adds."""
@@ -122,7 +111,8 @@ class GradientReducer:
         # are complete already and must not be summed over the outer axis again.
         is_accumulating = self._inner_sum is not None
         if self._inner_sum is None:
-            self._inner_sum = self._new_main_grad()
+            group = self.group
+            self._inner_sum = group.new_gathered_shard(group.dtypes.grad, Category.MAIN_GRAD)
         return self._inner_sum, is_accumulating
 
     def finish_reduce(self) -> bool:
@@ -142,21 +132,52 @@ class GradientReducer:
         return True
 
     def _start_outer_sum(self, outer_group: dist.ProcessGroup) -> None:
-        """Add this rank's shard over the ranks that hold the same one."""
+        """Add this rank's shard over the ranks that have the same one, or its piece of it."""
         main_grad, is_accumulating = self._prepare_main_grad()
         inner_sum, self._inner_sum = self._inner_sum, None
         assert inner_sum is not None, "the inner sum is there"
         self._is_at_outer_axis = True
         self._partial = inner_sum
-        self._pending = all_reduce_partials(
-            main_grad.flat,
-            inner_sum.flat,
+        self._issue_sum(
+            main_grad,
+            inner_sum,
             group=outer_group,
+            is_scattered=self.group.axes.is_divided,
             scale=1.0,
             accumulate=is_accumulating,
-            reduce_dtype=self.group.dtypes.reduce,
-            label=self.group.label,
         )
+
+    def _issue_sum(
+        self,
+        target: DBuffer,
+        addends: DBuffer,
+        *,
+        group: dist.ProcessGroup,
+        is_scattered: bool,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
+        """Issue the sum over one axis, each rank keeping its shard of it or the whole."""
+        dtype, label = self.group.dtypes.reduce, self.group.label
+        if is_scattered:
+            self._pending = target.reduce_scatter_from(
+                addends,
+                group=group,
+                scale=scale,
+                accumulate=accumulate,
+                reduce_dtype=dtype,
+                label=label,
+            )
+        else:
+            self._pending = all_reduce_partials(
+                target.flat,
+                addends.flat,
+                group=group,
+                scale=scale,
+                accumulate=accumulate,
+                reduce_dtype=dtype,
+                label=label,
+            )
 
     def _show_grads(self) -> None:
         for i, parameter in enumerate(self.group.parameters):

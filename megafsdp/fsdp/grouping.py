@@ -14,11 +14,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
-from megafsdp.fsdp.parameter_group import GroupDtypes, ManagedParameter, group_of
-from megafsdp.fsdp.policy import MixedPrecisionPolicy
+from megafsdp.fsdp.axes import DataParallelAxes
+from megafsdp.fsdp.parameter_group import (
+    GroupDtypes,
+    ManagedParameter,
+    ParameterGroup,
+    group_of,
+)
+from megafsdp.fsdp.policy import MixedPrecisionPolicy, Strategy
 
 _OWNER_ATTRIBUTE = "_megafsdp_owner"
 
@@ -86,6 +94,52 @@ def group_parameters(
         key = GroupKey(dtypes, parameter.requires_grad, is_whole)
         groups.setdefault(key, []).append(item)
     return groups
+
+
+@dataclass(frozen=True)
+class Division:
+    """What a unit divides, over which ranks, and how it averages gradients.
+
+    Attributes:
+        mesh: The data-parallel mesh, of one or two axes.
+        strategy: What the last axis divides.
+        is_divided_over_outer_axis: Whether the first of two axes divides main weights too.
+        gradient_scale: Factor on the sum of gradients over all ranks of the mesh.
+    """
+
+    mesh: DeviceMesh
+    strategy: Strategy
+    is_divided_over_outer_axis: bool
+    gradient_scale: float
+
+    def axes(self, *, is_whole: bool) -> DataParallelAxes:
+        """Return the ranks that divide or replicate a group, which may have to stay whole."""
+        if is_whole or self.strategy is Strategy.NO_SHARD:
+            return DataParallelAxes.replicated(self.mesh)
+        if self.is_divided_over_outer_axis:
+            return DataParallelAxes.divided(self.mesh)
+        return DataParallelAxes.sharded(self.mesh)
+
+
+def build_groups(
+    found: Sequence[FoundParameter],
+    policy: MixedPrecisionPolicy,
+    division: Division,
+    ledger: ByteLedger,
+) -> list[ParameterGroup]:
+    """Make the parameter groups of a unit; local, but for process groups on first use."""
+    return [
+        ParameterGroup(
+            [item.parameter for item in items],
+            [item.record for item in items],
+            axes=division.axes(is_whole=key.is_whole),
+            dtypes=key.dtypes,
+            ledger=ledger,
+            strategy=Strategy.NO_SHARD if key.is_whole else division.strategy,
+            gradient_scale=division.gradient_scale,
+        )
+        for key, items in group_parameters(found, policy).items()
+    ]
 
 
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:

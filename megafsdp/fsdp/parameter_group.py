@@ -5,16 +5,17 @@ main weight buffer, which the optimizer sees; the *unsharded* parameter is a pla
 view of the buffer that the all-gather fills, which forward and backward see. Both objects are made
 once.
 
-=============  ==========================  =============================
-buffer         sharded group (ZeRO-1..3)   replicated group (no_shard)
-=============  ==========================  =============================
-main weight    1/N, main dtype             full, main dtype
-unsharded      full, compute dtype;        full, compute dtype, kept; the
-               ZeRO-3: released between    main weight itself if equal
+=============  ==========================  ==================  =============================
+buffer         sharded group (ZeRO-1..3)   divided (HFSDP)     replicated group (no_shard)
+=============  ==========================  ==================  =============================
+main weight    1/N, main dtype             1/(N M)             full, main dtype
+compute shard  none, or the recipe's       1/N                 -
+unsharded      full, compute dtype;        full; released      full, compute dtype, kept; the
+               ZeRO-3: released between    between uses        main weight itself if equal
                uses; ZeRO-1, 2: kept
-main grad      1/N; ZeRO-1: after the      full
-               last microbatch
-=============  ==========================  =============================
+main grad      1/N; ZeRO-1: after the      1/(N M); 1/N while  full
+               last microbatch             microbatches add
+=============  ==========================  ==================  =============================
 
 The compute weight's buffers are the business of :mod:`megafsdp.fsdp.compute_weight`, gradients that
 of :mod:`megafsdp.fsdp.gradients`; when to gather is the schedule's.
@@ -27,9 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.dbuffer import DBuffer
@@ -38,60 +37,13 @@ from megafsdp.buffer.planner import plan_layout
 from megafsdp.buffer.uneven import UnevenDTensor, make_replicated
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
+from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.fsdp.compute_weight import ComputeWeight
 from megafsdp.fsdp.policy import Strategy
 from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import CastRecipe, Recipe
 
 _GROUP_ATTRIBUTE = "_megafsdp_group"
-
-
-@dataclass(frozen=True)
-class DataParallelAxes:
-    """The ranks among which one group is divided or replicated.
-
-    Attributes:
-        mesh: The data-parallel mesh that sharded parameters live on.
-        group: Ranks that gather and reduce the group's buffers: those of the mesh's last axis, or
-            all of them for a replicated group.
-        outer_group: Ranks that hold the same shard; None if only this one does.
-        all_ranks: Every rank of the mesh.
-        num_shards: Ranks that divide the main weight: the size of ``group``, or 1 if replicated.
-        shard: This rank's shard.
-        num_ranks: Ranks whose gradients are combined.
-    """
-
-    mesh: DeviceMesh
-    group: dist.ProcessGroup
-    outer_group: dist.ProcessGroup | None
-    all_ranks: dist.ProcessGroup
-    num_shards: int
-    shard: int
-    num_ranks: int
-
-    @property
-    def is_sharded(self) -> bool:
-        """Tell whether the group is gathered and reduce-scattered."""
-        return self.shard >= 0
-
-    @classmethod
-    def sharded(cls, mesh: DeviceMesh) -> DataParallelAxes:
-        """Divide over the last axis of a 1-D or 2-D mesh, replicate over the other."""
-        group = mesh.get_group(mesh.ndim - 1)
-        outer = mesh.get_group(0) if mesh.ndim > 1 else None
-        everyone = _flat_group(mesh)
-        return cls(mesh, group, outer, everyone, group.size(), group.rank(), mesh.size())
-
-    @classmethod
-    def replicated(cls, mesh: DeviceMesh) -> DataParallelAxes:
-        """Keep everything on each rank of a 1-D or 2-D mesh."""
-        everyone = _flat_group(mesh)
-        return cls(mesh, everyone, None, everyone, 1, -1, mesh.size())
-
-
-def _flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of all ranks of a mesh; torch makes one once for equal meshes."""
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 @dataclass(frozen=True)
@@ -165,7 +117,6 @@ class ParameterGroup:
         self.dtypes = dtypes
         self.device = device_handle(axes.mesh.device_type).device
         self.ledger = ledger
-        self.label = parameters[0].name
         specs = [TensorSpec(p.name, tuple(p.shape)) for p in parameters]
         self.layout: FlatLayout = plan_layout(
             specs,
@@ -173,16 +124,17 @@ class ParameterGroup:
             itemsize=dtypes.compute.itemsize,
             merge_classes=recipe is None,
         )
-        is_sharded = axes.is_sharded
+        # The same buffer as the ranks of the inner axis gather and reduce it.
+        self.gathered_layout = self.layout.merged(axes.num_pieces)
         self.main_weight = self.new_buffer(
-            Residence.SHARD if is_sharded else Residence.REPLICATE,
+            Residence.SHARD if axes.is_sharded else Residence.REPLICATE,
             dtypes.main,
             Category.MAIN_WEIGHT,
         )
         self.compute_weight = ComputeWeight(
             recipe or CastRecipe(dtypes.compute),
             self.main_weight,
-            group=axes.group if is_sharded else None,
+            axes=axes,
             is_kept=strategy.keeps_compute_weight,
             device=self.device,
             ledger=ledger,
@@ -191,7 +143,12 @@ class ParameterGroup:
             self.main_weight.zero_gaps()
             for index, original in enumerate(originals):
                 self._make_faces(index, original)
+        self.rename(parameters[0].name)
         self.release()
+
+    def rename(self, label: str) -> None:
+        """Set the unit's FQN, for counters and profilers."""
+        self.label = self.compute_weight.label = label
 
     def new_buffer(self, residence: Residence, dtype: torch.dtype, category: Category) -> DBuffer:
         """Allocate a buffer of this group's layout; its content is undefined."""
@@ -199,6 +156,18 @@ class ParameterGroup:
             self.layout,
             residence,
             shard=max(self.axes.shard, 0),
+            dtype=dtype,
+            device=self.device,
+            ledger=self.ledger,
+            category=category,
+        )
+
+    def new_gathered_shard(self, dtype: torch.dtype, category: Category) -> DBuffer:
+        """Allocate what one rank of the inner axis holds; more than a main weight's if divided."""
+        return DBuffer(
+            self.gathered_layout,
+            Residence.SHARD,
+            shard=self.axes.gathered_shard,
             dtype=dtype,
             device=self.device,
             ledger=self.ledger,
@@ -238,7 +207,9 @@ class ParameterGroup:
             shard=self.axes.shard,
         )
         rows = local.view(layout.local_shape())
-        return UnevenDTensor.from_local_rows(rows, self.axes.mesh, layout)
+        return UnevenDTensor.from_local_rows(
+            rows, self.axes.mesh, layout, is_divided=self.axes.is_divided
+        )
 
     def like_main_weight(self, index: int, buffer: DBuffer) -> torch.Tensor:
         """Wrap tensor ``index`` of a buffer that lies like the main weight, as that is wrapped."""
@@ -268,7 +239,7 @@ class ParameterGroup:
         Collective over the group's ranks for a sharded group whose storage is not current. The
         unsharded parameters may be read after :meth:`finish_unshard`.
         """
-        self.compute_weight.start_unshard(in_backward=in_backward, label=self.label)
+        self.compute_weight.start_unshard(in_backward=in_backward)
 
     def finish_unshard(self) -> None:
         """Wait for the gather; afterwards the unsharded parameters may be read."""

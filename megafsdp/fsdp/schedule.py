@@ -21,8 +21,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from megafsdp.buffer.collectives import all_reduce
+from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.order import RecordedOrder
 from megafsdp.fsdp.parameter_group import ParameterGroup
@@ -34,7 +36,7 @@ class ScheduledUnit(Protocol):
     """What the schedule must be able to ask of a unit."""
 
     prefetch: int
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
     reducers: list[GradientReducer]
 
     @property
@@ -92,6 +94,24 @@ class FSDPContext:
         self._outer_reductions: list[GradientReducer] = []
         # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
         self._ahead: set[int] = set()
+        self._neighbours: dict[tuple[str, int], dist.ProcessGroup] = {}
+
+    def make_groups(self) -> None:
+        """Make the process groups that the units need besides their meshes'; collective."""
+        for unit in self.units:
+            num_ranks = unit.reshard_after_forward
+            if isinstance(num_ranks, bool) or num_ranks is None:
+                continue
+            for group in unit.groups:
+                if group.axes.is_sharded:
+                    self.neighbours(group.axes, num_ranks)
+
+    def neighbours(self, axes: DataParallelAxes, num_ranks: int) -> dist.ProcessGroup:
+        """Return this rank's neighbours on the inner axis; collective over them on first use."""
+        key = (axes.group.group_name, num_ranks)
+        if key not in self._neighbours:
+            self._neighbours[key] = axes.make_neighbours(num_ranks)
+        return self._neighbours[key]
 
     @property
     def units(self) -> list[ScheduledUnit]:
@@ -106,6 +126,18 @@ class FSDPContext:
         """Start a forward of the root: clean up after an exception, follow the recorded order."""
         self.abandon()
         self._forward.start()
+        self._join_divided()
+
+    def _join_divided(self) -> None:
+        """Issue what the outer axis gathers once a step, all at once and in one order.
+
+        Each unit waits for its own part when it is gathered.
+        """
+        for unit in self.units:
+            for group in unit.groups:
+                weight = group.compute_weight
+                if group.axes.is_divided and weight.is_stale and not weight.needs_statistics:
+                    weight.refresh()
 
     def end_forward(self, *, is_graph_built: bool) -> None:
         """End a forward of the root: without a graph nothing stays unsharded."""
@@ -193,8 +225,8 @@ class FSDPContext:
         """Encode stale compute weights that need statistics; one all-reduce for all."""
         groups = [g for unit in self.units for g in unit.groups]
         waiting = [g for g in groups if g.compute_weight.needs_statistics]
-        for process_group in dict.fromkeys(g.axes.group for g in waiting):
-            members = [g for g in waiting if g.axes.group == process_group]
+        for process_group in dict.fromkeys(g.axes.dividing_ranks for g in waiting):
+            members = [g for g in waiting if g.axes.dividing_ranks == process_group]
             statistics = [g.compute_weight.statistics() for g in members]
             combined = torch.cat(statistics)
             all_reduce(combined, op="max", group=process_group, label="statistics")

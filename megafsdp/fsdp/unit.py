@@ -53,8 +53,8 @@ class FSDPUnit:
         policy: Dtypes of inputs and outputs.
         ledger: Counts the bytes of its buffers.
         prefetch: How many units to gather ahead.
-        reshard_after_forward: Whether storage is freed between forward and backward; None lets the
-            schedule decide.
+        reshard_after_forward: Whether storage is freed between forward and backward; a number
+            frees all but a slice on each of so many neighbours; None lets the schedule decide.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FSDPUnit:
         policy: MixedPrecisionPolicy,
         ledger: ByteLedger,
         prefetch: int,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.name = type(modules[0]).__name__
         self.groups = groups
@@ -154,7 +154,7 @@ class FSDPUnit:
         """Set the FQN within the root, for messages, counters and profilers."""
         self.name = name or type(self.modules[0]).__name__
         for group in self.groups:
-            group.label = self.name
+            group.rename(self.name)
 
     def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
         """Return the units the user chose to prefetch after this one; None follows the record."""
@@ -240,7 +240,7 @@ class FSDPUnit:
         is_recomputing = _is_in_backward()
         self.is_kept = is_graph_built and (is_recomputing or context.is_kept_after_forward(self))
         if not self.is_kept:
-            self.release()
+            self._release_after_forward(is_graph_built=is_graph_built)
         if context.is_root(self) and not is_recomputing:
             context.end_forward(is_graph_built=is_graph_built)
         if is_graph_built:
@@ -250,6 +250,16 @@ class FSDPUnit:
                     tensor.register_hook(hook)
         self._token = None
         return output
+
+    def _release_after_forward(self, *, is_graph_built: bool) -> None:
+        num_ranks = self.reshard_after_forward
+        is_sliced = is_graph_built and num_ranks is not None and not isinstance(num_ranks, bool)
+        if is_sliced and not self.is_pinned:
+            for group in self.groups:
+                if group.axes.is_sharded:
+                    neighbours = self.require_context().neighbours(group.axes, int(num_ranks or 1))
+                    group.compute_weight.release_to_slices(neighbours)
+        self.release()
 
     def run_as_forward(
         self,
@@ -316,6 +326,7 @@ class FSDPUnit:
         self.outstanding.clear()
         for reducer in self.reducers:
             reducer.abort()
+            reducer.group.compute_weight.forget_slices()
         self.show_sharded()
         self.release()
 
@@ -372,6 +383,7 @@ def _adopt_units_below(root: FSDPUnit) -> None:
             mend="Build the same model and wrap the same modules on all ranks",
         )
     context = FSDPContext(root, units.values())
+    context.make_groups()
     for unit in units.values():
         unit.context = context
         unit.ledger.merge_into(root.ledger)

@@ -99,6 +99,14 @@ class ParallelDims:
         )
 
 
+def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of all ranks of a mesh, in row-major order.
+
+    Collective on first use with a mesh of several axes; torch makes one group for equal meshes.
+    """
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
 def default_mesh(device_type: str) -> DeviceMesh:
     """Make a 1-D mesh of all ranks; collective over all ranks of the default process group."""
     return ParallelDims().build_mesh(device_type)

@@ -112,7 +112,7 @@ def _shard_group(grad: torch.Tensor) -> dist.ProcessGroup | None:
     if not isinstance(grad, DTensor):
         return None
     if isinstance(grad, UnevenDTensor):
-        return grad.device_mesh.get_group(grad.device_mesh.ndim - 1)
+        return grad.dividing_ranks
     sharded = [axis for axis, p in enumerate(grad.placements) if not p.is_replicate()]
     if not sharded:
         return None

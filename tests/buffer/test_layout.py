@@ -192,3 +192,22 @@ def test_merged_classes_have_no_buffer_of_rows(rows: tuple[int, int]) -> None:
     assert len(layout.sub_buffers) == 1
     with pytest.raises(ValueError, match="merge_classes=False"):
         layout.with_block(0)
+
+
+def test_merged_shards_hold_the_pieces_of_their_parts() -> None:
+    """The gathered buffer stays; shard k of the merged layout is shards 2k and 2k + 1."""
+    specs = [TensorSpec("a", (5, 6)), TensorSpec("b", (7, 10)), TensorSpec("c", (9,))]
+    fine = plan_layout(specs, 4, merge_classes=False)
+    merged = fine.merged(2)
+    assert (merged.num_shards, merged.gathered_numel) == (2, fine.gathered_numel)
+    for i in range(len(specs)):
+        assert merged.gathered_offset(i) == fine.gathered_offset(i)
+        for shard in range(2):
+            first, second = fine.owned_range(i, 2 * shard), fine.owned_range(i, 2 * shard + 1)
+            start, stop = merged.owned_range(i, shard)
+            assert stop - start == first[1] - first[0] + second[1] - second[0]
+            if stop > start:
+                assert (start, stop) == (min(first[0], second[0]), max(first[1], second[1]))
+    assert fine.merged(1) is fine
+    with pytest.raises(ValueError, match="divisor of 4 shards, got 3"):
+        fine.merged(3)

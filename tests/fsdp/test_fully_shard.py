@@ -57,18 +57,8 @@ def _tied_across_units() -> None:
 
 def _wrong_arguments() -> None:
     _refused(lambda: fully_shard(Block(), strategy="zero3"), ValueError, ["'zero3'"])
-    _refused(
-        lambda: fully_shard(Block(), outer_strategy="optim"),
-        NotImplementedError,
-        ["outer_strategy"],
-    )
     _refused(lambda: fully_shard(Block(), average="mean"), ValueError, ["'mean'", "'token'"])
     _refused(lambda: fully_shard(Block(), prefetch=-1), ValueError, ["prefetch"])
-    _refused(
-        lambda: fully_shard(Block(), reshard_after_forward=2),
-        NotImplementedError,
-        ["reshard_after"],
-    )
 
 
 def _wrong_policies() -> None:

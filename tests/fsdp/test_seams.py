@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_map
 from megafsdp import full_tensor
 from megafsdp.buffer.collectives import record_collectives
 from megafsdp.device.memory import ByteLedger
+from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import find_parameters
-from megafsdp.fsdp.parameter_group import DataParallelAxes, GroupDtypes, ParameterGroup
+from megafsdp.fsdp.parameter_group import GroupDtypes, ParameterGroup
 from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.unit import FSDPUnit
 from megafsdp.quantize.recipe import WHOLE_ROW, BufferSpec, Recipe, Use

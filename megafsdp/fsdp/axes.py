@@ -1,0 +1,106 @@
+"""The ranks among which a parameter group is divided or replicated.
+
+The mesh has one axis, or an outer one (the slow network) and an inner one. What the inner axis
+divides is gathered for every use; what the outer axis divides besides, only once a step::
+
+    mesh (dp_outer 2, dp_shard 3)         main weight           gathered from
+    sharded   (ZeRO, HSDP)   rank (o, s)  piece s of 3          3 shards, each held twice
+    divided   (HFSDP)        rank (o, s)  piece 2 s + o of 6    3 shards of 2 pieces
+    replicated (no_shard)    rank (o, s)  all of it             -
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafsdp.mesh.parallel_dims import flat_group
+
+
+@dataclass(frozen=True)
+class DataParallelAxes:
+    """The ranks among which one group is divided or replicated.
+
+    Attributes:
+        mesh: The data-parallel mesh that sharded parameters live on.
+        group: Ranks that gather and reduce the group's buffers: those of the mesh's last axis, or
+            all of them for a replicated group.
+        outer_group: Ranks of the other axis, over which shards are reduced once a step; None
+            without that axis.
+        all_ranks: Every rank of the mesh.
+        num_shards: Ranks that divide the main weight; 1 if replicated.
+        shard: The piece of the main weight that this rank holds; -1 if replicated.
+        is_divided: Whether the outer axis divides the main weight too.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    outer_group: dist.ProcessGroup | None
+    all_ranks: dist.ProcessGroup
+    num_shards: int
+    shard: int
+    is_divided: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether the group is gathered and reduce-scattered."""
+        return self.shard >= 0
+
+    @property
+    def num_pieces(self) -> int:
+        """Return how many pieces of the main weight one gathered shard consists of."""
+        return self.num_shards // self.group.size() if self.is_divided else 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks whose gradients are combined."""
+        return self.all_ranks.size()
+
+    @property
+    def gathered_shard(self) -> int:
+        """Return the shard of the inner axis that this rank gathers from."""
+        return max(self.shard, 0) // self.num_pieces
+
+    @property
+    def dividing_ranks(self) -> dist.ProcessGroup:
+        """Return ranks that together hold the main weight once; of no use if replicated."""
+        return self.all_ranks if self.is_divided else self.group
+
+    def make_neighbours(self, num_ranks: int) -> dist.ProcessGroup:
+        """Make the group of this rank and its neighbours on the inner axis; collective over them.
+
+        Args:
+            num_ranks: Size of the group; divides the size of the inner axis.
+        """
+        ranks = dist.get_process_group_ranks(self.group)
+        first = self.group.rank() // num_ranks * num_ranks
+        return dist.new_group(ranks[first : first + num_ranks], use_local_synchronization=True)
+
+    @classmethod
+    def sharded(cls, mesh: DeviceMesh) -> DataParallelAxes:
+        """Divide over the last axis of a 1-D or 2-D mesh, replicate over the other."""
+        group = mesh.get_group(mesh.ndim - 1)
+        outer = mesh.get_group(0) if mesh.ndim > 1 else None
+        return cls(mesh, group, outer, flat_group(mesh), group.size(), group.rank())
+
+    @classmethod
+    def divided(cls, mesh: DeviceMesh) -> DataParallelAxes:
+        """Divide over both axes of a 2-D mesh, so that inner shards are consecutive pieces."""
+        group, outer = mesh.get_group(1), mesh.get_group(0)
+        return cls(
+            mesh,
+            group,
+            outer,
+            flat_group(mesh),
+            num_shards=mesh.size(),
+            shard=group.rank() * outer.size() + outer.rank(),
+            is_divided=True,
+        )
+
+    @classmethod
+    def replicated(cls, mesh: DeviceMesh) -> DataParallelAxes:
+        """Keep everything on each rank of a 1-D or 2-D mesh."""
+        everyone = flat_group(mesh)
+        return cls(mesh, everyone, None, everyone, 1, -1)
