@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from megafsdp.buffer import label_check
 from megafsdp.buffer.shard_sum import sum_shards
 from megafsdp.errors import expected
 
@@ -81,6 +82,19 @@ def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) 
         record.calls_by_group[key] += 1
         record.nbytes_by_group[key] += nbytes
         record.events.append((kind, label))
+    if label_check.is_enabled():
+        _compare_labels(kind, label, nbytes, group)
+
+
+def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
+    everyone = group or dist.group.WORLD
+    assert everyone is not None, "a collective has a process group"
+    is_on_cpu = _is_gloo(everyone, torch.device("cpu"))
+    mine = label_check.encode(kind, label, nbytes).to("cpu" if is_on_cpu else "cuda")
+    labels = mine.new_empty(everyone.size() * mine.numel())
+    _all_gather_single(labels, mine, group=everyone)
+    ranks = dist.get_process_group_ranks(everyone)
+    label_check.require_same(labels.cpu().view(len(ranks), -1), ranks)
 
 
 class Pending:

@@ -71,6 +71,7 @@ class ComputeWeight:
         }
         self._outdated: set[str] = set()
         self._casts: dict[str, DBuffer] = {}
+        self._sources: list[DBuffer] = []
         self._pieces: list[DBuffer] = []
         self._joining: Pending | None = None
         self._pending: list[Pending] = []
@@ -213,14 +214,17 @@ class ComputeWeight:
         with torch.no_grad():
             pending = gather_buffers(targets, list(sources.values()), group=group, label=self.label)
         # The sources live as long as the gather reads them.
-        self._casts |= sources
+        self._sources += sources.values()
         self._pending.append(pending)
 
     def _source(self, spec: BufferSpec) -> DBuffer:
         """Return what to gather a buffer from: what is kept, or a cast of the main weight."""
         if spec.name in self._shards:
             return self._shards[spec.name]
-        source = self._new_shard(spec)
+        source = self._casts.get(spec.name)
+        if source is None:
+            source = self._casts[spec.name] = self._new_shard(spec)
+        source.storage.allocate()
         with torch.no_grad():
             self.recipe.encode(self._main.flat, {spec.name: source.flat}, None)
         return source
@@ -232,7 +236,9 @@ class ComputeWeight:
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        self._casts = {}
+        self._sources = []
+        for cast in self._casts.values():
+            cast.storage.release()
         # An asynchronous gather bumps the version counter when it completes, and tensors that
         # autograd saved in forward would be taken for modified; their bytes are the same.
         for full, version in self._in_flight:

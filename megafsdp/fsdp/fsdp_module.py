@@ -158,6 +158,35 @@ class FSDPModule:
                 )
             )
 
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Choose whether reductions have communicators of their own; collective, on all ranks.
+
+        The default is True on CUDA, where one communicator runs one collective at a time, and False
+        on CPU. The choice holds for all units under one root.
+        """
+        self._fsdp_unit().require_context().separate_reductions(enable)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Choose how many reductions may be under way; each keeps one unit's gradients alive.
+
+        Raises:
+            ValueError: The number is not positive.
+        """
+        if max_input_buffers < 1:
+            raise ValueError(
+                expected(
+                    "1 or more buffers",
+                    max_input_buffers,
+                    where="set_reduce_scatter_max_input_buffers()",
+                    mend="Use 1, which lets a reduction overlap with the next unit's backward",
+                )
+            )
+        self._fsdp_unit().require_context().max_reductions_waiting = max_input_buffers
+
     def set_post_optim_event(self, event: torch.cuda.Event) -> None:
         """Make the next forward's first gather wait for an event of the optimizer's stream."""
         self._fsdp_unit().post_optim_event = event

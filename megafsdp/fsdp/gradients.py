@@ -48,13 +48,22 @@ class GradientReducer:
         self._shown: list[weakref.ref[torch.Tensor] | None] = [None] * len(group.parameters)
         self._working_grad: DBuffer | None = None
         self._states = [_State.CLEAR] * len(group.parameters)
+        self._reduce_group = group.axes.group
+        self._outer_group = group.axes.outer_group
         self._accumulated: DBuffer | None = None
         self._used = [False] * len(group.parameters)
         self._partial: DBuffer | None = None
+        self._idle: dict[torch.dtype, DBuffer] = {}
         self._inner_sum: DBuffer | None = None
         self._is_final = True
         self._is_at_outer_axis = False
         self._pending: Pending | None = None
+
+    def choose_groups(
+        self, reduce_group: dist.ProcessGroup, outer_group: dist.ProcessGroup | None
+    ) -> None:
+        """Reduce over these groups, of the same ranks as the group's own; local."""
+        self._reduce_group, self._outer_group = reduce_group, outer_group
 
     @property
     def main_grad(self) -> torch.Tensor | None:
@@ -97,7 +106,7 @@ class GradientReducer:
         self._issue_sum(
             target,
             partial,
-            group=axes.group,
+            group=self._reduce_group,
             is_scattered=axes.is_sharded,
             scale=self.group.gradient_scale,
             accumulate=is_accumulating,
@@ -123,10 +132,11 @@ class GradientReducer:
         """
         assert self._pending is not None, "a reduction was issued"
         self._pending.wait()
-        self._pending = self._partial = None
-        if self.group.axes.outer_group is not None and not self._is_at_outer_axis:
+        self._pending = None
+        self._free_partial()
+        if self._outer_group is not None and not self._is_at_outer_axis:
             if self._is_final:
-                self._start_outer_sum(self.group.axes.outer_group)
+                self._start_outer_sum(self._outer_group)
             return not self._is_final
         self._show_grads()
         return True
@@ -218,7 +228,8 @@ class GradientReducer:
         """Forget what is not in ``.grad`` yet: unsharded gradients, waiting sums, a reduction."""
         if self._pending is not None:
             self._pending.discard()
-        self._pending = self._partial = self._accumulated = None
+        self._pending = self._accumulated = None
+        self._free_partial()
         self._inner_sum = self._working_grad = None
         self._used = [False] * len(self._used)
         held = _State.HELD
@@ -231,7 +242,18 @@ class GradientReducer:
         return self.group.new_buffer(residence, self.group.dtypes.grad, Category.MAIN_GRAD)
 
     def _new_partial(self, dtype: torch.dtype) -> DBuffer:
-        return self.group.new_buffer(Residence.PARTIAL, dtype, Category.PARTIAL_GRAD)
+        """Return a full buffer that lives until its reduction, made once for each dtype."""
+        buffer = self._idle.pop(dtype, None)
+        if buffer is None:
+            return self.group.new_buffer(Residence.PARTIAL, dtype, Category.PARTIAL_GRAD)
+        buffer.storage.allocate()
+        return buffer
+
+    def _free_partial(self) -> None:
+        partial, self._partial = self._partial, None
+        if partial is not None and partial.residence is Residence.PARTIAL:
+            partial.storage.release()
+            self._idle[partial.flat.dtype] = partial
 
     def _take_grads(
         self, buffer: DBuffer

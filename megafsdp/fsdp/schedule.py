@@ -21,15 +21,12 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from megafsdp.buffer.collectives import all_reduce
-from megafsdp.fsdp.axes import DataParallelAxes
+from megafsdp.fsdp.agreement import agree_on_usage, refresh_with_statistics
+from megafsdp.fsdp.axes import ExtraGroups
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.order import RecordedOrder
 from megafsdp.fsdp.parameter_group import ParameterGroup
-
-_MAX_REDUCTIONS_WAITING = 1  # Beside the one that is being packed.
 
 
 class ScheduledUnit(Protocol):
@@ -87,6 +84,7 @@ class FSDPContext:
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
+        self.max_reductions_waiting = 1  # Beside the one that is being packed.
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._is_backward_running = False
@@ -94,7 +92,7 @@ class FSDPContext:
         self._outer_reductions: list[GradientReducer] = []
         # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
         self._ahead: set[int] = set()
-        self._neighbours: dict[tuple[str, int], dist.ProcessGroup] = {}
+        self.extra_groups = ExtraGroups()
 
     def make_groups(self) -> None:
         """Make the process groups that the units need besides their meshes'; collective."""
@@ -104,14 +102,22 @@ class FSDPContext:
                 continue
             for group in unit.groups:
                 if group.axes.is_sharded:
-                    self.neighbours(group.axes, num_ranks)
+                    self.extra_groups.neighbours(group.axes, num_ranks)
+        if any(group.device.type == "cuda" for unit in self.units for group in unit.groups):
+            self.separate_reductions(True)
 
-    def neighbours(self, axes: DataParallelAxes, num_ranks: int) -> dist.ProcessGroup:
-        """Return this rank's neighbours on the inner axis; collective over them on first use."""
-        key = (axes.group.group_name, num_ranks)
-        if key not in self._neighbours:
-            self._neighbours[key] = axes.make_neighbours(num_ranks)
-        return self._neighbours[key]
+    def separate_reductions(self, is_separate: bool) -> None:
+        """Choose whether reductions have communicators of their own; collective if they do.
+
+        One communicator runs one collective at a time, so a gather would wait for the reduction
+        before it.
+        """
+        for reducer in (r for unit in self.units for r in unit.reducers):
+            inner, outer = reducer.group.axes.group, reducer.group.axes.outer_group
+            if is_separate:
+                inner = self.extra_groups.twin(inner)
+                outer = outer and self.extra_groups.twin(outer)
+            reducer.choose_groups(inner, outer)
 
     @property
     def units(self) -> list[ScheduledUnit]:
@@ -161,7 +167,7 @@ class FSDPContext:
         self._finish_reductions(keep=0)
         self._release_all()
         if self.is_last_microbatch:
-            self._agree_on_usage()
+            agree_on_usage([r for unit in self.units for r in unit.reducers])
         for unit in self.units:
             unit.forget_forwards()
 
@@ -211,7 +217,7 @@ class FSDPContext:
         """Issue a reduction and finish older ones, so that few inputs are alive."""
         reducer.start_reduce(is_final=is_final and self.is_last_microbatch)
         self._reductions.append(reducer)
-        self._finish_reductions(keep=_MAX_REDUCTIONS_WAITING)
+        self._finish_reductions(keep=self.max_reductions_waiting)
 
     def _finish_reductions(self, keep: int) -> None:
         while len(self._reductions) > keep:
@@ -223,28 +229,4 @@ class FSDPContext:
 
     def refresh_with_statistics(self) -> None:
         """Encode stale compute weights that need statistics; one all-reduce for all."""
-        groups = [g for unit in self.units for g in unit.groups]
-        waiting = [g for g in groups if g.compute_weight.needs_statistics]
-        for process_group in dict.fromkeys(g.axes.dividing_ranks for g in waiting):
-            members = [g for g in waiting if g.axes.dividing_ranks == process_group]
-            statistics = [g.compute_weight.statistics() for g in members]
-            combined = torch.cat(statistics)
-            all_reduce(combined, op="max", group=process_group, label="statistics")
-            parts = combined.split([s.numel() for s in statistics])
-            for group, part in zip(members, parts, strict=True):
-                group.compute_weight.refresh(part)
-
-    def _agree_on_usage(self) -> None:
-        """Exchange one byte a trainable parameter; only a rank that waits reads the answer."""
-        reducers = [r for unit in self.units for r in unit.reducers if r.group.is_trainable]
-        for everyone in dict.fromkeys(r.group.axes.all_ranks for r in reducers):
-            members = [r for r in reducers if r.group.axes.all_ranks == everyone]
-            flags = [flag for reducer in members for flag in reducer.usage()]
-            if members[0].group.axes.num_ranks > 1:
-                votes = torch.tensor(flags, dtype=torch.uint8).to(members[0].group.device)
-                all_reduce(votes, op="max", group=everyone, label="usage")
-                if any(reducer.has_pending for reducer in members):
-                    flags = votes.bool().tolist()
-            answer = iter(flags)
-            for reducer in members:
-                reducer.resolve_usage([next(answer) for _ in reducer.group.parameters])
+        refresh_with_statistics([g for unit in self.units for g in unit.groups])

@@ -257,7 +257,8 @@ class FSDPUnit:
         if is_sliced and not self.is_pinned:
             for group in self.groups:
                 if group.axes.is_sharded:
-                    neighbours = self.require_context().neighbours(group.axes, int(num_ranks or 1))
+                    extra_groups = self.require_context().extra_groups
+                    neighbours = extra_groups.neighbours(group.axes, int(num_ranks or 1))
                     group.compute_weight.release_to_slices(neighbours)
         self.release()
 

@@ -1,0 +1,43 @@
+"""What ranks tell each other besides weights and gradients: statistics, and which gradients exist.
+
+Both are small and made once for all parameter groups of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megafsdp.buffer.collectives import all_reduce
+from megafsdp.fsdp.gradients import GradientReducer
+from megafsdp.fsdp.parameter_group import ParameterGroup
+
+
+def refresh_with_statistics(groups: Sequence[ParameterGroup]) -> None:
+    """Encode stale compute weights that need statistics; one all-reduce for all of one mesh."""
+    waiting = [g for g in groups if g.compute_weight.needs_statistics]
+    for process_group in dict.fromkeys(g.axes.dividing_ranks for g in waiting):
+        members = [g for g in waiting if g.axes.dividing_ranks == process_group]
+        statistics = [g.compute_weight.statistics() for g in members]
+        combined = torch.cat(statistics)
+        all_reduce(combined, op="max", group=process_group, label="statistics")
+        parts = combined.split([s.numel() for s in statistics])
+        for group, part in zip(members, parts, strict=True):
+            group.compute_weight.refresh(part)
+
+
+def agree_on_usage(reducers: Sequence[GradientReducer]) -> None:
+    """Exchange one byte a trainable parameter; only a rank that waits reads the answer."""
+    reducers = [r for r in reducers if r.group.is_trainable]
+    for everyone in dict.fromkeys(r.group.axes.all_ranks for r in reducers):
+        members = [r for r in reducers if r.group.axes.all_ranks == everyone]
+        flags = [flag for reducer in members for flag in reducer.usage()]
+        if members[0].group.axes.num_ranks > 1:
+            votes = torch.tensor(flags, dtype=torch.uint8).to(members[0].group.device)
+            all_reduce(votes, op="max", group=everyone, label="usage")
+            if any(reducer.has_pending for reducer in members):
+                flags = votes.bool().tolist()
+        answer = iter(flags)
+        for reducer in members:
+            reducer.resolve_usage([next(answer) for _ in reducer.group.parameters])
