@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from megafsdp.buffer import collectives
 from megafsdp.buffer.collectives import Pending
 from megafsdp.device.memory import FlatStorage
-from megafsdp.fsdp import schedule
+from megafsdp.fsdp import agreement
 from megafsdp.fsdp.compute_weight import ComputeWeight
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.schedule import FSDPContext
@@ -42,10 +42,10 @@ _HOOKS = (
 # What hooks spend beside bookkeeping. The time of an inner one counts for it alone.
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (Pending, "wait", _WAITING),
-    (schedule, "all_reduce", _USAGE),
+    (agreement, "all_reduce", _USAGE),
     (collectives, "sum_shards", "summing"),
     (GradientReducer, "_pack", "packing"),
-    (ComputeWeight, "_cast", "casting"),
+    (ComputeWeight, "_source", "casting"),
     (FlatStorage, "allocate", "storage"),
     (FlatStorage, "release", "storage"),
     (collectives, "_all_gather_single", "issuing"),
