@@ -42,7 +42,7 @@ _HOOKS = (
 # What hooks spend beside bookkeeping. The time of an inner one counts for it alone.
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (Pending, "wait", _WAITING),
-    (agreement, "all_reduce", _USAGE),
+    (agreement, "start_all_reduce", _USAGE),
     (collectives, "sum_shards", "summing"),
     (GradientReducer, "_pack", "packing"),
     (ComputeWeight, "_source", "casting"),

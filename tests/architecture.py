@@ -51,6 +51,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "boxes",
         "shard_sum",
         "label_check",
+        "collective_record",
         "collectives",
         "dbuffer",
         "local_ops",

@@ -11,16 +11,16 @@ makes the current stream wait.
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megafsdp.buffer import label_check
+from megafsdp.buffer.collective_record import CollectiveRecord as CollectiveRecord
+from megafsdp.buffer.collective_record import note
+from megafsdp.buffer.collective_record import record_collectives as record_collectives
 from megafsdp.buffer.shard_sum import sum_shards
 from megafsdp.errors import expected
 
@@ -38,50 +38,8 @@ _REDUCE_OPS = {
 _MAX_QUOTED = 4
 
 
-@dataclass(slots=True)
-class CollectiveRecord:
-    """Calls and bytes of the collectives made while the record was open.
-
-    Attributes:
-        calls: Number of collectives by kind; the coalesced sub-buffers of a group count as one.
-        nbytes: Bytes by kind, measured on the full-size side of the flat buffers, padding included.
-        calls_by_group: Number of collectives by (kind, name of the process group), empty for all
-            ranks.
-        nbytes_by_group: Bytes by the same keys.
-        events: Every collective in order, as (kind, label).
-    """
-
-    calls: Counter[str] = field(default_factory=Counter)
-    nbytes: Counter[str] = field(default_factory=Counter)
-    calls_by_group: Counter[tuple[str, str]] = field(default_factory=Counter)
-    nbytes_by_group: Counter[tuple[str, str]] = field(default_factory=Counter)
-    events: list[tuple[str, str]] = field(default_factory=list)
-
-
-# Process-wide like the process group itself: backward may run in other threads than the recording
-# one.
-_open_records: list[CollectiveRecord] = []
-
-
-@contextlib.contextmanager
-def record_collectives() -> Iterator[CollectiveRecord]:
-    """Count this rank's collectives inside the context."""
-    record = CollectiveRecord()
-    _open_records.append(record)
-    try:
-        yield record
-    finally:
-        _open_records[:] = [r for r in _open_records if r is not record]
-
-
 def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
-    for record in _open_records:
-        key = (kind, "" if group is None else group.group_name)
-        record.calls[kind] += 1
-        record.nbytes[kind] += nbytes
-        record.calls_by_group[key] += 1
-        record.nbytes_by_group[key] += nbytes
-        record.events.append((kind, label))
+    note(kind, label, nbytes, "" if group is None else group.group_name)
     if label_check.is_enabled():
         _compare_labels(kind, label, nbytes, group)
 
@@ -284,15 +242,33 @@ def all_reduce(
 ) -> None:
     """Reduce a small tensor over ranks in place; returns when the result may be used.
 
+    Takes what :func:`start_all_reduce` takes.
+    """
+    start_all_reduce(tensor, op=op, group=group, label=label).wait()
+
+
+def start_all_reduce(
+    tensor: torch.Tensor,
+    *,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    label: str = "",
+) -> Pending:
+    """Issue the reduction of a small tensor over ranks in place.
+
     Args:
         tensor: Any shape, equal on all ranks.
         op: ``"sum"``, ``"max"``, ``"min"`` or ``"avg"``.
         group: Ranks to reduce over; None means all.
         label: What for, for counters.
+
+    Returns:
+        The pending collective; complete at once without process groups.
     """
-    if dist.is_initialized():
-        _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
-        dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group)
+    if not dist.is_initialized():
+        return Pending()
+    _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
+    return Pending([dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group, async_op=True)])
 
 
 def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> torch.Tensor:

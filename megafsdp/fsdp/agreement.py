@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megafsdp.buffer.collectives import all_reduce
+from megafsdp.buffer.collectives import Pending, all_reduce, start_all_reduce
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.parameter_group import ParameterGroup
 
@@ -27,17 +27,26 @@ def refresh_with_statistics(groups: Sequence[ParameterGroup]) -> None:
             group.compute_weight.refresh(part)
 
 
-def agree_on_usage(reducers: Sequence[GradientReducer]) -> None:
-    """Exchange one byte a trainable parameter; only a rank that waits reads the answer."""
+def agree_on_usage(reducers: Sequence[GradientReducer]) -> list[Pending]:
+    """Exchange one byte a trainable parameter; only a rank that waits for it reads the answer.
+
+    Returns:
+        The exchanges whose answer this rank has no use for, to be waited for at leisure.
+    """
+    unread = []
     reducers = [r for r in reducers if r.group.is_trainable]
     for everyone in dict.fromkeys(r.group.axes.all_ranks for r in reducers):
         members = [r for r in reducers if r.group.axes.all_ranks == everyone]
         flags = [flag for reducer in members for flag in reducer.usage()]
         if members[0].group.axes.num_ranks > 1:
             votes = torch.tensor(flags, dtype=torch.uint8).to(members[0].group.device)
-            all_reduce(votes, op="max", group=everyone, label="usage")
+            exchange = start_all_reduce(votes, op="max", group=everyone, label="usage")
             if any(reducer.has_pending for reducer in members):
+                exchange.wait()
                 flags = votes.bool().tolist()
+            else:
+                unread.append(exchange)
         answer = iter(flags)
         for reducer in members:
             reducer.resolve_usage([next(answer) for _ in reducer.group.parameters])
+    return unread

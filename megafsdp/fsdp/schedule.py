@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from megafsdp.buffer.collectives import Pending
 from megafsdp.fsdp.agreement import agree_on_usage, refresh_with_statistics
 from megafsdp.fsdp.axes import ExtraGroups
 from megafsdp.fsdp.gradients import GradientReducer
@@ -92,6 +93,7 @@ class FSDPContext:
         self._outer_reductions: list[GradientReducer] = []
         # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
         self._ahead: set[int] = set()
+        self._exchanges: list[Pending] = []
         self.extra_groups = ExtraGroups()
 
     def make_groups(self) -> None:
@@ -131,6 +133,7 @@ class FSDPContext:
     def begin_forward(self) -> None:
         """Start a forward of the root: clean up after an exception, follow the recorded order."""
         self.abandon()
+        self._finish_exchanges()
         self._forward.start()
         self._join_divided()
 
@@ -167,9 +170,16 @@ class FSDPContext:
         self._finish_reductions(keep=0)
         self._release_all()
         if self.is_last_microbatch:
-            agree_on_usage([r for unit in self.units for r in unit.reducers])
+            self._finish_exchanges()
+            self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
         for unit in self.units:
             unit.forget_forwards()
+
+    def _finish_exchanges(self) -> None:
+        """Wait for what the last backward exchanged and nobody here reads."""
+        exchanges, self._exchanges = self._exchanges, []
+        for exchange in exchanges:
+            exchange.wait()
 
     def _release_all(self) -> None:
         self._ahead.clear()
