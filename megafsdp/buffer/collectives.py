@@ -22,6 +22,7 @@ from megafsdp.buffer.collective_record import CollectiveRecord as CollectiveReco
 from megafsdp.buffer.collective_record import note
 from megafsdp.buffer.collective_record import record_collectives as record_collectives
 from megafsdp.buffer.shard_sum import sum_shards
+from megafsdp.device.profiling import profiler_range
 from megafsdp.errors import expected
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ def all_gather(
         (_wire_view(o, as_bytes), _wire_view(s, as_bytes))
         for o, s in zip(output, shards, strict=True)
     ]
-    with torch.profiler.record_function(f"megafsdp::all_gather {label}"):
+    with profiler_range("all_gather", label):
         if len(pairs) == 1:
             (out, shard), *_ = pairs
             return Pending([_all_gather_single(out, shard, group=group, async_op=True)])
@@ -153,7 +154,7 @@ def reduce_scatter(
     _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials), group)
     works: list[dist.Work | None] = []
     finishes: list[Callable[[], None]] = []
-    with torch.profiler.record_function(f"megafsdp::reduce_scatter {label}"):
+    with profiler_range("reduce_scatter", label):
         for out, partial in zip(output, partials, strict=True):
             exchange = _exchange if _is_gloo(group, partial.device) else _library_reduce_scatter
             work, shards_of = exchange(partial, group, reduce_dtype)
@@ -228,7 +229,7 @@ def all_reduce_partials(
     """
     wire = partial.to(reduce_dtype)
     _count("all_reduce", label, wire.numel() * wire.element_size(), group)
-    with torch.profiler.record_function(f"megafsdp::all_reduce {label}"):
+    with profiler_range("all_reduce", label):
         work = dist.all_reduce(wire, group=group, async_op=True)
     return Pending([work], _summing(output, [wire], scale, accumulate))
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from megafsdp.buffer.collectives import require_equal
 from megafsdp.device.memory import ByteLedger
+from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
 from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken
@@ -67,7 +68,6 @@ class FSDPUnit:
         prefetch: int,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        self.name = type(modules[0]).__name__
         self.groups = groups
         self.reducers = [GradientReducer(group) for group in groups]
         self.policy = policy
@@ -87,6 +87,7 @@ class FSDPUnit:
         self._forward_prefetch: list[weakref.ref[ScheduledUnit]] | None = None
         self._backward_prefetch: list[weakref.ref[ScheduledUnit]] | None = None
         self._modules = [weakref.ref(module) for module in modules]
+        self.rename("")
         self._to_run: set[int] = set()
         self._begun: set[int] = set()
         self._token: ForwardToken | None = None
@@ -151,8 +152,8 @@ class FSDPUnit:
             group.mark_stale()
 
     def rename(self, name: str) -> None:
-        """Set the FQN within the root, for messages, counters and profilers."""
-        self.name = name or type(self.modules[0]).__name__
+        """Set the FQN within the root, for messages, counters and profilers; none for its class."""
+        self.name = name or type(self.modules[0]).__name__.removeprefix("FSDP")
         for group in self.groups:
             group.rename(self.name)
 
@@ -178,6 +179,7 @@ class FSDPUnit:
 
     # Forward.
 
+    @in_profiler_range("pre_forward")
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -224,6 +226,7 @@ class FSDPUnit:
         replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
 
+    @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         dtype = self.policy.output_dtype
         if dtype is not None:
@@ -275,6 +278,7 @@ class FSDPUnit:
 
     # Backward.
 
+    @in_profiler_range("pre_backward")
     def begin_backward(self, token: ForwardToken) -> None:
         """Start the unit's backward: called when a gradient of one of its outputs is there."""
         context = self.require_context()
@@ -295,8 +299,11 @@ class FSDPUnit:
 
     def finish_backward(self) -> None:
         """Reshard and hand the gradients to reduction or local accumulation; collective."""
-        if self.phase is not Phase.BACKWARD:
-            return
+        if self.phase is Phase.BACKWARD:
+            self._finish_backward()
+
+    @in_profiler_range("post_backward")
+    def _finish_backward(self) -> None:
         context = self.require_context()
         self.phase = Phase.RESTING
         self.show_sharded()

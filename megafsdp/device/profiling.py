@@ -1,0 +1,51 @@
+"""Ranges that profilers show: what the engine does, for which unit.
+
+They reach ``torch.profiler``, and NVIDIA's tools under ``torch.autograd.profiler.emit_nvtx()``, and
+cost a quarter of a microsecond while nobody looks. Every range is a context, hence balanced
+whatever raises inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+
+class Named(Protocol):
+    """Something with a name for people, such as the FQN of a unit."""
+
+    name: str
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+N = TypeVar("N", bound=Named)
+
+
+def profiler_range(what: str, name: str) -> AbstractContextManager[object]:
+    """Return a context that profilers show as ``megafsdp::<what> <name>``."""
+    # torch.profiler.record_function costs 20 times as much without a profiler.
+    context: AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(
+        f"megafsdp::{what} {name}"
+    )
+    return context
+
+
+def in_profiler_range(
+    what: str,
+) -> Callable[[Callable[Concatenate[N, P], R]], Callable[Concatenate[N, P], R]]:
+    """Make a method run in a range named by its object."""
+
+    def decorate(method: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P], R]:
+        @functools.wraps(method)
+        def run(self: N, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            with profiler_range(what, self.name):
+                return method(self, *args, **kwargs)
+
+        return run
+
+    return decorate
