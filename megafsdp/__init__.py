@@ -14,6 +14,7 @@ from megafsdp.fsdp.main_weights import fully_shard_optimizer, mark_main_weights_
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.optimizer.clip import clip_grad_norm_
+from megafsdp.optimizer.local_parameters import local_parameters
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "load_full_state_dict",
+    "local_parameters",
     "mark_main_weights_changed",
     "microbatch",
     "register_fsdp_forward_method",

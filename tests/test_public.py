@@ -20,6 +20,7 @@ PROMISED = {
     "fully_shard_model",
     "fully_shard_optimizer",
     "load_full_state_dict",
+    "local_parameters",
     "mark_main_weights_changed",
     "microbatch",
     "register_fsdp_forward_method",
@@ -40,6 +41,8 @@ METHODS = {
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
     "set_reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group",
+    "set_reduce_scatter_max_input_buffers",
     "set_post_optim_event",
     "reset_iter_state",
 }

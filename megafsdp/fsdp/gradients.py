@@ -68,10 +68,12 @@ class GradientReducer:
     @property
     def main_grad(self) -> torch.Tensor | None:
         """Return the flat main gradient of this rank, gaps included; None if there is none."""
-        buffer = self._alive_main_grad()
+        buffer = self.main_grad_buffer
         return None if buffer is None else buffer.flat
 
-    def _alive_main_grad(self) -> DBuffer | None:
+    @property
+    def main_grad_buffer(self) -> DBuffer | None:
+        """Return the buffer of the main gradient; None if there is none."""
         return None if self._main_grad is None else self._main_grad()
 
     def accumulate(self) -> None:
@@ -307,7 +309,7 @@ class GradientReducer:
         is_clear = all(s is _State.CLEAR for s in self._states) and not any(
             g is not None for g in grads
         )
-        buffer = self._alive_main_grad()
+        buffer = self.main_grad_buffer
         if buffer is None or is_clear:
             buffer = self._new_main_grad()
             self._main_grad = weakref.ref(buffer)

@@ -183,7 +183,7 @@ class ParameterGroup:
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
         for name, value in vars(original).items():
             setattr(sharded, name, value)
-        setattr(sharded, _GROUP_ATTRIBUTE, weakref.ref(self))
+        tie_to_group(sharded, self)
         if self.dtypes.grad != self.dtypes.main:
             sharded.grad_dtype = self.dtypes.grad
         full = self.compute_weight.assemble(index, parameter.shape)
@@ -260,6 +260,11 @@ class ParameterGroup:
         """Make the modules hold the sharded parameters."""
         for p in self.parameters:
             p.show(p.sharded)
+
+
+def tie_to_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
+    """Note whose main weight a parameter is: a step of an optimizer that holds it changes that."""
+    setattr(parameter, _GROUP_ATTRIBUTE, weakref.ref(group))
 
 
 def group_of(parameter: torch.Tensor) -> ParameterGroup | None:

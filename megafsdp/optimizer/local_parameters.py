@@ -1,0 +1,114 @@
+"""One plain tensor for each flat buffer of main weights, for element-wise optimizers.
+
+An optimizer that knows nothing of sharding steps a model's thousand parameters as a thousand
+DTensors. Over :func:`local_parameters` it steps a few long plain tensors, which hold the same
+memory. That is right for an optimizer whose update of an element depends on that element alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafsdp.buffer.uneven import local_tensor
+from megafsdp.errors import expected
+from megafsdp.fsdp.gradients import GradientReducer
+from megafsdp.fsdp.parameter_group import tie_to_group
+from megafsdp.fsdp.unit import units_below
+
+
+class LocalParameter(nn.Parameter):
+    """What a rank holds of one parameter group's main weight, as one plain 1-D tensor.
+
+    ``grad`` is the group's flat main gradient, present when any of its parameters has a gradient;
+    parameters without one have zeros there. Setting it to None clears all of theirs.
+    """
+
+    _reducer: GradientReducer
+
+    @staticmethod
+    def over(reducer: GradientReducer) -> LocalParameter:
+        """Make the parameter of one group; aliases its main weight."""
+        parameter = torch.Tensor._make_subclass(
+            LocalParameter, reducer.group.main_weight.flat, True
+        )
+        parameter._reducer = reducer
+        tie_to_group(parameter, reducer.group)
+        return parameter
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Return the flat main gradient, gaps included, which hold zeros; None without one."""
+        reducer = self._reducer
+        grads = [p.sharded.grad for p in reducer.group.parameters]
+        buffer = reducer.main_grad_buffer
+        if buffer is None or all(grad is None for grad in grads):
+            return None
+        with torch.no_grad():
+            for index, grad in enumerate(grads):
+                own = buffer.tensor(index)
+                if grad is None:
+                    own.zero_()
+                elif local_tensor(grad).data_ptr() != own.data_ptr():
+                    own.copy_(local_tensor(grad).reshape(-1))
+        return buffer.flat
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise RuntimeError(
+                expected(
+                    "None, or a change in place",
+                    "an assignment",
+                    where="the gradient of a local parameter",
+                    mend="Copy into it, or assign gradients of the model's own parameters",
+                )
+            )
+        for parameter in self._reducer.group.parameters:
+            parameter.sharded.grad = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: the tensor is a part of a model."""
+        raise RuntimeError(
+            expected(
+                "the parameters of a model",
+                "a local parameter",
+                where="pickle",
+                mend="Save the model and an optimizer over model.parameters()",
+            )
+        )
+
+
+def local_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return one plain tensor for each trainable parameter group of a sharded model; local.
+
+    Build an element-wise optimizer over them instead of ``model.parameters()``: the result is the
+    same as long as every parameter of a group gets a gradient, one gets none only together with
+    its group, or the update by a zero gradient is none. Weight decay, too, then holds for all of a
+    group alike. Clip with ``clip_grad_norm_(model, ...)``. The optimizer's states are those of this
+    mesh; an optimizer that is to be saved is built over ``model.parameters()``.
+
+    Args:
+        model: A module with units below it.
+
+    Returns:
+        Tensors of 1 dimension in the main weights' dtype, which alias them; each rank's are its
+        own.
+
+    Raises:
+        ValueError: There is no unit below the model.
+    """
+    units = units_below([model])
+    if not units:
+        raise ValueError(
+            expected(
+                "a model with units below it",
+                "none",
+                where="local_parameters()",
+                mend="Call fully_shard() first",
+            )
+        )
+    reducers = [reducer for unit in units.values() for reducer in unit.reducers]
+    return [LocalParameter.over(reducer) for reducer in reducers if reducer.group.is_trainable]
