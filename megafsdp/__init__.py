@@ -11,6 +11,7 @@ from megafsdp.fsdp.full_state import (
 )
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
 from megafsdp.fsdp.main_weights import fully_shard_optimizer, mark_main_weights_changed
+from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.optimizer.clip import clip_grad_norm_
@@ -33,6 +34,7 @@ __all__ = [
     "load_full_state_dict",
     "local_parameters",
     "mark_main_weights_changed",
+    "materialize",
     "microbatch",
     "register_fsdp_forward_method",
     "summon_full_params",

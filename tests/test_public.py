@@ -22,6 +22,7 @@ PROMISED = {
     "load_full_state_dict",
     "local_parameters",
     "mark_main_weights_changed",
+    "materialize",
     "microbatch",
     "register_fsdp_forward_method",
     "summon_full_params",

@@ -326,7 +326,14 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         raise RuntimeError(f"{len(failures)} other rank(s) raised:\n{quoted}")
 
 
-def require_equal(value: str, *, what: str, group: dist.ProcessGroup, mend: str) -> None:
+def require_equal(
+    value: str,
+    *,
+    what: str,
+    group: dist.ProcessGroup,
+    mend: str,
+    where: str = "the first forward",
+) -> None:
     """Raise on all ranks alike if a string differs between ranks.
 
     Args:
@@ -334,6 +341,7 @@ def require_equal(value: str, *, what: str, group: dist.ProcessGroup, mend: str)
         what: What the value is, for the message.
         group: Ranks that compare.
         mend: How to mend a difference.
+        where: What needs the values to be equal.
 
     Raises:
         ValueError: The values differ.
@@ -345,7 +353,7 @@ def require_equal(value: str, *, what: str, group: dist.ProcessGroup, mend: str)
             expected(
                 f"the same {what} on all ranks",
                 f"another one on ranks {odd[:8]} than on rank 0",
-                where="the first forward",
+                where=where,
                 mend=mend,
             )
         )

@@ -9,6 +9,7 @@ from megafsdp.fsdp.full_state import (
 )
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
 from megafsdp.fsdp.main_weights import fully_shard_optimizer, mark_main_weights_changed
+from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "fully_shard_optimizer",
     "load_full_state_dict",
     "mark_main_weights_changed",
+    "materialize",
     "microbatch",
     "register_fsdp_forward_method",
     "summon_full_params",

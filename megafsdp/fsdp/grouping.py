@@ -56,8 +56,7 @@ def find_parameters(
 
     Raises:
         ValueError: A parameter belongs to another unit already (it is tied across units).
-        NotImplementedError: A parameter is a DTensor, on the meta device, or not floating-point and
-            trainable.
+        NotImplementedError: A parameter is a DTensor, or not floating-point and trainable.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, FoundParameter] = {}
@@ -173,15 +172,6 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 mend="Shard over data parallel ranks alone",
             )
         )
-    if parameter.device.type == "meta":
-        raise NotImplementedError(
-            expected(
-                "parameters with values",
-                f"'{name}' on the meta device",
-                where="fully_shard()",
-                mend="Materialise and initialise the module first",
-            )
-        )
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
         raise NotImplementedError(
             expected(
@@ -203,10 +193,12 @@ def _is_kept_fp32(name: str, module: nn.Module, policy: MixedPrecisionPolicy) ->
 def device_type_of(found: Sequence[FoundParameter]) -> str:
     """Return the device type that all found parameters are on; ``cpu`` if there are none.
 
+    Parameters on the meta device are on none; if all are, CUDA is taken where there is a device.
+
     Raises:
         ValueError: They are on several.
     """
-    types = sorted({item.parameter.device.type for item in found})
+    types = sorted({item.parameter.device.type for item in found if not item.parameter.is_meta})
     if len(types) > 1:
         raise ValueError(
             expected(
@@ -216,4 +208,6 @@ def device_type_of(found: Sequence[FoundParameter]) -> str:
                 mend="Move the module to one device first",
             )
         )
-    return types[0] if types else torch.device("cpu").type
+    if types:
+        return types[0]
+    return torch.device("cuda" if found and torch.cuda.is_available() else "cpu").type

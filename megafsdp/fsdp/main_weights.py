@@ -7,6 +7,9 @@ with or without a gradient on this rank, so no optimizer needs an adapter. Edits
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -28,13 +31,21 @@ def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
 register_optimizer_step_post_hook(_mark_stepped)
 
 
-def mark_main_weights_changed(module: nn.Module) -> None:
+def mark_main_weights_changed(
+    module: nn.Module, parameters: Iterable[torch.Tensor] | None = None
+) -> None:
     """Tell that main weights below a module were edited in place; called on all ranks alike.
 
     Optimizer steps, ``load_state_dict`` and checkpoint loads tell by themselves.
+
+    Args:
+        module: A module with units below it.
+        parameters: Those that have values, if they came on the meta device; None means all.
     """
+    given = None if parameters is None else list(parameters)
     for unit in units_below([module]).values():
         unit.mark_stale()
+        unit.mark_initialized(given)
 
 
 def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -64,6 +64,8 @@ class ManagedParameter:
         name: FQN within the unit, for messages.
         owners: Modules that hold it, with the attribute names; several if it is tied.
         shape: Its full shape.
+        dtype: The dtype in which it is initialised.
+        is_initialized: False if it came without values and none were given since.
         sharded: The optimizer's face.
         unsharded: The face of forward and backward.
     """
@@ -71,6 +73,8 @@ class ManagedParameter:
     name: str
     owners: list[tuple[weakref.ref[nn.Module], str]]
     shape: torch.Size
+    dtype: torch.dtype = field(init=False)
+    is_initialized: bool = field(init=False, default=True)
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter = field(init=False)
 
@@ -86,7 +90,8 @@ class ParameterGroup:
     """Flat buffers and parameter faces of one group.
 
     Args:
-        originals: The parameters as the user made them; their values are copied.
+        originals: The parameters as the user made them; their values are copied. Those on the meta
+            device have none: their rows stay undefined and they count as uninitialised.
         parameters: Their records, in the same order.
         axes: Ranks that divide or replicate the group.
         dtypes: Dtypes of its buffers.
@@ -176,10 +181,12 @@ class ParameterGroup:
 
     def _make_faces(self, index: int, original: nn.Parameter) -> None:
         parameter = self.parameters[index]
-        source = original.detach().reshape(-1)
+        parameter.dtype = original.dtype
+        parameter.is_initialized = not original.is_meta
         local = self.main_weight.tensor(index)
-        start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
-        local.copy_(source[start:stop])
+        if not original.is_meta:
+            start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
+            local.copy_(original.detach().reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
         for name, value in vars(original).items():
             setattr(sharded, name, value)

@@ -1,15 +1,18 @@
 """What a unit checks when torch reads or writes its modules' state dicts.
 
 ``state_dict()`` shows sharded parameters, hence is refused while the unit is at work.
-``load_state_dict()`` copies into main weights, after which compute weights are stale; assigning new
-tensors is refused, since it would cut parameters from their flat buffer.
+``load_state_dict()`` copies into main weights, after which compute weights are stale and the
+parameters that the state dict has are initialised; assigning new tensors is refused, since it would
+cut parameters from their flat buffer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from megafsdp.errors import expected
@@ -27,11 +30,15 @@ class GuardedUnit(Protocol):
     def mark_stale(self) -> None:
         """Note that main weights changed."""
 
+    def mark_initialized(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that sharded parameters have values."""
+
 
 def guard_state_dicts(module: nn.Module, unit: GuardedUnit) -> None:
     """Register the checks on one module of a unit."""
     module.register_state_dict_pre_hook(partial(_before_state_dict, unit))
-    module._register_load_state_dict_pre_hook(partial(_before_load_state_dict, unit))
+    before_load = partial(_before_load_state_dict, unit)
+    module._register_load_state_dict_pre_hook(before_load, with_module=True)
     module.register_load_state_dict_post_hook(partial(_after_load_state_dict, unit))
 
 
@@ -48,7 +55,12 @@ def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
 
 
 def _before_load_state_dict(
-    unit: GuardedUnit, state: object, prefix: str, metadata: dict[str, object], *unused: object
+    unit: GuardedUnit,
+    module: nn.Module,
+    state: Container[str],
+    prefix: str,
+    metadata: dict[str, object],
+    *unused: object,
 ) -> None:
     if metadata.get("assign_to_params_buffers", False):
         raise RuntimeError(
@@ -60,6 +72,8 @@ def _before_load_state_dict(
                 "for full tensors",
             )
         )
+    named = module.named_parameters(remove_duplicate=False)
+    unit.mark_initialized([p for name, p in named if f"{prefix}{name}" in state])
 
 
 def _after_load_state_dict(unit: GuardedUnit, *unused: object) -> None:

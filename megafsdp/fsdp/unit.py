@@ -28,6 +28,7 @@ from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
 from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken
 from megafsdp.fsdp.gradients import GradientReducer
+from megafsdp.fsdp.initialized import mark_initialized, require_initialized
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
@@ -150,6 +151,10 @@ class FSDPUnit:
         """Note that main weights changed: the next unshard refreshes, once."""
         for group in self.groups:
             group.mark_stale()
+
+    def mark_initialized(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Note that sharded parameters have values: those given, or all."""
+        mark_initialized(self.groups, parameters)
 
     def rename(self, name: str) -> None:
         """Set the FQN within the root, for messages, counters and profilers; none for its class."""
@@ -366,10 +371,11 @@ def _adopt_units_below(root: FSDPUnit) -> None:
     """Make ``root`` the outermost unit of all units below it; one small collective.
 
     Raises:
-        RuntimeError: A unit below is at work.
+        RuntimeError: A unit below is at work, or something below has no values.
         ValueError: The ranks do not agree on the layouts.
     """
     units = units_below(root.modules)
+    require_initialized(root.modules, where=f"the first forward of '{root.name}'")
     for name, unit in units.items():
         unit.rename(name)
         if unit.phase is not Phase.RESTING:

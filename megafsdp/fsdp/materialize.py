@@ -1,0 +1,345 @@
+"""Values for a model that was built and sharded on the meta device, one unit at a time.
+
+:func:`materialize` walks the modules as ``nn.Module.apply`` does, children first, and lets the
+initialiser write full plain parameters: those of one unit exist at a time. When the walk leaves a
+unit, each rank keeps its rows and the full tensors go; when it comes back to a module whose
+subtree was written before, its parameters are gathered, so that a parent may edit what its
+children drew. With three units, root, ``a`` and ``b``:
+
+    call            a.up  a.down  a  |  b.up  b.down  b  |  embedding  root
+    full tensors    a     a       a  |  b     b       b  |  embedding  the root's own
+
+Every rank draws all numbers, hence the values do not depend on the number of ranks. Nothing is
+known here of how a parameter is cut; which parameters have values is kept by
+:mod:`megafsdp.fsdp.initialized`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megafsdp.buffer.collectives import raise_together, require_equal
+from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
+from megafsdp.device.memory import Category, FlatStorage, poison
+from megafsdp.errors import expected
+from megafsdp.fsdp.initialized import quote
+from megafsdp.fsdp.meta_tensors import copy_attributes, find_meta_tensors, is_filled
+from megafsdp.fsdp.parameter_group import ManagedParameter, ParameterGroup, group_of
+from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
+
+T = TypeVar("T")
+
+_WHERE = "megafsdp.materialize()"
+
+
+def materialize(
+    model: nn.Module, initialize: Callable[[nn.Module], object] | None = None
+) -> nn.Module:
+    """Create and initialise everything below a model that is on the meta device.
+
+    The result is, bit for bit and for any number of ranks, that of ``model.to_empty(device=...)``
+    with ties kept, followed by ``model.apply(initialize)``, on an unsharded model with the same
+    random state. Beyond the shards there exist at most the full parameters of one unit and what
+    gathers one of them. Collective: called by all ranks alike, with equal random states.
+
+    ``initialize`` is called under ``no_grad`` on every module, except on those whose part of their
+    unit had values throughout before the call: parameters that were not on the meta device, or that
+    were loaded, are only changed by an initialiser of a module above an uninitialised one. A module
+    sees its unit's parameters in full; those of units below it are sharded, and are not to be
+    drawn from there. Either everything is initialised, or the call raises and can be made again.
+
+    Args:
+        model: A module with units below it that are all of its model's.
+        initialize: Fills parameters and buffers of one module in place; None calls the module's
+            ``reset_parameters()`` if there is one.
+
+    Returns:
+        ``model``. Units' parameters stay the objects that they are; parameters outside of units,
+        and buffers, are new ones where they were on the meta device.
+
+    Raises:
+        ValueError: The ranks' random states or models differ, or ``model`` is a part of a unit.
+        RuntimeError: A parameter or buffer was not filled.
+        Exception: What ``initialize`` raises; all ranks raise.
+    """
+    walk = _Walk(model, initialize or _reset_parameters)
+    if not walk.fresh_modules:
+        return model
+    for group in walk.process_groups:
+        require_equal(
+            walk.fingerprint(),
+            what="parameters, shapes and dtypes",
+            group=group,
+            where=_WHERE,
+            mend="Build the same model and wrap the same modules on all ranks",
+        )
+        require_equal(
+            _random_state_digest(walk.device),
+            what="random state",
+            group=group,
+            where=_WHERE,
+            mend="Call torch.manual_seed() with the same seed on all ranks just before",
+        )
+    error = walk.run()
+    try:
+        for group in walk.process_groups:
+            raise_together(error, group)
+    except Exception:
+        walk.forget()
+        raise
+    walk.keep()
+    return model
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _random_state_digest(device: torch.device) -> str:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    digest = hashlib.sha256()
+    for state in states:
+        digest.update(state.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(eq=False)
+class _Managed:
+    """A unit's parameter during the walk.
+
+    Attributes:
+        name: FQN within the model.
+        record: The parameter.
+        group: Its group.
+        has_rows: Whether the main weight holds values, if only of a first visit.
+        storage: The full tensor while it is shown.
+        full: The parameter over it.
+        is_filled: Whether it had values before the walk, or the last visit left no NaN.
+    """
+
+    name: str
+    record: ManagedParameter
+    group: ParameterGroup
+    has_rows: bool
+    storage: FlatStorage | None = None
+    full: nn.Parameter | None = None
+    is_filled: bool = False
+
+    def open(self) -> None:
+        """Show a full tensor: what the ranks hold, gathered, or NaN; collective if they do."""
+        record, sharded = self.record, self.record.sharded
+        self.storage = FlatStorage(
+            record.shape.numel(),
+            record.dtype,
+            device=self.group.device,
+            ledger=self.group.ledger,
+            category=Category.UNSHARDED,
+        )
+        full = self.storage.tensor.view(record.shape)
+        if self.has_rows:
+            full.copy_(full_tensor(sharded.detach()))
+        else:
+            poison(full)
+        self.full = nn.Parameter(full, requires_grad=sharded.requires_grad)
+        copy_attributes(sharded, self.full)
+        record.show(self.full)
+
+    def take_replacement(self) -> None:
+        """Take over the values of a new object that an initialiser put in the place of ours."""
+        assert self.full is not None, "open() comes first"
+        for reference, attribute in self.record.owners:
+            module = reference()
+            shown = None if module is None else module._parameters.get(attribute)
+            if shown is not None and shown is not self.full:
+                self.full.copy_(shown)
+                self.record.show(self.full)
+                return
+
+    def close(self) -> None:
+        """Keep this rank's rows, free the full tensor, show the sharded parameter; local."""
+        assert self.full is not None, "open() comes first"
+        self.is_filled = self.record.is_initialized or is_filled(self.full)
+        own = local_tensor(self.record.sharded)
+        rows = torch.empty_like(own)
+        if isinstance(self.record.sharded, UnevenDTensor):
+            self.record.sharded.like(rows).copy_from_full_(self.full)
+        else:
+            rows.copy_(self.full)
+        if self.has_rows:
+            # A narrower dtype showed rounded values of a parameter that was initialised or trained
+            # before: elements that were not written keep all their bits.
+            rows = torch.where(own.to(self.record.dtype) == rows.to(self.record.dtype), own, rows)
+        own.copy_(rows)
+        self.group.mark_stale()
+        self.has_rows = True
+        self.discard()
+
+    def discard(self) -> None:
+        """Free the full tensor, whatever it holds, and show the sharded parameter."""
+        self.record.show(self.record.sharded)
+        self.full = self.storage = None
+
+
+class _Walk:
+    """One visit of all modules below a model; see :func:`materialize`."""
+
+    def __init__(self, model: nn.Module, initialize: Callable[[nn.Module], object]) -> None:
+        self.model = model
+        self.initialize = initialize
+        self.units = units_below([model])
+        self.managed = self._find_managed()
+        self.plain = find_meta_tensors(model)
+        self.device = self._device()
+        self.fresh_modules = self._find_fresh_modules()
+        self._made: dict[int, torch.Tensor] = {}
+        self._open: list[_Managed] = []
+        self._unit: FSDPUnit | None = None
+        self._error: Exception | None = None
+
+    def _find_managed(self) -> dict[int, list[_Managed]]:
+        """Return the units' parameters by the id of each owner."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        found: dict[int, list[_Managed]] = {}
+        known: set[int] = set()
+        for unit in self.units.values():
+            for group in unit.groups:
+                for record in group.parameters:
+                    known.add(id(record.sharded))
+                    name = names.get(id(record.sharded), record.name)
+                    has_rows = record.is_initialized
+                    managed = _Managed(name, record, group, has_rows, is_filled=has_rows)
+                    for reference, _ in record.owners:
+                        found.setdefault(id(reference()), []).append(managed)
+        named = self.model.named_parameters()
+        foreign = [name for name, p in named if group_of(p) is not None and id(p) not in known]
+        if foreign or not self.units:
+            got = f"a part of one, which owns {quote(foreign)}" if foreign else "none"
+            raise ValueError(
+                expected(
+                    "a module with units below it",
+                    got,
+                    where=_WHERE,
+                    mend="Call it on the outermost module given to fully_shard(), after that",
+                )
+            )
+        return found
+
+    def _device(self) -> torch.device:
+        groups = [group for unit in self.units.values() for group in unit.groups]
+        return groups[0].device if groups else torch.get_default_device()
+
+    def _find_fresh_modules(self) -> set[int]:
+        """Return the ids of modules that directly hold something without values."""
+        managed = self.managed.items()
+        fresh = {owner for owner, items in managed if not all(m.has_rows for m in items)}
+        return fresh | set(self.plain)
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Return the ranks of each mesh below the model."""
+        groups = [group for unit in self.units.values() for group in unit.groups]
+        return list(dict.fromkeys(group.axes.all_ranks for group in groups))
+
+    def fingerprint(self) -> str:
+        """Return what ranks must have in common for the walk to be the same."""
+        parameters = [
+            (name, group.layout.fingerprint(), [p.is_initialized for p in group.parameters])
+            for name, unit in self.units.items()
+            for group in unit.groups
+        ]
+        return repr((parameters, [item.name for item in _flat(self.plain)]))
+
+    def run(self) -> Exception | None:
+        """Visit all modules; return the error of this rank instead of raising it."""
+        with torch.no_grad():
+            try:
+                self._visit(self.model, unit_of(self.model))
+                self._close_all()
+            finally:
+                for managed in self._open:
+                    managed.discard()
+        return self._error or self._unfilled()
+
+    def _visit(self, module: nn.Module, unit: FSDPUnit | None) -> None:
+        for child in module.children():
+            self._visit(child, unit_of(child) or unit)
+        part = list(_part_of_unit(module, unit))
+        tensors = (t for m in part for t in [*m._parameters.values(), *m._buffers.values()])
+        has_tensors = any(tensor is not None for tensor in tensors)
+        if has_tensors and not any(id(m) in self.fresh_modules for m in part):
+            return
+        if unit is not self._unit:
+            self._close_all()
+            self._unit = unit
+        for managed in (item for m in part for item in self.managed.get(id(m), ())):
+            if managed.full is None:
+                managed.open()
+                self._open.append(managed)
+        self._make_plain(module)
+        # A rank that has failed goes on walking: the others gather with it.
+        if self._error is None:
+            try:
+                self.initialize(module)
+                for managed in self._open:
+                    managed.take_replacement()
+            except Exception as error:
+                self._error = error
+
+    def _make_plain(self, module: nn.Module) -> None:
+        """Give what a module itself holds on the meta device memory, filled with NaN."""
+        for item in self.plain.get(id(module), ()):
+            item.give_memory(self._made, self.device)
+
+    def _close_all(self) -> None:
+        while self._open:
+            self._open[-1].close()
+            self._open.pop()
+
+    def _unfilled(self) -> RuntimeError | None:
+        names = [m.name for m in dict.fromkeys(_flat(self.managed)) if not m.is_filled]
+        names += [item.name for item in _flat(self.plain) if not item.is_filled()]
+        if not names:
+            return None
+        return RuntimeError(
+            expected(
+                "an initialiser that fills everything",
+                f"{quote(names)} left as they were, or with NaN in them",
+                where=_WHERE,
+                mend="Give initialize=, a function that fills the parameters and buffers of one "
+                "module, or the modules a reset_parameters()",
+            )
+        )
+
+    def keep(self) -> None:
+        """Note that everything has values."""
+        for unit in self.units.values():
+            unit.mark_initialized()
+
+    def forget(self) -> None:
+        """Return what the walk made to the meta device, so that another walk begins afresh."""
+        for item in _flat(self.plain):
+            item.restore()
+
+
+def _flat(lists: dict[int, list[T]]) -> Iterator[T]:
+    return itertools.chain.from_iterable(lists.values())
+
+
+def _part_of_unit(module: nn.Module, unit: FSDPUnit | None) -> Iterator[nn.Module]:
+    """Yield a module and those below it, without other units below it."""
+    yield module
+    for child in module.children():
+        if unit_of(child) in (None, unit):
+            yield from _part_of_unit(child, unit)
