@@ -32,9 +32,16 @@ from megafsdp.checkpoint.records import RecordReader, require_files
 from megafsdp.checkpoint.regions import Region, local_regions, local_view
 from megafsdp.checkpoint.rng import restore_rng_state
 from megafsdp.checkpoint.save import HasState
-from megafsdp.checkpoint.state_dict import model_state, modules_with_extra_state, parameter_names
+from megafsdp.checkpoint.state_dict import (
+    canonical_name,
+    model_state,
+    modules_with_extra_state,
+    parameter_names,
+)
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
+from megafsdp.fsdp.full_state import device_below
+from megafsdp.fsdp.meta_tensors import give_memory_to_meta_tensors
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
@@ -275,12 +282,11 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
 
 def _commit(plan: _Plan, targets: _Targets) -> None:
     """Write into the targets; every check has passed on every rank."""
-    _copy_tensors(plan)
+    _copy_tensors(plan, targets.model)
     if targets.model is not None:
         for key, module in modules_with_extra_state(targets.model):
             if key in plan.objects:
                 module.set_extra_state(plan.objects[key])
-        mark_main_weights_changed(targets.model)
     if plan.optimizer is not None:
         plan.optimizer.commit(plan.objects, skipped=set(plan.match.kept))
     if targets.optimizer is not None:
@@ -296,9 +302,23 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
             )
 
 
+def _give_memory(plan: _Plan, model: nn.Module) -> None:
+    """Replace what is on the meta device and about to be loaded, in the model and in the plan."""
+    give_memory_to_meta_tensors(
+        model,
+        device_below(model),
+        is_wanted=lambda name: f"model.{canonical_name(name)}" in plan.match.sources,
+    )
+    for key, tensor in model_state(model).tensors.items():
+        if key in plan.tensors and plan.tensors[key].is_meta:
+            plan.tensors[key] = tensor
+
+
 @torch.no_grad()
-def _copy_tensors(plan: _Plan) -> None:
+def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
     """Read each record that meets this rank's regions once and copy its pieces."""
+    if model is not None:
+        _give_memory(plan, model)
     with RecordReader(plan.directory) as reader:
         last, stored = None, torch.empty(0)
         for copy in plan.copies:
@@ -307,6 +327,9 @@ def _copy_tensors(plan: _Plan) -> None:
             target = local_view(plan.tensors[copy.key], copy.region)
             piece = stored[copy.piece.slices_in(copy.stored)]
             target[copy.piece.slices_in(copy.region)].copy_(piece)
+    if model is not None:
+        loaded = [plan.tensors[key] for key in plan.match.sources if key in plan.tensors]
+        mark_main_weights_changed(model, loaded)
 
 
 def _restore_rng(plan: _Plan) -> None:

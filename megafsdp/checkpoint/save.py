@@ -43,6 +43,7 @@ from megafsdp.checkpoint.state_dict import (
     plain,
 )
 from megafsdp.errors import CheckpointError, expected
+from megafsdp.fsdp.initialized import require_initialized
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
@@ -176,6 +177,7 @@ def _collect(
     stateful: dict[str, HasState | None],
     extra: Mapping[str, object] | None,
 ) -> CanonicalState:
+    require_initialized([model], where="checkpoint.save()")
     state = model_state(model)
     if optimizer is not None:
         of_optimizer = optimizer_state(optimizer, parameter_names(model))

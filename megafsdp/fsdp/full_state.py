@@ -11,7 +11,9 @@ from torch import nn
 from megafsdp.buffer.collectives import raise_together
 from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.errors import expected
+from megafsdp.fsdp.initialized import require_initialized
 from megafsdp.fsdp.main_weights import mark_main_weights_changed
+from megafsdp.fsdp.meta_tensors import give_memory_to_meta_tensors
 from megafsdp.fsdp.unit import FSDPUnit, units_below
 
 _MAX_NAMES = 20
@@ -27,7 +29,11 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Returns:
         The same dict on every rank: copies, on the model's device.
+
+    Raises:
+        RuntimeError: Something has no values since it came on the meta device.
     """
+    require_initialized([model], where="full_state_dict()")
     state = model.state_dict()
     return {name: full_tensor(tensor).detach().clone() for name, tensor in state.items()}
 
@@ -48,6 +54,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     """
     own = model.state_dict()
     raise_together(_mismatch(own, state))
+    give_memory_to_meta_tensors(model, device_below(model), is_wanted=own.__contains__)
+    own = model.state_dict()
     with torch.no_grad():
         for name, tensor in own.items():
             if isinstance(tensor, UnevenDTensor):
@@ -55,6 +63,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
             else:
                 local_tensor(tensor).copy_(state[name])
     mark_main_weights_changed(model)
+
+
+def device_below(module: nn.Module) -> torch.device:
+    """Return the device of the units below a module; torch's default device without any."""
+    units = [unit for unit in units_below([module]).values() if unit.groups]
+    return units[0].device if units else torch.get_default_device()
 
 
 def _mismatch(

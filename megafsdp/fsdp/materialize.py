@@ -30,6 +30,7 @@ from megafsdp.buffer.collectives import raise_together, require_equal
 from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
+from megafsdp.fsdp.full_state import device_below
 from megafsdp.fsdp.initialized import quote
 from megafsdp.fsdp.meta_tensors import copy_attributes, find_meta_tensors, is_filled
 from megafsdp.fsdp.parameter_group import ManagedParameter, ParameterGroup, group_of
@@ -201,7 +202,7 @@ class _Walk:
         self.units = units_below([model])
         self.managed = self._find_managed()
         self.plain = find_meta_tensors(model)
-        self.device = self._device()
+        self.device = device_below(model)
         self.fresh_modules = self._find_fresh_modules()
         self._made: dict[int, torch.Tensor] = {}
         self._open: list[_Managed] = []
@@ -235,10 +236,6 @@ class _Walk:
                 )
             )
         return found
-
-    def _device(self) -> torch.device:
-        groups = [group for unit in self.units.values() for group in unit.groups]
-        return groups[0].device if groups else torch.get_default_device()
 
     def _find_fresh_modules(self) -> set[int]:
         """Return the ids of modules that directly hold something without values."""

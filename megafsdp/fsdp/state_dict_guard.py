@@ -16,12 +16,17 @@ import torch
 from torch import nn
 
 from megafsdp.errors import expected
+from megafsdp.fsdp.meta_tensors import give_memory_to_meta_tensors
 
 
 class GuardedUnit(Protocol):
     """What the guard must know of a unit."""
 
     name: str
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the unit's parameters live."""
 
     @property
     def is_resting(self) -> bool:
@@ -72,6 +77,9 @@ def _before_load_state_dict(
                 "for full tensors",
             )
         )
+    give_memory_to_meta_tensors(
+        module, unit.device, is_wanted=lambda name: f"{prefix}{name}" in state
+    )
     named = module.named_parameters(remove_duplicate=False)
     unit.mark_initialized([p for name, p in named if f"{prefix}{name}" in state])
 

@@ -107,6 +107,11 @@ class FSDPUnit:
         return [module for module in (reference() for reference in self._modules) if module]
 
     @property
+    def device(self) -> torch.device:
+        """Return where the parameters live; torch's default device if there are none."""
+        return self.groups[0].device if self.groups else torch.get_default_device()
+
+    @property
     def is_unsharded(self) -> bool:
         """Tell whether a sharded group's full storage is allocated."""
         return any(g.axes.is_sharded and g.is_unsharded for g in self.groups)
