@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -155,6 +156,19 @@ def test_values_are_those_of_the_unsharded_procedure(
 ) -> None:
     """Bit for bit, whatever the number of ranks and what is divided among them."""
     ranks(num_ranks).run(_equals_unsharded, strategy)
+
+
+def _equals_unsharded_on_a_2d_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    net = shard(on_meta(Net), mesh=mesh)
+    torch.manual_seed(SEED)
+    materialize(net)
+    assert_equal_state(net, unsharded(Net))
+
+
+def test_replicas_of_shards_are_equal(ranks: Ranks) -> None:
+    """A 2-D mesh: the rows are those of the last axis."""
+    ranks(4).run(_equals_unsharded_on_a_2d_mesh)
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
@@ -366,8 +380,13 @@ def _load_sharded() -> None:
         full_state_dict(net)
     net.load_state_dict({**state, "norm.bias": missing})
     assert_equal_state(net, Net(seed=5))
-    net.blocks[0].load_state_dict(source.blocks[1].state_dict())
     net(*mine(batches(1)[0]))
+    deep, wanted = shard_deep(on_meta(Deep)), shard_deep(unsharded(Deep))
+    deep.load_state_dict(wanted.state_dict())
+    for name, block in deep.named_modules():
+        if isinstance(block, Residual):
+            block.angles = wanted.get_submodule(name).angles
+    assert_equal_state(deep, unsharded(Deep))
 
 
 def _load_some_and_initialise_the_rest() -> None:
