@@ -289,6 +289,7 @@ def _unfilled() -> None:
         assert f"stages.0.{name}'" in str(caught.value)
     assert "'stages.0.0.mask'" in str(caught.value)
     assert "up.weight" not in str(caught.value)
+    assert all(buffer.is_meta for buffer in model.buffers())
     with pytest.raises(RuntimeError, match=r"materialize\(model\)"):
         model(torch.ones(1, 5))
     torch.manual_seed(SEED)
@@ -477,7 +478,9 @@ def test_parameters_with_values_keep_their_bits(ranks: Ranks) -> None:
 
 def _outside_of_units() -> None:
     def build() -> nn.Module:
-        return nn.ModuleDict({"unit": Block(), "ignoring": nn.Linear(3, 4), "plain": Block()})
+        unit, ignoring, plain, tied = Block(), nn.Linear(3, 4), nn.Linear(5, 5), nn.Linear(5, 5)
+        tied.weight = plain.weight
+        return nn.ModuleDict({"unit": unit, "ignoring": ignoring, "plain": plain, "tied": tied})
 
     model = on_meta(build)
     model["ignoring"].bias.note = "kept"
@@ -487,6 +490,7 @@ def _outside_of_units() -> None:
     torch.manual_seed(SEED)
     materialize(model)
     assert_equal_state(model, unsharded(build))
+    assert model["tied"].weight is model["plain"].weight
     bias = model["ignoring"].bias
     assert (bias.note, bias.requires_grad, bias.device.type) == ("kept", False, "cpu")
 
