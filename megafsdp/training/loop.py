@@ -16,7 +16,7 @@ from torch import nn
 from megafsdp.buffer.collectives import raise_together
 from megafsdp.checkpoint.agreement import attempt
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
-from megafsdp.fsdp import MixedPrecisionPolicy, fully_shard_model
+from megafsdp.fsdp import MixedPrecisionPolicy, fully_shard_model, materialize
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.training.config import Config
 from megafsdp.training.datasets import Datasets, build_datasets
@@ -263,11 +263,14 @@ def _loader(
 
 
 def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> nn.Module:
-    """Build the model alike on all ranks and divide it among them; collective."""
-    with world.device:
-        model = build_model(model_config, seed=config.run.seed)
+    """Divide the model among the ranks and initialise it, a unit at a time; collective.
+
+    The weights are those of ``build_model`` with the run's seed, whatever the number of ranks.
+    """
+    with torch.device("meta"):
+        model = build_model(model_config)
     precision, parallel = config.precision, config.parallel
-    return fully_shard_model(
+    fully_shard_model(
         model,
         unit_classes(model_config),
         mesh=parallel.dims().build_mesh(world.device.type),
@@ -281,3 +284,6 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
             keep_fp32=tuple(precision.keep_fp32),
         ),
     )
+    with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+        torch.manual_seed(config.run.seed)
+        return materialize(model)

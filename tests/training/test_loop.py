@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
+from megafsdp import full_state_dict
 from megafsdp.errors import ConfigError, DataError
-from megafsdp.training import Config, RunSummary, config_from_dict, evaluation, train
+from megafsdp.models import build_model
+from megafsdp.training import Config, RunSummary, config_from_dict, evaluation, loop, train
 from megafsdp.training.step import StepResult
+from megafsdp.training.world import find_world
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, tiny, write_corpus
 
@@ -227,3 +231,21 @@ def test_bad_configuration_is_refused_before_anything_is_written(tmp_path: Path)
     with pytest.raises(ConfigError):
         train(tiny(tmp_path, optimizer={"lr": -1.0}))
     assert not (tmp_path / "run").exists()
+
+
+def _weights_of_a_run(folder: Path) -> None:
+    config = tiny(folder)
+    model_config = config.model.resolve()
+    before = torch.get_rng_state()
+    model = loop._build_sharded(config, model_config, find_world("cpu"))
+    assert torch.equal(torch.get_rng_state(), before), "the rank's own random state is left alone"
+    reference = build_model(model_config, seed=config.run.seed)
+    state = full_state_dict(model)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_initial_weights_are_those_of_the_seed(ranks: Ranks, tmp_path: Path) -> None:
+    """Initialising the divided model gives what building the whole one gives."""
+    write_corpus(tmp_path)
+    ranks(2).run(_weights_of_a_run, tmp_path)
