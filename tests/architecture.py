@@ -63,7 +63,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "compute_weight",
         "parameter_group",
         "initialized",
-        "meta_tensors",
+        "plain_tensors",
         "gradients",
         "agreement",
         "order",

@@ -41,7 +41,7 @@ from megafsdp.checkpoint.state_dict import (
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_state import device_below
-from megafsdp.fsdp.meta_tensors import give_memory_to_meta_tensors
+from megafsdp.fsdp.plain_tensors import give_memory_to_meta_tensors
 
 _log = logging.getLogger("megafsdp.checkpoint")
 

@@ -13,7 +13,7 @@ from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.initialized import require_initialized
 from megafsdp.fsdp.main_weights import mark_main_weights_changed
-from megafsdp.fsdp.meta_tensors import give_memory_to_meta_tensors
+from megafsdp.fsdp.plain_tensors import give_memory_to_meta_tensors
 from megafsdp.fsdp.unit import FSDPUnit, units_below
 
 _MAX_NAMES = 20

@@ -59,8 +59,9 @@ def fully_shard(
 
     Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
     below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights.
-    Parameter values are taken from every rank's own copy: initialise all ranks alike. No collective
-    is issued before the first forward, except to build a default mesh.
+    Parameter values are taken from every rank's own copy: initialise all ranks alike. Parameters on
+    the meta device have none until ``materialize`` or a load. No collective is issued before the
+    first forward, except to build a default mesh.
 
     Args:
         module: The module or modules, changed in place.

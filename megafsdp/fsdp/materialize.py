@@ -32,8 +32,8 @@ from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
 from megafsdp.fsdp.full_state import device_below
 from megafsdp.fsdp.initialized import quote
-from megafsdp.fsdp.meta_tensors import copy_attributes, find_meta_tensors, is_filled
 from megafsdp.fsdp.parameter_group import ManagedParameter, ParameterGroup, group_of
+from megafsdp.fsdp.plain_tensors import PlainTensor, copy_attributes, find_plain_tensors, is_filled
 from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
 
 T = TypeVar("T")
@@ -52,10 +52,10 @@ def materialize(
     gathers one of them. Collective: called by all ranks alike, with equal random states.
 
     ``initialize`` is called under ``no_grad`` on every module, except on those whose part of their
-    unit had values throughout before the call: parameters that were not on the meta device, or that
-    were loaded, are only changed by an initialiser of a module above an uninitialised one. A module
-    sees its unit's parameters in full; those of units below it are sharded, and are not to be
-    drawn from there. Either everything is initialised, or the call raises and can be made again.
+    unit had values throughout before the call. What had values, because it was not on the meta
+    device or was loaded, keeps them, whatever is written to it meanwhile. A module sees its unit's
+    parameters in full; those of units below it are sharded, and are not to be drawn from there.
+    Either everything is initialised, or the call raises and can be made again.
 
     Args:
         model: A module with units below it that are all of its model's.
@@ -104,6 +104,10 @@ def _reset_parameters(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
+
+
+def _has_reset_parameters(module: nn.Module) -> bool:
+    return callable(getattr(module, "reset_parameters", None))
 
 
 def _random_state_digest(device: torch.device) -> str:
@@ -169,22 +173,20 @@ class _Managed:
                 return
 
     def close(self) -> None:
-        """Keep this rank's rows, free the full tensor, show the sharded parameter; local."""
+        """Keep this rank's rows, free the full tensor, show the sharded parameter; local.
+
+        A parameter that had values before the walk keeps those, whatever was written.
+        """
         assert self.full is not None, "open() comes first"
-        self.is_filled = self.record.is_initialized or is_filled(self.full)
-        own = local_tensor(self.record.sharded)
-        rows = torch.empty_like(own)
-        if isinstance(self.record.sharded, UnevenDTensor):
-            self.record.sharded.like(rows).copy_from_full_(self.full)
-        else:
-            rows.copy_(self.full)
-        if self.has_rows:
-            # A narrower dtype showed rounded values of a parameter that was initialised or trained
-            # before: elements that were not written keep all their bits.
-            rows = torch.where(own.to(self.record.dtype) == rows.to(self.record.dtype), own, rows)
-        own.copy_(rows)
-        self.group.mark_stale()
-        self.has_rows = True
+        if not self.record.is_initialized:
+            sharded = self.record.sharded
+            if isinstance(sharded, UnevenDTensor):
+                sharded.copy_from_full_(self.full)
+            else:
+                local_tensor(sharded).copy_(self.full)
+            self.is_filled = is_filled(self.full)
+            self.has_rows = True
+            self.group.mark_stale()
         self.discard()
 
     def discard(self) -> None:
@@ -201,10 +203,12 @@ class _Walk:
         self.initialize = initialize
         self.units = units_below([model])
         self.managed = self._find_managed()
-        self.plain = find_meta_tensors(model)
+        self.plain = find_plain_tensors(model, is_meta=True)
+        self.plain_with_values = find_plain_tensors(model, is_meta=False)
         self.device = device_below(model)
         self.fresh_modules = self._find_fresh_modules()
         self._made: dict[int, torch.Tensor] = {}
+        self._kept: dict[PlainTensor, torch.Tensor] = {}
         self._open: list[_Managed] = []
         self._unit: FSDPUnit | None = None
         self._error: Exception | None = None
@@ -267,11 +271,15 @@ class _Walk:
             finally:
                 for managed in self._open:
                     managed.discard()
+                for item, values in self._kept.items():
+                    item.restore(values)
         return self._error or self._unfilled()
 
     def _visit(self, module: nn.Module, unit: FSDPUnit | None) -> None:
         for child in module.children():
             self._visit(child, unit_of(child) or unit)
+        if self.initialize is _reset_parameters and not _has_reset_parameters(module):
+            return
         part = list(_part_of_unit(module, unit))
         tensors = (t for m in part for t in [*m._parameters.values(), *m._buffers.values()])
         has_tensors = any(tensor is not None for tensor in tensors)
@@ -280,11 +288,7 @@ class _Walk:
         if unit is not self._unit:
             self._close_all()
             self._unit = unit
-        for managed in (item for m in part for item in self.managed.get(id(m), ())):
-            if managed.full is None:
-                managed.open()
-                self._open.append(managed)
-        self._make_plain(module)
+        self._prepare(module, part)
         # A rank that has failed goes on walking: the others gather with it.
         if self._error is None:
             try:
@@ -294,8 +298,15 @@ class _Walk:
             except Exception as error:
                 self._error = error
 
-    def _make_plain(self, module: nn.Module) -> None:
-        """Give what a module itself holds on the meta device memory, filled with NaN."""
+    def _prepare(self, module: nn.Module, part: list[nn.Module]) -> None:
+        """Show a module's part of its unit in full; give the module's own plain tensors memory."""
+        for managed in (item for m in part for item in self.managed.get(id(m), ())):
+            if managed.full is None:
+                managed.open()
+                self._open.append(managed)
+        for item in (item for m in part for item in self.plain_with_values.get(id(m), ())):
+            if item not in self._kept:
+                self._kept[item] = item.original.detach().clone()
         for item in self.plain.get(id(module), ()):
             item.give_memory(self._made, self.device)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.meta_tensors import give_memory_to_meta_tensors
+from megafsdp.fsdp.plain_tensors import give_memory_to_meta_tensors
 
 
 class GuardedUnit(Protocol):

@@ -22,9 +22,10 @@ _CONSTRUCTORS: Mapping[Architecture, Callable[[ModelConfig], LanguageModel]] = M
 def build_model(config: ModelConfig, *, seed: int | None = None) -> LanguageModel:
     """Build an initialised model on torch's default device and in its default dtype.
 
-    Under ``with torch.device("meta")`` no memory is taken; materialise with ``to_empty()`` and call
-    ``reset_parameters()`` of each module in the order of ``modules()`` for the same numbers. The
-    call is local; ranks that give the same seed get the same weights.
+    Under ``with torch.device("meta")`` no memory is taken; ``megafsdp.materialize()`` after
+    ``fully_shard_model()``, or ``to_empty()`` and ``reset_parameters()`` of each module in the
+    order of ``modules()``, draw the same numbers. The call is local; ranks that give the same seed
+    get the same weights.
 
     Args:
         config: What to build.

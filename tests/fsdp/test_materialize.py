@@ -130,7 +130,10 @@ def _equals_unsharded(strategy: str) -> None:
     after = torch.get_rng_state()
     net = shard(on_meta(Net), strategy=strategy)
     torch.manual_seed(SEED)
-    assert materialize(net) is net
+    with record_collectives() as record:
+        assert materialize(net) is net
+    # The embedding's weight alone is shown again, as the head's, after the blocks.
+    assert record.calls["all_gather"] == (strategy != "no_shard")
     assert torch.equal(torch.get_rng_state(), after), "the walk draws what apply() draws"
     assert_equal_state(net, reference)
     assert net.head.weight is net.embedding.weight
@@ -366,6 +369,8 @@ def _load_full() -> None:
     # The state dict has no non-persistent buffers.
     with pytest.raises(RuntimeError, match=r"got 'stages\.0\.0\.angles', 'stages.0.1.angles', "):
         full_state_dict(model)
+    materialize(model)
+    assert all(m.angles.abs().allclose(torch.ones(4)) for m in model.stages[0])
     for name, block in model.named_modules():
         if isinstance(block, Residual):
             block.angles = reference.get_submodule(name).angles
@@ -457,22 +462,27 @@ def _bits_of_real_parameters_survive() -> None:
     fully_shard(model)
     with torch.no_grad():
         model[0].weight.add_(1e-4)  # Below the precision of bf16, in which it is shown.
-        model[0].bias.zero_()
     before = full_tensor(model[0].weight).clone()
+    counts = model[0].counts = nn.Buffer(torch.arange(3))
 
     def fill(module: nn.Module) -> None:
         initialize(module)
         if module is model:
+            assert torch.equal(module[0].weight, before.bfloat16())
             module[0].bias.fill_(2.0)
+            module[0].weight.zero_()
+            module[0].counts.zero_()
+            module[0].counts = torch.ones(3)
 
     materialize(model, fill)
     assert torch.equal(full_tensor(model[0].weight), before)
     assert not torch.equal(before, before.bfloat16().float())
-    assert torch.equal(full_tensor(model[0].bias), torch.full((3,), 2.0))
+    assert model[0].counts is counts
+    assert counts.tolist() == [0, 1, 2]
 
 
 def test_parameters_with_values_keep_their_bits(ranks: Ranks) -> None:
-    """A parent's initialiser sees them in their own dtype; what it leaves alone stays."""
+    """A parent's initialiser sees them in their own dtype; what it writes there is dropped."""
     ranks(2).run(_bits_of_real_parameters_survive)
 
 

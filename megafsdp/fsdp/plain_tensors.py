@@ -1,4 +1,4 @@
-"""Buffers, and parameters outside of units, on the meta device: memory for them, and traces of use.
+"""Buffers, and parameters outside of units: memory for those on the meta device, traces of use.
 
 A tensor without values becomes one full of NaN (bytes of 0x7F where the dtype has no NaN), so that
 whether somebody wrote it can be seen from what it holds. Parameters of units are none of this
@@ -12,19 +12,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megafsdp.device.memory import poison
 
 
-@dataclass(frozen=True)
-class MetaTensor:
-    """A buffer, or a parameter outside of units, that is or was on the meta device.
+@dataclass(frozen=True, eq=False)
+class PlainTensor:
+    """A buffer, or a parameter outside of units, where it was found.
 
     Attributes:
         name: FQN within the model.
         module: The module that holds it.
         attribute: Its name there.
-        original: The meta tensor.
+        original: What was found.
     """
 
     name: str
@@ -52,19 +53,23 @@ class MetaTensor:
             return True
         return not tensor.is_meta and is_filled(tensor)
 
-    def restore(self) -> None:
-        """Put the meta tensor back."""
+    def restore(self, values: torch.Tensor | None = None) -> None:
+        """Put the tensor that was found back, with values if they are given."""
+        if values is not None:
+            self.original.copy_(values)
         setattr(self.module, self.attribute, self.original)
 
 
-def find_meta_tensors(model: nn.Module) -> dict[int, list[MetaTensor]]:
-    """Return what the modules below a model hold on the meta device, by module id."""
-    found: dict[int, list[MetaTensor]] = {}
+def find_plain_tensors(model: nn.Module, *, is_meta: bool) -> dict[int, list[PlainTensor]]:
+    """Return the plain tensors of the modules below a model, with values or not, by module id."""
+    found: dict[int, list[PlainTensor]] = {}
     for prefix, module in model.named_modules():
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and tensor.is_meta:
+            if tensor is None or isinstance(tensor, DTensor):
+                continue
+            if tensor.is_meta == is_meta:
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                item = MetaTensor(name, module, attribute, tensor)
+                item = PlainTensor(name, module, attribute, tensor)
                 found.setdefault(id(module), []).append(item)
     return found
 
@@ -80,7 +85,7 @@ def give_memory_to_meta_tensors(
         is_wanted: Tells whether a name within ``model`` is one of them.
     """
     made: dict[int, torch.Tensor] = {}
-    for items in find_meta_tensors(model).values():
+    for items in find_plain_tensors(model, is_meta=True).values():
         for item in items:
             if is_wanted(item.name):
                 item.give_memory(made, device)
