@@ -11,7 +11,7 @@ from torch import nn
 from megafsdp.buffer.collectives import raise_together
 from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.errors import expected
-from megafsdp.fsdp.initialized import require_initialized
+from megafsdp.fsdp.initialized import device_of, require_initialized
 from megafsdp.fsdp.main_weights import mark_main_weights_changed
 from megafsdp.fsdp.plain_tensors import give_memory_to_meta_tensors
 from megafsdp.fsdp.unit import FSDPUnit, units_below
@@ -67,8 +67,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 def device_below(module: nn.Module) -> torch.device:
     """Return the device of the units below a module; torch's default device without any."""
-    units = [unit for unit in units_below([module]).values() if unit.groups]
-    return units[0].device if units else torch.get_default_device()
+    return device_of([group for unit in units_below([module]).values() for group in unit.groups])
 
 
 def _mismatch(

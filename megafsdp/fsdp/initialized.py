@@ -28,6 +28,11 @@ def mark_initialized(
                 record.is_initialized = True
 
 
+def device_of(groups: Sequence[ParameterGroup]) -> torch.device:
+    """Return the device of groups of one model; torch's default device if there are none."""
+    return groups[0].device if groups else torch.get_default_device()
+
+
 def uninitialized_names(module: nn.Module) -> list[str]:
     """Return the FQNs of what has no values below a module at rest; local."""
     parameters = list(module.named_parameters())

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
+from megafsdp.fsdp.initialized import mark_initialized
 from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.fsdp.unit import units_below
 
@@ -45,7 +46,7 @@ def mark_main_weights_changed(
     given = None if parameters is None else list(parameters)
     for unit in units_below([module]).values():
         unit.mark_stale()
-        unit.mark_initialized(given)
+        mark_initialized(unit.groups, given)
 
 
 def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -31,7 +31,7 @@ from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
 from megafsdp.fsdp.full_state import device_below
-from megafsdp.fsdp.initialized import quote
+from megafsdp.fsdp.initialized import mark_initialized, quote
 from megafsdp.fsdp.parameter_group import ManagedParameter, ParameterGroup, group_of
 from megafsdp.fsdp.plain_tensors import PlainTensor, copy_attributes, find_plain_tensors, is_filled
 from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
@@ -333,7 +333,7 @@ class _Walk:
     def keep(self) -> None:
         """Note that everything has values."""
         for unit in self.units.values():
-            unit.mark_initialized()
+            mark_initialized(unit.groups)
 
     def forget(self) -> None:
         """Return what the walk made to the meta device, so that another walk begins afresh."""

@@ -8,14 +8,15 @@ cut parameters from their flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import nn
 
 from megafsdp.errors import expected
+from megafsdp.fsdp.initialized import device_of, mark_initialized
+from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.plain_tensors import give_memory_to_meta_tensors
 
 
@@ -23,10 +24,7 @@ class GuardedUnit(Protocol):
     """What the guard must know of a unit."""
 
     name: str
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the unit's parameters live."""
+    groups: list[ParameterGroup]
 
     @property
     def is_resting(self) -> bool:
@@ -34,9 +32,6 @@ class GuardedUnit(Protocol):
 
     def mark_stale(self) -> None:
         """Note that main weights changed."""
-
-    def mark_initialized(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note that sharded parameters have values."""
 
 
 def guard_state_dicts(module: nn.Module, unit: GuardedUnit) -> None:
@@ -78,10 +73,10 @@ def _before_load_state_dict(
             )
         )
     give_memory_to_meta_tensors(
-        module, unit.device, is_wanted=lambda name: f"{prefix}{name}" in state
+        module, device_of(unit.groups), is_wanted=lambda name: f"{prefix}{name}" in state
     )
     named = module.named_parameters(remove_duplicate=False)
-    unit.mark_initialized([p for name, p in named if f"{prefix}{name}" in state])
+    mark_initialized(unit.groups, [p for name, p in named if f"{prefix}{name}" in state])
 
 
 def _after_load_state_dict(unit: GuardedUnit, *unused: object) -> None:

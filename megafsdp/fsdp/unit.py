@@ -28,7 +28,7 @@ from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
 from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken
 from megafsdp.fsdp.gradients import GradientReducer
-from megafsdp.fsdp.initialized import mark_initialized, require_initialized
+from megafsdp.fsdp.initialized import require_initialized
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
@@ -107,11 +107,6 @@ class FSDPUnit:
         return [module for module in (reference() for reference in self._modules) if module]
 
     @property
-    def device(self) -> torch.device:
-        """Return where the parameters live; torch's default device if there are none."""
-        return self.groups[0].device if self.groups else torch.get_default_device()
-
-    @property
     def is_unsharded(self) -> bool:
         """Tell whether a sharded group's full storage is allocated."""
         return any(g.axes.is_sharded and g.is_unsharded for g in self.groups)
@@ -156,10 +151,6 @@ class FSDPUnit:
         """Note that main weights changed: the next unshard refreshes, once."""
         for group in self.groups:
             group.mark_stale()
-
-    def mark_initialized(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Note that sharded parameters have values: those given, or all."""
-        mark_initialized(self.groups, parameters)
 
     def rename(self, name: str) -> None:
         """Set the FQN within the root, for messages, counters and profilers; none for its class."""
