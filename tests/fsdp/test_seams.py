@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from megafsdp import full_tensor
+from megafsdp import full_tensor, mark_main_weights_changed
 from megafsdp.buffer.collectives import record_collectives
 from megafsdp.device.memory import ByteLedger
 from megafsdp.fsdp.axes import DataParallelAxes
@@ -34,6 +34,7 @@ def make_unit(
     axes_of: Callable[[str], DataParallelAxes],
     scale_of: Callable[[str], float],
     recipe: Recipe | None = None,
+    reshard_after_forward: int | None = None,
 ) -> FSDPUnit:
     """Make a unit with one group for each axes its parameters are given."""
     policy, ledger = MixedPrecisionPolicy(), ByteLedger()
@@ -60,7 +61,7 @@ def make_unit(
         policy=policy,
         ledger=ledger,
         prefetch=1,
-        reshard_after_forward=None,
+        reshard_after_forward=reshard_after_forward,
     )
 
 
@@ -190,13 +191,20 @@ def _rounded(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.detach() / scale).round() * scale
 
 
-def _coded_weights() -> None:
+def _axes(kind: str) -> DataParallelAxes:
+    if kind == "divided":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        return DataParallelAxes.divided(mesh)
+    return DataParallelAxes.sharded(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def _coded_weights(kind: str) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (world,))
     reference = nn.Sequential(Coded())
     net = copy.deepcopy(reference)
-    axes = DataParallelAxes.sharded(mesh)
-    make_unit(net[0], lambda _: axes, lambda _: 1 / world, Int8PerTensor())
+    axes = _axes(kind)
+    num_neighbours = 2 if kind == "neighbours" else None
+    make_unit(net[0], lambda _: axes, lambda _: 1 / world, Int8PerTensor(), num_neighbours)
     faces = [id(p.unsharded) for p in net[0]._fsdp_unit().groups[0].parameters]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     x = torch.randn(world, 3, 32, generator=torch.Generator().manual_seed(1))
@@ -209,8 +217,9 @@ def _coded_weights() -> None:
         reference(x).backward()
         with record_collectives() as record:
             net(x[rank]).backward()
-        # Codes and scales once in forward, which the root keeps, and the mask alone in backward.
-        assert record.calls["all_gather"] == 2
+        # Codes and scales once in forward, which the root keeps, and the mask alone in backward;
+        # neighbours gather what they kept apart from it, and the outer axis joins all three.
+        assert record.calls["all_gather"] == {"divided": 3, "neighbours": 3}.get(kind, 2)
         labels = [label for kind, label in record.events if kind == "all_reduce"]
         assert labels.count("statistics") == 1
         for p, q in zip(net.parameters(), reference.parameters(), strict=True):
@@ -223,9 +232,22 @@ def _coded_weights() -> None:
         net(x[rank])
     assert record.calls["all_reduce"] == 1, "one refresh after a step, none in a second forward"
     assert [id(p.unsharded) for p in net[0]._fsdp_unit().groups[0].parameters] == faces
+    # Storage that a forward keeps for backward is gathered again once weights have changed.
+    net(x[rank])
+    with torch.no_grad():
+        for p, exact in zip(net.parameters(), reference.parameters(), strict=True):
+            p.mul_(-1.5)
+            exact.copy_(_rounded(full_tensor(p.detach())))
+    mark_main_weights_changed(net)
+    torch.testing.assert_close(net(x[rank]), reference(x[rank]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_a_recipe_with_several_buffers_and_a_statistic_trains(ranks: Ranks, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("sharded", 1), ("sharded", 2), ("sharded", 3), ("divided", 4), ("neighbours", 4)],
+)
+def test_a_recipe_with_several_buffers_and_a_statistic_trains(
+    ranks: Ranks, kind: str, num_ranks: int
+) -> None:
     """Named buffers, gathered when needed; one collective for statistics; a subclass, made once."""
-    ranks(num_ranks).run(_coded_weights)
+    ranks(num_ranks).run(_coded_weights, kind)
