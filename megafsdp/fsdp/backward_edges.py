@@ -6,6 +6,7 @@ says that their gradients, hence all of the unit's, are there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +23,16 @@ class BackwardUnit(Protocol):
 
 
 class ForwardToken:
-    """One forward of a unit, kept alive by the graph it built."""
+    """One forward of a unit, kept alive by the graph it built.
 
-    __slots__ = ("__weakref__",)
+    Args:
+        inputs: The inputs that need a gradient, before they pass through the identity.
+    """
+
+    __slots__ = ("__weakref__", "outer_ids")
+
+    def __init__(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+        self.outer_ids = frozenset(id(t if t._base is None else t._base) for t in inputs)
 
 
 class EndOfBackward(torch.autograd.Function):
@@ -60,6 +68,20 @@ class BackwardHook:
     def __init__(self, unit: BackwardUnit, token: ForwardToken | None) -> None:
         self.unit = unit
         self.token = token or ForwardToken()
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Call this when the gradient of an output is there.
+
+        An output that is a view also has its base watched: an edit of a view in place gives the
+        view a new node in the graph, and a hook on the old one never fires.
+        """
+        if not output.requires_grad:
+            return
+        output.register_hook(self)
+        base = output._base
+        # The base of an input that is passed on belongs to the graph outside.
+        if base is not None and base.requires_grad and id(base) not in self.token.outer_ids:
+            base.register_hook(self)
 
     def __call__(self, grad: torch.Tensor) -> None:
         """Tell the unit; the gradient is left as it is."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megafsdp.errors import expected
+from megafsdp.fsdp.conversion_guard import refuse_changes, refuse_copy
 from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
 
 
@@ -198,38 +199,16 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Let ``.to()`` and its kin pass where they change nothing, refuse them otherwise."""
         assert isinstance(self, nn.Module)
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            result = fn(probe)
-            if (result.dtype, result.device) != (probe.dtype, probe.device):
-                raise RuntimeError(
-                    expected(
-                        f"'{name}' to stay {probe.dtype} on {probe.device}",
-                        f"{result.dtype} on {result.device}",
-                        where="a conversion of a module given to fully_shard()",
-                        mend="Convert before fully_shard(), or choose compute dtypes with "
-                        "MixedPrecisionPolicy(param_dtype=...)",
-                    )
-                )
+        refuse_changes(self, fn)
         return self
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse: a copy would not be tied to the flat buffers."""
-        raise RuntimeError(_copy_message("copy.deepcopy()"))
+        refuse_copy("copy.deepcopy()")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: process groups cannot be pickled."""
-        raise RuntimeError(_copy_message("pickle"))
-
-
-def _copy_message(operation: str) -> str:
-    return expected(
-        "a module that is not sharded",
-        "one given to fully_shard()",
-        where=operation,
-        mend="Copy the module before fully_shard(), or move values with full_state_dict() and "
-        "load_full_state_dict()",
-    )
+        refuse_copy("pickle")
 
 
 def mix_in(module: nn.Module) -> None:

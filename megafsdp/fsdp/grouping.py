@@ -27,6 +27,7 @@ from megafsdp.fsdp.parameter_group import (
     group_of,
 )
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, Strategy
+from megafsdp.fsdp.unit import units_below
 
 _OWNER_ATTRIBUTE = "_megafsdp_owner"
 
@@ -55,17 +56,23 @@ def find_parameters(
     """Return the parameters below the modules that no unit owns, tied ones once, in module order.
 
     Raises:
-        ValueError: A parameter belongs to another unit already (it is tied across units).
+        ValueError: A parameter belongs to another unit already (it is tied across units, or an
+            outer unit was made first), or has gradient hooks that its sharded face would not have.
         NotImplementedError: A parameter is a DTensor, or not floating-point and trainable.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
+    owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}
     found: dict[int, FoundParameter] = {}
     for root in modules:
         for prefix, module in root.named_modules():
             for attribute, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in ignored_ids or group_of(parameter):
+                if parameter is None or id(parameter) in ignored_ids:
                     continue
                 name = f"{prefix}.{attribute}" if prefix else attribute
+                group = group_of(parameter)
+                if group is not None:
+                    _check_owner(name, root, group, is_below=id(group) in owned_below)
+                    continue
                 if id(parameter) not in found:
                     _check(name, parameter)
                     record = ManagedParameter(name, [], parameter.shape)
@@ -152,6 +159,18 @@ def is_replaced(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, _OWNER_ATTRIBUTE)
 
 
+def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below: bool) -> None:
+    if not is_below:
+        raise ValueError(
+            expected(
+                f"parameters of {type(root).__name__} that no unit outside of it owns",
+                f"'{name}', which unit '{group.label}' owns",
+                where="fully_shard()",
+                mend="Call fully_shard() on inner units first, on the root last",
+            )
+        )
+
+
 def _check(name: str, parameter: nn.Parameter) -> None:
     owner = getattr(parameter, _OWNER_ATTRIBUTE, None)
     if owner is not None:
@@ -161,6 +180,18 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 f"'{name}', which is also '{owner[1]}' of the unit {owner[0]}",
                 where="fully_shard()",
                 mend="Give the modules that share it to one call: fully_shard([first, second])",
+            )
+        )
+    # torch's type stubs leave out both.
+    if getattr(parameter, "_backward_hooks", None) or getattr(
+        parameter, "_post_accumulate_grad_hooks", None
+    ):
+        raise ValueError(
+            expected(
+                "parameters without gradient hooks",
+                f"a hook on '{name}'",
+                where="fully_shard(), which replaces the parameter",
+                mend="Call register_post_accumulate_grad_hook() after fully_shard()",
             )
         )
     if isinstance(parameter, DTensor):

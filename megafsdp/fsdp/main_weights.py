@@ -1,7 +1,8 @@
 """Compute weights follow main weights: who tells the units that main weights changed.
 
 After any ``torch.optim.Optimizer`` step one process-wide hook marks the groups of its parameters,
-with or without a gradient on this rank, so no optimizer needs an adapter. Edits by hand are told by
+with or without a gradient on this rank, so no optimizer needs an adapter. Before the step another
+hook refuses optimizers over parameters that ``fully_shard`` has replaced. Edits by hand are told by
 :func:`mark_main_weights_changed`.
 """
 
@@ -11,7 +12,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
@@ -29,6 +34,11 @@ def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
                 group.mark_stale()
 
 
+def _refuse_originals(optimizer: Optimizer, *unused: object) -> None:
+    fully_shard_optimizer(optimizer)
+
+
+register_optimizer_step_pre_hook(_refuse_originals)
 register_optimizer_step_post_hook(_mark_stepped)
 
 
@@ -52,9 +62,8 @@ def mark_main_weights_changed(
 def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """Check that an optimizer holds sharded parameters, and return it unchanged.
 
-    Not needed: any ``torch.optim`` optimizer over ``model.parameters()`` works. It exists for
-        people who
-    come from Megatron-FSDP, and finds optimizers that were built before ``fully_shard``.
+    Not needed: any ``torch.optim`` optimizer over ``model.parameters()`` works, and its first step
+    makes the same check. It exists for people who come from Megatron-FSDP.
 
     Raises:
         ValueError: A parameter is the original that ``fully_shard`` has replaced.

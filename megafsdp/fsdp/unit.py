@@ -21,21 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafsdp.buffer.collectives import require_equal
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
-from megafsdp.errors import expected
 from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken
+from megafsdp.fsdp.conversion_guard import guard_faces
 from megafsdp.fsdp.gradients import GradientReducer
-from megafsdp.fsdp.initialized import require_initialized
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.state_dict_guard import guard_state_dicts
 from megafsdp.fsdp.tree import map_tensors, tensors_of
-
-_UNIT_ATTRIBUTE = "_megafsdp_unit"
+from megafsdp.fsdp.unit_tree import adopt_units_below, attach, attached_unit, attached_units
 
 
 class Phase(Enum):
@@ -93,10 +90,13 @@ class FSDPUnit:
         self._begun: set[int] = set()
         self._token: ForwardToken | None = None
         for module in modules:
-            setattr(module, _UNIT_ATTRIBUTE, self)
+            attach(module, self)
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)
+            module.register_forward_hook(self._leave_forward, always_call=True)
             guard_state_dicts(module, self)
+        for part in guard_faces(groups, units=modules):
+            guard_state_dicts(part, self)
         self.show_sharded()
 
     # Storage and faces.
@@ -174,7 +174,7 @@ class FSDPUnit:
     def require_context(self) -> FSDPContext:
         """Return the context, adopting all units below this one's modules on first use."""
         if self.context is None:
-            _adopt_units_below(self)
+            adopt_units_below(self)
         assert self.context is not None
         return self.context
 
@@ -207,9 +207,9 @@ class FSDPUnit:
         self.phase = Phase.FORWARD
         context.unshard_for_forward(self)
         self.show_unsharded()
-        self._token = ForwardToken()
+        self._token = None
         if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs((args, kwargs), self._token)
+            args, kwargs = self._watch_inputs((args, kwargs))
         return args, kwargs
 
     def _cast_inputs(self, inputs: Any) -> Any:
@@ -218,9 +218,10 @@ class FSDPUnit:
             return inputs
         return map_tensors(inputs, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
-    def _watch_inputs(self, inputs: Any, token: ForwardToken) -> Any:
+    def _watch_inputs(self, inputs: Any) -> Any:
         """Pass inputs that need a gradient through the identity that ends the unit's backward."""
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
+        self._token = token = ForwardToken(watched)
         if not watched:
             return inputs
         self.outstanding.add(token)
@@ -250,8 +251,7 @@ class FSDPUnit:
         if is_graph_built:
             hook = BackwardHook(self, self._token)
             for tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(hook)
+                hook.watch(tensor)
         self._token = None
         return output
 
@@ -266,6 +266,23 @@ class FSDPUnit:
                     group.compute_weight.release_to_slices(neighbours)
         self.release()
 
+    def _leave_forward(self, module: nn.Module, *unused: object) -> None:
+        """Return to rest if an exception cut the forward short; called after every forward."""
+        is_cut_short = self.phase is Phase.FORWARD and id(module) in self._to_run
+        # Recomputation is cut short on purpose, as soon as it has made what backward needs.
+        if not is_cut_short or _is_in_backward():
+            return
+        self.phase = Phase.RESTING
+        self._to_run.clear()
+        if self._token is not None:
+            self.outstanding.discard(self._token)
+            self._token = None
+        self.show_sharded()
+        self.release()
+        context = self.require_context()
+        if context.is_root(self):
+            context.end_forward(is_graph_built=False)
+
     def run_as_forward(
         self,
         module: nn.Module,
@@ -275,7 +292,10 @@ class FSDPUnit:
     ) -> object:
         """Call a method of one of the unit's modules as its forward is called."""
         args, kwargs = self._pre_forward(module, args, kwargs)
-        return self._post_forward(module, args, method(module, *args, **kwargs))
+        try:
+            return self._post_forward(module, args, method(module, *args, **kwargs))
+        finally:
+            self._leave_forward(module)
 
     # Backward.
 
@@ -347,53 +367,11 @@ def _is_in_backward() -> bool:
 
 def unit_of(module: nn.Module) -> FSDPUnit | None:
     """Return the unit that a module was given to; None for other modules."""
-    return getattr(module, _UNIT_ATTRIBUTE, None)
+    unit = attached_unit(module)
+    return unit if isinstance(unit, FSDPUnit) else None
 
 
 def units_below(modules: Iterable[nn.Module]) -> dict[str, FSDPUnit]:
     """Return the units of the modules and their submodules by FQN, outer ones first."""
-    found: dict[str, FSDPUnit] = {}
-    seen: set[int] = set()
-    for module in modules:
-        for name, submodule in module.named_modules():
-            unit = unit_of(submodule)
-            if unit is not None and id(unit) not in seen:
-                seen.add(id(unit))
-                found[name if name not in found else f"{name}#{len(found)}"] = unit
-    return found
-
-
-def _adopt_units_below(root: FSDPUnit) -> None:
-    """Make ``root`` the outermost unit of all units below it; one small collective.
-
-    Raises:
-        RuntimeError: A unit below is at work, or something below has no values.
-        ValueError: The ranks do not agree on the layouts.
-    """
-    units = units_below(root.modules)
-    require_initialized(root.modules, where=f"the first forward of '{root.name}'")
-    for name, unit in units.items():
-        unit.rename(name)
-        if unit.phase is not Phase.RESTING:
-            raise RuntimeError(
-                expected(
-                    "all units at rest",
-                    f"phase '{unit.phase.value}' of unit '{name}'",
-                    where=f"the first forward of '{root.name}'",
-                    mend="Call the outermost module first",
-                )
-            )
-    groups = [(name, group) for name, unit in units.items() for group in unit.groups]
-    for everyone in dict.fromkeys(group.axes.all_ranks for _, group in groups):
-        layouts = [(n, g.layout.fingerprint()) for n, g in groups if g.axes.all_ranks == everyone]
-        require_equal(
-            repr(layouts),
-            what="parameters, shapes and dtypes",
-            group=everyone,
-            mend="Build the same model and wrap the same modules on all ranks",
-        )
-    context = FSDPContext(root, units.values())
-    context.make_groups()
-    for unit in units.values():
-        unit.context = context
-        unit.ledger.merge_into(root.ledger)
+    found = attached_units(modules)
+    return {name: unit for name, unit in found.items() if isinstance(unit, FSDPUnit)}

@@ -1,0 +1,91 @@
+"""Which modules are units, and how the units under one root come to share a context.
+
+A unit is attached to its modules; the outermost one adopts those below it when it first runs. This
+file knows of units only what that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import nn
+
+from megafsdp.device.memory import ByteLedger
+from megafsdp.errors import expected
+from megafsdp.fsdp.consistency import check_agreement
+from megafsdp.fsdp.initialized import require_initialized
+from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
+
+_UNIT_ATTRIBUTE = "_megafsdp_unit"
+
+
+class AttachedUnit(ScheduledUnit, Protocol):
+    """What must be known of a unit to adopt it."""
+
+    name: str
+    ledger: ByteLedger
+    context: FSDPContext | None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Return the unit's modules."""
+
+    @property
+    def is_resting(self) -> bool:
+        """Tell whether the unit is outside its forward and backward."""
+
+    def rename(self, name: str) -> None:
+        """Set the FQN within the root."""
+
+
+def attach(module: nn.Module, unit: AttachedUnit) -> None:
+    """Make a module one of a unit's."""
+    setattr(module, _UNIT_ATTRIBUTE, unit)
+
+
+def attached_unit(module: nn.Module) -> AttachedUnit | None:
+    """Return the unit of a module; None if it is of none."""
+    return getattr(module, _UNIT_ATTRIBUTE, None)
+
+
+def attached_units(modules: Iterable[nn.Module]) -> dict[str, AttachedUnit]:
+    """Return the units of the modules and their submodules by FQN, outer ones first."""
+    found: dict[str, AttachedUnit] = {}
+    seen: set[int] = set()
+    for module in modules:
+        for name, submodule in module.named_modules():
+            unit = attached_unit(submodule)
+            if unit is not None and id(unit) not in seen:
+                seen.add(id(unit))
+                found[name if name not in found else f"{name}#{len(found)}"] = unit
+    return found
+
+
+def adopt_units_below(root: AttachedUnit) -> None:
+    """Make ``root`` the outermost unit of all units below it; one small collective.
+
+    Raises:
+        RuntimeError: A unit below is at work, or something below has no values.
+        ValueError: Units are divided over different ranks, or ranks differ in their layouts.
+    """
+    where = f"the first forward of '{root.name}'"
+    units = attached_units(root.modules)
+    require_initialized(root.modules, where=where)
+    for name, unit in units.items():
+        unit.rename(name)
+        if not unit.is_resting:
+            raise RuntimeError(
+                expected(
+                    "all units at rest",
+                    f"unit '{name}' at work",
+                    where=where,
+                    mend="Call the outermost module first",
+                )
+            )
+    check_agreement({name: unit.groups for name, unit in units.items()})
+    context = FSDPContext(root, units.values())
+    context.make_groups()
+    for unit in units.values():
+        unit.context = context
+        unit.ledger.merge_into(root.ledger)

@@ -1,0 +1,468 @@
+"""Ways in which users drive a model: each gives what the unsharded model gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megafsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.fsdp.toy import (
+    Block,
+    Net,
+    adamw,
+    assert_same_grads,
+    assert_same_parameters,
+    batches,
+    full_grads,
+    mine,
+    pair,
+    shard,
+    train_both,
+)
+from tests.ranks import Ranks
+
+
+def _shown(module: nn.Module) -> set[str]:
+    return {"sharded" if isinstance(p, DTensor) else "full" for p in module.parameters()}
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    return x[dist.get_rank()]
+
+
+class Flattening(nn.Module):
+    """A unit whose output is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, seen with one dimension."""
+        return self.linear(x).view(-1)
+
+
+class EditsOutputs(nn.Module):
+    """Changes the outputs of its units in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Flattening()
+        self.second = Flattening()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the units, each followed by an edit of its output."""
+        y = self.first(x)
+        y += 1
+        z = self.second(y.view_as(x))
+        z.mul_(2)
+        return z.square().mean()
+
+
+def _edits_views() -> None:
+    torch.manual_seed(0)
+    reference = EditsOutputs()
+    net = copy.deepcopy(reference)
+    for unit in (net.first, net.second):
+        fully_shard(unit)
+    fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    for needs_grad in (False, True):
+        for rows in x:
+            inputs = rows.clone().requires_grad_(needs_grad)
+            (reference(inputs) / len(x)).backward()
+        net(_own(x).clone().requires_grad_(needs_grad)).backward()
+        assert_same_grads(net, reference)
+        assert _shown(net) == {"sharded"}
+        assert not any(u._fsdp_unit().is_unsharded for u in (net, net.first, net.second))
+
+
+def test_views_that_a_unit_returns_may_be_edited_in_place(ranks: Ranks) -> None:
+    """Their backward begins the unit's backward all the same."""
+    ranks(2).run(_edits_views)
+
+
+def _edits_inputs() -> None:
+    net = nn.Sequential(nn.Linear(12, 12), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(12, 1)))
+    fully_shard(net[1])
+    fully_shard(net)
+    with pytest.raises(RuntimeError, match="view and is being modified inplace"):
+        net(torch.ones(2, 12))
+    with torch.no_grad():
+        net(torch.ones(2, 12))
+
+
+def test_a_unit_that_edits_its_input_is_refused(ranks: Ranks) -> None:
+    """Autograd says so; without a graph it may."""
+    ranks(2).run(_edits_inputs)
+
+
+def _gradients_of_inputs() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(12, 12), Block(), nn.Linear(12, 1))
+    net = copy.deepcopy(reference)
+    fully_shard(net[1])
+    fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    inputs = _own(x).clone().requires_grad_()
+    wanted = torch.autograd.grad(reference(inputs).mean(), inputs)[0]
+    assert torch.equal(torch.autograd.grad(net(inputs).mean(), inputs)[0], wanted)
+    net(inputs).mean().backward(inputs=[inputs])
+    assert torch.equal(inputs.grad, wanted)
+    assert all(p.grad is None for p in net.parameters())
+    reference(x).mean().backward()
+    net(_own(x)).mean().backward()
+    assert_same_grads(net, reference)
+
+
+def test_gradients_of_inputs_alone_leave_parameters_without_any(ranks: Ranks) -> None:
+    """autograd.grad and backward(inputs=...) of inputs are right, as is the next backward."""
+    ranks(2).run(_gradients_of_inputs)
+
+
+def _inference_first(strategy: str) -> None:
+    reference, net = pair(strategy=strategy)
+    with torch.inference_mode():
+        batch = batches(1)[0]
+        logits = net(mine(batch)[0])
+        torch.testing.assert_close(logits, reference(mine(batch)[0]))
+    train_both(reference, net, num_steps=1)
+    with torch.inference_mode():
+        batch = batches(1)[0]
+        logits = net(mine(batch)[0])
+        wanted = reference(mine(batch)[0])
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    train_both(reference, net, num_steps=1)
+    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
+def test_inference_mode_may_come_first(ranks: Ranks, strategy: str) -> None:
+    """A forward in inference mode before and between steps changes nothing for training."""
+    ranks(2).run(_inference_first, strategy)
+
+
+def _wrapped_after_inner_forward() -> None:
+    torch.manual_seed(0)
+    reference = Net()
+    net = copy.deepcopy(reference)
+    fully_shard(net.blocks[1])
+    x = torch.randn(2, 12)
+    for _ in range(2):
+        for model in (reference, net):
+            model.blocks[1](x).square().mean().backward()
+    fully_shard(net.blocks[0])
+    fully_shard(net)
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+    for model in (reference, net):
+        model.zero_grad()
+    train_both(reference, net, num_steps=2)
+    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_a_root_may_be_wrapped_after_its_inner_unit_ran(ranks: Ranks) -> None:
+    """The inner unit, a root until then, becomes one of the new root's units."""
+    ranks(2).run(_wrapped_after_inner_forward)
+
+
+def _part_first() -> None:
+    reference, net = pair()
+    x = torch.randn(2, 12)
+    for model in (reference, net):
+        model.blocks[1](x).sum().backward()
+    assert_same_grads(net.blocks[1], reference.blocks[1])
+    for model in (reference, net):
+        model.zero_grad()
+    train_both(reference, net, num_steps=2)
+    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_an_inner_unit_may_run_and_learn_before_the_root(ranks: Ranks) -> None:
+    """The root's first forward takes it over."""
+    ranks(2).run(_part_first)
+
+
+def _forward_hooks() -> None:
+    net = Net()
+    block = net.blocks[0]
+    seen: list[tuple[str, set[str]]] = []
+
+    def note(name: str) -> object:
+        return lambda *_: seen.append((name, _shown(block)))
+
+    block.register_forward_pre_hook(note("pre before"))
+    block.register_forward_hook(note("post before"))
+    shard(net)
+    block.register_forward_pre_hook(note("pre after"))
+    block.register_forward_hook(note("post after"))
+    block.register_full_backward_hook(note("backward"))
+    reference = Net()
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+    assert [name for name, _ in seen] == [
+        "pre before",
+        "pre after",
+        "post before",
+        "post after",
+        "backward",
+    ]
+    shown = dict(seen)
+    assert shown["pre before"] == shown["pre after"] == shown["post before"] == {"full"}
+    assert shown["post after"] == {"sharded"}
+
+
+def test_forward_hooks_of_the_user_run_once_and_see_what_is_documented(ranks: Ranks) -> None:
+    """Full parameters, save in hooks after the unit's own post-forward."""
+    ranks(2).run(_forward_hooks)
+
+
+class Normed(nn.Module):
+    """Linear, batch norm, and a module without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.activation = nn.Sequential(nn.Tanh())
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number a row."""
+        return self.out(self.activation(self.norm(self.linear(x))))
+
+
+def _buffers_and_parameterless() -> None:
+    torch.manual_seed(0)
+    reference = Normed()
+    net = copy.deepcopy(reference)
+    for unit in (net.linear, net.norm, net.activation):
+        fully_shard(unit)
+    fully_shard(net)
+    x = torch.randn(8, 12)
+    for _ in range(2):
+        # All ranks see the same rows, hence the same statistics as one process.
+        for model in (reference, net):
+            model(x).square().mean().backward()
+    assert_same_grads(net, reference)
+    for name, buffer in reference.named_buffers():
+        assert torch.equal(net.get_buffer(name), buffer), name
+    assert net.norm.num_batches_tracked == 2
+    for model in (reference, net):
+        model.eval()
+    torch.testing.assert_close(net(x), reference(x))
+
+
+def test_buffers_stay_each_ranks_own_and_units_may_have_no_parameters(ranks: Ranks) -> None:
+    """Batch norm's statistics follow the rank's rows; a parameterless unit passes gradients."""
+    ranks(2).run(_buffers_and_parameterless)
+
+
+def _all_frozen() -> None:
+    reference, net = pair()
+    for model in (reference, net):
+        model.requires_grad_(False)
+    batch = batches(1)[0]
+    for _ in range(2):
+        torch.testing.assert_close(net(mine(batch)[0]), reference(mine(batch)[0]))
+    assert _shown(net) == {"sharded"}
+    for model in (reference, net):
+        model.requires_grad_(True)
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+
+
+def test_a_model_frozen_whole_runs_and_may_be_thawed(ranks: Ranks) -> None:
+    """Without trainable parameters there is no backward; with them again there is."""
+    ranks(2).run(_all_frozen)
+
+
+def _optimizer_swapped() -> None:
+    reference, net = pair()
+    train_both(reference, net, num_steps=2)
+    train_both(
+        reference,
+        net,
+        num_steps=2,
+        make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    )
+    train_both(reference, net, num_steps=1, make_optimizer=adamw)
+    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_the_optimizer_may_be_swapped(ranks: Ranks) -> None:
+    """A new optimizer over the same parameters goes on from where they are."""
+    ranks(2).run(_optimizer_swapped)
+
+
+def _forward_without_backward() -> None:
+    reference, net = pair()
+    batch = batches(1)[0]
+    net(*mine(batch))
+    net(*mine(batch))
+    assert _shown(net) == {"sharded"}
+    early = adamw(net)
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+    for optimizer in (early, adamw(reference)):
+        optimizer.step()
+    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_built_after_a_forward_without_backward_holds_the_model(ranks: Ranks) -> None:
+    """Parameters are listed sharded between forward and backward."""
+    ranks(2).run(_forward_without_backward)
+
+
+class Fails(nn.Module):
+    """A block that raises in forward when asked, and a root that may catch it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.second = Block()
+        self.fails = False
+        self.catches = False
+        self.second.up.register_forward_hook(self._maybe_fail)
+
+    def _maybe_fail(self, *unused: object) -> None:
+        if self.fails:
+            raise ValueError("asked to fail")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply both blocks, or the first alone."""
+        y = self.first(x)
+        if not self.catches:
+            return self.second(y).square().mean()
+        try:
+            return self.second(y).square().mean()
+        except ValueError:
+            return y.square().mean()
+
+
+def _after_an_exception() -> None:
+    torch.manual_seed(0)
+    reference = Fails()
+    net = Fails()
+    net.load_state_dict(reference.state_dict())
+    for unit in (net.first, net.second):
+        fully_shard(unit)
+    fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    units = [m._fsdp_unit() for m in net.modules() if isinstance(m, FSDPModule)]
+    for catches in (False, True):
+        for is_ended in (True, False):
+            net.fails = reference.fails = True
+            net.catches = reference.catches = catches
+            if catches:
+                reference(x).backward()
+                net(_own(x)).backward()
+            else:
+                with pytest.raises(ValueError, match="asked to fail"):
+                    net(_own(x))
+                assert not any(u.is_at_work for u in units)
+            assert _shown(net) == {"sharded"}
+            assert not any(u.is_unsharded for u in units)
+            net.fails = reference.fails = False
+            if is_ended:
+                reference(x).backward()
+                net(_own(x)).backward()
+            assert_same_grads(net, reference)
+
+
+def test_an_exception_in_forward_leaves_the_model_at_rest(ranks: Ranks) -> None:
+    """At once, whether the root catches it or not; nothing stays unsharded."""
+    ranks(2).run(_after_an_exception)
+
+
+def _exception_in_another_method() -> None:
+    _, net = pair()
+    net.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        net(mine(batches(1)[0])[0])
+    assert _shown(net) == {"sharded"}
+
+
+def test_an_exception_in_a_users_hook_leaves_the_model_at_rest(ranks: Ranks) -> None:
+    """Hooks run inside of the unit's forward."""
+    ranks(2).run(_exception_in_another_method)
+
+
+def _submodule_loaded(strategy: str) -> None:
+    _, net = pair(strategy=strategy, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    tokens = mine(batches(1)[0])[0]
+    with torch.no_grad():
+        before = net(tokens)
+        part = net.blocks[1].down
+        part.load_state_dict({name: 3 * value for name, value in part.state_dict().items()})
+        after = net(tokens)
+        net.load_state_dict(net.state_dict())
+        assert torch.equal(after, net(tokens))
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_loading_a_part_of_a_unit_counts(ranks: Ranks, strategy: str) -> None:
+    """load_state_dict() of a plain submodule refreshes compute weights."""
+    ranks(2).run(_submodule_loaded, strategy)
+
+
+def _tiny_parameters() -> None:
+    torch.manual_seed(0)
+
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((1,), 1.5))
+            self.shift = nn.Parameter(torch.zeros(1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.scale * x + self.shift).square().mean()
+
+    reference = Tiny()
+    net = fully_shard(copy.deepcopy(reference))
+    numels = torch.tensor(sum(p.to_local().numel() for p in net.parameters()))
+    dist.all_reduce(numels)
+    assert numels == 2
+    x = torch.randn(dist.get_world_size(), 3)
+    for _ in range(2):
+        for model, rows in ((reference, x), (net, _own(x))):
+            model(rows).backward()
+        assert_same_grads(net, reference)
+    for model in (reference, net):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_same_parameters(net, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_of_one_element_lie_on_one_rank(ranks: Ranks) -> None:
+    """Other ranks hold nothing of them and still get their values."""
+    ranks(3).run(_tiny_parameters)
+
+
+def _post_accumulate_once() -> None:
+    _, net = pair()
+    calls: list[str] = []
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: calls.append(n))
+    names = sorted(n for n, _ in net.named_parameters())
+    for batch in batches(2):
+        net(*mine(batch)).backward()
+        assert sorted(calls) == names
+        calls.clear()
+    assert all(g is not None for g in full_grads(net).values())
+
+
+def test_post_accumulate_hooks_fire_once_a_backward(ranks: Ranks) -> None:
+    """Tied parameters too."""
+    ranks(2).run(_post_accumulate_once)

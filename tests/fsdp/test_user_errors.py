@@ -1,0 +1,184 @@
+"""What users try that cannot work: each is refused with a clear error, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megafsdp import fully_shard
+from megafsdp.buffer.collectives import record_collectives
+from tests.fsdp.toy import (
+    Block,
+    Net,
+    adamw,
+    assert_same_grads,
+    batches,
+    mine,
+    pair,
+    shard,
+    train_both,
+)
+from tests.ranks import Ranks
+
+
+def _hooks_on_sharded() -> None:
+    for strategy in ("optim_grads_params", "no_shard"):
+        _, net = pair(strategy=strategy)
+        for parameter in net.parameters():
+            with pytest.raises(RuntimeError, match="register_post_accumulate_grad_hook"):
+                parameter.register_hook(lambda g: g)
+
+
+def test_a_gradient_hook_on_a_sharded_parameter_is_refused(ranks: Ranks) -> None:
+    """It would never fire; the error names the hook that does."""
+    ranks(2).run(_hooks_on_sharded)
+
+
+def _hooks_on_originals() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        block = Block()
+        getattr(block.up.weight, register)(lambda g: None)
+        before = dict(block.named_parameters())
+        with pytest.raises(ValueError, match=r"'up.weight'.*after fully_shard\(\)"):
+            fully_shard(block)
+        assert all(p is before[n] for n, p in block.named_parameters())
+
+
+def test_a_gradient_hook_registered_before_wrapping_is_refused(ranks: Ranks) -> None:
+    """Sharded parameters would not have it."""
+    ranks(2).run(_hooks_on_originals)
+
+
+def _grad_of_sharded() -> None:
+    reference, net = pair()
+    batch = batches(1)[0]
+    loss = net(*mine(batch))
+    parameters = list(net.parameters())
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss, parameters, retain_graph=True)
+    unused = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    assert set(unused) == {None} and all(p.grad is None for p in parameters)
+    reference(*batch).backward()
+    loss.backward()
+    assert_same_grads(net, reference)
+
+
+def test_autograd_grad_of_sharded_parameters_is_refused(ranks: Ranks) -> None:
+    """By torch: they are not in the graph. A backward after it is right."""
+    ranks(2).run(_grad_of_sharded)
+
+
+def _parts_converted() -> None:
+    reference, net = pair()
+    part = net.blocks[0].up
+    before = dict(net.named_parameters())
+    for same in (lambda: part.to(torch.float32), lambda: part.to("cpu"), part.float):
+        assert same() is part
+    for change in (part.half, part.double, lambda: part.to(torch.bfloat16), net.blocks.half):
+        with pytest.raises(RuntimeError, match=r"before fully_shard\(\)"):
+            change()
+    for copier in (lambda: copy.deepcopy(part), lambda: pickle.dumps(part)):
+        with pytest.raises(RuntimeError, match="full_state_dict"):
+            copier()
+    with pytest.raises(RuntimeError, match="assign=True"):
+        part.load_state_dict(part.state_dict(), assign=True)
+    assert all(p is before[n] for n, p in net.named_parameters())
+    assert type(part) is nn.Linear
+    train_both(reference, net, num_steps=1)
+
+
+def test_a_part_of_a_unit_is_neither_converted_nor_copied(ranks: Ranks) -> None:
+    """A plain submodule that holds sharded parameters refuses what its unit refuses."""
+    ranks(2).run(_parts_converted)
+
+
+def _converted_after_a_step() -> None:
+    reference, net = pair()
+    train_both(reference, net, num_steps=1)
+    before = dict(net.named_parameters())
+    net.to(torch.float32).to("cpu").float()
+    assert all(p is before[n] for n, p in net.named_parameters())
+    with pytest.raises(RuntimeError, match=r"before fully_shard\(\)"):
+        net.to(torch.bfloat16)
+    train_both(reference, net, num_steps=1)
+
+
+def test_a_conversion_after_a_step_changes_nothing_or_raises(ranks: Ranks) -> None:
+    """Training goes on either way."""
+    ranks(2).run(_converted_after_a_step)
+
+
+def _early_optimizer() -> None:
+    net = Net()
+    early = adamw(net)
+    shard(net)
+    net(*mine(batches(1)[0])).backward()
+    with pytest.raises(ValueError, match=r"AdamW.*after fully_shard\(\)"):
+        early.step()
+    adamw(net).step()
+
+
+def test_a_step_of_an_optimizer_built_before_wrapping_is_refused(ranks: Ranks) -> None:
+    """It would change parameters that nobody reads."""
+    ranks(2).run(_early_optimizer)
+
+
+def _inner_after_outer(is_run: bool) -> None:
+    net = fully_shard(Net())
+    if is_run:
+        net(*mine(batches(1)[0])).backward()
+    with pytest.raises(ValueError, match="inner units first"):
+        fully_shard(net.blocks[0])
+    assert type(net.blocks[0]) is Block
+    net(*mine(batches(1)[0])).backward()
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_an_inner_unit_wrapped_after_the_outer_one_is_refused(ranks: Ranks, is_run: bool) -> None:
+    """The outer unit owns its parameters by then, before and after a forward."""
+    ranks(2).run(_inner_after_outer, is_run)
+
+
+def _two_meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    net = Net()
+    fully_shard(net.blocks[0], mesh=mesh["inner"])
+    fully_shard(net)
+    with (
+        record_collectives() as record,
+        pytest.raises(ValueError, match=r"one mesh.*'blocks\.0'.*same mesh"),
+    ):
+        net(*mine(batches(1)[0]))
+    assert not record.calls
+
+
+def test_units_over_different_ranks_are_refused(ranks: Ranks) -> None:
+    """On all ranks alike, before the first collective."""
+    ranks(4).run(_two_meshes)
+
+
+def _state_dict_mid_iteration() -> None:
+    _, net = pair()
+    part = net.blocks[0].up
+    told: list[str] = []
+
+    def ask(*unused: object) -> None:
+        for module in (net, net.blocks[0], part):
+            with pytest.raises(RuntimeError, match="at rest"):
+                module.state_dict()
+            told.append(type(module).__name__)
+
+    part.register_forward_hook(ask)
+    net(*mine(batches(1)[0])).backward()
+    assert told == ["FSDPNet", "FSDPBlock", "Linear"]
+    net.state_dict()
+
+
+def test_state_dicts_are_refused_while_a_unit_is_at_work(ranks: Ranks) -> None:
+    """Of the root, the unit, and a plain submodule."""
+    ranks(2).run(_state_dict_mid_iteration)
