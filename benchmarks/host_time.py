@@ -29,6 +29,7 @@ from megafsdp.fsdp.unit import FSDPUnit
 
 _BOOKKEEPING = "bookkeeping"
 _WAITING = "waiting"
+ISSUING = "issuing"
 _USAGE = "agreeing on usage"
 _BLOCKING = (_WAITING, _USAGE)
 # Autograd and modules call these; none calls another.
@@ -48,8 +49,9 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (ComputeWeight, "_source", "casting"),
     (FlatStorage, "allocate", "storage"),
     (FlatStorage, "release", "storage"),
-    (collectives, "_all_gather_single", "issuing"),
-    (collectives, "_exchange", "issuing"),
+    (collectives, "_all_gather_single", ISSUING),
+    (collectives, "_reduce_scatter_single", ISSUING),
+    (collectives, "_exchange", ISSUING),
 )
 # Collectives of data; the small all-reduces of the norm and of usage are blocking by nature.
 _GLOO_EVENTS = ("gloo:all_gather", "gloo:all_to_all")

@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks import fsdp_step
 from benchmarks.__main__ import main
+from benchmarks.record import CheckError
 
 SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
+THIN = ["scale", "--layers", "2", "--hidden", "16", "--repeats", "1"]
 TINY = [*SHAPE, "--dtypes", "bf16", "--repeats", "1"]
 MACHINE = {"device", "hardware", "cpu", "cores", "memory_gib"}
 VERSIONS = {"python", "torch", "megafsdp", "commit", "is_dirty"}
@@ -70,3 +72,33 @@ def test_the_layout_table_holds_what_the_planner_promises(tmp_path: Path) -> Non
     assert llama["num_parameters"] == 8_030_261_248
     assert llama["1024"]["single_buffer_percent"] == pytest.approx(6.76, abs=0.01)
     assert llama["1024"]["padding_percent"] == pytest.approx(0.09, abs=0.005)
+
+
+def test_worlds_are_compared_on_the_fake_backend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each world has times without the backend's, the same collectives, and bytes by category."""
+    main(["--records", str(tmp_path), *THIN, "--worlds", "4", "64"])
+    assert "ratio 1.000" in capsys.readouterr().out
+    worlds = _only_record(tmp_path)["results"]["worlds"]
+    assert list(worlds) == ["4", "64"]
+    for case in worlds.values():
+        # Layers but the last are gathered twice, the root once; norm and usage are all-reduced.
+        assert case["calls"] == {"all_gather": 4, "reduce_scatter": 3, "all_reduce": 2}
+        assert case["check"]["gradient"] <= case["check"]["tolerance"]
+        assert 0 < case["step_ms"]["engine"]["median"] < case["step_ms"]["host"]["median"]
+        assert all(case["setup_ms"][p]["median"] > 0 for p in ("wrap", "first_step"))
+        resting, peak = case["resting_nbytes"], case["peak_nbytes"]
+        assert resting["unsharded"] == resting["main grad"] == 0 < peak["unsharded"]
+        assert resting["optimizer state"] <= 2 * resting["main weight"]
+    padded = [1 + case["padding_percent"] / 100 for case in worlds.values()]
+    shards = [case["resting_nbytes"]["main weight"] for case in worlds.values()]
+    numel = worlds["4"]["num_parameters"]
+    assert shards == [round(4 * numel * p / int(n)) for p, n in zip(padded, worlds, strict=True)]
+
+
+def test_no_time_is_given_when_a_world_is_wrong(tmp_path: Path) -> None:
+    """Gradients that are not plain torch's end the run before anything is timed."""
+    with pytest.raises(CheckError, match=r"on 4 ranks differ by"):
+        main(["--records", str(tmp_path), *THIN, "--worlds", "4", "--tolerance", "-1"])
+    assert not list(tmp_path.iterdir())
