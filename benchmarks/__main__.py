@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import fsdp_step, layout, scale
+from benchmarks import exits, fsdp_step, layout, scale
 from benchmarks.record import RECORDS, write
 
-CASES = {"fsdp_step": fsdp_step, "layout": layout, "scale": scale}
+CASES = {"exits": exits, "fsdp_step": fsdp_step, "layout": layout, "scale": scale}
 
 
 def main(arguments: list[str] | None = None) -> None:

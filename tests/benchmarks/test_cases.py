@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fsdp_step
+from benchmarks import exits, fsdp_step
 from benchmarks.__main__ import main
 from benchmarks.record import CheckError
 
@@ -102,3 +102,23 @@ def test_no_time_is_given_when_a_world_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=r"on 4 ranks differ by"):
         main(["--records", str(tmp_path), *THIN, "--worlds", "4", "--tolerance", "-1"])
     assert not list(tmp_path.iterdir())
+
+
+def test_exit_codes_of_real_runs_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that trains ends with code 0; one that makes no step is no result."""
+    main(["--records", str(tmp_path), "exits", "--runs", "1", "--ranks", "1"])
+    assert "0 abnormal exits" in capsys.readouterr().out
+    results = _only_record(tmp_path)["results"]
+    assert results["exit_codes"]["destroyed"] == {"0": 1}
+
+
+def test_signals_are_abnormal_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of three runs is aborted: it is counted, with what it wrote."""
+    ends = iter([[(0, ""), (0, "")], [(0, ""), (-6, "terminate called")], [(0, ""), (0, "")]])
+    monkeypatch.setattr(exits, "_run_once", lambda manner, num_ranks: next(ends))
+    main(["--records", str(tmp_path), "exits", "--runs", "3"])
+    results = _only_record(tmp_path)["results"]
+    assert results["num_abnormal"] == 1 and results["errors"] == ["terminate called"]
+    assert results["exit_codes"]["left open"] == {"0": 1, "-6": 1}
