@@ -11,6 +11,7 @@ makes the current stream wait.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -48,8 +49,7 @@ def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) 
 def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
-    is_on_cpu = _is_gloo(everyone, torch.device("cpu"))
-    mine = label_check.encode(kind, label, nbytes).to("cpu" if is_on_cpu else "cuda")
+    mine = label_check.encode(kind, label, nbytes).to(_small_device(everyone))
     labels = mine.new_empty(everyone.size() * mine.numel())
     _all_gather_single(labels, mine, group=everyone)
     ranks = dist.get_process_group_ranks(everyone)
@@ -346,9 +346,15 @@ def require_equal(
     Raises:
         ValueError: The values differ.
     """
-    values = all_gather_objects(value, group)
-    if len(set(values)) > 1:
-        odd = [rank for rank, other in enumerate(values) if other != values[0]]
+    # A digest: the value of every rank on every rank would be megabytes at thousands of ranks.
+    digest = hashlib.sha256(value.encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=_small_device(group))
+    digests = mine.new_empty(group.size() * mine.numel())
+    _count("require_equal", what, digests.numel(), group)
+    _all_gather_single(digests, mine, group=group)
+    is_odd = (digests.view(group.size(), -1) != digests[: mine.numel()]).any(dim=1)
+    if is_odd.any():
+        odd = is_odd.nonzero().flatten().tolist()
         raise ValueError(
             expected(
                 f"the same {what} on all ranks",
@@ -360,8 +366,16 @@ def require_equal(
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
-    return backends.get(device.type) == "gloo"
+    return _backends(group).get(device.type) == "gloo"
+
+
+def _small_device(group: dist.ProcessGroup) -> str:
+    """Return where a group exchanges tensors that live nowhere yet."""
+    return "cpu" if "cpu" in _backends(group) else "cuda"
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    return dict(item.split(":") for item in dist.get_backend_config(group).split(","))
 
 
 def _wire_view(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:

@@ -340,6 +340,17 @@ def test_different_values_are_refused_on_all_ranks(ranks: Ranks) -> None:
         assert "on ranks [2]" in text
 
 
+def _require_long_value() -> int:
+    with record_collectives() as record:
+        require_equal("a" * 100_000, what="layout", group=_world(), mend="")
+    return sum(record.nbytes.values())
+
+
+def test_values_of_any_length_are_compared_by_few_bytes(ranks: Ranks) -> None:
+    """Ranks exchange 32 bytes each: at thousands of ranks the values would be megabytes."""
+    assert ranks(2).run(_require_long_value) == [64, 64]
+
+
 def test_without_process_group_everything_is_local() -> None:
     """One process needs no process group; errors are still raised."""
     assert not dist.is_initialized()
