@@ -38,7 +38,7 @@ class DBuffer:
     The storage is allocated on construction; its content is undefined.
     """
 
-    __slots__ = ("__weakref__", "layout", "residence", "shard", "storage")
+    __slots__ = ("__weakref__", "_full_views", "_gaps", "layout", "residence", "shard", "storage")
 
     def __init__(
         self,
@@ -56,6 +56,9 @@ class DBuffer:
         self.residence = residence
         self.shard = shard
         self.storage = FlatStorage(numel, dtype, device=device, ledger=ledger, category=category)
+        # Views outlive the release of the storage: made at the first use, once.
+        self._full_views: list[torch.Tensor] | None = None
+        self._gaps: list[torch.Tensor] | None = None
 
     @property
     def flat(self) -> torch.Tensor:
@@ -73,7 +76,10 @@ class DBuffer:
     def full_view(self, index: int) -> torch.Tensor:
         """Return tensor ``index`` in its own shape; the buffer must hold the whole."""
         assert self.residence is not Residence.SHARD, "a shard has no full views"
-        return self.tensor(index).view(self.layout.slots[index].spec.shape)
+        if self._full_views is None:
+            slots = self.layout.slots
+            self._full_views = [self.tensor(i).view(s.spec.shape) for i, s in enumerate(slots)]
+        return self._full_views[index]
 
     def pieces(self) -> list[torch.Tensor]:
         """Return the 1-D view of each sub-buffer."""
@@ -87,10 +93,12 @@ class DBuffer:
 
     def zero_gaps(self) -> None:
         """Zero the elements that belong to no tensor."""
-        is_shard = self.residence is Residence.SHARD
-        gaps = self.layout.local_gaps(self.shard) if is_shard else self.layout.gaps()
-        for start, stop in gaps:
-            self.flat.narrow(0, start, stop - start).zero_()
+        if self._gaps is None:
+            is_shard = self.residence is Residence.SHARD
+            gaps = self.layout.local_gaps(self.shard) if is_shard else self.layout.gaps()
+            self._gaps = [self.flat.narrow(0, start, stop - start) for start, stop in gaps]
+        for gap in self._gaps:
+            gap.zero_()
 
     def reduce_scatter_from(
         self,
