@@ -136,6 +136,8 @@ class ParameterGroup:
             dtypes.main,
             Category.MAIN_WEIGHT,
         )
+        own = [self.main_weight.tensor(index) for index in range(len(parameters))]
+        self._own_ranges = [(rows.storage_offset(), rows.numel()) for rows in own]
         self.compute_weight = ComputeWeight(
             recipe or CastRecipe(dtypes.compute),
             self.main_weight,
@@ -221,7 +223,7 @@ class ParameterGroup:
     def like_main_weight(self, index: int, buffer: DBuffer) -> torch.Tensor:
         """Wrap tensor ``index`` of a buffer that lies like the main weight, as that is wrapped."""
         sharded = self.parameters[index].sharded
-        local = buffer.tensor(index)
+        local = buffer.flat.narrow(0, *self._own_ranges[index])
         if isinstance(sharded, UnevenDTensor):
             return sharded.like(local)
         return make_replicated(local.view(self.parameters[index].shape), self.axes.mesh)
