@@ -32,6 +32,9 @@ class Category(Enum):
     PARTIAL_GRAD = "partial grad"
     OPTIMIZER_STATE = "optimizer state"
 
+    # Enum's own hash is a Python function, which ledgers would call hundreds of times a step.
+    __hash__ = object.__hash__
+
 
 @dataclass
 class ByteLedger:
