@@ -90,9 +90,16 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
         )
     by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     device = torch.device("cpu")
+    # Gradients of a model lie in few ways on few meshes, and finding a mesh's group takes long.
+    groups: dict[object, dist.ProcessGroup | None] = {}
     for grad in grads:
         device = grad.device
-        by_group.setdefault(_shard_group(grad), []).append(local_tensor(grad))
+        way: object = None
+        if isinstance(grad, DTensor):
+            way = (type(grad), id(grad.device_mesh), grad.placements)
+        if way not in groups:
+            groups[way] = _shard_group(grad)
+        by_group.setdefault(groups[way], []).append(local_tensor(grad))
     total = torch.zeros((), dtype=torch.float32, device=device)
     for group, locals_ in by_group.items():
         part = _local_power(locals_, norm_type, device)
