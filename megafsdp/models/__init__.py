@@ -1,5 +1,6 @@
 """Decoder-only language models in plain torch, under Megatron-core's parameter names."""
 
+from megafsdp.models.activation_checkpointing import ActivationCheckpointing
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.common import TransformerLayer
 from megafsdp.models.config import Architecture, ModelConfig
@@ -11,6 +12,7 @@ from megafsdp.models.presets import presets
 from megafsdp.models.sampling import sample
 
 __all__ = [
+    "ActivationCheckpointing",
     "Architecture",
     "LanguageModel",
     "ModelConfig",

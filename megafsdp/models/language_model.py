@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from megafsdp.errors import expected
 from megafsdp.mesh.annotation import annotate
+from megafsdp.models.activation_checkpointing import ActivationCheckpointing
 from megafsdp.models.common import AnnotatedModule, Embedding, TransformerLayer, rotary_table
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.loss import masked_cross_entropy
@@ -68,11 +69,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.final_layernorm = final_layernorm
+        self.activation_checkpointing = ActivationCheckpointing()
 
     def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None) -> Tensor:
         """Run the layers and the final norm on (B, T, H)."""
-        for layer in self.layers:
-            x_BTH = layer(x_BTH, rotary_TR)
+        for index, layer in enumerate(self.layers):
+            x_BTH = self.activation_checkpointing.run_layer(layer, index, x_BTH, rotary_TR)
         return self.final_layernorm(x_BTH)
 
 
@@ -137,6 +139,15 @@ class LanguageModel(nn.Module):
         )
         tied_weight = self.embedding.word_embeddings.weight if config.tie_embeddings else None
         self.output_layer = OutputLayer(config, tied_weight=tied_weight)
+
+    @property
+    def activation_checkpointing(self) -> ActivationCheckpointing:
+        """What backward recomputes; may be set at any time between a backward and a forward."""
+        return self.decoder.activation_checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, choice: ActivationCheckpointing) -> None:
+        self.decoder.activation_checkpointing = choice
 
     def tie_weights(self) -> None:
         """Share the word embedding's Parameter with the output layer, if the config says so.
