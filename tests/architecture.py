@@ -84,7 +84,17 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "materialize",
     ),
     "optimizer": ("reference", "state", "adam", "clip", "scaler", "muon", "hybrid", "wrap"),
-    "training": ("config", "lr", "step", "metrics", "tracker", "resume", "loop", "cli"),
+    "training": (
+        "execution",
+        "config",
+        "lr",
+        "step",
+        "metrics",
+        "tracker",
+        "resume",
+        "loop",
+        "cli",
+    ),
 }
 
 MAX_FILE_LINES = 400

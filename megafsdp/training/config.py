@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megafsdp.errors import ConfigError, expected
-from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.config import Architecture, ModelConfig
 from megafsdp.models.presets import presets
+from megafsdp.training.execution import (
+    ActivationCheckpointingSection,
+    ParallelSection,
+    PrecisionSection,
+)
 
 # jsonargparse reads the instances' __dict__, so these classes have no slots.
 
@@ -120,63 +124,6 @@ class DataSection:
     seed: int = 1234
     num_samples: int | None = None
     cache: str | None = None
-
-
-@dataclass(frozen=True)
-class ParallelSection:
-    """How ranks share the model.
-
-    Attributes:
-        dp_outer: Replicas of the sharded group.
-        dp_shard: Ranks that divide parameters; -1 takes what is left.
-        cp: Context parallel degree.
-        tp: Tensor parallel degree.
-        ep: Expert parallel degree.
-        strategy: What is divided: nothing, optimizer states, and gradients, and parameters.
-        outer_strategy: What is divided over dp_outer.
-        prefetch: Units gathered ahead of the running one.
-        reshard_after_forward: Free gathered parameters between forward and backward; null frees all
-            but those needed again at once.
-    """
-
-    dp_outer: int = 1
-    dp_shard: int = -1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
-        "optim_grads_params"
-    )
-    outer_strategy: Literal["no_shard", "optim"] = "no_shard"
-    prefetch: int = 1
-    reshard_after_forward: bool | None = None
-
-    def dims(self) -> ParallelDims:
-        """Return the degrees.
-
-        Raises:
-            ValueError: A degree is out of its range.
-            NotImplementedError: A degree is reserved.
-        """
-        return ParallelDims(self.dp_outer, self.dp_shard, self.cp, self.tp, self.ep)
-
-
-Precision = Literal["fp32", "bf16"]
-
-
-@dataclass(frozen=True)
-class PrecisionSection:
-    """Dtypes; main weights and optimizer states are fp32.
-
-    Attributes:
-        param_dtype: Compute weights and activations.
-        reduce_dtype: The sum of gradients over ranks.
-        keep_fp32: Names of parameters or modules that compute in fp32.
-    """
-
-    param_dtype: Precision = "fp32"
-    reduce_dtype: Precision = "fp32"
-    keep_fp32: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -317,6 +264,7 @@ class Config:
         data: Token files.
         parallel: How ranks share the model.
         precision: Dtypes.
+        activation_checkpointing: What backward recomputes.
         optimizer: The optimizer.
         schedule: The learning rate.
         train: Length and batch.
@@ -330,6 +278,9 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
+    activation_checkpointing: ActivationCheckpointingSection = field(
+        default_factory=ActivationCheckpointingSection
+    )
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     train: TrainSection = field(default_factory=TrainSection)

@@ -269,6 +269,7 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
     """
     with torch.device("meta"):
         model = build_model(model_config)
+    model.activation_checkpointing = config.activation_checkpointing.resolve()
     precision, parallel = config.precision, config.parallel
     fully_shard_model(
         model,
@@ -281,6 +282,8 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
         mp_policy=MixedPrecisionPolicy(
             param_dtype=_DTYPES[precision.param_dtype],
             reduce_dtype=_DTYPES[precision.reduce_dtype],
+            main_params_dtype=_DTYPES[precision.main_params_dtype],
+            main_grads_dtype=_DTYPES[precision.main_grads_dtype or precision.main_params_dtype],
             keep_fp32=tuple(precision.keep_fp32),
         ),
     )

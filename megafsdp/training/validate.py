@@ -12,6 +12,7 @@ from typing import Any
 from megafsdp.errors import ConfigError, expected
 from megafsdp.models.config import ModelConfig
 from megafsdp.training.config import Config, DataSection, TrainSection
+from megafsdp.training.execution import ParallelSection
 
 
 def validate(config: Config, *, world_size: int) -> None:
@@ -26,20 +27,64 @@ def validate(config: Config, *, world_size: int) -> None:
         NotImplementedError: A degree is reserved.
     """
     model = config.model.resolve()
+    config.activation_checkpointing.resolve()
     _check_ranges(config)
     _check_length(config.train)
     _check_schedule(config)
     _check_data(config.data, model)
+    _check_parallel(config.parallel, world_size)
+    _check_dtypes(config)
     _check_batch(config, world_size)
 
 
-def _check_batch(config: Config, world_size: int) -> None:
+def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
     try:
-        config.parallel.dims().resolve(world_size)
+        dims = parallel.dims().resolve(world_size)
     except NotImplementedError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if parallel.outer_strategy == "optim":
+        if dims.dp_outer == 1:
+            raise _bad(
+                "parallel.outer_strategy",
+                "a parallel.dp_outer above 1 for optim",
+                dims.dp_outer,
+                "Set parallel.dp_outer to the number of nodes, or leave outer_strategy at no_shard",
+            )
+        if parallel.strategy != "optim_grads_params":
+            raise _bad(
+                "parallel.outer_strategy",
+                "the parallel.strategy optim_grads_params for optim",
+                parallel.strategy,
+                "Divide everything over dp_shard, or leave outer_strategy at no_shard",
+            )
+    reshard = parallel.reshard_after_forward
+    is_number = reshard is not None and not isinstance(reshard, bool)
+    if is_number and (reshard < 1 or dims.dp_shard % reshard):
+        raise _bad(
+            "parallel.reshard_after_forward",
+            f"true, false, null, or a divisor of the {dims.dp_shard} ranks of dp_shard",
+            reshard,
+            "Give the number of ranks of one node, or true to free gathered parameters",
+        )
+
+
+def _check_dtypes(config: Config) -> None:
+    precision, optimizer = config.precision, config.optimizer
+    is_mixed = precision.main_grads_dtype not in (None, precision.main_params_dtype)
+    # torch's AdamW and its fused kernels take gradients of the weights' dtype only.
+    if is_mixed and (optimizer.kind == "adamw" or optimizer.implementation == "fused"):
+        raise _bad(
+            "precision.main_grads_dtype",
+            f"main_params_dtype, {precision.main_params_dtype}, for {optimizer.kind} in its"
+            f" {optimizer.implementation} form",
+            precision.main_grads_dtype,
+            "Leave it null, or use sgd with implementation foreach or loop",
+        )
+
+
+def _check_batch(config: Config, world_size: int) -> None:
     size, micro = config.train.global_batch_size, config.train.micro_batch_size
     if size % world_size:
         raise _bad(

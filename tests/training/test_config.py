@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from megafsdp.models import ModelConfig, presets
+from megafsdp.models import ActivationCheckpointing, ModelConfig, presets
 from megafsdp.training.config import ModelSection
+from megafsdp.training.execution import ActivationCheckpointingSection
 from tests.training.runs import tiny
 
 
@@ -14,6 +15,16 @@ def test_model_section_has_every_field_of_the_model() -> None:
     """Whatever a model can be, a configuration can say."""
     names = {f.name for f in fields(ModelSection)} - {"preset"}
     assert names == {f.name for f in fields(ModelConfig)}
+
+
+def test_checkpointing_section_has_every_field_of_the_choice() -> None:
+    """Each value reaches the field of its name, and the defaults are the same."""
+    names = {f.name for f in fields(ActivationCheckpointingSection)}
+    assert names == {f.name for f in fields(ActivationCheckpointing)}
+    assert ActivationCheckpointingSection().resolve() == ActivationCheckpointing()
+    section = ActivationCheckpointingSection(mode="full", every=3, use_reentrant=True)
+    chosen = section.resolve()
+    assert (chosen.mode, chosen.every, chosen.use_reentrant) == ("full", 3, True)
 
 
 def test_overrides_stand_over_the_preset() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
     )
     assert parse_config(["--config", _write(tmp_path, to_yaml(config))]) == config
     assert config_from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("value", [None, True, False, 1, 2])
+def test_resharding_is_a_choice_or_a_number(tmp_path: Path, value: bool | int | None) -> None:
+    """True is not read as 1, from a file, a command line or a checkpoint's values."""
+    config = parse_config([f"--parallel.reshard_after_forward={json.dumps(value)}"])
+    again = parse_config(["--config", _write(tmp_path, to_yaml(config))])
+    for each in (config, again, config_from_dict(config.to_dict())):
+        assert each.parallel.reshard_after_forward is value
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,28 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("train", {"micro_batch_size": 4}, "divisor of the 6 samples"),
         ("parallel", {"dp_shard": 3}, "world size 2"),
         ("parallel", {"dp_outer": 4}, "world size 2"),
+        ("parallel", {"outer_strategy": "optim"}, "dp_outer above 1 for optim, got 1"),
+        (
+            "parallel",
+            {"dp_outer": 2, "outer_strategy": "optim", "strategy": "optim_grads"},
+            "optim_grads_params for optim, got optim_grads",
+        ),
+        ("parallel", {"reshard_after_forward": 3}, "divisor of the 2 ranks of dp_shard, got 3"),
+        ("parallel", {"reshard_after_forward": 0}, "parallel.reshard_after_forward"),
+        ("parallel", {"reshard_after_forward": -2}, "parallel.reshard_after_forward"),
+        (
+            "parallel",
+            {"dp_outer": 2, "reshard_after_forward": 2},
+            "divisor of the 1 ranks of dp_shard",
+        ),
+        ("parallel", {"prefetch": -1}, "parallel.prefetch"),
+        ("activation_checkpointing", {"mode": "full", "every": 0}, "checkpointing.every"),
+        (
+            "activation_checkpointing",
+            {"mode": "selective", "use_reentrant": True},
+            "activation_checkpointing.use_reentrant",
+        ),
+        ("precision", {"main_grads_dtype": "bf16"}, "main_params_dtype, fp32, for adamw"),
         ("checkpoint", {"keep_last": 0}, "checkpoint.keep_last"),
         ("logging", {"interval_steps": 0}, "logging.interval_steps"),
     ],
@@ -57,10 +79,52 @@ def test_value_that_cannot_be_run_is_refused(
         validate(config, world_size=2)
 
 
-def test_unknown_strategy_is_refused(tmp_path: Path) -> None:
-    """A name that no strategy has is an error, with the known ones listed."""
-    with pytest.raises(ConfigError, match="no_shard"):
-        tiny(tmp_path, parallel={"strategy": "zero"})
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dp_outer": 2},
+        {"dp_outer": 2, "outer_strategy": "optim"},
+        {"dp_outer": 4, "outer_strategy": "optim", "dp_shard": 1},
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": 2},
+        {"dp_outer": 2, "reshard_after_forward": 2},
+        {"reshard_after_forward": False, "strategy": "optim_grads"},
+    ],
+)
+def test_sound_way_to_divide_passes(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Each of these is a way of dividing the model among four ranks."""
+    validate(tiny(tmp_path, parallel=values), world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "known"),
+    [
+        ("parallel", {"strategy": "zero"}, "no_shard"),
+        ("parallel", {"outer_strategy": "optim_grads"}, "no_shard"),
+        ("parallel", {"reshard_after_forward": "often"}, "reshard_after_forward"),
+        ("precision", {"main_params_dtype": "fp8"}, "bf16"),
+        ("precision", {"main_grads_dtype": "fp64"}, "bf16"),
+        ("activation_checkpointing", {"mode": "some"}, "selective"),
+    ],
+)
+def test_unknown_choice_is_refused(
+    tmp_path: Path, section: str, values: dict[str, Any], known: str
+) -> None:
+    """A name that no choice has is an error, with the known ones or the field listed."""
+    with pytest.raises(ConfigError, match=known):
+        tiny(tmp_path, **{section: values})
+
+
+def test_fused_steps_need_gradients_of_the_weights_dtype(tmp_path: Path) -> None:
+    """SGD in its other forms takes any."""
+    precision = {"main_params_dtype": "bf16", "main_grads_dtype": "fp32"}
+    fused, loop = (
+        tiny(tmp_path, precision=precision, optimizer={"kind": "sgd", "implementation": form})
+        for form in ("fused", "loop")
+    )
+    validate(loop, world_size=2)
+    with pytest.raises(ConfigError, match="sgd in its fused form"):
+        validate(fused, world_size=2)
 
 
 @pytest.mark.parametrize("axis", ["cp", "tp", "ep"])
