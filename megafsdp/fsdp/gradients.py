@@ -86,6 +86,15 @@ class GradientReducer:
         else:
             self._add(buffer)
 
+    def is_left_over(self, *, is_final: bool) -> bool:
+        """Tell whether sums of earlier backwards wait for a reduction that nobody has issued.
+
+        Args:
+            is_final: Whether sums that only lack the outer axis count as well.
+        """
+        has_inner_sum = is_final and self._inner_sum is not None
+        return self._pending is None and (self._accumulated is not None or has_inner_sum)
+
     def start_reduce(self, *, is_final: bool) -> None:
         """Pack the gradients and issue the reduction; collective over the group's ranks.
 

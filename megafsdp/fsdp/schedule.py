@@ -35,6 +35,8 @@ class ScheduledUnit(Protocol):
 
     prefetch: int
     reshard_after_forward: bool | int | None
+    requires_gradient_sync: bool
+    requires_all_reduce: bool
     reducers: list[GradientReducer]
 
     @property
@@ -167,6 +169,8 @@ class FSDPContext:
         self._is_backward_running = False
         for unit in reversed(self.units):
             unit.finish_backward()
+        if self.is_last_microbatch:
+            self._reduce_leftovers()
         self._finish_reductions(keep=0)
         self._release_all()
         if self.is_last_microbatch:
@@ -180,6 +184,13 @@ class FSDPContext:
         exchanges, self._exchanges = self._exchanges, []
         for exchange in exchanges:
             exchange.wait()
+
+    def _reduce_leftovers(self) -> None:
+        """Issue the reductions that waited for this backward, of units that it did not run."""
+        for unit in reversed(self.units):
+            for reducer in unit.reducers if unit.requires_gradient_sync else ():
+                if reducer.is_left_over(is_final=unit.requires_all_reduce):
+                    self.add_reduction(reducer, is_final=unit.requires_all_reduce)
 
     def _release_all(self) -> None:
         self._ahead.clear()
