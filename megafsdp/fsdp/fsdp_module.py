@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +45,21 @@ class FSDPModule:
         if not recurse or not isinstance(self, nn.Module):
             return [self._fsdp_unit()]
         return list(units_below([self]).values())
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call the module; a compiled one within the unit's forward, whose hooks stay outside."""
+        assert isinstance(self, nn.Module)
+        compiled = self._compiled_call_impl
+        if compiled is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return self._fsdp_unit().run_as_forward(self, compiled, args, kwargs)
+
+    def compile(self, *args: object, **kwargs: object) -> None:
+        """Compile the module in place, as ``nn.Module.compile``, without the unit's hooks."""
+        assert isinstance(self, nn.Module)
+        for handle in self._fsdp_unit().forward_hooks.pop(id(self), ()):
+            handle.remove()
+        super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters and show them; collective over its ranks.
@@ -243,7 +259,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def run(self: nn.Module, *args: object, **kwargs: object) -> object:
         unit = unit_of(self)
         assert unit is not None, "the class was made by fully_shard()"
-        return unit.run_as_forward(self, method, args, kwargs)
+        return unit.run_as_forward(self, partial(method, self), args, kwargs)
 
     # The class was made for this module alone, so the method is set on no other.
     setattr(type(module), method_name, run)

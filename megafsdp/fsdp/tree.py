@@ -47,3 +47,10 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 
     map_tensors(tree, collect)
     return found
+
+
+def cast_floating(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Return ``tree`` with floating-point tensors cast to ``dtype``; None leaves it as it is."""
+    if dtype is None:
+        return tree
+    return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)

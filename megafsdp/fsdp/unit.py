@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
@@ -31,7 +32,7 @@ from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.state_dict_guard import guard_state_dicts
-from megafsdp.fsdp.tree import map_tensors, tensors_of
+from megafsdp.fsdp.tree import cast_floating, map_tensors, tensors_of
 from megafsdp.fsdp.unit_tree import adopt_units_below, attach, attached_unit, attached_units
 
 
@@ -82,29 +83,36 @@ class FSDPUnit:
         self.is_kept = False
         self.is_pinned = False
         self.post_optim_event: torch.cuda.Event | None = None
-        self._forward_prefetch: list[weakref.ref[ScheduledUnit]] | None = None
-        self._backward_prefetch: list[weakref.ref[ScheduledUnit]] | None = None
+        self._prefetch: dict[bool, list[weakref.ref[ScheduledUnit]]] = {}
         self._modules = [weakref.ref(module) for module in modules]
         self.rename("")
         self._to_run: set[int] = set()
         self._begun: set[int] = set()
         self._token: ForwardToken | None = None
+        self.forward_hooks: dict[int, list[RemovableHandle]] = {}
         for module in modules:
             attach(module, self)
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward, prepend=False)
-            module.register_forward_hook(self._leave_forward, always_call=True)
+            self._hook_forward(module)
             guard_state_dicts(module, self)
         for part in guard_faces(groups, units=modules):
             guard_state_dicts(part, self)
         self.show_sharded()
+
+    def _hook_forward(self, module: nn.Module) -> None:
+        # A compiled module is called by run_as_forward, which keeps hooks out of its graph.
+        if module._compiled_call_impl is None:
+            self.forward_hooks[id(module)] = [
+                module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self._post_forward),
+                module.register_forward_hook(self._leave_forward, always_call=True),
+            ]
 
     # Storage and faces.
 
     @property
     def modules(self) -> list[nn.Module]:
         """Return the unit's modules."""
-        return [module for module in (reference() for reference in self._modules) if module]
+        return [m for m in (reference() for reference in self._modules) if m is not None]
 
     @property
     def is_unsharded(self) -> bool:
@@ -160,16 +168,12 @@ class FSDPUnit:
 
     def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
         """Return the units the user chose to prefetch after this one; None follows the record."""
-        chosen = self._backward_prefetch if is_backward else self._forward_prefetch
+        chosen = self._prefetch.get(is_backward)
         return None if chosen is None else [u for u in (r() for r in chosen) if u is not None]
 
     def set_prefetch(self, units: Iterable[ScheduledUnit], *, is_backward: bool) -> None:
         """Choose the units to prefetch after this one."""
-        chosen = [weakref.ref(unit) for unit in units]
-        if is_backward:
-            self._backward_prefetch = chosen
-        else:
-            self._forward_prefetch = chosen
+        self._prefetch[is_backward] = [weakref.ref(unit) for unit in units]
 
     def require_context(self) -> FSDPContext:
         """Return the context, adopting all units below this one's modules on first use."""
@@ -180,6 +184,7 @@ class FSDPUnit:
 
     # Forward.
 
+    @torch._disable_dynamo
     @in_profiler_range("pre_forward")
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,7 +195,8 @@ class FSDPUnit:
         is_new_pass = not self._to_run or id(module) in self._to_run & self._begun
         if context.is_root(self) and not is_in_backward and is_new_pass:
             context.begin_forward()
-        args, kwargs = self._cast_inputs((args, kwargs))
+        if self.policy.cast_forward_inputs:
+            args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if self.phase is Phase.BACKWARD:
             # Activations are recomputed; the storage may have been freed by reshard().
             self.start_unshard(in_backward=False)
@@ -212,12 +218,6 @@ class FSDPUnit:
             args, kwargs = self._watch_inputs((args, kwargs))
         return args, kwargs
 
-    def _cast_inputs(self, inputs: Any) -> Any:
-        dtype = self.policy.param_dtype
-        if dtype is None or not self.policy.cast_forward_inputs:
-            return inputs
-        return map_tensors(inputs, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
     def _watch_inputs(self, inputs: Any) -> Any:
         """Pass inputs that need a gradient through the identity that ends the unit's backward."""
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
@@ -228,11 +228,10 @@ class FSDPUnit:
         replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
 
+    @torch._disable_dynamo
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
-        dtype = self.policy.output_dtype
-        if dtype is not None:
-            output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        output = cast_floating(output, self.policy.output_dtype)
         if self.phase is Phase.BACKWARD:
             return output
         self._to_run.discard(id(module))
@@ -266,6 +265,7 @@ class FSDPUnit:
                     group.compute_weight.release_to_slices(neighbours)
         self.release()
 
+    @torch._disable_dynamo
     def _leave_forward(self, module: nn.Module, *unused: object) -> None:
         """Return to rest if an exception cut the forward short; called after every forward."""
         is_cut_short = self.phase is Phase.FORWARD and id(module) in self._to_run
@@ -283,6 +283,7 @@ class FSDPUnit:
         if context.is_root(self):
             context.end_forward(is_graph_built=False)
 
+    @torch._disable_dynamo
     def run_as_forward(
         self,
         module: nn.Module,
@@ -290,15 +291,16 @@ class FSDPUnit:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        """Call a method of one of the unit's modules as its forward is called."""
+        """Call a bound method of one of the unit's modules as its forward is called."""
         args, kwargs = self._pre_forward(module, args, kwargs)
         try:
-            return self._post_forward(module, args, method(module, *args, **kwargs))
+            return self._post_forward(module, args, method(*args, **kwargs))
         finally:
             self._leave_forward(module)
 
     # Backward.
 
+    @torch._disable_dynamo
     @in_profiler_range("pre_backward")
     def begin_backward(self, token: ForwardToken) -> None:
         """Start the unit's backward: called when a gradient of one of its outputs is there."""
@@ -312,6 +314,7 @@ class FSDPUnit:
             context.unshard_for_backward(self)
         self.show_unsharded()
 
+    @torch._disable_dynamo
     def inputs_done(self, token: ForwardToken) -> None:
         """End the unit's backward if no forward of it waits for gradients any more."""
         self.outstanding.discard(token)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megafsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from megafsdp import MixedPrecisionPolicy, fully_shard
 from tests.fsdp.toy import (
     Block,
     Net,
@@ -323,80 +323,6 @@ def _forward_without_backward() -> None:
 def test_an_optimizer_built_after_a_forward_without_backward_holds_the_model(ranks: Ranks) -> None:
     """Parameters are listed sharded between forward and backward."""
     ranks(2).run(_forward_without_backward)
-
-
-class Fails(nn.Module):
-    """A block that raises in forward when asked, and a root that may catch it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.second = Block()
-        self.fails = False
-        self.catches = False
-        self.second.up.register_forward_hook(self._maybe_fail)
-
-    def _maybe_fail(self, *unused: object) -> None:
-        if self.fails:
-            raise ValueError("asked to fail")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply both blocks, or the first alone."""
-        y = self.first(x)
-        if not self.catches:
-            return self.second(y).square().mean()
-        try:
-            return self.second(y).square().mean()
-        except ValueError:
-            return y.square().mean()
-
-
-def _after_an_exception() -> None:
-    torch.manual_seed(0)
-    reference = Fails()
-    net = Fails()
-    net.load_state_dict(reference.state_dict())
-    for unit in (net.first, net.second):
-        fully_shard(unit)
-    fully_shard(net)
-    x = torch.randn(dist.get_world_size(), 3, 12)
-    units = [m._fsdp_unit() for m in net.modules() if isinstance(m, FSDPModule)]
-    for catches in (False, True):
-        for is_ended in (True, False):
-            net.fails = reference.fails = True
-            net.catches = reference.catches = catches
-            if catches:
-                reference(x).backward()
-                net(_own(x)).backward()
-            else:
-                with pytest.raises(ValueError, match="asked to fail"):
-                    net(_own(x))
-                assert not any(u.is_at_work for u in units)
-            assert _shown(net) == {"sharded"}
-            assert not any(u.is_unsharded for u in units)
-            net.fails = reference.fails = False
-            if is_ended:
-                reference(x).backward()
-                net(_own(x)).backward()
-            assert_same_grads(net, reference)
-
-
-def test_an_exception_in_forward_leaves_the_model_at_rest(ranks: Ranks) -> None:
-    """At once, whether the root catches it or not; nothing stays unsharded."""
-    ranks(2).run(_after_an_exception)
-
-
-def _exception_in_another_method() -> None:
-    _, net = pair()
-    net.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), torch.no_grad():
-        net(mine(batches(1)[0])[0])
-    assert _shown(net) == {"sharded"}
-
-
-def test_an_exception_in_a_users_hook_leaves_the_model_at_rest(ranks: Ranks) -> None:
-    """Hooks run inside of the unit's forward."""
-    ranks(2).run(_exception_in_another_method)
 
 
 def _submodule_loaded(strategy: str) -> None:

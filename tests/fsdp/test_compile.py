@@ -1,0 +1,122 @@
+"""torch.compile of units, before and after wrapping: same numbers, hooks outside of the graphs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from megafsdp import full_tensor, fully_shard
+from tests.fsdp.toy import Net, adamw, batches, mine, pair, shard
+from tests.ranks import Ranks
+
+# The tracer asks every input for .grad, and torch warns where it is not a leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+Made = tuple[nn.Module, Callable[..., torch.Tensor]]
+
+
+def _compiled_before(backend: str, is_full: bool) -> Made:
+    net = Net()
+    for block in net.blocks:
+        block.compile(backend=backend, fullgraph=is_full)
+    return shard(net), net
+
+
+def _compiled_after(backend: str, is_full: bool) -> Made:
+    net = shard(Net())
+    for block in net.blocks:
+        block.compile(backend=backend, fullgraph=is_full)
+    return net, net
+
+
+def _wrapper_before(backend: str, is_full: bool) -> Made:
+    net = Net()
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = torch.compile(block, backend=backend, fullgraph=is_full)
+    return shard(net), net
+
+
+def _compiled_root(backend: str, is_full: bool) -> Made:
+    net = shard(Net())
+    return net, torch.compile(net, backend=backend, fullgraph=is_full)
+
+
+def _compiled_root_in_place(backend: str, is_full: bool) -> Made:
+    net = shard(Net())
+    net.compile(backend=backend, fullgraph=is_full)
+    return net, net
+
+
+def _trains_alike(make: Callable[[str, bool], Made], backend: str, is_full: bool) -> int:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    _, eager = pair()
+    net, call = make(backend, is_full)
+    optimizers = [adamw(eager), adamw(net)]
+    for step in range(3):
+        batch = mine(batches(1, seed=step)[0])
+        eager(*batch).backward()
+        call(*batch).backward()
+        for wanted, parameter in zip(eager.parameters(), net.parameters(), strict=True):
+            # Sharded alike, hence compared as they lie; compiled kernels may round otherwise.
+            torch.testing.assert_close(
+                parameter.grad.to_local(), wanted.grad.to_local(), rtol=1e-4, atol=1e-6
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for wanted, parameter in zip(eager.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(
+            full_tensor(parameter.detach()), full_tensor(wanted.detach()), rtol=1e-4, atol=1e-5
+        )
+    assert not any(net.get_submodule(f"blocks.{i}")._fsdp_unit().is_at_work for i in range(3))
+    assert counters["stats"]["unique_graphs"] > 0, "something was compiled"
+    breaks = sum(counters["graph_break"].values())
+    torch._dynamo.reset()
+    return breaks
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("make", [_compiled_before, _compiled_after, _wrapper_before])
+def test_a_compiled_unit_is_one_graph_without_hooks(
+    ranks: Ranks, make: Callable[[str, bool], Made], is_full: bool
+) -> None:
+    """Compiled in place or by a wrapper, before or after fully_shard, fullgraph or not."""
+    assert ranks(2).run(_trains_alike, make, "aot_eager", is_full) == [0, 0]
+
+
+@pytest.mark.parametrize("make", [_compiled_after, _compiled_root, _compiled_root_in_place])
+def test_a_compiled_root_breaks_its_graph_at_the_units_hooks(
+    ranks: Ranks, make: Callable[[str, bool], Made]
+) -> None:
+    """Compiling the root or the units gives the numbers of the eager model."""
+    breaks = ranks(2).run(_trains_alike, make, "eager", False)
+    assert (breaks[0] > 0) == (make is not _compiled_after)
+
+
+def _fails_inside() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].compile(backend="eager")
+    fully_shard(net[1])
+    fully_shard(net)
+    with pytest.raises(RuntimeError, match="shape"):
+        net[1](torch.ones(2, 5))
+    assert all(hasattr(p, "device_mesh") for p in net.parameters()), "sharded again"
+    torch._dynamo.reset()
+
+
+def test_an_exception_in_a_compiled_unit_leaves_it_at_rest(ranks: Ranks) -> None:
+    """As in one that is not compiled."""
+    ranks(2).run(_fails_inside)
+
+
+def test_importing_megafsdp_does_not_import_the_compiler() -> None:
+    """torch._dynamo takes seconds to import; importing megafsdp must not."""
+    code = "import sys, megafsdp; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
