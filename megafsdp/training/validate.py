@@ -60,8 +60,9 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
                 "Divide everything over dp_shard, or leave outer_strategy at no_shard",
             )
     reshard = parallel.reshard_after_forward
-    is_number = reshard is not None and not isinstance(reshard, bool)
-    if is_number and (reshard < 1 or dims.dp_shard % reshard):
+    if reshard is None or isinstance(reshard, bool):
+        return
+    if reshard < 1 or dims.dp_shard % reshard:
         raise _bad(
             "parallel.reshard_after_forward",
             f"true, false, null, or a divisor of the {dims.dp_shard} ranks of dp_shard",
