@@ -67,6 +67,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "consistency",
         "gradients",
         "agreement",
+        "process_groups",
         "order",
         "schedule",
         "backward_edges",

@@ -94,34 +94,3 @@ class DataParallelAxes:
         """Keep everything on each rank of a 1-D or 2-D mesh."""
         everyone = flat_group(mesh)
         return cls(mesh, everyone, None, everyone, 1, -1)
-
-
-class ExtraGroups:
-    """Process groups that units need besides those of their meshes, each made once.
-
-    Making one is collective over its ranks alone.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, int], dist.ProcessGroup] = {}
-
-    def neighbours(self, axes: DataParallelAxes, num_ranks: int) -> dist.ProcessGroup:
-        """Return the group of this rank and its neighbours on the inner axis.
-
-        Args:
-            axes: The axes.
-            num_ranks: Size of the group; divides the size of the inner axis.
-        """
-        first = axes.group.rank() // num_ranks * num_ranks
-        return self._make(axes.group, first, num_ranks)
-
-    def twin(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return another group of the same ranks, with a communicator of its own."""
-        return self._make(group, 0, group.size())
-
-    def _make(self, group: dist.ProcessGroup, first: int, num_ranks: int) -> dist.ProcessGroup:
-        key = (group.group_name, num_ranks)
-        if key not in self._made:
-            ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
-            self._made[key] = dist.new_group(ranks, use_local_synchronization=True)
-        return self._made[key]

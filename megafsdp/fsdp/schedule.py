@@ -24,10 +24,10 @@ import torch
 
 from megafsdp.buffer.collectives import Pending
 from megafsdp.fsdp.agreement import agree_on_usage, refresh_with_statistics
-from megafsdp.fsdp.axes import ExtraGroups
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.order import RecordedOrder
 from megafsdp.fsdp.parameter_group import ParameterGroup
+from megafsdp.fsdp.process_groups import ExtraGroups, separate_reductions
 
 
 class ScheduledUnit(Protocol):
@@ -35,6 +35,7 @@ class ScheduledUnit(Protocol):
 
     prefetch: int
     reshard_after_forward: bool | int | None
+    reshard_after_backward: bool
     requires_gradient_sync: bool
     requires_all_reduce: bool
     reducers: list[GradientReducer]
@@ -98,30 +99,10 @@ class FSDPContext:
         self._exchanges: list[Pending] = []
         self.extra_groups = ExtraGroups()
 
-    def make_groups(self) -> None:
-        """Make the process groups that the units need besides their meshes'; collective."""
-        for unit in self.units:
-            num_ranks = unit.reshard_after_forward
-            if isinstance(num_ranks, bool) or num_ranks is None:
-                continue
-            for group in unit.groups:
-                if group.axes.is_sharded:
-                    self.extra_groups.neighbours(group.axes, num_ranks)
-        if any(group.device.type == "cuda" for unit in self.units for group in unit.groups):
-            self.separate_reductions(True)
-
     def separate_reductions(self, is_separate: bool) -> None:
-        """Choose whether reductions have communicators of their own; collective if they do.
-
-        One communicator runs one collective at a time, so a gather would wait for the reduction
-        before it.
-        """
-        for reducer in (r for unit in self.units for r in unit.reducers):
-            inner, outer = reducer.group.axes.group, reducer.group.axes.outer_group
-            if is_separate:
-                inner = self.extra_groups.twin(inner)
-                outer = outer and self.extra_groups.twin(outer)
-            reducer.choose_groups(inner, outer)
+        """Choose whether reductions have communicators of their own; collective if they do."""
+        reducers = [r for unit in self.units for r in unit.reducers]
+        separate_reductions(reducers, self.extra_groups, is_separate=is_separate)
 
     @property
     def units(self) -> list[ScheduledUnit]:
@@ -172,7 +153,7 @@ class FSDPContext:
         if self.is_last_microbatch:
             self._reduce_leftovers()
         self._finish_reductions(keep=0)
-        self._release_all()
+        self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
             self._finish_exchanges()
             self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
@@ -192,10 +173,11 @@ class FSDPContext:
                 if reducer.is_left_over(is_final=unit.requires_all_reduce):
                     self.add_reduction(reducer, is_final=unit.requires_all_reduce)
 
-    def _release_all(self) -> None:
+    def _release_all(self, *, is_after_backward: bool = False) -> None:
         self._ahead.clear()
         for unit in self.units:
-            unit.release()
+            if unit.reshard_after_backward or not is_after_backward:
+                unit.release()
 
     def abandon(self) -> None:
         """Undo a forward or backward that an exception cut short."""

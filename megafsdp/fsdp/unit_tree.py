@@ -15,6 +15,7 @@ from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
 from megafsdp.fsdp.consistency import check_agreement
 from megafsdp.fsdp.initialized import require_initialized
+from megafsdp.fsdp.process_groups import make_neighbours
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
 
 _UNIT_ATTRIBUTE = "_megafsdp_unit"
@@ -85,7 +86,10 @@ def adopt_units_below(root: AttachedUnit) -> None:
             )
     check_agreement({name: unit.groups for name, unit in units.items()})
     context = FSDPContext(root, units.values())
-    context.make_groups()
+    for unit in units.values():
+        make_neighbours(unit.groups, unit.reshard_after_forward, context.extra_groups)
+    if any(group.device.type == "cuda" for unit in units.values() for group in unit.groups):
+        context.separate_reductions(True)
     for unit in units.values():
         unit.context = context
         unit.ledger.merge_into(root.ledger)

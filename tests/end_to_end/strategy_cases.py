@@ -71,6 +71,7 @@ ENGINES: dict[str, Engine] = {
     "optim_grads": Engine(ONE_AXIS, {"strategy": "optim_grads"}),
     "optim_grads_params": Engine(ONE_AXIS, {"strategy": "optim_grads_params"}),
     "hsdp": Engine(TWO_AXES, {"outer_strategy": "no_shard"}),
+    "hfsdp": Engine(TWO_AXES, {"outer_strategy": "optim"}),
 }
 MIXED_ENGINES: dict[str, Engine] = {
     "zero3_under_no_shard": Engine(((2,), (3,)), root_options={"strategy": "no_shard"}),
@@ -83,6 +84,9 @@ MIXED_ENGINES: dict[str, Engine] = {
     ),
     "hsdp_under_zero3": Engine(((2, 2), (1, 4), (4, 1)), is_root_on_one_axis=True),
     "hsdp_under_no_shard": Engine(((2, 2),), root_options={"strategy": "no_shard"}),
+    "hfsdp_under_hsdp": Engine(
+        ((2, 2), (4, 1)), {"outer_strategy": "optim"}, {"outer_strategy": "no_shard"}
+    ),
 }
 # How the loop says that more microbatches follow, and how many there are; with one, no_sync() would
 # cover nothing.

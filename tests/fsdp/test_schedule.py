@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp import MixedPrecisionPolicy, microbatch
@@ -406,3 +407,28 @@ def _free_without_gc() -> int:
 def test_deleting_the_model_frees_every_byte_without_the_cycle_collector(ranks: Ranks) -> None:
     """No reference cycle holds a buffer."""
     assert ranks(2).run(_free_without_gc) == [0, 0]
+
+
+def _keeps_units_after_backward() -> list[int]:
+    reference, net = pair(reshard_after_forward=False)
+    net.set_reshard_after_backward(False)
+    optimizers = [adamw(reference), adamw(net)]
+    gathers = []
+    for step in range(2):
+        for k in range(2):
+            batch = batches(1, seed=2 * step + k)[0]
+            reference(*batch).backward()
+            with record_collectives() as record:
+                net(*mine(batch)).backward()
+            gathers.append(record.calls["all_gather"])
+            assert all(isinstance(p, DTensor) for p in net.parameters())
+        assert_same_grads(net, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return gathers
+
+
+def test_units_may_stay_gathered_after_backward(ranks: Ranks) -> None:
+    """Further microbatches gather nothing; after a step everything is gathered anew."""
+    assert ranks(2).run(_keeps_units_after_backward) == [[4, 0, 4, 0]] * 2
