@@ -122,25 +122,26 @@ def describe(results: dict[str, object]) -> str:
 
 
 def _describe_case(name: str, case: dict[str, Any]) -> list[str]:
-    def both(values: dict[str, Any], *keys: str, unit: float = 1.0) -> str:
-        for key in keys:
-            values = {side: values[side][key] for side in SIDES}
-        return " / ".join(f"{values[side] / unit:.1f}" for side in SIDES)
-
     host, (low, high) = case["host"], case["ratio_range"]
     share = host["share_of_collective_time_not_waited_for"]
-    phases = ", ".join(f"{phase} {both(case['phases_ms'], phase)}" for phase in _PHASES)
+    phases = ", ".join(f"{phase} {_both(case['phases_ms'], phase)}" for phase in _PHASES)
     return [
-        f"{name}: {both(case['step_ms'], 'median')} ms, ratio {case['ratio']:.3f} "
+        f"{name}: {_both(case['step_ms'], 'median')} ms, ratio {case['ratio']:.3f} "
         f"({low:.3f} to {high:.3f} in {case['repeats']} blocks)",
-        f"    {phases}, first step {both(case['first_step_ms'])}, "
-        f"processor time {both(case['processor_ms'], 'median')} ms",
-        f"    peak {both(case['bytes'], 'peak', unit=1e6)} MB, of which above rest "
-        f"{both(case['bytes'], 'peak_above_resting', unit=1e6)} MB",
+        f"    {phases}, first step {_both(case['first_step_ms'])}, "
+        f"processor time {_both(case['processor_ms'], 'median')} ms",
+        f"    peak {_both(case['bytes'], 'peak', unit=1e6)} MB, of which above rest "
+        f"{_both(case['bytes'], 'peak_above_resting', unit=1e6)} MB",
         f"    hooks of megafsdp: {sum(host['hooks_ms_per_step'].values()):.1f} ms, of which "
         f"bookkeeping {host['bookkeeping_ms_per_unit']:.2f} ms a unit; "
         + ("" if share is None else f"{share:.0%} of collective time not waited for"),
     ]
+
+
+def _both(values: dict[str, Any], key: str = "", *, unit: float = 1.0) -> str:
+    """Return ``ours / FSDP2's`` of figures by side, or of one key of the figures by side."""
+    figures = [values[side][key] if key else values[side] for side in SIDES]
+    return " / ".join(f"{figure / unit:.1f}" for figure in figures)
 
 
 def _build(shape: Shape, side: str) -> Side:
