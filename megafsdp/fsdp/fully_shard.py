@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.device.memory import ByteLedger
-from megafsdp.errors import expected
 from megafsdp.fsdp.arguments import (
     average_of,
     check_modules,
@@ -34,6 +33,7 @@ from megafsdp.fsdp.grouping import (
     claim,
     device_type_of,
     find_parameters,
+    find_units,
 )
 from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.unit import FSDPUnit
@@ -142,28 +142,7 @@ def fully_shard_model(
         ValueError: No class is named, or no module below the model is of a named class.
         Exception: Whatever :func:`fully_shard` raises.
     """
-    wanted = fsdp_unit_modules
-    if wanted is None:
-        wanted = sorted(getattr(model, "_no_split_modules", None) or ())
-    units = [m for m in model.modules() if m is not model and _is_one_of(m, wanted)]
-    if not units:
-        present = sorted({type(m).__name__ for m in model.modules() if m is not model})
-        raise ValueError(
-            expected(
-                "classes of modules below the model",
-                f"{[str(cls) for cls in wanted]}",
-                where=f"fully_shard_model() on {type(model).__name__}",
-                mend=f"Name classes among {present}",
-            )
-        )
+    units = find_units(model, fsdp_unit_modules)
     for unit in reversed(units):
         fully_shard(unit, **options)
     return fully_shard(model, **options)
-
-
-def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bool:
-    for cls in type(module).__mro__:
-        names = {cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"}
-        if any(cls is each or each in names for each in wanted):
-            return True
-    return False

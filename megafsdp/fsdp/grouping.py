@@ -1,4 +1,4 @@
-"""Which parameters a unit owns, and into which groups they fall.
+"""Which modules are units, which parameters a unit owns, and into which groups they fall.
 
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
 by whether they require a gradient, and by whether they can be cut at all: parameters without
@@ -50,10 +50,52 @@ class FoundParameter:
     is_kept_fp32: bool
 
 
+def find_units(
+    model: nn.Module, fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None
+) -> list[nn.Module]:
+    """Return the modules below a model that are of some classes, in the order of ``modules()``.
+
+    Args:
+        model: Searched; never found itself.
+        fsdp_unit_modules: As for ``fully_shard_model``.
+
+    Raises:
+        ValueError: No class is named, or no module below the model is of a named class.
+    """
+    wanted = fsdp_unit_modules
+    if wanted is None:
+        wanted = sorted(getattr(model, "_no_split_modules", None) or ())
+    units = [m for m in model.modules() if m is not model and _is_one_of(m, wanted)]
+    if not units:
+        present = sorted({type(m).__name__ for m in model.modules() if m is not model})
+        raise ValueError(
+            expected(
+                "classes of modules below the model",
+                f"{[str(cls) for cls in wanted]}",
+                where=f"fully_shard_model() on {type(model).__name__}",
+                mend=f"Name classes among {present}",
+            )
+        )
+    return units
+
+
+def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bool:
+    for cls in type(module).__mro__:
+        names = {cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"}
+        if any(cls is each or each in names for each in wanted):
+            return True
+    return False
+
+
 def find_parameters(
     modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter], policy: MixedPrecisionPolicy
 ) -> list[FoundParameter]:
     """Return the parameters below the modules that no unit owns, tied ones once, in module order.
+
+    Args:
+        modules: Modules of one unit.
+        ignored: Parameters to leave alone.
+        policy: Names the parameters that compute in fp32.
 
     Raises:
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
