@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import MixedPrecisionPolicy, clip_grad_norm_, microbatch
 from megafsdp.buffer.collectives import CollectiveRecord, record_collectives
+from megafsdp.buffer.layout import FlatLayout, TensorSpec
+from megafsdp.buffer.planner import plan_layout
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.fsdp.arguments import strategy_of
 from megafsdp.fsdp.blueprint import PlannedUnit, ShardDegrees, plan_units
-from megafsdp.fsdp.footprint import Footprint, StepPlan, Traffic, footprint_of
+from megafsdp.fsdp.footprint import Footprint, StepPlan, Traffic, footprint_of, owned_numels
 from megafsdp.fsdp.unit import units_below
+from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD
 from tests.fsdp.toy import Block, Net, batches, mine, shard
 from tests.ranks import Ranks
+from tests.strategies import shape_sets, world_sizes
 
 NUM_BLOCKS = 4
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -72,7 +78,7 @@ class Measured:
     ledger: ByteLedger
     record: CollectiveRecord
     state_nbytes: int
-    layouts: list[list[object]]
+    layouts: list[list[FlatLayout]]
 
 
 def _measure(case: Case) -> Measured:
@@ -205,3 +211,112 @@ def test_hsdp_on_four_ranks_costs_what_was_said(
     """Inner sums wait for the last microbatch and are freed one by one."""
     case = Case(policy=policy, num_microbatches=num_microbatches, is_told=is_told, dp_outer=2)
     _assert_equal(ranks(4).run(_measure, case), case)
+
+
+@pytest.fixture
+def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Be rank 0 of a process group whose other ranks do not exist."""
+    size = request.param
+    dist.init_process_group("fake", rank=0, world_size=size)
+    yield size
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fake_world", [256], indirect=True)
+@pytest.mark.parametrize("dp_outer", [1, 8])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_a_step_on_256_ranks_costs_what_was_said(
+    fake_world: int, strategy: str, dp_outer: int
+) -> None:
+    """The engine itself runs as one of many ranks; only rows owned differ between them."""
+    case = Case(strategy, num_microbatches=2, policy=BF16, dp_outer=dp_outer)
+    measured = _measure(case)
+    footprint = _predict(case, fake_world)
+    for category in ENGINE_CATEGORIES:
+        assert footprint.peak[category] == measured.ledger.peak[category], category
+        assert footprint.resting[category] == measured.ledger.live[category], category
+    calls = {kind: value[0] for kind, value in _by_kind(footprint.traffic).items()}
+    assert calls == dict(measured.record.calls)
+    assert footprint.resting[Category.OPTIMIZER_STATE] >= measured.state_nbytes
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_collectives_follow_the_formulas(num_microbatches: int, is_told: bool) -> None:
+    """N groups that communicate, r of them kept after forward, m microbatches."""
+    n, r, m = NUM_BLOCKS + 1, 2, num_microbatches
+    final = 1 if is_told else m
+    everywhere = f"{DP_OUTER} x {DP_SHARD}"
+    options = {"num_microbatches": m, "is_told": is_told}
+
+    def calls(case: Case, **how: bool) -> dict[tuple[str, str], int]:
+        return {k: t.calls for k, t in _predict(case, 64, **how).traffic.items()}
+
+    def on_shards(*, gathers: int, scatters: int) -> dict[tuple[str, str], int]:
+        return {(DP_SHARD, "all_gather"): gathers, (DP_SHARD, "reduce_scatter"): scatters}
+
+    # The gain is a replicated group of its own; usage is exchanged once a finalised backward.
+    small = (2 * final) + 1
+    assert calls(Case("no_shard", **options)) == {(DP_SHARD, "all_reduce"): (n + 2) * final}
+    for strategy, gathers, scatters in (
+        ("optim", n, n * final),
+        ("optim_grads", n, n * m),
+        ("optim_grads_params", (2 * n - r) * m, n * m),
+    ):
+        expected = on_shards(gathers=gathers, scatters=scatters)
+        assert calls(Case(strategy, **options)) == {**expected, (DP_SHARD, "all_reduce"): small}
+    zero3 = on_shards(gathers=(2 * n - r) * m, scatters=n * m)
+    hybrid = Case(dp_outer=4, **options)
+    assert calls(hybrid) == {
+        **zero3,
+        (DP_OUTER, "all_reduce"): n * final,
+        (DP_SHARD, "all_reduce"): 1,
+        (everywhere, "all_reduce"): 2 * final,
+    }
+    assert calls(hybrid, is_outer_sharded=True) == {
+        **zero3,
+        (DP_OUTER, "all_gather"): n,
+        (DP_OUTER, "reduce_scatter"): n * final,
+        (everywhere, "all_reduce"): small,
+    }
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_main_weights_cut_over_both_axes_cost_the_formula(num_microbatches: int) -> None:
+    """Main weight 1/(NM), compute weight 1/N at rest, inner sums 1/N while accumulating."""
+    case = Case(policy=BF16, dp_outer=4, num_microbatches=num_microbatches)
+    footprint = _predict(case, 32, is_outer_sharded=True)
+    plan = _plan(case, 32, is_outer_sharded=True)
+    groups = [g for unit in plan for g in unit.groups if g.is_sharded]
+    whole = [g for unit in plan for g in unit.groups if not g.is_sharded]
+    assert {g.layout.num_shards for g in groups} == {32}
+    numel = sum(g.layout.gathered_numel for g in groups)
+    computed = sum(g.layout.gathered_numel * g.dtypes.compute.itemsize for g in groups)
+    scalar_nbytes = sum(4 * g.layout.shard_numel for g in whole)
+    scalar_weight_nbytes = sum(2 * g.layout.shard_numel for g in whole)
+    assert footprint.resting[Category.MAIN_WEIGHT] == 4 * numel // 32 + scalar_nbytes
+    assert footprint.resting[Category.COMPUTE_WEIGHT] == computed // 8 + scalar_weight_nbytes
+    assert footprint.resting[Category.MAIN_GRAD] == 0
+    traffic = footprint.traffic
+    assert traffic[DP_OUTER, "all_gather"].nbytes == computed // 8
+    assert traffic[DP_OUTER, "reduce_scatter"].nbytes == 4 * numel // 8
+    grads = footprint.peak[Category.MAIN_GRAD] - scalar_nbytes
+    if num_microbatches > 1:
+        first = max(g.layout.gathered_numel for g in groups)
+        assert 4 * numel // 8 < grads <= 4 * (numel // 8 + numel // 32)
+        assert grads >= 4 * (numel // 8 + first // 32)
+    else:
+        assert 4 * numel // 32 <= grads < 4 * numel // 8
+
+
+@given(shape_sets(with_zero_dim=False, with_empty=False), world_sizes())
+def test_owned_elements_are_those_of_the_owned_ranges(
+    drawn: list[tuple[int, ...]], num_shards: int
+) -> None:
+    """Each shard's elements without gaps, as the layout itself tells them."""
+    layout = plan_layout([TensorSpec(f"t{i}", s) for i, s in enumerate(drawn)], num_shards)
+    expected = []
+    for rank in range(num_shards):
+        ranges = [layout.owned_range(i, rank) for i in range(len(layout.slots))]
+        expected.append(sum(stop - start for start, stop in ranges))
+    assert owned_numels(layout) == expected
