@@ -110,11 +110,10 @@ def plan_units(
 
     Raises:
         ValueError: As ``fully_shard_model``.
-        NotImplementedError: A parameter kind, or main weights cut over both axes by another
-            strategy than ZeRO-3.
+        NotImplementedError: A parameter kind.
     """
     if degrees.is_outer_sharded and strategy is not Strategy.OPTIM_GRADS_PARAMS:
-        raise NotImplementedError(
+        raise ValueError(
             expected(
                 f"the strategy {Strategy.OPTIM_GRADS_PARAMS.value!r}",
                 repr(strategy.value),

@@ -54,7 +54,7 @@ class StepPlan:
     num_microbatches: int = 1
     is_told: bool = True
     prefetch: int = 1
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     num_states: int = 2
     measures_norm: bool = True
     loop_all_reduces: tuple[int, ...] = ()

@@ -19,6 +19,8 @@ from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
 from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD
 
+NEIGHBOURS = "neighbours"  # Some ranks of the inner axis, among which a unit is kept divided.
+
 
 class Meter:
     """Bytes alive, and the collectives of the running step.
@@ -65,7 +67,8 @@ class _Weight:
         cast_nbytes = layout.shard_numel * dtypes.compute.itemsize if is_cast else 0
         self._source_nbytes = 0 if self._is_kept_shard else cast_nbytes
         self._outer_source_nbytes = cast_nbytes if self._is_kept_shard else 0
-        self._is_in_flight = False
+        self._is_in_flight = self._is_joining = False
+        self._slice_nbytes = 0
         self.is_stale = True
         self.is_allocated = self.is_kept
         meter.ledger.debit(Category.MAIN_WEIGHT, layout.shard_numel * dtypes.main.itemsize)
@@ -74,28 +77,41 @@ class _Weight:
         if self.is_kept and (group.is_sharded or is_cast):
             meter.ledger.debit(Category.COMPUTE_WEIGHT, self._full_nbytes)
 
-    def start_unshard(self) -> None:
+    def join(self) -> None:
+        """Note the gather of a stale shard over the outer axis, if that divides it."""
+        if self._is_kept_shard and self.is_stale:
+            self.is_stale, self._is_joining = False, True
+            self._meter.ledger.debit(Category.COMPUTE_WEIGHT, self._outer_source_nbytes)
+            self._meter.count(DP_OUTER, "all_gather", self._inner_nbytes)
+
+    def start_unshard(self, *, in_backward: bool) -> None:
         """Note the gather of a buffer that is not current, and allocate it."""
         if self._is_in_flight or not self._is_sharded:
             return
         was_stale, self.is_stale = self.is_stale, False
-        ledger = self._meter.ledger
-        if was_stale and self._is_kept_shard:
-            ledger.debit(Category.COMPUTE_WEIGHT, self._outer_source_nbytes)
-            self._meter.count(DP_OUTER, "all_gather", self._inner_nbytes)
-            ledger.credit(Category.COMPUTE_WEIGHT, self._outer_source_nbytes)
         if self.is_allocated and not was_stale:
             return
-        ledger.debit(Category.COMPUTE_WEIGHT, self._source_nbytes)
+        ledger = self._meter.ledger
+        if self._is_joining:
+            ledger.credit(Category.COMPUTE_WEIGHT, self._outer_source_nbytes)
+            self._is_joining = False
         if not self.is_allocated:
             ledger.debit(Category.UNSHARDED, self._full_nbytes)
         self.is_allocated = self._is_in_flight = True
-        self._meter.count(DP_SHARD, "all_gather", self._full_nbytes)
+        axis = NEIGHBOURS if self._slice_nbytes else DP_SHARD
+        self._read_nbytes = self._slice_nbytes or self._source_nbytes
+        if not self._slice_nbytes:
+            ledger.debit(Category.COMPUTE_WEIGHT, self._source_nbytes)
+        elif in_backward:
+            self._slice_nbytes = 0
+        else:
+            self._read_nbytes = 0
+        self._meter.count(axis, "all_gather", self._full_nbytes)
 
     def finish_unshard(self) -> None:
         """Free what the gather read."""
         if self._is_in_flight:
-            self._meter.ledger.credit(Category.COMPUTE_WEIGHT, self._source_nbytes)
+            self._meter.ledger.credit(Category.COMPUTE_WEIGHT, self._read_nbytes)
             self._is_in_flight = False
 
     def release(self) -> None:
@@ -104,6 +120,13 @@ class _Weight:
             self.finish_unshard()
             self._meter.ledger.credit(Category.UNSHARDED, self._full_nbytes)
             self.is_allocated = False
+
+    def release_to_slices(self, num_ranks: int) -> None:
+        """Free the full buffer but for this rank's slice among neighbours."""
+        if self.is_allocated and not self.is_kept:
+            self._slice_nbytes = self._full_nbytes // num_ranks
+            self._meter.ledger.debit(Category.COMPUTE_WEIGHT, self._slice_nbytes)
+            self.release()
 
 
 class RehearsedReducer(GradientReducer):
@@ -132,9 +155,13 @@ class RehearsedReducer(GradientReducer):
         """Keep this backward's gradients in full, once a step."""
         if self._accumulated_nbytes is None:
             numel = self.planned.layout.gathered_numel
-            self._accumulated_nbytes = self._new_partial(numel * self.planned.dtypes.grad.itemsize)
+            self._accumulated_nbytes = self._note_partial(numel * self.planned.dtypes.grad.itemsize)
 
-    def _new_partial(self, nbytes: int) -> int:
+    def is_left_over(self, *, is_final: bool) -> bool:
+        """Tell that nothing is: every microbatch runs every unit."""
+        return False
+
+    def _note_partial(self, nbytes: int) -> int:
         self._meter.ledger.debit(Category.PARTIAL_GRAD, nbytes)
         return nbytes
 
@@ -143,7 +170,7 @@ class RehearsedReducer(GradientReducer):
         numel, dtypes = self.planned.layout.gathered_numel, self.planned.dtypes
         nbytes, self._accumulated_nbytes = self._accumulated_nbytes, None
         if nbytes is None:
-            nbytes = self._new_partial(numel * dtypes.compute.itemsize)
+            nbytes = self._note_partial(numel * dtypes.compute.itemsize)
         self._partial_nbytes = nbytes
         self._is_final, self._is_at_outer_axis = is_final, False
         if not self._has_outer_axis:
@@ -203,10 +230,12 @@ class RehearsedUnit(ScheduledUnit):
         meter: Meter,
         *,
         prefetch: int,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.prefetch = prefetch
         self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = self.requires_all_reduce = True
         self.rehearsed = [RehearsedReducer(group, meter) for group in planned.groups]
         self.reducers = list[GradientReducer](self.rehearsed)
         self._is_at_work = False
@@ -225,7 +254,7 @@ class RehearsedUnit(ScheduledUnit):
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Note the gathers of all groups."""
         for reducer in self.rehearsed:
-            reducer.weight.start_unshard()
+            reducer.weight.start_unshard(in_backward=in_backward)
 
     def finish_unshard(self) -> None:
         """Free what the gathers read."""
@@ -246,8 +275,12 @@ class RehearsedUnit(ScheduledUnit):
     def end_forward(self, context: Rehearsal) -> None:
         """Do what the unit's hook does after forward."""
         self._is_at_work = False
-        if not context.is_kept_after_forward(self):
-            self.release()
+        if context.is_kept_after_forward(self):
+            return
+        if not isinstance(self.reshard_after_forward, bool | None):
+            for reducer in self.rehearsed:
+                reducer.weight.release_to_slices(self.reshard_after_forward)
+        self.release()
 
     def begin_backward(self, context: Rehearsal) -> None:
         """Do what the hook on the unit's outputs does."""
@@ -333,6 +366,11 @@ class Rehearsal(FSDPContext):
         if not self._is_backward_running:
             self._is_backward_running = True
             self._backward.start(guess=self._forward)
+
+    def _join_divided(self) -> None:
+        for unit in self._run_order:
+            for reducer in unit.rehearsed:
+                reducer.weight.join()
 
     def _agree_on_usage(self) -> None:
         if self._num_flags and self._meter.degrees.num_ranks > 1:

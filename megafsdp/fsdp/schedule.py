@@ -156,9 +156,12 @@ class FSDPContext:
         self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
             self._finish_exchanges()
-            self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
+            self._agree_on_usage()
         for unit in self.units:
             unit.forget_forwards()
+
+    def _agree_on_usage(self) -> None:
+        self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
 
     def _finish_exchanges(self) -> None:
         """Wait for what the last backward exchanged and nobody here reads."""

@@ -16,6 +16,7 @@ from megafsdp.checkpoint.inspect import inspect
 from megafsdp.data import PrepOptions, prepare
 from megafsdp.errors import CheckpointError, ConfigError, DataError
 from megafsdp.training.doctor import examine
+from megafsdp.training.dry_run import dry_run, split_options
 from megafsdp.training.loop import train
 from megafsdp.training.parse import parse_config
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["train"]:
             # Its options are jsonargparse's, unabridged and with its own --help.
-            train(parse_config(words[1:]))
+            _train(words[1:])
         else:
             options = _parser().parse_args(words)
             options.run(options)
@@ -43,6 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataError, CheckpointError) as error:
         return _fail(error, _FAILURE_EXIT_CODE)
     return 0
+
+
+def _train(words: Sequence[str]) -> None:
+    wanted, rest = split_options(words)
+    config = parse_config(rest)
+    if wanted is None:
+        train(config)
+        return
+    report = dry_run(config, wanted.world_size)
+    print(report.to_json() if wanted.as_json else report.describe())
 
 
 def _parser() -> argparse.ArgumentParser:

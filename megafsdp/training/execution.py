@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
+from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.activation_checkpointing import ActivationCheckpointing, CheckpointingMode
 
@@ -57,6 +60,7 @@ class ParallelSection:
 
 
 Precision = Literal["fp32", "bf16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,16 @@ class PrecisionSection:
     main_params_dtype: Precision = "fp32"
     main_grads_dtype: Precision | None = None
     keep_fp32: list[str] = field(default_factory=list)
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """Return the dtypes as sharding takes them."""
+        return MixedPrecisionPolicy(
+            param_dtype=_DTYPES[self.param_dtype],
+            reduce_dtype=_DTYPES[self.reduce_dtype],
+            main_params_dtype=_DTYPES[self.main_params_dtype],
+            main_grads_dtype=_DTYPES[self.main_grads_dtype or self.main_params_dtype],
+            keep_fp32=tuple(self.keep_fp32),
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from megafsdp.buffer.collectives import raise_together
 from megafsdp.checkpoint.agreement import attempt
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
-from megafsdp.fsdp import MixedPrecisionPolicy, fully_shard_model, materialize
+from megafsdp.fsdp import fully_shard_model, materialize
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.training.config import Config
 from megafsdp.training.datasets import Datasets, build_datasets
@@ -31,8 +31,6 @@ from megafsdp.training.step import StepResult, TrainStep
 from megafsdp.training.tracker import check_trackers
 from megafsdp.training.validate import validate
 from megafsdp.training.world import World, find_world, process_group
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 StepObserver = Callable[[int, StepResult], None]
 
@@ -270,7 +268,7 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
     with torch.device("meta"):
         model = build_model(model_config)
     model.activation_checkpointing = config.activation_checkpointing.resolve()
-    precision, parallel = config.precision, config.parallel
+    parallel = config.parallel
     fully_shard_model(
         model,
         unit_classes(model_config),
@@ -279,13 +277,7 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,
         reshard_after_forward=parallel.reshard_after_forward,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=_DTYPES[precision.param_dtype],
-            reduce_dtype=_DTYPES[precision.reduce_dtype],
-            main_params_dtype=_DTYPES[precision.main_params_dtype],
-            main_grads_dtype=_DTYPES[precision.main_grads_dtype or precision.main_params_dtype],
-            keep_fp32=tuple(precision.keep_fp32),
-        ),
+        mp_policy=config.precision.policy(),
     )
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         torch.manual_seed(config.run.seed)

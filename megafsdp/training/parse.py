@@ -22,7 +22,8 @@ from megafsdp.training.config import Config
 _NUM_SUGGESTIONS = 3
 _DESCRIPTION = (
     "Pretrain a model. Every value of the configuration can stand in a YAML file (--config) and be "
-    "overridden on the command line (--section.field value)."
+    "overridden on the command line (--section.field value). With --dry-run [RANKS] nothing is "
+    "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON)."
 )
 
 

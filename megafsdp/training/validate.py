@@ -26,14 +26,28 @@ def validate(config: Config, *, world_size: int) -> None:
         ConfigError: A value is out of its range, or values contradict each other.
         NotImplementedError: A degree is reserved.
     """
-    model = config.model.resolve()
-    config.activation_checkpointing.resolve()
-    _check_ranges(config)
+    validate_sharding(config, world_size=world_size)
     _check_length(config.train)
     _check_schedule(config)
-    _check_data(config.data, model)
-    _check_parallel(config.parallel, world_size)
+    _check_data(config.data, config.model.resolve())
     _check_dtypes(config)
+
+
+def validate_sharding(config: Config, *, world_size: int) -> None:
+    """Check what decides the model, how ranks share it, and a step's batches; local.
+
+    Args:
+        config: The run, perhaps without data and length.
+        world_size: Number of ranks.
+
+    Raises:
+        ConfigError: A value is out of its range, or values contradict each other.
+        NotImplementedError: A degree is reserved.
+    """
+    config.model.resolve()
+    config.activation_checkpointing.resolve()
+    _check_ranges(config)
+    _check_parallel(config.parallel, world_size)
     _check_batch(config, world_size)
 
 
