@@ -148,10 +148,11 @@ class DryRunReport:
         outer = f", outer {parallel.outer_strategy}" if degrees.dp_outer > 1 else ""
         return [
             f"{self.config.model.preset}: {self.num_parameters:,} parameters on "
-            f"{degrees.num_ranks:,} ranks ({degrees.dp_outer:,} x {degrees.dp_shard:,}), "
+            f"{_count(degrees.num_ranks, 'rank')} ({degrees.dp_outer:,} x {degrees.dp_shard:,}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
-            f"a step: {train.global_batch_size:,} samples in {self.num_microbatches:,} "
-            f"microbatch(es) a rank, {self.config.optimizer.kind}, prefetch {parallel.prefetch}",
+            f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
+            f"{self.config.micro_batch_size(degrees.num_ranks):,} a rank), "
+            f"{self.config.optimizer.kind}, prefetch {parallel.prefetch}",
         ]
 
     def _unit_lines(self) -> list[str]:
@@ -306,12 +307,18 @@ def _group_as_dict(group: PlannedGroup) -> dict[str, object]:
 def _describe_group(group: PlannedGroup) -> str:
     layout = group.layout
     parts = " + ".join(f"{sub.shard_numel:,}" for sub in layout.sub_buffers)
+    is_split = len(layout.sub_buffers) > 1
+    pieces = f" = {parts} in {len(layout.sub_buffers)} sub-buffers" if is_split else ""
     padding = f"{layout.padding_numel:,} ({_percent(layout.padding_numel, _numel(group))})"
     return (
-        f"{len(layout.slots)} tensors, {_numel(group):,} elements, {_name(group.dtypes.compute)}: "
-        f"{layout.num_shards:,} shards of {layout.shard_numel:,} "
-        f"({len(layout.sub_buffers)} sub-buffers: {parts}), padding {padding}"
+        f"{_count(len(layout.slots), 'tensor')}, {_count(_numel(group), 'element')}, "
+        f"{_name(group.dtypes.compute)}: {_count(layout.num_shards, 'shard')} of "
+        f"{layout.shard_numel:,}{pieces}, padding {padding}"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _name(dtype: torch.dtype) -> str:

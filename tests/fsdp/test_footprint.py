@@ -51,11 +51,12 @@ class Case:
 
     strategy: str = "optim_grads_params"
     prefetch: int = 1
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     num_microbatches: int = 1
     is_told: bool = True
     dp_outer: int = 1
+    is_outer_sharded: bool = False
     is_frozen: bool = False
 
     @property
@@ -91,6 +92,7 @@ def _measure(case: Case) -> Measured:
     if case.dp_outer > 1:
         shape = (case.dp_outer, dist.get_world_size() // case.dp_outer)
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+        options["outer_strategy"] = "optim" if case.is_outer_sharded else "no_shard"
     net = shard(case.model(), **options)
     trainable = [p for p in net.parameters() if p.requires_grad]
     kind = torch.optim.AdamW if case.num_states else torch.optim.SGD
@@ -144,7 +146,9 @@ def _by_kind(traffic: dict[tuple[str, str], Traffic]) -> dict[str, tuple[int, in
 
 def _assert_equal(measured: list[Measured], case: Case) -> None:
     num_ranks = len(measured)
-    footprint, units = _predict(case, num_ranks), _plan(case, num_ranks)
+    is_outer_sharded = case.is_outer_sharded
+    footprint = _predict(case, num_ranks, is_outer_sharded=is_outer_sharded)
+    units = _plan(case, num_ranks, is_outer_sharded=is_outer_sharded)
     layouts = [[group.layout for group in unit.groups] for unit in units]
     for one in measured:
         assert one.layouts == layouts
@@ -163,6 +167,7 @@ def _assert_equal(measured: list[Measured], case: Case) -> None:
 BF16 = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_fp32=("LayerNorm",)
 )
+NARROW_SUM = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16
 )
@@ -204,12 +209,38 @@ def test_frozen_groups_are_gathered_and_never_reduced(ranks: Ranks, strategy: st
 
 
 @pytest.mark.parametrize(("num_microbatches", "is_told"), [(1, True), (3, True), (3, False)])
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED], ids=["fp32", "low"])
+@pytest.mark.parametrize("policy", [NARROW_SUM, MIXED], ids=["narrow sum", "low"])
 def test_hsdp_on_four_ranks_costs_what_was_said(
     ranks: Ranks, policy: MixedPrecisionPolicy, num_microbatches: int, is_told: bool
 ) -> None:
     """Inner sums wait for the last microbatch and are freed one by one."""
     case = Case(policy=policy, num_microbatches=num_microbatches, is_told=is_told, dp_outer=2)
+    _assert_equal(ranks(4).run(_measure, case), case)
+
+
+@pytest.mark.parametrize(("num_microbatches", "is_told"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED], ids=["fp32", "low"])
+def test_hfsdp_on_four_ranks_costs_what_was_said(
+    ranks: Ranks, policy: MixedPrecisionPolicy, num_microbatches: int, is_told: bool
+) -> None:
+    """Pieces are joined once a step, all at once, and the casts that they are made of freed."""
+    case = Case(
+        policy=policy,
+        num_microbatches=num_microbatches,
+        is_told=is_told,
+        dp_outer=2,
+        is_outer_sharded=True,
+    )
+    _assert_equal(ranks(4).run(_measure, case), case)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_slices_kept_among_neighbours_cost_what_was_said(
+    ranks: Ranks, policy: MixedPrecisionPolicy, num_microbatches: int
+) -> None:
+    """Half of every unit between forward and backward, whose gather frees it."""
+    case = Case(reshard_after_forward=2, policy=policy, num_microbatches=num_microbatches)
     _assert_equal(ranks(4).run(_measure, case), case)
 
 

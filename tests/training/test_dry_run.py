@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.errors import ConfigError
 from megafsdp.fsdp import fully_shard_model
 from megafsdp.models import build_model, unit_classes
-from megafsdp.training import Config, config_from_dict
+from megafsdp.training import Config, config_from_dict, train
 from megafsdp.training.cli import main
 from megafsdp.training.dry_run import DryRunOptions, dry_run, split_options
 from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.signals import StopRequest
-from megafsdp.training.step import TrainStep
+from megafsdp.training.step import StepResult, TrainStep
 from tests.ranks import Ranks
-from tests.training.runs import SEQUENCE_LENGTH, tiny
+from tests.training.runs import SEQUENCE_LENGTH, tiny, write_corpus
 
 EIGHT_BILLION = [
     "--model.preset=qwen3-8b",
@@ -122,6 +123,36 @@ def test_figures_are_those_of_real_steps(
     assert states == max(state_nbytes for *_, state_nbytes in measured) > 0
 
 
+def _counts_of_a_step(config: Config) -> tuple[Counter[str], Counter[str]]:
+    """Run the loop; return calls and bytes between the ends of its third and fourth step."""
+    ends: list[tuple[Counter[str], Counter[str]]] = []
+    with record_collectives() as record:
+
+        def note(step: int, result: StepResult) -> None:
+            ends.append((record.calls.copy(), record.nbytes.copy()))
+
+        train(config, on_step=note)
+    return ends[3][0] - ends[2][0], ends[3][1] - ends[2][1]
+
+
+def test_the_loop_adds_no_collective_that_is_not_said(ranks: Ranks, tmp_path: Path) -> None:
+    """On two replicas of two ranks each, calls and bytes of every kind, to the byte."""
+    write_corpus(tmp_path)
+    config = tiny(
+        tmp_path,
+        parallel={"dp_outer": 2},
+        precision={"param_dtype": "bf16", "reduce_dtype": "bf16"},
+        train={"micro_batch_size": 1},
+        logging={"interval_steps": 100},
+    )
+    traffic = dry_run(config, 4).footprint.traffic
+    calls, nbytes = Counter[str](), Counter[str]()
+    for (_, kind), item in traffic.items():
+        calls[kind] += item.calls
+        nbytes[kind] += item.nbytes
+    assert ranks(4).run(_counts_of_a_step, config) == [(calls, nbytes)] * 4
+
+
 class _MetaOnly(TorchDispatchMode):
     """Fail where an operator makes a tensor of some size that has memory."""
 
@@ -206,10 +237,9 @@ def test_main_weights_cut_over_both_axes(tmp_path: Path) -> None:
     report = dry_run(tiny(tmp_path, parallel=outer), 4)
     assert {g.layout.num_shards for unit in report.units for g in unit.groups} == {4}
     assert ("dp_outer", "all_gather") in report.footprint.traffic
-    # One group of ranks has nothing to divide among groups.
-    one = dry_run(tiny(tmp_path, parallel={**outer, "dp_outer": 1}), 4)
-    assert one.footprint == dry_run(tiny(tmp_path), 4).footprint
-    with pytest.raises(NotImplementedError, match="strategy 'optim_grads_params', got 'optim'"):
+    with pytest.raises(ConfigError, match="dp_outer above 1 for optim, got 1"):
+        dry_run(tiny(tmp_path, parallel={**outer, "dp_outer": 1}), 4)
+    with pytest.raises(ConfigError, match="optim_grads_params for optim, got 'optim'"):
         dry_run(tiny(tmp_path, parallel={**outer, "strategy": "optim"}), 4)
 
 
