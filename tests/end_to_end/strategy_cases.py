@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,10 @@ class Engine:
     options: dict[str, object] = field(default_factory=dict)
     root_options: dict[str, object] = field(default_factory=dict)
     is_root_on_one_axis: bool = False
+
+    def with_options(self, **options: object) -> Engine:
+        """Return the same with further options for every unit."""
+        return replace(self, options={**self.options, **options})
 
     def shard(self, model: nn.Module, shape: MeshShape) -> nn.Module:
         """Make each block and then the model a unit."""

@@ -9,9 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp import MixedPrecisionPolicy, microbatch
 from megafsdp.buffer import collectives, dbuffer
@@ -22,112 +20,10 @@ from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, pair, s
 from tests.ranks import Ranks
 
 NUM_BLOCKS = 4
-KIND_OF_OP = {
-    "_allgather_base_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "alltoall_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-}
-
-
-class CountC10d(TorchDispatchMode):
-    """Count the c10d operators that reach the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        """Count and run."""
-        if func.namespace == "c10d":
-            self.calls[KIND_OF_OP[func._schema.name.removeprefix("c10d::")]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _net(**options: object) -> Net:
     return shard(Net(NUM_BLOCKS), **options)
-
-
-def _step(net: Net, num_microbatches: int, is_told: bool) -> None:
-    for k, batch in enumerate(batches(num_microbatches)):
-        if is_told:
-            with microbatch(net, is_last=k == num_microbatches - 1):
-                net(*mine(batch)).backward()
-        else:
-            net(*mine(batch)).backward()
-    net.zero_grad()
-
-
-def _count(
-    options: dict[str, object], num_microbatches: int, is_told: bool
-) -> tuple[dict[str, int], dict[str, int], dict[str, int], tuple[int, int, int]]:
-    net = _net(**options)
-    _step(net, 1, False)
-    with record_collectives() as record, CountC10d() as counted:
-        _step(net, num_microbatches, is_told)
-    packed = sum(
-        group.layout.gathered_numel * 4
-        for module in (net, *net.blocks)
-        for group in module._fsdp_unit().groups
-    )
-    last = net.blocks[-1]._fsdp_unit().groups[0].layout.gathered_numel * 4
-    root = net._fsdp_unit().groups[0].layout.gathered_numel * 4
-    return dict(record.calls), dict(record.nbytes), dict(counted.calls), (packed, last, root)
-
-
-@pytest.mark.parametrize("is_told", [False, True])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_zero3_issues_exactly_the_collectives_of_the_formula(
-    ranks: Ranks, num_ranks: int, num_microbatches: int, is_told: bool
-) -> None:
-    """(2n - r)m all-gathers and nm reduce-scatters, with n = 5 groups and r = 2 kept units."""
-    n, r, m = NUM_BLOCKS + 1, 2, num_microbatches
-    for calls, nbytes, dispatched, (packed, last, root) in ranks(num_ranks).run(
-        _count, {}, m, is_told
-    ):
-        usage = 0 if num_ranks == 1 else 1 if is_told else m
-        assert calls["all_gather"] == (2 * n - r) * m
-        assert calls["reduce_scatter"] == n * m
-        assert calls.get("all_reduce", 0) == usage
-        assert nbytes["all_gather"] == (2 * packed - last - root) * m
-        assert nbytes["reduce_scatter"] == packed * m
-        # A single rank sums its own shard without a collective.
-        assert {**calls, "reduce_scatter": dispatched.get("reduce_scatter", n * m)} == {
-            **dispatched,
-            "reduce_scatter": n * m,
-        }
-
-
-@pytest.mark.parametrize("is_told", [False, True])
-def test_no_shard_all_reduces_once_a_step_when_told_and_once_a_backward_else(
-    ranks: Ranks, is_told: bool
-) -> None:
-    """N all-reduces with microbatch(), nm in a plain loop, and no gather."""
-    n, m = NUM_BLOCKS + 1, 3
-    for calls, nbytes, dispatched, (packed, _, _) in ranks(2).run(
-        _count, {"strategy": "no_shard"}, m, is_told
-    ):
-        finalised = 1 if is_told else m
-        assert calls == {"all_reduce": (n + 1) * finalised} == dispatched
-        flags = 6 * NUM_BLOCKS + 3
-        assert nbytes["all_reduce"] == (packed + flags) * finalised
-
-
-@pytest.mark.parametrize("is_told", [False, True])
-def test_hsdp_sums_over_replicas_once_a_step_when_told(ranks: Ranks, is_told: bool) -> None:
-    """ZeRO-3's collectives, and n or nm all-reduces over the outer axis."""
-    n, r, m = NUM_BLOCKS + 1, 2, 3
-    finalised = 1 if is_told else m
-    for calls, *_ in ranks(4).run(_count_hsdp, m, is_told):
-        assert calls["all_gather"] == (2 * n - r) * m
-        assert calls["reduce_scatter"] == n * m
-        assert calls["all_reduce"] == (n + 1) * finalised
-
-
-def _count_hsdp(num_microbatches: int, is_told: bool) -> tuple[dict[str, int]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return (_count({"mesh": mesh}, num_microbatches, is_told)[0],)
 
 
 def _kept_compute_weights(strategy: str, is_told: bool) -> list[dict[str, int]]:
@@ -166,12 +62,6 @@ def test_zero1_and_zero2_gather_once_after_a_step(
             assert calls["all_gather"] == n
             assert calls["reduce_scatter"] == reductions
             assert calls["all_reduce"] == (1 if is_told else m)
-
-
-def test_parameters_kept_after_forward_are_gathered_once(ranks: Ranks) -> None:
-    """reshard_after_forward=False takes nm all-gathers."""
-    for calls, *_ in ranks(2).run(_count, {"reshard_after_forward": False}, 3, False):
-        assert calls["all_gather"] == 3 * (NUM_BLOCKS + 1)
 
 
 def _no_grad_counts() -> list[int]:

@@ -1,0 +1,351 @@
+"""Collectives and bytes of a step are those of the table in docs/design, Schedule.
+
+n groups that communicate, r of them kept after forward, m microbatches, of which c are complete by
+themselves: one with ``microbatch()``, all m in a plain loop. Beyond the table each complete
+backward makes one exchange of usage, unless there is one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from megafsdp import MixedPrecisionPolicy, clip_grad_norm_, microbatch
+from megafsdp.buffer.collectives import CollectiveRecord, record_collectives
+from megafsdp.fsdp.parameter_group import ParameterGroup
+from tests.end_to_end.strategy_cases import ENGINES, MIXED_ENGINES, MeshShape, Odd
+from tests.fsdp.toy import Net, adamw, batches, mine
+from tests.pairwise import pairwise
+from tests.ranks import Ranks
+
+NUM_BLOCKS = 4
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+KIND_OF_OP = {
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "alltoall_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+}
+
+
+class CountC10d(TorchDispatchMode):
+    """Count the c10d operators that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Count and run."""
+        if func.namespace == "c10d":
+            self.calls[KIND_OF_OP[func._schema.name.removeprefix("c10d::")]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The quantities of the formulas.
+
+    Attributes:
+        n: Parameter groups.
+        r: Those kept after forward.
+        m: Microbatches.
+        c: Backwards that are complete.
+        weight_nbytes: Compute weights of all groups in full, padding included; gradients before
+            reduction take the same.
+        kept_nbytes: Those of the groups kept after forward.
+        main_grad_nbytes: Gradients in full, in the dtype of the main gradients.
+        num_shards: Ranks that divide a buffer.
+        num_exchanges: All-to-alls that one reduction of all groups takes on gloo: one for each
+            sub-buffer, which count as one reduce-scatter a group; none on one rank.
+    """
+
+    n: int
+    r: int
+    m: int
+    c: int
+    weight_nbytes: int
+    kept_nbytes: int
+    main_grad_nbytes: int
+    num_shards: int
+    num_exchanges: int
+
+    @property
+    def deferred_nbytes(self) -> int:
+        """Return the bytes of one full gradient that may have waited, in fp32 then."""
+        return self.weight_nbytes if self.c == self.m else self.main_grad_nbytes
+
+
+Table = dict[str, Callable[[Setting], tuple[int, int, int]]]
+
+# All-gathers, reduce-scatters and all-reduces of one step that is not the first.
+CALLS: Table = {
+    "no_shard": lambda s: (0, 0, s.n * s.c),
+    "optim": lambda s: (s.n, s.n * s.c, 0),
+    "optim_grads": lambda s: (s.n, s.n * s.m, 0),
+    "optim_grads_params": lambda s: ((2 * s.n - s.r) * s.m, s.n * s.m, 0),
+    "hsdp": lambda s: ((2 * s.n - s.r) * s.m, s.n * s.m, s.n * s.c),
+}
+# Their bytes, on the full-size side.
+NBYTES: Table = {
+    "no_shard": lambda s: (0, 0, s.main_grad_nbytes * s.c),
+    "optim": lambda s: (s.weight_nbytes, s.deferred_nbytes * s.c, 0),
+    "optim_grads": lambda s: (s.weight_nbytes, s.weight_nbytes * s.m, 0),
+    "optim_grads_params": lambda s: (
+        (2 * s.weight_nbytes - s.kept_nbytes) * s.m,
+        s.weight_nbytes * s.m,
+        0,
+    ),
+    "hsdp": lambda s: (
+        (2 * s.weight_nbytes - s.kept_nbytes) * s.m,
+        s.weight_nbytes * s.m,
+        s.main_grad_nbytes // s.num_shards * s.c,
+    ),
+}
+
+
+def _net(engine: str, shape: MeshShape, **options: object) -> Net:
+    given = (ENGINES | MIXED_ENGINES)[engine]
+    return _adopted(given.with_options(**options).shard(Net(NUM_BLOCKS), shape))
+
+
+def _adopted(net: nn.Module) -> nn.Module:
+    """Let the units agree on their layouts, which the first forward would do."""
+    net._fsdp_unit().require_context()
+    return net
+
+
+def _step(
+    net: nn.Module, optimizer: torch.optim.Optimizer, num_microbatches: int, is_told: bool
+) -> tuple[CollectiveRecord, Counter[str]]:
+    with record_collectives() as record, CountC10d() as dispatched:
+        for k, batch in enumerate(batches(num_microbatches)):
+            with microbatch(net, is_last=k == num_microbatches - 1 or not is_told):
+                net(*mine(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return record, dispatched.calls
+
+
+def _setting(net: Net, num_microbatches: int, is_told: bool) -> Setting:
+    units = [module._fsdp_unit() for module in (net, *net.blocks)]
+    groups = [group for unit in units for group in unit.groups]
+    kept = [*units[0].groups, *units[-1].groups]
+    return Setting(
+        n=len(groups),
+        r=len(kept),
+        m=num_microbatches,
+        c=1 if is_told else num_microbatches,
+        weight_nbytes=sum(g.layout.gathered_numel * g.dtypes.compute.itemsize for g in groups),
+        kept_nbytes=sum(g.layout.gathered_numel * g.dtypes.compute.itemsize for g in kept),
+        main_grad_nbytes=sum(g.layout.gathered_numel * g.dtypes.grad.itemsize for g in groups),
+        num_shards=groups[0].axes.num_shards,
+        num_exchanges=_num_exchanges(groups),
+    )
+
+
+def _num_exchanges(groups: list[ParameterGroup]) -> int:
+    return sum(len(g.layout.sub_buffers) for g in groups if g.axes.num_shards > 1)
+
+
+def _check_step(
+    engine: str, shape: MeshShape, dtype: torch.dtype, num_microbatches: int, is_told: bool
+) -> None:
+    net = _net(engine, shape, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    optimizer = adamw(net)
+    _step(net, optimizer, 1, False)
+    setting = _setting(net, num_microbatches, is_told)
+    assert (setting.n, setting.r) == (NUM_BLOCKS + 1, 2)
+    num_votes = 0 if dist.get_world_size() == 1 else setting.c
+    num_flags = len(list(net.parameters()))
+    for _ in range(2):
+        record, dispatched = _step(net, optimizer, num_microbatches, is_told)
+        all_gathers, reduce_scatters, all_reduces = CALLS[engine](setting)
+        wanted = (all_gathers, reduce_scatters, all_reduces + num_votes)
+        assert tuple(record.calls[kind] for kind in KINDS) == wanted
+        assert set(record.calls) <= set(KINDS)
+        *nbytes, all_reduced_nbytes = NBYTES[engine](setting)
+        wanted_nbytes = (*nbytes, all_reduced_nbytes + num_votes * num_flags)
+        assert tuple(record.nbytes[kind] for kind in KINDS) == wanted_nbytes
+        num_reductions = reduce_scatters // setting.n
+        assert dispatched["reduce_scatter"] == num_reductions * setting.num_exchanges
+        assert dispatched["all_gather"] == all_gathers
+        assert dispatched["all_reduce"] == wanted[2]
+
+
+NAMES = ("engine", "mesh", "dtype", "num_microbatches", "is_told")
+PRODUCT = [
+    (name, shape, dtype, num_microbatches, is_told)
+    for name in CALLS
+    for shape in ENGINES[name].meshes
+    for dtype in (torch.float32, torch.bfloat16)
+    for num_microbatches in (1, 3)
+    for is_told in (False, True)
+]
+PAIRWISE = pairwise(PRODUCT)
+
+
+@pytest.mark.parametrize(NAMES, PAIRWISE)
+def test_a_step_issues_exactly_the_collectives_of_the_formula(
+    ranks: Ranks,
+    engine: str,
+    mesh: MeshShape,
+    dtype: torch.dtype,
+    num_microbatches: int,
+    is_told: bool,
+) -> None:
+    """Calls, bytes, and what torch dispatches, of the second step and the third."""
+    ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, is_told)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE])
+def test_a_step_issues_exactly_the_collectives_of_the_formula_in_the_whole_product(
+    ranks: Ranks,
+    engine: str,
+    mesh: MeshShape,
+    dtype: torch.dtype,
+    num_microbatches: int,
+    is_told: bool,
+) -> None:
+    """The cases beyond the pairwise selection."""
+    ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, is_told)
+
+
+def _first_step() -> list[int]:
+    net = _net("optim_grads_params", (2,))
+    optimizer = adamw(net)
+    return [_step(net, optimizer, 1, False)[0].calls["all_gather"] for _ in range(2)]
+
+
+def test_the_last_unit_keeps_its_storage_once_the_order_is_known(ranks: Ranks) -> None:
+    """2n - 1 all-gathers in the first step, 2n - 2 from the second on."""
+    n = NUM_BLOCKS + 1
+    assert ranks(2).run(_first_step) == [[2 * n - 1, 2 * n - 2]] * 2
+
+
+def _kept_by_wish() -> list[int]:
+    net = _net("optim_grads_params", (2,), reshard_after_forward=False)
+    optimizer = adamw(net)
+    return [_step(net, optimizer, 3, is_told)[0].calls["all_gather"] for is_told in (False, True)]
+
+
+def test_parameters_kept_after_forward_are_gathered_once(ranks: Ranks) -> None:
+    """reshard_after_forward=False takes nm all-gathers, the first step included."""
+    assert ranks(2).run(_kept_by_wish) == [[3 * (NUM_BLOCKS + 1)] * 2] * 2
+
+
+class Recomputing(Net):
+    """The toy with its blocks' activations recomputed."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross entropy."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _recomputing(engine: str, shape: MeshShape) -> list[dict[str, int]]:
+    counts = []
+    for cls in (Net, Recomputing):
+        net = _adopted(ENGINES[engine].shard(cls(NUM_BLOCKS), shape))
+        optimizer = adamw(net)
+        _step(net, optimizer, 1, False)
+        counts.append(dict(_step(net, optimizer, 3, True)[0].calls))
+    return counts
+
+
+@pytest.mark.parametrize("engine", list(CALLS))
+def test_recomputation_of_activations_adds_no_collective(ranks: Ranks, engine: str) -> None:
+    """The same counts with blocks under torch's checkpoint()."""
+    shape = ENGINES[engine].meshes[1 if engine != "hsdp" else 0]
+    for plain, recomputing in ranks(math.prod(shape)).run(_recomputing, engine, shape):
+        assert plain == recomputing
+
+
+def _clipped(engine: str, shape: MeshShape) -> dict[str, int]:
+    net = _net(engine, shape)
+    net(*mine(batches(1)[0])).backward()
+    with record_collectives() as record:
+        clip_grad_norm_(net, 1.0)
+    return dict(record.calls)
+
+
+@pytest.mark.parametrize("engine", list(CALLS))
+def test_clipping_adds_one_all_reduce(ranks: Ranks, engine: str) -> None:
+    """For the norm; a rank that holds everything needs none."""
+    shape = ENGINES[engine].meshes[1 if engine != "hsdp" else 0]
+    wanted = {} if engine == "no_shard" else {"all_reduce": 1}
+    for calls in ranks(math.prod(shape)).run(_clipped, engine, shape):
+        assert calls == wanted
+
+
+def _odd_groups(num_microbatches: int, is_told: bool) -> tuple[dict[str, int], dict[str, int]]:
+    net = ENGINES["optim_grads_params"].shard(Odd(), (2,))
+
+    def step() -> None:
+        for k, batch in enumerate(batches(num_microbatches)):
+            with microbatch(net, is_last=k == num_microbatches - 1 or not is_told):
+                net(*mine(batch), 0).backward()
+        net.zero_grad()
+
+    step()
+    with record_collectives() as record, CountC10d() as dispatched:
+        step()
+    groups = [group for module in (net, *net.blocks) for group in module._fsdp_unit().groups]
+    reduced = [group for group in groups if group.axes.is_sharded and group.is_trainable]
+    assert dispatched.calls["reduce_scatter"] == _num_exchanges(reduced) * num_microbatches
+    return dict(record.calls), dict(dispatched.calls)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_frozen_groups_gather_and_whole_groups_all_reduce(ranks: Ranks, is_told: bool) -> None:
+    """Two blocks and a root, each with a trainable and a frozen group; the blocks own a scalar."""
+    m = 3
+    c = 1 if is_told else m
+    num_sharded, num_kept, num_trainable, num_whole = 6, 4, 3, 2
+    for calls, dispatched in ranks(2).run(_odd_groups, m, is_told):
+        assert calls == {
+            "all_gather": (2 * num_sharded - num_kept) * m,
+            "reduce_scatter": num_trainable * m,
+            "all_reduce": (num_whole + 1) * c,
+        }
+        assert [dispatched[k] for k in ("all_gather", "all_reduce")] == [
+            calls[k] for k in ("all_gather", "all_reduce")
+        ]
+
+
+def _mixed(engine: str, num_microbatches: int, is_told: bool) -> dict[str, int]:
+    net = _net(engine, (2,))
+    optimizer = adamw(net)
+    _step(net, optimizer, 1, False)
+    return dict(_step(net, optimizer, num_microbatches, is_told)[0].calls)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "root"), [("zero3_under_no_shard", "no_shard"), ("zero3_under_zero1", "optim")]
+)
+def test_mixed_strategies_add_their_formulas(
+    ranks: Ranks, engine: str, root: str, is_told: bool
+) -> None:
+    """ZeRO-3 for the blocks, of which the last is kept, and the root's own formula for one."""
+    m = 3
+    c = 1 if is_told else m
+    blocks = Setting(NUM_BLOCKS, 1, m, c, 0, 0, 0, 2, 0)
+    alone = Setting(1, 1, m, c, 0, 0, 0, 2, 0)
+    parts = (CALLS["optim_grads_params"](blocks), CALLS[root](alone))
+    all_gathers, reduce_scatters, all_reduces = (sum(kind) for kind in zip(*parts, strict=True))
+    for calls in ranks(2).run(_mixed, engine, m, is_told):
+        assert [calls[kind] for kind in KINDS] == [all_gathers, reduce_scatters, all_reduces + c]
