@@ -64,9 +64,10 @@ class Setting:
             reduction take the same.
         kept_nbytes: Those of the groups kept after forward.
         main_grad_nbytes: Gradients in full, in the dtype of the main gradients.
-        num_shards: Ranks that divide a buffer.
+        num_shards: Ranks among which buffers are gathered.
         num_exchanges: All-to-alls that one reduction of all groups takes on gloo: one for each
             sub-buffer, which count as one reduce-scatter a group; none on one rank.
+        num_outer_exchanges: The same over the outer axis, where that divides main weights.
     """
 
     n: int
@@ -78,6 +79,7 @@ class Setting:
     main_grad_nbytes: int
     num_shards: int
     num_exchanges: int
+    num_outer_exchanges: int = 0
 
     @property
     def deferred_nbytes(self) -> int:
@@ -94,6 +96,7 @@ CALLS: Table = {
     "optim_grads": lambda s: (s.n, s.n * s.m, 0),
     "optim_grads_params": lambda s: ((2 * s.n - s.r) * s.m, s.n * s.m, 0),
     "hsdp": lambda s: ((2 * s.n - s.r) * s.m, s.n * s.m, s.n * s.c),
+    "hfsdp": lambda s: ((2 * s.n - s.r) * s.m + s.n, s.n * s.m + s.n * s.c, 0),
 }
 # Their bytes, on the full-size side.
 NBYTES: Table = {
@@ -109,6 +112,11 @@ NBYTES: Table = {
         (2 * s.weight_nbytes - s.kept_nbytes) * s.m,
         s.weight_nbytes * s.m,
         s.main_grad_nbytes // s.num_shards * s.c,
+    ),
+    "hfsdp": lambda s: (
+        (2 * s.weight_nbytes - s.kept_nbytes) * s.m + s.weight_nbytes // s.num_shards,
+        s.weight_nbytes * s.m + s.main_grad_nbytes // s.num_shards * s.c,
+        0,
     ),
 }
 
@@ -148,13 +156,18 @@ def _setting(net: Net, num_microbatches: int, is_told: bool) -> Setting:
         weight_nbytes=sum(g.layout.gathered_numel * g.dtypes.compute.itemsize for g in groups),
         kept_nbytes=sum(g.layout.gathered_numel * g.dtypes.compute.itemsize for g in kept),
         main_grad_nbytes=sum(g.layout.gathered_numel * g.dtypes.grad.itemsize for g in groups),
-        num_shards=groups[0].axes.num_shards,
-        num_exchanges=_num_exchanges(groups),
+        num_shards=groups[0].axes.group.size(),
+        num_exchanges=_num_exchanges([g for g in groups if g.axes.is_sharded]),
+        num_outer_exchanges=_num_outer_exchanges(groups),
     )
 
 
 def _num_exchanges(groups: list[ParameterGroup]) -> int:
-    return sum(len(g.layout.sub_buffers) for g in groups if g.axes.num_shards > 1)
+    return sum(len(g.layout.sub_buffers) for g in groups if g.axes.group.size() > 1)
+
+
+def _num_outer_exchanges(groups: list[ParameterGroup]) -> int:
+    return sum(len(g.layout.sub_buffers) for g in groups if g.axes.num_pieces > 1)
 
 
 def _check_step(
@@ -176,8 +189,11 @@ def _check_step(
         *nbytes, all_reduced_nbytes = NBYTES[engine](setting)
         wanted_nbytes = (*nbytes, all_reduced_nbytes + num_votes * num_flags)
         assert tuple(record.nbytes[kind] for kind in KINDS) == wanted_nbytes
-        num_reductions = reduce_scatters // setting.n
-        assert dispatched["reduce_scatter"] == num_reductions * setting.num_exchanges
+        num_outer = setting.c if engine == "hfsdp" else 0
+        num_reductions = reduce_scatters // setting.n - num_outer
+        assert dispatched["reduce_scatter"] == (
+            num_reductions * setting.num_exchanges + num_outer * setting.num_outer_exchanges
+        )
         assert dispatched["all_gather"] == all_gathers
         assert dispatched["all_reduce"] == wanted[2]
 
@@ -269,7 +285,7 @@ def _recomputing(engine: str, shape: MeshShape) -> list[dict[str, int]]:
 @pytest.mark.parametrize("engine", list(CALLS))
 def test_recomputation_of_activations_adds_no_collective(ranks: Ranks, engine: str) -> None:
     """The same counts with blocks under torch's checkpoint()."""
-    shape = ENGINES[engine].meshes[1 if engine != "hsdp" else 0]
+    shape = ENGINES[engine].meshes[0 if engine in ("hsdp", "hfsdp") else 1]
     for plain, recomputing in ranks(math.prod(shape)).run(_recomputing, engine, shape):
         assert plain == recomputing
 
@@ -285,7 +301,7 @@ def _clipped(engine: str, shape: MeshShape) -> dict[str, int]:
 @pytest.mark.parametrize("engine", list(CALLS))
 def test_clipping_adds_one_all_reduce(ranks: Ranks, engine: str) -> None:
     """For the norm; a rank that holds everything needs none."""
-    shape = ENGINES[engine].meshes[1 if engine != "hsdp" else 0]
+    shape = ENGINES[engine].meshes[0 if engine in ("hsdp", "hfsdp") else 1]
     wanted = {} if engine == "no_shard" else {"all_reduce": 1}
     for calls in ranks(math.prod(shape)).run(_clipped, engine, shape):
         assert calls == wanted
