@@ -96,6 +96,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "scaler",
         "newton_schulz",
         "matrix_exchange",
+        "muon_matrix",
         "muon",
         "hybrid",
         "wrap",

@@ -27,6 +27,7 @@ from megafsdp.device.profiling import profiler_range
 from megafsdp.errors import expected
 
 T = TypeVar("T")
+Splits = tuple[Sequence[int], Sequence[int]]
 
 # torch 2.13 renames the single-tensor collectives and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,12 +39,13 @@ _REDUCE_OPS = {
     "avg": dist.ReduceOp.AVG,
 }
 _MAX_QUOTED = 4
+_UNEVEN = "all_to_all"  # Its bytes differ between ranks.
 
 
 def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
     note(kind, label, nbytes, "" if group is None else group.group_name)
     if label_check.is_enabled():
-        _compare_labels(kind, label, nbytes, group)
+        _compare_labels(kind, label, 0 if kind == _UNEVEN else nbytes, group)
 
 
 def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
@@ -166,6 +168,18 @@ def reduce_scatter(
             step()
 
     return Pending(works, finish)
+
+
+def all_to_all(
+    output: torch.Tensor, source: torch.Tensor, splits: Splits, group: dist.ProcessGroup, label: str
+) -> None:
+    """Send each rank its piece of a 1-D ``source`` and receive one from each, of any lengths.
+
+    Returns when ``output`` may be read. ``splits``: elements received from each, sent to each rank.
+    """
+    _count(_UNEVEN, label, source.numel() * source.element_size(), group)
+    received, sent = map(list, splits)
+    dist.all_to_all_single(output, source, received, sent, group=group)
 
 
 def _summing(

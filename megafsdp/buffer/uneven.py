@@ -100,7 +100,7 @@ class UnevenDTensor(RowShardedDTensor):
         is_divided = all(p.is_shard() for p in self.placements)
         return flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
 
-    def _shards_by_rank(self) -> list[int]:
+    def shards_by_rank(self) -> list[int]:
         """Return the shard of every rank of :attr:`dividing_ranks`."""
         num_inner = self.device_mesh.size(self.device_mesh.ndim - 1)
         num_shards = self._uneven_layout.num_shards
@@ -141,7 +141,7 @@ class UnevenDTensor(RowShardedDTensor):
         padded = local.new_zeros(longest)
         padded[: local.numel()] = local
         gathered = all_gather_equal(padded, group=self.dividing_ranks, label="full_tensor")
-        rows = dict(zip(self._shards_by_rank(), gathered, strict=True))
+        rows = dict(zip(self.shards_by_rank(), gathered, strict=True))
         pieces = [rows[s][: stop - start] for s, (start, stop) in enumerate(ranges)]
         return torch.cat(pieces).view(layout.shape)
 

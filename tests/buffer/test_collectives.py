@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from megafsdp.buffer.collectives import (
     all_gather_objects,
     all_reduce,
     all_reduce_partials,
+    all_to_all,
     barrier,
     broadcast_object,
     raise_together,
@@ -23,6 +26,7 @@ from megafsdp.buffer.collectives import (
     reduce_scatter,
     require_equal,
 )
+from megafsdp.buffer.label_check import DEBUG_VARIABLE
 from tests.ranks import Ranks, RanksError
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -365,3 +369,28 @@ def test_without_process_group_everything_is_local() -> None:
             raise_together(_OddError())
     assert value.item() == 3.0
     assert record.calls == Counter(), "nothing was communicated"
+
+
+def _uneven_exchange() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Rank r sends r * s elements to rank s: nothing from or to rank 0.
+    sent = [rank * s for s in range(world)]
+    source = torch.cat([torch.full((n,), 10.0 * rank + s) for s, n in enumerate(sent)])
+    output = torch.empty(sum(sent))
+    with record_collectives() as record:
+        all_to_all(output, source, (sent, sent), group=_world(), label="x")
+    wanted = [torch.full((n,), 10.0 * s + rank) for s, n in enumerate(sent)]
+    assert torch.equal(output, torch.cat(wanted))
+    assert record.calls == {"all_to_all": 1}
+    assert record.nbytes["all_to_all"] == 4 * source.numel()
+
+
+@pytest.mark.parametrize("is_debug", [False, True])
+def test_pieces_of_any_length_are_exchanged(ranks: Ranks, is_debug: bool) -> None:
+    """Ranks send different numbers of bytes, which the debug mode does not take for an error."""
+    ranks(3).run(_with_debug, is_debug)
+
+
+def _with_debug(is_debug: bool) -> None:
+    with mock.patch.dict(os.environ, {DEBUG_VARIABLE: "1" if is_debug else "0"}):
+        _uneven_exchange()
