@@ -1,4 +1,4 @@
-"""Which collectives a step issues, when, and how many bytes are alive meanwhile."""
+"""When units are gathered, in which order, and what is left unsharded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import gc
 import time
 from collections import Counter
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megafsdp import MixedPrecisionPolicy, microbatch
+from megafsdp import MixedPrecisionPolicy
 from megafsdp.buffer import collectives, dbuffer
 from megafsdp.buffer.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
@@ -24,44 +23,6 @@ NUM_BLOCKS = 4
 
 def _net(**options: object) -> Net:
     return shard(Net(NUM_BLOCKS), **options)
-
-
-def _kept_compute_weights(strategy: str, is_told: bool) -> list[dict[str, int]]:
-    net = _net(strategy=strategy)
-    optimizer = adamw(net)
-    ledger = net._fsdp_unit().ledger
-    counts, live = [], []
-    for _ in range(3):
-        with record_collectives() as record:
-            for k, batch in enumerate(batches(3)):
-                with microbatch(net, is_last=k == 2 or not is_told):
-                    net(*mine(batch)).backward()
-            live.append(ledger.live[Category.MAIN_GRAD])
-            optimizer.step()
-            optimizer.zero_grad()
-        counts.append(dict(record.calls))
-    units = [module._fsdp_unit() for module in (net, *net.blocks)]
-    full = sum(4 * g.layout.gathered_numel for u in units for g in u.groups)
-    assert ledger.live[Category.COMPUTE_WEIGHT] == full
-    assert ledger.peak[Category.UNSHARDED] == 0
-    assert ledger.live[Category.MAIN_WEIGHT] == full // dist.get_world_size()
-    assert live == [full // dist.get_world_size()] * 3
-    return counts
-
-
-@pytest.mark.parametrize("is_told", [False, True])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_zero1_and_zero2_gather_once_after_a_step(
-    ranks: Ranks, strategy: str, is_told: bool
-) -> None:
-    """N all-gathers a step; n or nm reduce-scatters; compute weights in full, the rest 1/N."""
-    n, m = NUM_BLOCKS + 1, 3
-    reductions = n if strategy == "optim" and is_told else n * m
-    for counts in ranks(2).run(_kept_compute_weights, strategy, is_told):
-        for calls in counts:
-            assert calls["all_gather"] == n
-            assert calls["reduce_scatter"] == reductions
-            assert calls["all_reduce"] == (1 if is_told else m)
 
 
 def _no_grad_counts() -> list[int]:
@@ -81,43 +42,6 @@ def _no_grad_counts() -> list[int]:
 def test_forward_without_graph_gathers_each_unit_once(ranks: Ranks) -> None:
     """N all-gathers each time, and nothing is left unsharded."""
     assert ranks(2).run(_no_grad_counts) == [[NUM_BLOCKS + 1] * 2] * 2
-
-
-def _peaks(prefetch: int) -> dict[str, int]:
-    net = _net(prefetch=prefetch)
-    optimizer = adamw(net)
-    ledger = net._fsdp_unit().ledger
-    unit = net.blocks[0]._fsdp_unit().groups[0].layout
-    for step in range(3):
-        if step == 2:
-            ledger.reset_peak()
-        for batch in batches(2):
-            net(*mine(batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    root = net._fsdp_unit().groups[0].layout
-    return {
-        "unsharded": ledger.peak_num_live[Category.UNSHARDED],
-        "partial": ledger.peak_num_live[Category.PARTIAL_GRAD],
-        "unsharded_nbytes": ledger.peak[Category.UNSHARDED],
-        "unit_nbytes": 4 * unit.gathered_numel,
-        "root_nbytes": 4 * root.gathered_numel,
-        "main": ledger.live[Category.MAIN_WEIGHT],
-        "shard_nbytes": 4 * (NUM_BLOCKS * unit.shard_numel + root.shard_numel),
-    }
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_few_units_are_unsharded_at_a_time(ranks: Ranks, prefetch: int) -> None:
-    """Prefetch + 1 units beside the root and the last unit, and two reduce-scatter inputs."""
-    for peak in ranks(2).run(_peaks, prefetch):
-        # The kept last unit is one of the units at work when backward begins.
-        assert peak["unsharded"] <= 1 + prefetch + 1 + 1
-        assert (
-            peak["unsharded_nbytes"] <= peak["root_nbytes"] + (prefetch + 2) * peak["unit_nbytes"]
-        )
-        assert peak["partial"] <= 2
-        assert peak["main"] == peak["shard_nbytes"]
 
 
 def _overlap() -> list[tuple[str, str]]:

@@ -1,0 +1,231 @@
+"""Bytes alive at rest, while gradients accumulate, and at the peak, by formula for every strategy.
+
+F is the whole main weight, C the whole compute weight, N the ranks that divide them; the bytes are
+the ledger's, padding included, but each is computed from the layouts alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from megafsdp import MixedPrecisionPolicy, microbatch
+from megafsdp.device.memory import ByteLedger, Category, FlatStorage
+from tests.end_to_end.strategy_cases import ENGINES, MeshShape
+from tests.fsdp.toy import Net, adamw, batches, mine
+from tests.pairwise import pairwise
+from tests.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The quantities of the formulas, in bytes.
+
+    Attributes:
+        main: F, the whole main weight.
+        compute: C, the whole compute weight.
+        num_shards: N.
+        is_same_dtype: Whether compute and main weights have one dtype.
+        block_compute: The compute weight of one block; gradients before reduction take the same.
+        root_compute: That of the root.
+    """
+
+    main: int
+    compute: int
+    num_shards: int
+    is_same_dtype: bool
+    block_compute: int
+    root_compute: int
+
+    @property
+    def shard(self) -> int:
+        """Return F / N."""
+        return self.main // self.num_shards
+
+
+# (main weight, compute weight, main gradient) at rest; a main gradient only until it is cleared.
+AT_REST: dict[str, Callable[[Sizes], tuple[int, int, int]]] = {
+    "no_shard": lambda s: (s.main, 0 if s.is_same_dtype else s.compute, s.main),
+    "optim": lambda s: (s.shard, s.compute, s.shard),
+    "optim_grads": lambda s: (s.shard, s.compute, s.shard),
+    "optim_grads_params": lambda s: (s.shard, 0, s.shard),
+    "hsdp": lambda s: (s.shard, 0, s.shard),
+}
+# (main gradient, partial gradient) between two microbatches of microbatch().
+ACCUMULATING: dict[str, Callable[[Sizes], tuple[int, int]]] = {
+    "no_shard": lambda s: (0, s.main),
+    "optim": lambda s: (0, s.main),
+    "optim_grads": lambda s: (s.shard, 0),
+    "optim_grads_params": lambda s: (s.shard, 0),
+    "hsdp": lambda s: (s.shard, 0),
+}
+RELEASES_PARAMETERS = ("optim_grads_params", "hsdp")
+
+
+def _sizes(net: Net) -> Sizes:
+    groups = [group for module in (net, *net.blocks) for group in module._fsdp_unit().groups]
+    assert len(groups) == 1 + len(net.blocks), "one group a unit"
+    layouts = [group.layout for group in groups]
+    num_shards = groups[0].axes.num_shards
+    assert all(layout.gathered_numel == num_shards * layout.shard_numel for layout in layouts)
+    itemsize = groups[0].dtypes.compute.itemsize
+    numel = sum(layout.gathered_numel for layout in layouts)
+    return Sizes(
+        main=4 * numel,
+        compute=itemsize * numel,
+        num_shards=num_shards,
+        is_same_dtype=itemsize == 4,
+        block_compute=itemsize * layouts[1].gathered_numel,
+        root_compute=itemsize * layouts[0].gathered_numel,
+    )
+
+
+def _live(ledger: ByteLedger, *categories: Category) -> tuple[int, ...]:
+    return tuple(ledger.live[category] for category in categories)
+
+
+def _step(net: nn.Module, num_microbatches: int = 1) -> None:
+    for batch in batches(num_microbatches):
+        net(*mine(batch)).backward()
+
+
+def _net(
+    engine: str, shape: MeshShape, dtype: torch.dtype, prefetch: int, num_blocks: int
+) -> tuple[Net, torch.optim.Optimizer]:
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    given = ENGINES[engine].with_options(mp_policy=policy, prefetch=prefetch)
+    net = given.shard(Net(num_blocks), shape)
+    optimizer = adamw(net)
+    for _ in range(2):
+        _step(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def _check_bytes(
+    engine: str, shape: MeshShape, dtype: torch.dtype, prefetch: int, num_blocks: int
+) -> None:
+    net, optimizer = _net(engine, shape, dtype, prefetch, num_blocks)
+    sizes, ledger = _sizes(net), net._fsdp_unit().ledger
+    main_weight, compute_weight, main_grad = AT_REST[engine](sizes)
+    weights = (Category.MAIN_WEIGHT, Category.COMPUTE_WEIGHT, Category.UNSHARDED)
+    grads = (Category.MAIN_GRAD, Category.PARTIAL_GRAD)
+    for _ in range(2):
+        assert _live(ledger, *weights) == (main_weight, compute_weight, 0)
+        assert _live(ledger, *grads) == (0, 0)
+        ledger.reset_peak()
+        _step(net, 3)
+        assert _live(ledger, *grads) == (main_grad, 0)
+        _check_peak(ledger, engine, sizes, prefetch, num_blocks)
+        optimizer.step()
+        optimizer.zero_grad()
+        for k, batch in enumerate(batches(3)):
+            with microbatch(net, is_last=k == 2):
+                net(*mine(batch)).backward()
+            assert _live(ledger, *grads) == (
+                (main_grad, 0) if k == 2 else ACCUMULATING[engine](sizes)
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _check_peak(
+    ledger: ByteLedger, engine: str, sizes: Sizes, prefetch: int, num_blocks: int
+) -> None:
+    """Check the peaks of a plain loop: prefetch + 1 units beside the root, two reductions."""
+    num_units = min(prefetch + 1, num_blocks)
+    # Until its backward begins, the last unit, kept since forward, is one of those at work.
+    unsharded = sizes.root_compute + num_units * sizes.block_compute
+    is_released = engine in RELEASES_PARAMETERS
+    assert ledger.peak_num_live[Category.UNSHARDED] == (1 + num_units if is_released else 0)
+    assert ledger.peak[Category.UNSHARDED] == (unsharded if is_released else 0)
+    assert ledger.peak_num_live[Category.PARTIAL_GRAD] == 2
+    two_inputs = sizes.block_compute + max(sizes.block_compute, sizes.root_compute)
+    assert ledger.peak[Category.PARTIAL_GRAD] == two_inputs
+    # Shards cast for a gather live until it is complete.
+    gathering = max(sizes.root_compute, sizes.block_compute) + prefetch * sizes.block_compute
+    casts = ledger.peak[Category.COMPUTE_WEIGHT] - ledger.live[Category.COMPUTE_WEIGHT]
+    assert casts <= (0 if sizes.is_same_dtype else gathering // sizes.num_shards)
+
+
+NAMES = ("engine", "mesh", "dtype", "prefetch", "num_blocks")
+MESHES = {"hsdp": ((2, 2), (4, 1))}
+PRODUCT = [
+    (name, shape, dtype, prefetch, num_blocks)
+    for name in AT_REST
+    for shape in MESHES.get(name, ((2,), (3,)))
+    for dtype in (torch.float32, torch.bfloat16)
+    for prefetch in (0, 1, 2)
+    for num_blocks in (3, 12)
+]
+PAIRWISE = pairwise(PRODUCT)
+
+
+@pytest.mark.parametrize(NAMES, PAIRWISE)
+def test_bytes_are_those_of_the_formula(
+    ranks: Ranks,
+    engine: str,
+    mesh: MeshShape,
+    dtype: torch.dtype,
+    prefetch: int,
+    num_blocks: int,
+) -> None:
+    """At rest, between microbatches, and at the peak, which does not grow with the layers."""
+    ranks(math.prod(mesh)).run(_check_bytes, engine, mesh, dtype, prefetch, num_blocks)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE])
+def test_bytes_are_those_of_the_formula_in_the_whole_product(
+    ranks: Ranks,
+    engine: str,
+    mesh: MeshShape,
+    dtype: torch.dtype,
+    prefetch: int,
+    num_blocks: int,
+) -> None:
+    """The cases beyond the pairwise selection."""
+    ranks(math.prod(mesh)).run(_check_bytes, engine, mesh, dtype, prefetch, num_blocks)
+
+
+def _constructed(engine: str, shape: MeshShape, dtype: torch.dtype) -> dict[Category, int]:
+    net, optimizer = _net(engine, shape, dtype, 1, 3)
+    counts: Counter[Category] = Counter()
+    original = FlatStorage.__init__
+
+    def counting(self: FlatStorage, *args: object, category: Category, **kwargs: object) -> None:
+        counts[category] += 1
+        original(self, *args, category=category, **kwargs)
+
+    FlatStorage.__init__ = counting
+    try:
+        _step(net, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            net(*mine(batches(1)[0]))
+    finally:
+        FlatStorage.__init__ = original
+    assert counts[Category.MAIN_GRAD] > 0, "main gradients are fresh, so the count is at work"
+    return {category: counts[category] for category in WEIGHTS}
+
+
+WEIGHTS = (Category.UNSHARDED, Category.COMPUTE_WEIGHT, Category.MAIN_WEIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engine", list(AT_REST))
+def test_a_steady_step_makes_no_storage_for_weights(
+    ranks: Ranks, engine: str, dtype: torch.dtype
+) -> None:
+    """After two steps storages of weights are released and allocated again, never made anew."""
+    shape = MESHES.get(engine, ((2,),))[0]
+    counts = ranks(math.prod(shape)).run(_constructed, engine, shape, dtype)
+    assert counts == [dict.fromkeys(WEIGHTS, 0)] * math.prod(shape)
