@@ -72,7 +72,7 @@ class ComputeWeight:
         self._outdated: set[str] = set()
         self._casts: dict[str, DBuffer] = {}
         self._sources: list[DBuffer] = []
-        self._pieces: list[DBuffer] = []
+        self._pieces: dict[str, DBuffer] = {}
         self._joining: Pending | None = None
         self._pending: list[Pending] = []
         self._in_flight: list[tuple[DBuffer, int]] = []
@@ -162,13 +162,14 @@ class ComputeWeight:
         if self._is_cast and specs[0].dtype == self._main.flat.dtype:
             pieces = {specs[0].name: self._main}
         else:
-            pieces = {s.name: self._new_piece(s) for s in specs}
+            pieces = self._pieces = self._pieces or {s.name: self._new_piece(s) for s in specs}
+            for piece in pieces.values():
+                piece.storage.allocate()
             self._encode(pieces, statistics)
         assert self._axes.outer_group is not None, "a divided group has an outer axis"
-        self._pieces = list(pieces.values())
         self._joining = gather_buffers(
             [self._shards[name] for name in pieces],
-            self._pieces,
+            list(pieces.values()),
             group=self._axes.outer_group,
             label=self.label,
         )
@@ -177,7 +178,8 @@ class ComputeWeight:
         if self._joining is not None:
             self._joining.wait()
             self._joining = None
-            self._pieces = []
+            for piece in self._pieces.values():
+                piece.storage.release()
 
     def start_unshard(self, *, in_backward: bool) -> None:
         """Issue the gather of the buffers that are needed and not current; collective."""

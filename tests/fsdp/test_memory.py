@@ -30,7 +30,8 @@ class Sizes:
     Attributes:
         main: F, the whole main weight.
         compute: C, the whole compute weight.
-        num_shards: N.
+        num_shards: Ranks that divide the main weight: N, or N x M with an outer axis that does.
+        num_gathered: N, the ranks among which the compute weight is gathered.
         is_same_dtype: Whether compute and main weights have one dtype.
         block_compute: The compute weight of one block; gradients before reduction take the same.
         root_compute: That of the root.
@@ -39,13 +40,14 @@ class Sizes:
     main: int
     compute: int
     num_shards: int
+    num_gathered: int
     is_same_dtype: bool
     block_compute: int
     root_compute: int
 
     @property
     def shard(self) -> int:
-        """Return F / N."""
+        """Return F / N, or F / (N M)."""
         return self.main // self.num_shards
 
 
@@ -56,6 +58,7 @@ AT_REST: dict[str, Callable[[Sizes], tuple[int, int, int]]] = {
     "optim_grads": lambda s: (s.shard, s.compute, s.shard),
     "optim_grads_params": lambda s: (s.shard, 0, s.shard),
     "hsdp": lambda s: (s.shard, 0, s.shard),
+    "hfsdp": lambda s: (s.shard, s.compute // s.num_gathered, s.shard),
 }
 # (main gradient, partial gradient) between two microbatches of microbatch().
 ACCUMULATING: dict[str, Callable[[Sizes], tuple[int, int]]] = {
@@ -64,8 +67,9 @@ ACCUMULATING: dict[str, Callable[[Sizes], tuple[int, int]]] = {
     "optim_grads": lambda s: (s.shard, 0),
     "optim_grads_params": lambda s: (s.shard, 0),
     "hsdp": lambda s: (s.shard, 0),
+    "hfsdp": lambda s: (s.main // s.num_gathered, 0),
 }
-RELEASES_PARAMETERS = ("optim_grads_params", "hsdp")
+RELEASES_PARAMETERS = ("optim_grads_params", "hsdp", "hfsdp")
 
 
 def _sizes(net: Net) -> Sizes:
@@ -80,6 +84,7 @@ def _sizes(net: Net) -> Sizes:
         main=4 * numel,
         compute=itemsize * numel,
         num_shards=num_shards,
+        num_gathered=num_shards // groups[0].axes.num_pieces,
         is_same_dtype=itemsize == 4,
         block_compute=itemsize * layouts[1].gathered_numel,
         root_compute=itemsize * layouts[0].gathered_numel,
@@ -151,12 +156,15 @@ def _check_peak(
     assert ledger.peak[Category.PARTIAL_GRAD] == two_inputs
     # Shards cast for a gather live until it is complete.
     gathering = max(sizes.root_compute, sizes.block_compute) + prefetch * sizes.block_compute
+    if engine == "hfsdp":
+        # Pieces of all units are cast at once, and joined over the outer axis.
+        gathering = sizes.compute
     casts = ledger.peak[Category.COMPUTE_WEIGHT] - ledger.live[Category.COMPUTE_WEIGHT]
     assert casts <= (0 if sizes.is_same_dtype else gathering // sizes.num_shards)
 
 
 NAMES = ("engine", "mesh", "dtype", "prefetch", "num_blocks")
-MESHES = {"hsdp": ((2, 2), (4, 1))}
+MESHES = {"hsdp": ((2, 2), (4, 1)), "hfsdp": ((2, 2), (4, 1))}
 PRODUCT = [
     (name, shape, dtype, prefetch, num_blocks)
     for name in AT_REST
