@@ -342,8 +342,8 @@ def test_frozen_groups_gather_and_whole_groups_all_reduce(ranks: Ranks, is_told:
         ]
 
 
-def _mixed(engine: str, num_microbatches: int, is_told: bool) -> dict[str, int]:
-    net = _net(engine, (2,))
+def _mixed(engine: str, shape: MeshShape, num_microbatches: int, is_told: bool) -> dict[str, int]:
+    net = _net(engine, shape)
     optimizer = adamw(net)
     _step(net, optimizer, 1, False)
     return dict(_step(net, optimizer, num_microbatches, is_told)[0].calls)
@@ -351,17 +351,24 @@ def _mixed(engine: str, num_microbatches: int, is_told: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("is_told", [False, True])
 @pytest.mark.parametrize(
-    ("engine", "root"), [("zero3_under_no_shard", "no_shard"), ("zero3_under_zero1", "optim")]
+    ("engine", "mesh", "blocks", "root"),
+    [
+        ("zero3_under_no_shard", (2,), "optim_grads_params", "no_shard"),
+        ("zero3_under_zero1", (2,), "optim_grads_params", "optim"),
+        ("hsdp_under_zero3", (2, 2), "hsdp", "optim_grads_params"),
+        ("hsdp_under_no_shard", (2, 2), "hsdp", "no_shard"),
+    ],
 )
 def test_mixed_strategies_add_their_formulas(
-    ranks: Ranks, engine: str, root: str, is_told: bool
+    ranks: Ranks, engine: str, mesh: MeshShape, blocks: str, root: str, is_told: bool
 ) -> None:
-    """ZeRO-3 for the blocks, of which the last is kept, and the root's own formula for one."""
+    """The blocks' formula, one of them kept, and the root's; one exchange of usage for both."""
     m = 3
     c = 1 if is_told else m
-    blocks = Setting(NUM_BLOCKS, 1, m, c, 0, 0, 0, 2, 0)
-    alone = Setting(1, 1, m, c, 0, 0, 0, 2, 0)
-    parts = (CALLS["optim_grads_params"](blocks), CALLS[root](alone))
+    parts = (
+        CALLS[blocks](Setting(NUM_BLOCKS, 1, m, c, 0, 0, 0, 2, 0)),
+        CALLS[root](Setting(1, 1, m, c, 0, 0, 0, 2, 0)),
+    )
     all_gathers, reduce_scatters, all_reduces = (sum(kind) for kind in zip(*parts, strict=True))
-    for calls in ranks(2).run(_mixed, engine, m, is_told):
+    for calls in ranks(math.prod(mesh)).run(_mixed, engine, mesh, m, is_told):
         assert [calls[kind] for kind in KINDS] == [all_gathers, reduce_scatters, all_reduces + c]

@@ -52,8 +52,14 @@ def _steps(
         for k, expert in enumerate(experts):
             x = torch.randn(world, 2, WIDTH, generator=generator)
             (reference(x, expert) / len(experts)).backward()
-            with told(net, kind, is_last=k == len(experts) - 1):
+            is_last = k == len(experts) - 1
+            if kind == "set_requires_all_reduce":
+                net.set_requires_all_reduce(is_last)
+            with told(net, kind, is_last=is_last):
                 (net(x[rank], expert) / len(experts)).backward()
+            is_shown = any(p.grad is not None for p in net.parameters())
+            assert is_shown or kind != "plain"
+            assert not is_shown or is_last or kind != "no_sync"
         assert_same_grads(net, reference)
         shown.append([e.weight.grad is not None for e in net.experts])
         for optimizer in optimizers:
@@ -64,7 +70,7 @@ def _steps(
     return shown
 
 
-@pytest.mark.parametrize("kind", ["plain", "microbatch", "no_sync"])
+@pytest.mark.parametrize("kind", ["plain", "microbatch", "no_sync", "set_requires_all_reduce"])
 @pytest.mark.parametrize(
     ("strategy", "mesh_shape"),
     [
