@@ -94,7 +94,14 @@ MIXED_ENGINES: dict[str, Engine] = {
 }
 # How the loop says that more microbatches follow, and how many there are; with one, no_sync() would
 # cover nothing.
-LOOPS = [("plain", 1), ("microbatch", 1), ("plain", 3), ("microbatch", 3), ("no_sync", 3)]
+LOOPS = [
+    ("plain", 1),
+    ("microbatch", 1),
+    ("plain", 3),
+    ("microbatch", 3),
+    ("no_sync", 3),
+    ("mixed", 3),
+]
 MODELS = ("even", "odd")
 
 
@@ -200,8 +207,14 @@ def reference_backward(model: nn.Module, batches: list[Batch]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def told(model: nn.Module, kind: str, *, is_last: bool) -> Iterator[None]:
-    """Say in one of the loops' manners whether more microbatches follow."""
+def told(model: nn.Module, kind: str, k: int, num_microbatches: int) -> Iterator[None]:
+    """Say in one of the loops' manners whether more microbatches follow microbatch k.
+
+    The mixed manner tells of the first by no_sync() and of others by microbatch().
+    """
+    is_last = k == num_microbatches - 1
+    if kind == "mixed":
+        kind = "plain" if is_last else "microbatch" if k else "no_sync"
     if kind == "microbatch":
         with microbatch(model, is_last=is_last):
             yield
@@ -217,7 +230,7 @@ def sharded_backward(model: nn.Module, batches: list[Batch], kind: str) -> torch
     rank = dist.get_rank()
     total = torch.zeros(())
     for k, batch in enumerate(batches):
-        with told(model, kind, is_last=k == len(batches) - 1):
+        with told(model, kind, k, len(batches)):
             loss = model(*rows_of(batch, rank), branch_of(rank, k)) / len(batches)
             loss.backward()
         total += loss.detach()

@@ -55,7 +55,7 @@ def _steps(
             is_last = k == len(experts) - 1
             if kind == "set_requires_all_reduce":
                 net.set_requires_all_reduce(is_last)
-            with told(net, kind, is_last=is_last):
+            with told(net, kind, k, len(experts)):
                 (net(x[rank], expert) / len(experts)).backward()
             is_shown = any(p.grad is not None for p in net.parameters())
             assert is_shown or kind != "plain"
@@ -70,7 +70,9 @@ def _steps(
     return shown
 
 
-@pytest.mark.parametrize("kind", ["plain", "microbatch", "no_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "microbatch", "no_sync", "mixed", "set_requires_all_reduce"]
+)
 @pytest.mark.parametrize(
     ("strategy", "mesh_shape"),
     [
