@@ -13,8 +13,10 @@ from setuptools.errors import BaseError, CCompilerError
 CSRC = Path("megafsdp/csrc")
 # No -march: the instruction set is chosen at run time. No contraction: a fused multiply-add gives
 # other bits than a processor or a torch fallback without it. Nobody reads the floating-point
-# exception flags, and keeping them right would forbid the compiler to vectorise selects.
-COMPILE_ARGUMENTS = ["-O3", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra"]
+# exception flags, and keeping them right would forbid the compiler to vectorise selects; nor
+# errno, which would keep it from vectorising roots.
+COMPILE_ARGUMENTS = ["-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
+COMPILE_ARGUMENTS += ["-pthread", "-Wall", "-Wextra"]
 
 
 class OptionalBuildExt(build_ext):
@@ -37,6 +39,7 @@ def extensions() -> list[Extension]:
             sorted(str(path) for path in CSRC.glob("**/*.cpp")),
             depends=sorted(str(path) for path in CSRC.glob("**/*.h")),
             extra_compile_args=COMPILE_ARGUMENTS,
+            extra_link_args=["-pthread"],
             cxx_std=17,
             # Whoever installs the built files must not insist on this one.
             optional=True,

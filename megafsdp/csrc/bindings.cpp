@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "kernels/simd.h"
+#include "ops/adam.h"
 #include "ops/shard_sum.h"
 
 namespace py = pybind11;
@@ -21,6 +22,39 @@ void sum_shards(std::vector<uintptr_t> shards, uintptr_t out, int64_t numel,
   megafsdp::run_shard_sum(arguments, level);
 }
 
+void adam_step(uintptr_t weight, uintptr_t remainder, uintptr_t grad, uintptr_t exp_avg,
+               uintptr_t exp_avg_sq, uintptr_t copy_out, int64_t numel, std::string grad_dtype,
+               std::string state_dtype, std::string copy_out_dtype,
+               std::vector<std::tuple<int64_t, int64_t, std::array<double, 8>>> segments,
+               double grad_scale, bool flush_denormals, int64_t num_threads) {
+  const megafsdp::AdamArguments arguments{weight,
+                                          remainder,
+                                          grad,
+                                          exp_avg,
+                                          exp_avg_sq,
+                                          copy_out,
+                                          numel,
+                                          std::move(grad_dtype),
+                                          std::move(state_dtype),
+                                          std::move(copy_out_dtype),
+                                          std::move(segments),
+                                          grad_scale,
+                                          flush_denormals,
+                                          num_threads};
+  megafsdp::check_adam(arguments);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_adam(arguments, level);
+}
+
+double sum_of_squares(uintptr_t values, int64_t numel, std::string dtype, int64_t num_threads) {
+  const megafsdp::SquareSumArguments arguments{values, numel, std::move(dtype), num_threads};
+  megafsdp::check_square_sum(arguments);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  return megafsdp::run_square_sum(arguments, level);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_csrc, module) {
@@ -32,4 +66,13 @@ PYBIND11_MODULE(_csrc, module) {
              py::arg("numel"), py::arg("shard_dtype"), py::arg("out_dtype"), py::arg("scale"),
              py::arg("accumulate"),
              "Write scale * (sum of shards), plus out if accumulate, to out; lets go of the GIL.");
+  module.def("adam_step", &adam_step, py::kw_only(), py::arg("weight"), py::arg("remainder"),
+             py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("copy_out"),
+             py::arg("numel"), py::arg("grad_dtype"), py::arg("state_dtype"),
+             py::arg("copy_out_dtype"), py::arg("segments"), py::arg("grad_scale"),
+             py::arg("flush_denormals"), py::arg("num_threads"),
+             "Update weights and moments in place, one pass; lets go of the GIL.");
+  module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
+             py::arg("dtype"), py::arg("num_threads"),
+             "Return the sum of squares in double, in a fixed order; lets go of the GIL.");
 }

@@ -14,9 +14,9 @@
 #define MEGAFSDP_INLINE inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
-#define MEGAFSDP_AVX2 __attribute__((target("avx2")))
+#define MEGAFSDP_AVX2 __attribute__((target("avx2,fma")))
 #define MEGAFSDP_AVX512 \
-  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")))
+  __attribute__((target("fma,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")))
 #else
 #define MEGAFSDP_AVX2
 #define MEGAFSDP_AVX512
@@ -30,6 +30,7 @@ enum class Simd { kScalar, kAvx2, kAvx512 };
 inline std::vector<std::string> simd_levels() {
   std::vector<std::string> names = {"scalar"};
 #if defined(__x86_64__)
+  if (!__builtin_cpu_supports("fma")) return names;
   if (__builtin_cpu_supports("avx2")) names.push_back("avx2");
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {

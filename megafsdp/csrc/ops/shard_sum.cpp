@@ -1,8 +1,7 @@
 #include "shard_sum.h"
 
-#include <stdexcept>
-
 #include "../kernels/shard_sum.h"
+#include "arguments.h"
 
 namespace megafsdp {
 namespace {
@@ -26,23 +25,13 @@ uintptr_t itemsize_of(const std::string& argument, const std::string& dtype) {
   return itemsize;
 }
 
-void check(bool is_right, const std::string& message) {
-  if (!is_right) throw std::invalid_argument(message);
-}
-
-void check_address(const std::string& argument, uintptr_t address, uintptr_t itemsize) {
-  check(address != 0, argument + ": expected an address, got null");
-  check(address % itemsize == 0, argument + ": expected an address aligned to its element size");
-}
-
 }  // namespace
 
 void check_shard_sum(const ShardSumArguments& arguments) {
   const uintptr_t shard_itemsize = itemsize_of("shard_dtype", arguments.shard_dtype);
   const uintptr_t out_itemsize = itemsize_of("out_dtype", arguments.out_dtype);
   check(!arguments.shards.empty(), "shards: expected at least one, got none");
-  check(arguments.numel > 0,
-        "numel: expected a positive number, got " + std::to_string(arguments.numel));
+  check_positive("numel", arguments.numel);
   check_address("out", arguments.out, out_itemsize);
   for (uintptr_t address : arguments.shards) check_address("shards", address, shard_itemsize);
 }

@@ -1,0 +1,79 @@
+// Sum of squares in double, in an order fixed by the positions of the elements.
+//
+//   element i of a block of 4096 is added to lane i % 16; lanes are added in order: the block's sum
+//
+// Squares of floats are exact in double. The caller adds the blocks' sums in order.
+#pragma once
+
+#include <cstdint>
+
+#include "float16.h"
+#include "simd.h"
+
+namespace megafsdp {
+
+constexpr int64_t kSquareLanes = 16;
+constexpr int64_t kSquareBlockNumel = 4096;
+
+template <typename T>
+struct SquareSum {
+  const T* values;
+  int64_t numel;
+  double* block_sums;
+};
+
+template <typename T>
+MEGAFSDP_INLINE void square_sum(const SquareSum<T>& job, int64_t first_block, int64_t last_block) {
+  for (int64_t block = first_block; block < last_block; ++block) {
+    const int64_t start = block * kSquareBlockNumel;
+    const int64_t left = job.numel - start;
+    const int64_t count = left < kSquareBlockNumel ? left : kSquareBlockNumel;
+    const T* values = job.values + start;
+    double lanes[kSquareLanes] = {};
+    int64_t row = 0;
+    for (; row + kSquareLanes <= count; row += kSquareLanes) {
+      for (int64_t lane = 0; lane < kSquareLanes; ++lane) {
+        const double value = static_cast<double>(to_float(values[row + lane]));
+        lanes[lane] += value * value;
+      }
+    }
+    for (int64_t lane = 0; row + lane < count; ++lane) {
+      const double value = static_cast<double>(to_float(values[row + lane]));
+      lanes[lane] += value * value;
+    }
+    double sum = 0.0;
+    for (double lane : lanes) sum += lane;
+    job.block_sums[block] = sum;
+  }
+}
+
+template <typename T>
+void square_sum_scalar(const SquareSum<T>& job, int64_t first_block, int64_t last_block) {
+  square_sum(job, first_block, last_block);
+}
+
+template <typename T>
+MEGAFSDP_AVX2 void square_sum_avx2(const SquareSum<T>& job, int64_t first_block,
+                                   int64_t last_block) {
+  square_sum(job, first_block, last_block);
+}
+
+template <typename T>
+MEGAFSDP_AVX512 void square_sum_avx512(const SquareSum<T>& job, int64_t first_block,
+                                       int64_t last_block) {
+  square_sum(job, first_block, last_block);
+}
+
+template <typename T>
+void square_sum_at(Simd level, const SquareSum<T>& job, int64_t first_block, int64_t last_block) {
+  switch (level) {
+    case Simd::kScalar:
+      return square_sum_scalar(job, first_block, last_block);
+    case Simd::kAvx2:
+      return square_sum_avx2(job, first_block, last_block);
+    case Simd::kAvx512:
+      return square_sum_avx512(job, first_block, last_block);
+  }
+}
+
+}  // namespace megafsdp

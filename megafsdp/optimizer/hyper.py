@@ -1,0 +1,80 @@
+"""What the user sets for Adam, and the constants of one step that follow from it."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper:
+    """What the user sets.
+
+    Attributes:
+        lr: Learning rate.
+        betas: Decay of both moments, each in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: Strength of the decay.
+        adam_w_mode: Decoupled decay (AdamW); else L2 regularisation (Adam).
+        bias_correction: Correct for moments that began at zero.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AdamConstants:
+    """The numbers that one update needs, computed in double and rounded to fp32 once.
+
+    Attributes:
+        decay: Factor of the weight, ``1 - lr * weight_decay``; 1 with L2 regularisation.
+        l2: Factor of the weight that is added to the gradient; 0 with decoupled decay.
+        lerp: ``1 - beta1`` if that is below a half; else ``-beta1``, and the moment is reached from
+            the gradient instead of from its old value.
+        beta2: As given.
+        square: ``1 - beta2``.
+        root: Square root of the bias correction of ``exp_avg_sq``.
+        eps: As given.
+        step_size: ``lr`` divided by the bias correction of ``exp_avg``.
+    """
+
+    decay: float
+    l2: float
+    lerp: float
+    beta2: float
+    square: float
+    root: float
+    eps: float
+    step_size: float
+
+    @classmethod
+    def rounded(cls, hyper: AdamHyper, step: int) -> AdamConstants:
+        """Compute the constants of a step, counted from 1."""
+        lr, decay, (beta1, beta2) = hyper.lr, hyper.weight_decay, hyper.betas
+        power = step if hyper.bias_correction else math.inf
+        lerp = round_to_fp32(1 - beta1)
+        exact = (
+            1 - lr * decay if hyper.adam_w_mode else 1.0,
+            0.0 if hyper.adam_w_mode else decay,
+            lerp if lerp < 0.5 else lerp - 1,
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**power),
+            hyper.eps,
+            lr / (1 - beta1**power),
+        )
+        return cls(*(round_to_fp32(value) for value in exact))
+
+
+def round_to_fp32(value: float) -> float:
+    """Return the nearest fp32 value; too large a value becomes infinite."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return value * float("inf")

@@ -1,0 +1,243 @@
+"""One pass of Adam over flat buffers, and sums of squares: compiled where possible, else in torch.
+
+Both ways, every instruction set and every number of threads give the same bits. This file checks
+the buffers and picks the way; the arithmetic is defined in reference.py. One call takes a whole
+flat buffer and a table of segments, each with its own hyperparameters: parameters with and without
+weight decay lie mixed in a buffer, and a call for each would cost more than small ones take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megafsdp._native import native_module
+from megafsdp.errors import expected
+from megafsdp.optimizer import reference
+from megafsdp.optimizer.hyper import AdamConstants, AdamHyper, round_to_fp32
+
+_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
+_COPY_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamBuffers:
+    """Flat tensors of one length on one device, contiguous, none overlapping another.
+
+    Attributes:
+        weight: ``(numel,)`` fp32 main weights; bf16 if ``remainder`` is given.
+        grad: ``(numel,)`` fp32, bf16 or fp16; is read only.
+        exp_avg: ``(numel,)`` fp32 or bf16.
+        exp_avg_sq: ``(numel,)``, of the dtype of ``exp_avg``.
+        remainder: ``(numel,)`` int16; the low half of fp32 weights whose high half is ``weight``.
+        copy_out: ``(numel,)`` bf16 or fp16; receives the new weights, rounded to nearest even. Not
+            with ``remainder``, where ``weight`` is that copy already.
+    """
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    remainder: torch.Tensor | None = None
+    copy_out: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check the tensors.
+
+        Raises:
+            ValueError: One has the wrong shape, dtype, device or strides.
+        """
+        weight_dtype = torch.float32 if self.remainder is None else torch.bfloat16
+        wanted = {
+            "weight": (weight_dtype,),
+            "grad": _GRAD_DTYPES,
+            "exp_avg": _STATE_DTYPES,
+            "exp_avg_sq": (self.exp_avg.dtype,),
+            "remainder": (torch.int16,),
+            "copy_out": _COPY_DTYPES if self.remainder is None else (),
+        }
+        for name, dtypes in wanted.items():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                _check_tensor(f"{name} of AdamBuffers", tensor, self.weight, dtypes)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSegment:
+    """Elements ``start`` to ``stop`` of the buffers, and their hyperparameters."""
+
+    start: int
+    stop: int
+    hyper: AdamHyper
+
+
+@torch.no_grad()
+def adam_step(
+    buffers: AdamBuffers,
+    hyper: AdamHyper | Sequence[AdamSegment],
+    *,
+    step: int,
+    grad_scale: float = 1.0,
+    flush_denormals: bool = True,
+    num_threads: int | None = None,
+) -> None:
+    """Update weights and moments in place; local, elementwise, in one pass.
+
+    Elements of no segment are neither read nor written. Gradients that are not finite spoil what
+    they touch, as in torch: look at :func:`sum_of_squares` first. The native kernel allocates
+    nothing; the fallback a few chunks of 64 KiB.
+
+    Args:
+        buffers: What to update.
+        hyper: Hyperparameters of all elements; or segments in rising order, gaps allowed.
+        step: This step, counted from 1.
+        grad_scale: Factor of the gradient, rounded to fp32: one over the loss scale, times the
+            clipping coefficient.
+        flush_denormals: On a CPU, take and give zero for subnormal numbers, which are up to 40
+            times slower; the caller's own mode is left as it is.
+        num_threads: Threads of the native kernel; by default ``torch.get_num_threads()``. Small
+            buffers use fewer.
+
+    Raises:
+        ValueError: A segment lies outside the buffers or before its predecessor's end, ``step`` or
+            ``num_threads`` is not positive.
+    """
+    numel = buffers.weight.numel()
+    segments = [AdamSegment(0, numel, hyper)] if isinstance(hyper, AdamHyper) else hyper
+    num_threads = torch.get_num_threads() if num_threads is None else num_threads
+    _check_positive(step=step, num_threads=num_threads)
+    _check_segments(segments, numel)
+    table = [(s.start, s.stop, AdamConstants.rounded(s.hyper, step)) for s in segments]
+    scale = round_to_fp32(grad_scale)
+    native = native_module()
+    if native is None or buffers.weight.device.type != "cpu":
+        with reference.denormal_mode(flush_denormals):
+            for start, stop, constants in table:
+                for chunk in reference.chunks(start, stop):
+                    _step_in_torch(buffers, chunk, constants, scale)
+    elif numel > 0:
+        native.adam_step(
+            **{
+                field.name: _address_of(getattr(buffers, field.name))
+                for field in dataclasses.fields(buffers)
+            },
+            numel=numel,
+            grad_dtype=_name_of(buffers.grad),
+            state_dtype=_name_of(buffers.exp_avg),
+            copy_out_dtype="" if buffers.copy_out is None else _name_of(buffers.copy_out),
+            segments=[(start, stop, dataclasses.astuple(c)) for start, stop, c in table],
+            grad_scale=scale,
+            flush_denormals=flush_denormals,
+            num_threads=num_threads,
+        )
+
+
+@torch.no_grad()
+def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> float:
+    """Return the sum of squares of a ``(numel,)`` tensor; fp32, bf16 or fp16; local.
+
+    Squares are exact and are added in double in an order that depends on nothing but their
+    positions. The sum of finite values cannot overflow: it is not finite if and only if one of the
+    values is not.
+
+    Raises:
+        ValueError: The tensor is not flat, contiguous and of one of these dtypes, or
+            ``num_threads`` is not positive.
+    """
+    num_threads = torch.get_num_threads() if num_threads is None else num_threads
+    _check_positive(num_threads=num_threads)
+    _check_tensor("values of sum_of_squares()", values, values, _GRAD_DTYPES)
+    native = native_module()
+    if native is None or values.device.type != "cpu":
+        return reference.sum_of_squares(values)
+    if values.numel() == 0:
+        return 0.0
+    total: float = native.sum_of_squares(
+        values=values.data_ptr(),
+        numel=values.numel(),
+        dtype=_name_of(values),
+        num_threads=num_threads,
+    )
+    return total
+
+
+def _step_in_torch(
+    buffers: AdamBuffers, chunk: slice, constants: AdamConstants, scale: float
+) -> None:
+    stored = buffers.weight[chunk]
+    low = None if buffers.remainder is None else buffers.remainder[chunk]
+    exp_avg, exp_avg_sq = buffers.exp_avg[chunk], buffers.exp_avg_sq[chunk]
+    weight, *moments = reference.update(
+        stored if low is None else reference.join_fp32(stored, low),
+        buffers.grad[chunk].float() * scale,
+        exp_avg.float(),
+        exp_avg_sq.float(),
+        constants,
+    )
+    exp_avg.copy_(moments[0])
+    exp_avg_sq.copy_(moments[1])
+    if low is None:
+        stored.copy_(weight)
+        if buffers.copy_out is not None:
+            buffers.copy_out[chunk].copy_(weight)
+    else:
+        # Rounding up the bits of a NaN with a large payload gives a number.
+        high, rest = reference.split_fp32(weight.masked_fill(weight.isnan(), torch.nan))
+        stored.copy_(high)
+        low.copy_(rest)
+
+
+def _address_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(expected("a positive number", number, where=name, mend="Count from 1"))
+
+
+def _check_segments(segments: Sequence[AdamSegment], numel: int) -> None:
+    end = 0
+    for i, segment in enumerate(segments):
+        if not end <= segment.start <= segment.stop <= numel:
+            raise ValueError(
+                expected(
+                    f"{end} <= start <= stop <= {numel}",
+                    f"start {segment.start}, stop {segment.stop}",
+                    where=f"segment {i} of adam_step()",
+                    mend="Give segments in rising order, inside the buffers, without overlap",
+                )
+            )
+        end = segment.stop
+
+
+def _check_tensor(
+    where: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: Sequence[torch.dtype]
+) -> None:
+    is_right = (
+        tensor.ndim == 1
+        and tensor.is_contiguous()
+        and tensor.shape == like.shape
+        and tensor.device == like.device
+        and tensor.dtype in dtypes
+    )
+    if not is_right:
+        raise ValueError(
+            expected(
+                f"a contiguous flat tensor of shape {tuple(like.shape)} on {like.device}, of dtype "
+                f"{' or '.join(str(dtype) for dtype in dtypes) or 'None'}",
+                f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.device}, "
+                f"{tensor.dtype}",
+                where=where,
+                mend="Pass views of flat buffers with one element for each weight",
+            )
+        )
