@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import exits, fsdp_step, layout, scale
+from benchmarks import adam, exits, fsdp_step, layout, scale
 from benchmarks.record import RECORDS, write
 
-CASES = {"exits": exits, "fsdp_step": fsdp_step, "layout": layout, "scale": scale}
+CASES = {
+    "adam": adam,
+    "exits": exits,
+    "fsdp_step": fsdp_step,
+    "layout": layout,
+    "scale": scale,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import exits, fsdp_step
+from benchmarks import adam, exits, fsdp_step
 from benchmarks.__main__ import main
 from benchmarks.record import CheckError
+from megafsdp._native import native_module
+from megafsdp.optimizer.hyper import AdamHyper
 
 SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
 THIN = ["scale", "--layers", "2", "--hidden", "16", "--repeats", "1"]
@@ -122,3 +124,23 @@ def test_signals_are_abnormal_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     results = _only_record(tmp_path)["results"]
     assert results["num_abnormal"] == 1 and results["errors"] == ["terminate called"]
     assert results["exit_codes"]["left open"] == {"0": 1, "-6": 1}
+
+
+@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+def test_adam_is_timed_against_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every job has its ratios and its bandwidth; wrong bits give none."""
+    arguments = ["adam", "--numel", "5000", "--threads", "1", "--repeats", "3"]
+    main(["--records", str(tmp_path), *arguments])
+    assert "ratio" in capsys.readouterr().out
+    jobs = _only_record(tmp_path)["results"]["threads 1"]
+    assert set(jobs) == {"fp32", "bf16 to bf16", "subnormal"}
+    for case in jobs.values():
+        assert case["ms"]["megafsdp"]["count"] == 3 and case["probe_gb_per_s"] > 0
+        low, high = case["ratio_range"]["fused"]
+        assert 0 < low <= high
+    monkeypatch.setattr(adam, "_HYPER", AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1, adam_w_mode=False))
+    with pytest.raises(CheckError, match="differ from those of torch's fused"):
+        main(["--records", str(tmp_path), *arguments])
+    assert "ratio" not in capsys.readouterr().out

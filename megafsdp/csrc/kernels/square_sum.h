@@ -14,6 +14,7 @@ namespace megafsdp {
 
 constexpr int64_t kSquareLanes = 16;
 constexpr int64_t kSquareBlockNumel = 4096;
+constexpr int64_t kSquareTileNumel = 128;
 
 template <typename T>
 struct SquareSum {
@@ -30,16 +31,21 @@ MEGAFSDP_INLINE void square_sum(const SquareSum<T>& job, int64_t first_block, in
     const int64_t count = left < kSquareBlockNumel ? left : kSquareBlockNumel;
     const T* values = job.values + start;
     double lanes[kSquareLanes] = {};
-    int64_t row = 0;
-    for (; row + kSquareLanes <= count; row += kSquareLanes) {
-      for (int64_t lane = 0; lane < kSquareLanes; ++lane) {
-        const double value = static_cast<double>(to_float(values[row + lane]));
-        lanes[lane] += value * value;
+    int64_t first = 0;
+    // A tile at a time: the compiler vectorises the conversion alone, and the additions alone.
+    for (; first + kSquareTileNumel <= count; first += kSquareTileNumel) {
+      float tile[kSquareTileNumel];
+      for (int64_t i = 0; i < kSquareTileNumel; ++i) tile[i] = to_float(values[first + i]);
+      for (int64_t row = 0; row < kSquareTileNumel; row += kSquareLanes) {
+        for (int64_t lane = 0; lane < kSquareLanes; ++lane) {
+          const double value = static_cast<double>(tile[row + lane]);
+          lanes[lane] += value * value;
+        }
       }
     }
-    for (int64_t lane = 0; row + lane < count; ++lane) {
-      const double value = static_cast<double>(to_float(values[row + lane]));
-      lanes[lane] += value * value;
+    for (int64_t i = first; i < count; ++i) {
+      const double value = static_cast<double>(to_float(values[i]));
+      lanes[i % kSquareLanes] += value * value;
     }
     double sum = 0.0;
     for (double lane : lanes) sum += lane;
