@@ -6,6 +6,8 @@ import math
 import struct
 from dataclasses import dataclass
 
+from megafsdp.errors import expected
+
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
@@ -26,6 +28,17 @@ class AdamHyper:
     weight_decay: float = 0.0
     adam_w_mode: bool = True
     bias_correction: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: One is negative or NaN, or a beta is 1 or more.
+        """
+        for name in ("lr", "eps", "weight_decay"):
+            _check_range(name, getattr(self, name), math.inf)
+        for i, beta in enumerate(self.betas):
+            _check_range(f"betas[{i}]", beta, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +91,15 @@ def round_to_fp32(value: float) -> float:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
         return value * float("inf")
+
+
+def _check_range(name: str, value: float, end: float) -> None:
+    if not 0 <= value < end:
+        raise ValueError(
+            expected(
+                f"a number from 0 to below {end}",
+                value,
+                where=f"{name} of AdamHyper",
+                mend="Correct the optimizer's arguments",
+            )
+        )

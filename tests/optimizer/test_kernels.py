@@ -134,6 +134,19 @@ def test_small_betas_have_the_bits_of_the_reference(level: str, betas: tuple[flo
     _assert_same_bits(_step(_buffers(999), hyper=hyper), _in_torch(_buffers(999), hyper=hyper))
 
 
+def test_sums_that_double_would_round_to_a_tie_round_once(level: str) -> None:
+    """Where an exact sum lies just beside the middle of two fp32 values, double is not enough."""
+    hyper = dataclasses.replace(L2_HYPER, betas=(0.0, 0.0), weight_decay=64 * (1 + 2.0**-15))
+    buffers = AdamBuffers(*(torch.zeros(32) for _ in range(4)))
+    signs = torch.tensor([1.0, -1.0]).repeat_interleave(8).repeat(2)
+    buffers.weight.copy_(signs * (1 - 2.0**-15))
+    buffers.grad.copy_(signs * (2.0**30 + 128))
+    result = _step(buffers, hyper=hyper, grad_scale=1.0)
+    # The product is 64 - 2**-24, a little less than half of what fp32 values are apart there.
+    assert torch.equal(result.exp_avg, buffers.grad)
+    _assert_same_bits(result, _in_torch(buffers, hyper=hyper, grad_scale=1.0))
+
+
 @pytest.mark.parametrize("master", ["fp32 to bf16", "split"])
 def test_every_length_has_the_bits_of_the_reference(level: str, master: str) -> None:
     """Tails of vectors and of tiles read and write nothing beyond the end."""
