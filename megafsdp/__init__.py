@@ -14,6 +14,7 @@ from megafsdp.fsdp.main_weights import fully_shard_optimizer, mark_main_weights_
 from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
+from megafsdp.optimizer.adam import FusedAdam
 from megafsdp.optimizer.clip import clip_grad_norm_
 from megafsdp.optimizer.local_parameters import local_parameters
 
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FSDPModule",
+    "FusedAdam",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParallelDims",

@@ -9,6 +9,7 @@ from megafsdp import FSDPModule
 
 PROMISED = {
     "FSDPModule",
+    "FusedAdam",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParallelDims",
@@ -28,6 +29,7 @@ PROMISED = {
     "summon_full_params",
 }
 METHODS = {
+    "compile",
     "unshard",
     "reshard",
     "no_sync",

@@ -300,6 +300,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Wrap other local elements, in any dtype, as a tensor is: sharded alike, or plain; aliases."""
+    if isinstance(tensor, UnevenDTensor):
+        return tensor.like(local)
+    if not isinstance(tensor, DTensor):
+        return local
+    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
 def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)

@@ -70,6 +70,8 @@ class ComputeWeight:
             for s in recipe.specs
         }
         self._outdated: set[str] = set()
+        self._encoding: DBuffer | None = None
+        self._is_encoded = False
         self._casts: dict[str, DBuffer] = {}
         self._sources: list[DBuffer] = []
         self._pieces: dict[str, DBuffer] = {}
@@ -141,8 +143,51 @@ class ComputeWeight:
             self._join(statistics)
             return
         targets = self._shards if self._axes.is_sharded else self._full
-        if not self._is_main_itself and targets and self._main not in targets.values():
+        is_encoded = self._is_encoded and not self._axes.is_sharded
+        is_done = is_encoded or self._is_main_itself or self._main in targets.values()
+        if targets and not is_done:
             self._encode(targets, statistics)
+
+    def mark_stale(self) -> None:
+        """Note that the main weight changed: the next unshard refreshes, once."""
+        self.is_stale = True
+        self._is_encoded = False
+
+    def start_encoding(self) -> torch.Tensor | None:
+        """Return where a cast of the main weight may be written while it is changed; local.
+
+        Returns:
+            1-D like the main weight's flat buffer, in the compute dtype; None where casting when
+            the weight is gathered is as good: it needs no cast, or it is gathered several times.
+        """
+        (spec, *others) = self.recipe.specs
+        if not self._is_cast or others or spec.dtype == self._main.flat.dtype:
+            return None
+        if not self._axes.is_sharded:
+            return self._full[spec.name].flat
+        if not (self._is_kept or self._axes.is_divided):
+            return None
+        self._finish_join()
+        if self._encoding is None:
+            self._encoding = self._new_piece(spec)
+        self._encoding.storage.allocate()
+        return self._encoding.flat
+
+    def finish_encoding(self) -> None:
+        """Note that what :meth:`start_encoding` returned holds the cast of the main weight."""
+        self._is_encoded = True
+
+    def _take_encoding(self) -> DBuffer | None:
+        """Return the cast that was written beside the main weight, once, if it was."""
+        if not self._is_encoded:
+            return None
+        self._is_encoded = False
+        return self._encoding
+
+    def _release_encoding(self) -> None:
+        """Free what was gathered from, unless a step has written it again."""
+        if self._encoding is not None and not self._is_encoded:
+            self._encoding.storage.release()
 
     def _encode(self, targets: dict[str, DBuffer], statistics: torch.Tensor | None) -> None:
         with torch.no_grad(), _versions_kept(list(targets.values())):
@@ -161,6 +206,8 @@ class ComputeWeight:
         specs = self.recipe.specs
         if self._is_cast and specs[0].dtype == self._main.flat.dtype:
             pieces = {specs[0].name: self._main}
+        elif (encoded := self._take_encoding()) is not None:
+            pieces = {specs[0].name: encoded}
         else:
             pieces = self._pieces = self._pieces or {s.name: self._new_piece(s) for s in specs}
             for piece in pieces.values():
@@ -180,6 +227,7 @@ class ComputeWeight:
             self._joining = None
             for piece in self._pieces.values():
                 piece.storage.release()
+            self._release_encoding()
 
     def start_unshard(self, *, in_backward: bool) -> None:
         """Issue the gather of the buffers that are needed and not current; collective."""
@@ -223,12 +271,14 @@ class ComputeWeight:
         """Return what to gather a buffer from: what is kept, or a cast of the main weight."""
         if spec.name in self._shards:
             return self._shards[spec.name]
-        source = self._casts.get(spec.name)
+        encoded = self._take_encoding()
+        source = self._casts.get(spec.name) if encoded is None else encoded
         if source is None:
             source = self._casts[spec.name] = self._new_shard(spec)
-        source.storage.allocate()
-        with torch.no_grad():
-            self.recipe.encode(self._main.flat, {spec.name: source.flat}, None)
+        if encoded is None:
+            source.storage.allocate()
+            with torch.no_grad():
+                self.recipe.encode(self._main.flat, {spec.name: source.flat}, None)
         return source
 
     def finish_unshard(self) -> None:
@@ -241,6 +291,8 @@ class ComputeWeight:
         self._sources = []
         for cast in self._casts.values():
             cast.storage.release()
+        if not self._axes.is_divided:
+            self._release_encoding()
         # An asynchronous gather bumps the version counter when it completes, and tensors that
         # autograd saved in forward would be taken for modified; their bytes are the same.
         for full, version in self._in_flight:

@@ -25,8 +25,14 @@ from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.fsdp.unit import units_below
 
 
+class MarksMainWeights:
+    """Base of optimizers that mark the groups of their parameters themselves."""
+
+
 def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
     """Mark every group that has a parameter in a stepped optimizer, with or without a gradient."""
+    if isinstance(optimizer, MarksMainWeights):
+        return
     for param_group in optimizer.param_groups:
         for parameter in param_group["params"]:
             group = group_of(parameter)

@@ -240,7 +240,7 @@ class ParameterGroup:
 
     def mark_stale(self) -> None:
         """Note that main weights changed: the next unshard refreshes, once."""
-        self.compute_weight.is_stale = True
+        self.compute_weight.mark_stale()
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Make the unsharded parameters current: issue the gather, or refresh the replica.

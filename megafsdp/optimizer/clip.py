@@ -1,8 +1,7 @@
 """The norm of all gradients, and clipping by it.
 
-Every element counts once: shards are summed over the ranks that hold them, replicated gradients are
-not. Norms are taken over the rows of tensors, never over gaps of flat buffers, in pieces short
-enough that an fp32 running sum stays exact to 1e-7.
+Every element counts once: shards are summed over the ranks that hold them, replicated ones are not.
+Norms go by the rows of tensors, in pieces short enough for an fp32 sum to be exact to 1e-7.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def clip_grad_norm_(
 
     The signature and the coefficient ``max_norm / (norm + 1e-6)`` are those of
     ``torch.nn.utils.clip_grad_norm_``. Collective: one small all-reduce for each process group
-    among the gradients, called by all ranks alike. Works on sharded, replicated and plain
-    gradients.
+    among the gradients, which may be sharded, replicated or plain; called by all ranks alike.
 
     Args:
         parameters: A module, a tensor, or tensors with ``.grad``.
@@ -65,11 +63,15 @@ def clip_grad_norm_(
                 mend="Look for the first parameter whose gradient is not finite, or skip the step",
             )
         )
-    coefficient = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     locals_ = [local for local in (local_tensor(g) for g in grads) if local.numel()]
     if locals_:
-        torch._foreach_mul_(locals_, coefficient.to(locals_[0].device))
+        torch._foreach_mul_(locals_, clip_coefficient(norm, max_norm).to(locals_[0].device))
     return norm
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return the factor that clips gradients of this norm, a 0-dim tensor; local."""
+    return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
 
 
 @torch.no_grad()

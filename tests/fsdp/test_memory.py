@@ -160,11 +160,12 @@ def _check_peak(
     assert ledger.peak_num_live[Category.PARTIAL_GRAD] == 2
     two_inputs = sizes.block_compute + max(sizes.block_compute, sizes.root_compute)
     assert ledger.peak[Category.PARTIAL_GRAD] == two_inputs
-    # Under HSDP a sum over the inner axis waits beside the main gradient: of the group being
+    # Under HSDP and HFSDP a sum over the inner axis waits beside the main gradient: of the group being
     # reduced, of the one before it, and of the one whose outer sum is under way.
-    num_inner_sums = 3 if engine == "hsdp" else 0
+    num_inner_sums = 3 if engine in ("hsdp", "hfsdp") else 0
     main_grad = AT_REST[engine](sizes)[2]
-    waiting = num_inner_sums * sizes.block_main_shard
+    num_pieces = sizes.num_shards // sizes.num_gathered
+    waiting = num_inner_sums * sizes.block_main_shard * num_pieces
     assert ledger.peak[Category.MAIN_GRAD] == main_grad + waiting
     # Shards cast for a gather live until it is complete.
     gathering = max(sizes.root_compute, sizes.block_compute) + prefetch * sizes.block_compute

@@ -1,0 +1,61 @@
+"""What FusedAdam refuses: numbers without meaning, and gradients unlike their parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafsdp.errors import expected
+
+
+def check_hyperparameters(
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float | None,
+) -> None:
+    """Check the numbers that FusedAdam is built with.
+
+    Raises:
+        ValueError: One has no meaning.
+    """
+    limits = {
+        "lr": (lr, lr >= 0, "of 0 or more"),
+        "betas[0]": (betas[0], 0 <= betas[0] < 1, "of at least 0 and below 1"),
+        "betas[1]": (betas[1], 0 <= betas[1] < 1, "of at least 0 and below 1"),
+        "eps": (eps, eps >= 0, "of 0 or more"),
+        "weight_decay": (weight_decay, weight_decay >= 0, "of 0 or more"),
+        "max_grad_norm": (max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "above 0"),
+    }
+    for name, (value, is_sound, what) in limits.items():
+        if not is_sound:
+            raise ValueError(
+                expected(f"a number {what}", value, where=f"{name} of FusedAdam", mend="Change it")
+            )
+
+
+def check_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """Check that a gradient is kept as its parameter is.
+
+    Raises:
+        RuntimeError: It is sparse, or one of the two is a DTensor and the other is not.
+    """
+    if grad.is_sparse:
+        raise RuntimeError(
+            expected(
+                "a dense gradient",
+                "a sparse one",
+                where=f"a parameter of shape {tuple(parameter.shape)}",
+                mend="Build the embedding with sparse=False",
+            )
+        )
+    if isinstance(parameter, DTensor) != isinstance(grad, DTensor):
+        raise RuntimeError(
+            expected(
+                f"a gradient kept as its parameter, a {type(parameter).__name__}",
+                f"a {type(grad).__name__}",
+                where=f"a parameter of shape {tuple(parameter.shape)}",
+                mend="Assign a tensor made with torch.zeros_like(parameter), filled by copy_()",
+            )
+        )

@@ -1,0 +1,112 @@
+"""Optimizer states that lie like the main weight of a parameter group, in one flat buffer each.
+
+One pass over a buffer then serves all parameters of a group: neighbours that are stepped alike form
+a *run*, gaps between them included, which hold zeros. What users and checkpoints see are DTensors
+over the same memory, one a parameter. This file knows buffers and ranges, not the formula.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.uneven import local_tensor
+from megafsdp.device.memory import Category
+from megafsdp.fsdp.parameter_group import ParameterGroup
+from megafsdp.mesh.placement import Residence
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A range of a group's local flat buffers.
+
+    Attributes:
+        start: First element.
+        stop: One behind the last.
+        numel: Elements that belong to parameters: the length without gaps.
+    """
+
+    start: int
+    stop: int
+    numel: int
+
+
+class FlatStates:
+    """The states of one parameter group.
+
+    Args:
+        group: The group; referred to weakly.
+        dtypes: Dtype of each state by name.
+
+    The buffers hold zeros at first.
+    """
+
+    def __init__(self, group: ParameterGroup, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._group = weakref.ref(group)
+        residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
+        self.buffers: dict[str, DBuffer] = {
+            name: group.new_buffer(residence, dtype, Category.OPTIMIZER_STATE)
+            for name, dtype in dtypes.items()
+        }
+        for buffer in self.buffers.values():
+            buffer.flat.zero_()
+        tensors = [group.main_weight.tensor(i) for i in range(len(group.parameters))]
+        starts = [int(t.storage_offset()) for t in tensors]
+        self._ranges = [(s, s + t.numel()) for s, t in zip(starts, tensors, strict=True)]
+        self._order = sorted(
+            (i for i, t in enumerate(tensors) if t.numel()), key=lambda i: self._ranges[i]
+        )
+        self.indices = {id(p.sharded): i for i, p in enumerate(group.parameters)}
+
+    @property
+    def group(self) -> ParameterGroup:
+        """Return the parameter group."""
+        group = self._group()
+        assert group is not None, "the optimizer holds the group's parameters"
+        return group
+
+    def adopt(self, index: int, name: str, current: torch.Tensor | None) -> torch.Tensor:
+        """Return state ``name`` of a parameter as a view of the flat buffer.
+
+        A current state that lies elsewhere, as a load leaves it, is copied in.
+        """
+        buffer = self.buffers[name]
+        own = buffer.tensor(index)
+        if current is not None:
+            local = local_tensor(current)
+            if local.data_ptr() == own.data_ptr() and local.dtype == own.dtype:
+                return current
+            own.copy_(local.reshape(-1))
+        return self.group.like_main_weight(index, buffer)
+
+    def covers(self, index: int, buffer: DBuffer, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a parameter's place in a buffer that lies like ours."""
+        own = buffer.tensor(index)
+        local = local_tensor(tensor)
+        return local.numel() == own.numel() and local.data_ptr() == own.data_ptr()
+
+    def runs(self, indices: Collection[int]) -> list[Run]:
+        """Join parameters that are neighbours in the local buffer."""
+        wanted, runs = set(indices), list[Run]()
+        is_joined = False
+        for i in self._order:
+            if i not in wanted:
+                is_joined = False
+                continue
+            start, stop = self._ranges[i]
+            if is_joined:
+                last = runs.pop()
+                runs.append(Run(last.start, stop, last.numel + stop - start))
+            else:
+                runs.append(Run(start, stop, stop - start))
+            is_joined = True
+        return runs
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of parameters that this rank holds."""
+        return sum(stop - start for start, stop in self._ranges)

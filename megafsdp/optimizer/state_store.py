@@ -1,0 +1,122 @@
+"""Where the moments of each parameter are: in a flat buffer, in a narrow format, or by themselves.
+
+``optimizer.state`` shows every state as a tensor like its parameter. This file keeps what is behind
+them and brings states that came from elsewhere, as a load leaves them, into that form.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from megafsdp.buffer.uneven import local_tensor, wrap_like
+from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
+from megafsdp.optimizer.flat_states import FlatStates
+from megafsdp.optimizer.state import PLAIN_DTYPES, ScaledState, dtype_for, is_scaled
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+class StateStore:
+    """The states of an optimizer's parameters.
+
+    Args:
+        dtypes: The dtype wished for each state.
+    """
+
+    def __init__(self, dtypes: dict[str, torch.dtype]) -> None:
+        self.dtypes = dtypes
+        self._flat: weakref.WeakKeyDictionary[ParameterGroup, FlatStates]
+        self._flat = weakref.WeakKeyDictionary()
+        # By identity: tensors compare by element.
+        self._scaled: dict[int, dict[str, ScaledState]] = {}
+
+    def prepare(
+        self, parameter: torch.Tensor, state: dict[str, Any]
+    ) -> tuple[FlatStates | None, int]:
+        """Give a parameter its states, zero at first; local.
+
+        Returns:
+            The flat states of its group with its place there, if its main weight is flat and fp32.
+        """
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        owner = group_of(parameter)
+        states, index = None, -1
+        if owner is not None and owner.dtypes.main == torch.float32:
+            states = self._flat_states(owner)
+            index = states.indices[id(parameter)]
+        for name, wished in self.dtypes.items():
+            current = state.get(name)
+            dtype = dtype_for(parameter.shape, wished)
+            if is_scaled(dtype):
+                self._prepare_scaled(parameter, name, dtype, state)
+            elif states is not None and name in states.buffers:
+                state[name] = states.adopt(index, name, current)
+            elif current is None:
+                state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            elif current.dtype != dtype:
+                state[name] = current.to(dtype)
+        return states, index
+
+    def _flat_states(self, owner: ParameterGroup) -> FlatStates:
+        states = self._flat.get(owner)
+        if states is None:
+            plain = {n: d for n, d in self.dtypes.items() if d in PLAIN_DTYPES}
+            states = self._flat[owner] = FlatStates(owner, plain)
+        return states
+
+    def _prepare_scaled(
+        self, parameter: torch.Tensor, name: str, dtype: torch.dtype, state: dict[str, Any]
+    ) -> None:
+        kept = self._scaled.setdefault(id(parameter), {})
+        local, current = local_tensor(parameter), state.get(name)
+        rows, columns = local.shape[0], parameter.shape[1:].numel()
+        if name not in kept:
+            kept[name] = ScaledState.zeros(rows, columns, dtype, local.device)
+        codes = kept[name].codes
+        if current is not None and local_tensor(current).data_ptr() == codes.data_ptr():
+            return
+        if current is not None:
+            kept[name].encode(local_tensor(current).float().reshape(rows, columns))
+        state[name] = wrap_like(parameter, codes.view(local.shape))
+
+    def unscaled(self, parameter: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:
+        """Return a state's values in fp32, a copy like the parameter."""
+        scaled = self._scaled.get(id(parameter), {}).get(name)
+        local = local_tensor(state[name])
+        values = local.float().clone() if scaled is None else scaled.decode().view(local.shape)
+        return wrap_like(parameter, values)
+
+    def decode(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the 1-D values of all states in fp32 or bf16; the memory itself if possible."""
+        values = {}
+        kept = {dtype_for(parameter.shape, dtype) for dtype in self.dtypes.values()}
+        # The kernel takes both moments in one dtype.
+        is_mixed = len(kept) > 1
+        for name in self.dtypes:
+            scaled = self._scaled.get(id(parameter), {}).get(name)
+            if scaled is not None:
+                values[name] = scaled.decode().view(-1)
+                continue
+            local = local_tensor(state[name])
+            is_direct = local.is_contiguous() and (
+                local.dtype == torch.float32 or (local.dtype in PLAIN_DTYPES and not is_mixed)
+            )
+            values[name] = local.view(-1) if is_direct else local.float().reshape(-1)
+        return values
+
+    def encode(
+        self, parameter: torch.Tensor, state: dict[str, Any], values: dict[str, torch.Tensor]
+    ) -> None:
+        """Keep what :meth:`decode` returned, changed in place since."""
+        for name, value in values.items():
+            scaled = self._scaled.get(id(parameter), {}).get(name)
+            if scaled is not None:
+                scaled.encode(value.view(scaled.codes.shape))
+                continue
+            local = local_tensor(state[name])
+            if value.data_ptr() != local.data_ptr():
+                local.copy_(value.view(local.shape))
