@@ -172,7 +172,7 @@ def _step_in_torch(
     low = None if buffers.remainder is None else buffers.remainder[chunk]
     exp_avg, exp_avg_sq = buffers.exp_avg[chunk], buffers.exp_avg_sq[chunk]
     weight, *moments = reference.update(
-        stored if low is None else reference.join_fp32(stored, low),
+        stored if low is None else reference.halves_to_fp32(stored, low),
         buffers.grad[chunk].float() * scale,
         exp_avg.float(),
         exp_avg_sq.float(),
@@ -186,7 +186,7 @@ def _step_in_torch(
             buffers.copy_out[chunk].copy_(weight)
     else:
         # Rounding up the bits of a NaN with a large payload gives a number.
-        high, rest = reference.split_fp32(weight.masked_fill(weight.isnan(), torch.nan))
+        high, rest = reference.fp32_to_halves(weight.masked_fill(weight.isnan(), torch.nan))
         stored.copy_(high)
         low.copy_(rest)
 

@@ -73,8 +73,8 @@ def denormal_mode(flushes: bool) -> Iterator[None]:
         torch.set_flush_denormal(was_on)
 
 
-def split_fp32(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split fp32 values into bf16 values and int16 remainders, without loss.
+def fp32_to_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take fp32 values apart into bf16 values and int16 remainders, without loss.
 
     The bf16 value is the nearest one; of two equally near, the one further from zero.
     """
@@ -82,8 +82,8 @@ def split_fp32(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
-def join_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 values that :func:`split_fp32` split."""
+def halves_to_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values that :func:`fp32_to_halves` took apart."""
     bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder
     return bits.view(torch.float32)
 

@@ -160,8 +160,8 @@ def _check_peak(
     assert ledger.peak_num_live[Category.PARTIAL_GRAD] == 2
     two_inputs = sizes.block_compute + max(sizes.block_compute, sizes.root_compute)
     assert ledger.peak[Category.PARTIAL_GRAD] == two_inputs
-    # Under HSDP and HFSDP a sum over the inner axis waits beside the main gradient: of the group being
-    # reduced, of the one before it, and of the one whose outer sum is under way.
+    # Under HSDP and HFSDP sums over the inner axis wait beside the main gradient: of the group at
+    # work, of the one before it, and of the one whose outer sum is under way.
     num_inner_sums = 3 if engine in ("hsdp", "hfsdp") else 0
     main_grad = AT_REST[engine](sizes)[2]
     num_pieces = sizes.num_shards // sizes.num_gathered

@@ -121,16 +121,16 @@ def test_fused_multiply_add_carries_what_is_not_finite() -> None:
     assert got[[0, 4]].tolist() == [inf, inf] and got[1:4].isnan().all()
 
 
-def test_split_keeps_every_bit() -> None:
-    """High and low halves join to the same bits: every low half beside many high ones."""
+def test_halves_keep_every_bit() -> None:
+    """High and low halves give back the same bits: every low half beside many high ones."""
     low = torch.arange(65536, dtype=torch.int32)
     special = [0, 0x8000, 0x7F80, 0xFF80, 0x7F7F, 0x0001, 0x3F80, 0x7FC0, 0x7FFF, 0xFFFF, 0x4049]
     for high in special:
         bits = low + ((high << 16) - (high >> 15 << 32))
         values = bits.to(torch.int32).view(torch.float32)
-        upper, rest = reference.split_fp32(values)
+        upper, rest = reference.fp32_to_halves(values)
         assert upper.dtype == torch.bfloat16 and rest.dtype == torch.int16
-        assert torch.equal(reference.join_fp32(upper, rest).view(torch.int32), bits)
+        assert torch.equal(reference.halves_to_fp32(upper, rest).view(torch.int32), bits)
         is_tie = low == 0x8000
         plain = values.isfinite() & ~is_tie
         assert torch.equal(upper[plain], values[plain].bfloat16())

@@ -24,12 +24,14 @@ Dtype dtype_of(const std::string& name) {
   return Dtype::kNone;
 }
 
-int64_t last_cache_nbytes() {
+// Buffers beyond this are streamed: the last cache, or what of a large one is near one core.
+int64_t cached_nbytes() {
+  constexpr int64_t kMost = int64_t{32} << 20;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
   const int64_t nbytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (nbytes > 0) return nbytes;
+  if (nbytes > 0 && nbytes < kMost) return nbytes;
 #endif
-  return int64_t{32} << 20;
+  return kMost;
 }
 
 int64_t touched_nbytes(const AdamBuffers& job, int64_t numel) {
@@ -49,7 +51,7 @@ void check_segments(const AdamArguments& arguments) {
 }  // namespace
 
 void check_adam(const AdamArguments& arguments) {
-  const bool is_split = arguments.remainder != 0;
+  const bool has_remainder = arguments.remainder != 0;
   const Dtype grad_dtype = dtype_of(arguments.grad_dtype);
   const Dtype state_dtype = dtype_of(arguments.state_dtype);
   const Dtype copy_out_dtype = dtype_of(arguments.copy_out_dtype);
@@ -59,12 +61,12 @@ void check_adam(const AdamArguments& arguments) {
         "state_dtype: expected float32 or bfloat16, got " + arguments.state_dtype);
   check_positive("numel", arguments.numel);
   check_positive("num_threads", arguments.num_threads);
-  check_address("weight", arguments.weight, is_split ? 2 : 4);
+  check_address("weight", arguments.weight, has_remainder ? 2 : 4);
   check_address("grad", arguments.grad, itemsize_of(grad_dtype));
   check_address("exp_avg", arguments.exp_avg, itemsize_of(state_dtype));
   check_address("exp_avg_sq", arguments.exp_avg_sq, itemsize_of(state_dtype));
-  if (is_split) check_address("remainder", arguments.remainder, 2);
-  check(arguments.copy_out == 0 || !is_split, "copy_out: expected null beside a remainder");
+  if (has_remainder) check_address("remainder", arguments.remainder, 2);
+  check(arguments.copy_out == 0 || !has_remainder, "copy_out: expected null beside a remainder");
   if (arguments.copy_out != 0) {
     check_address("copy_out", arguments.copy_out, 2);
     check(copy_out_dtype == Dtype::kBFloat16 || copy_out_dtype == Dtype::kFloat16,
@@ -86,7 +88,7 @@ void run_adam(const AdamArguments& arguments, Simd level) {
                   static_cast<float>(arguments.grad_scale),
                   false};
   // Below this, the copy is likely to be read from the cache that streaming would bypass.
-  static const int64_t cache_nbytes = last_cache_nbytes();
+  static const int64_t cache_nbytes = cached_nbytes();
   job.streams_copy_out =
       job.copy_out_dtype != Dtype::kNone && touched_nbytes(job, arguments.numel) > cache_nbytes;
   std::vector<AdamSegment> segments;
