@@ -33,7 +33,9 @@ from megafsdp.checkpoint.regions import Region, local_regions, local_view
 from megafsdp.checkpoint.rng import restore_rng_state
 from megafsdp.checkpoint.save import HasState
 from megafsdp.checkpoint.state_dict import (
+    HasCanonicalState,
     canonical_name,
+    canonical_weights,
     model_state,
     modules_with_extra_state,
     parameter_names,
@@ -91,6 +93,8 @@ class _Plan:
         copies: Pieces to copy, in the order of the files.
         objects: Non-tensor values that were read, by key.
         optimizer: Where optimizer states go; None if not asked for.
+        weights: Parameters, by key, of which the optimizer keeps a part: their tensor is a copy,
+            which the optimizer takes apart.
     """
 
     directory: Path
@@ -100,6 +104,7 @@ class _Plan:
     copies: list[_Copy]
     objects: dict[str, object] = field(default_factory=dict)
     optimizer: OptimizerLoad | None = None
+    weights: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
 def load(
@@ -193,6 +198,7 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
 
     names: dict[nn.Parameter, str] = {}
     tensors: dict[str, torch.Tensor] = {}
+    weights: dict[str, nn.Parameter] = {}
     wanted: set[str] = set(targets.stateful)
     if targets.model is not None:
         state = model_state(targets.model)
@@ -203,6 +209,8 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
     if targets.optimizer is not None:
         optimizer = plan_optimizer_load(targets.optimizer, names, manifest)
         tensors.update(optimizer.tensors)
+        for key, parameter, weight in canonical_weights(targets.optimizer, names):
+            tensors[key], weights[key] = weight, parameter
         wanted.update(optimizer.objects, {GROUPS_KEY})
     matched = match(
         manifest,
@@ -213,7 +221,7 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
         where=f"'{path}'",
     )
     copies = _plan_copies(manifest, matched, tensors)
-    plan = _Plan(path, manifest, matched, tensors, copies, optimizer=optimizer)
+    plan = _Plan(path, manifest, matched, tensors, copies, optimizer=optimizer, weights=weights)
     _verify_and_read_objects(plan, wanted)
     if GROUPS_KEY not in manifest.objects:
         # Allowed by the rules: the optimizer keeps what it has instead of losing it.
@@ -287,9 +295,8 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
         for key, module in modules_with_extra_state(targets.model):
             if key in plan.objects:
                 module.set_extra_state(plan.objects[key])
-    if plan.optimizer is not None:
-        plan.optimizer.commit(plan.objects, skipped=set(plan.match.kept))
     if targets.optimizer is not None:
+        _commit_optimizer(plan, targets.optimizer)
         _restore_rng(plan)
     for key, stateful in targets.stateful.items():
         value = plan.objects.get(key)
@@ -300,6 +307,15 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
             _log.warning(
                 "load from '%s': %d keys %s: %s", plan.directory, len(keys), fact, keys[:20]
             )
+
+
+def _commit_optimizer(plan: _Plan, optimizer: torch.optim.Optimizer) -> None:
+    if plan.optimizer is not None:
+        plan.optimizer.commit(plan.objects, skipped=set(plan.match.kept))
+    if isinstance(optimizer, HasCanonicalState):
+        for key, parameter in plan.weights.items():
+            if key in plan.match.sources:
+                optimizer.load_canonical(parameter, plan.tensors[key])
 
 
 def _give_memory(plan: _Plan, model: nn.Module) -> None:
@@ -328,7 +344,8 @@ def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
             piece = stored[copy.piece.slices_in(copy.stored)]
             target[copy.piece.slices_in(copy.region)].copy_(piece)
     if model is not None:
-        loaded = [plan.tensors[key] for key in plan.match.sources if key in plan.tensors]
+        parameters = plan.tensors | plan.weights
+        loaded = [parameters[key] for key in plan.match.sources if key in parameters]
         mark_main_weights_changed(model, loaded)
 
 

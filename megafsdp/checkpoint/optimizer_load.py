@@ -16,7 +16,11 @@ import torch
 from torch import nn
 
 from megafsdp.checkpoint.manifest import Manifest, TensorEntry, path_of
-from megafsdp.checkpoint.state_dict import EXECUTION_FLAGS, named_groups
+from megafsdp.checkpoint.state_dict import (
+    EXECUTION_FLAGS,
+    HasCanonicalState,
+    named_groups,
+)
 from megafsdp.errors import CheckpointError, expected
 
 GROUPS_KEY = "optimizer.param_groups"
@@ -67,6 +71,8 @@ class OptimizerLoad:
                 self.optimizer.state[parameter] = loaded | kept
             else:
                 self.optimizer.state.pop(parameter, None)
+            if isinstance(self.optimizer, HasCanonicalState):
+                self.optimizer.load_canonical(parameter)
         for group, stored in self.groups:
             for name, value in stored.items():
                 _set_hyperparameter(group, name, value)

@@ -37,6 +37,7 @@ from megafsdp.checkpoint.regions import ReplicaBalance, local_regions, local_vie
 from megafsdp.checkpoint.rng import rng_state
 from megafsdp.checkpoint.state_dict import (
     CanonicalState,
+    canonical_weights,
     model_state,
     optimizer_state,
     parameter_names,
@@ -183,6 +184,8 @@ def _collect(
         of_optimizer = optimizer_state(optimizer, parameter_names(model))
         state.tensors.update(of_optimizer.tensors)
         state.objects.update(of_optimizer.objects)
+        for key, _, weight in canonical_weights(optimizer, parameter_names(model)):
+            state.tensors[key] = weight
     for key, source in stateful.items():
         if source is not None:
             state.objects[key] = plain(key, source.state_dict())

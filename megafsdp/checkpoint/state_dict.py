@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +26,20 @@ EXTRA_STATE = "_extra_state"
 EXECUTION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+@runtime_checkable
+class HasCanonicalState(Protocol):
+    """An optimizer that keeps states or weights in another form than checkpoints hold them."""
+
+    def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return a parameter's states in the form of checkpoints; local."""
+
+    def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's weight in the form of checkpoints, or the parameter; local."""
+
+    def load_canonical(self, parameter: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """Take over loaded states, which are in ``state``, and a loaded weight; local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,7 @@ def optimizer_state(
     state = CanonicalState()
     for group_names, group in named_groups(optimizer, names):
         for name, parameter in zip(group_names, group["params"], strict=True):
-            for state_name, value in optimizer.state.get(parameter, {}).items():
+            for state_name, value in _states_of(optimizer, parameter).items():
                 key = state_key(name, state_name)
                 if isinstance(value, torch.Tensor):
                     _require_global(key, value, parameter)
@@ -124,6 +139,25 @@ def optimizer_state(
         for group_names, group in named_groups(optimizer, names)
     ]
     return state
+
+
+def canonical_weights(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    """Yield key, parameter and stored form of each weight that is not stored as it is; local."""
+    if not isinstance(optimizer, HasCanonicalState):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            weight = optimizer.canonical_weight(parameter)
+            if weight is not parameter:
+                yield f"model.{names[parameter]}", parameter, weight
+
+
+def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    if isinstance(optimizer, HasCanonicalState):
+        return optimizer.canonical_state(parameter)
+    return optimizer.state.get(parameter, {})
 
 
 def named_groups(

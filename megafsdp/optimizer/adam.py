@@ -9,36 +9,25 @@ how a parameter is stored does not change its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.uneven import local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.main_weights import MarksMainWeights
 from megafsdp.fsdp.parameter_group import group_of
-from megafsdp.optimizer.adam_checks import check_grad, check_hyperparameters
+from megafsdp.optimizer.adam_checks import (
+    check_grad,
+    check_hyperparameters,
+    check_remainders,
+)
+from megafsdp.optimizer.adam_pass import AdamPass, Item
 from megafsdp.optimizer.clip import clip_coefficient, total_norm
-from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.hyper import AdamHyper
-from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment, adam_step
 from megafsdp.optimizer.state import check_state_dtype
-from megafsdp.optimizer.state_store import STATES, StateStore
-
-
-@dataclass(slots=True)
-class _Item:
-    """One parameter to step: what it is, its gradient, and where it lies."""
-
-    parameter: torch.Tensor
-    grad: torch.Tensor
-    step: int
-    states: FlatStates | None
-    index: int
+from megafsdp.optimizer.state_store import REMAINDER, STATES, StateStore
 
 
 class FusedAdam(MarksMainWeights, Optimizer):
@@ -60,6 +49,10 @@ class FusedAdam(MarksMainWeights, Optimizer):
         exp_avg_dtype: Dtype of the first moment: fp32, bf16, or fp16 or FP8 (e4m3) with a scale a
             block (:mod:`megafsdp.optimizer.state`).
         exp_avg_sq_dtype: Dtype of the second moment.
+        store_param_remainders: For bf16 parameters, as ``MixedPrecisionPolicy(torch.bfloat16,
+            main_params_dtype=torch.bfloat16)`` makes them: an int16 state holds what a bf16
+            parameter lacks of an fp32 weight, so that the parameter is main and compute weight at
+            once, in 2 bytes instead of 4 + 2. Checkpoints hold the fp32 weight.
         use_decoupled_grad: Read ``p.decoupled_grad`` instead of ``p.grad``; it may have another
             dtype than the parameter.
         max_grad_norm: Clip by the norm of all gradients, which :attr:`grad_norm` shows after each
@@ -68,7 +61,8 @@ class FusedAdam(MarksMainWeights, Optimizer):
             into denormals, which are many times slower.
 
     Raises:
-        ValueError: A hyperparameter or dtype has no meaning.
+        ValueError: A hyperparameter or dtype has no meaning; or ``store_param_remainders`` meets a
+            parameter that is not bf16.
     """
 
     _step_supports_amp_scaling = True
@@ -85,6 +79,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
         bias_correction: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
         max_grad_norm: float | None = None,
         ftz: bool = True,
@@ -97,7 +92,10 @@ class FusedAdam(MarksMainWeights, Optimizer):
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
         self.ftz = ftz
-        self._store = StateStore(dict(zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)))
+        self._store = StateStore(
+            dict(zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)),
+            has_remainders=store_param_remainders,
+        )
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -106,6 +104,16 @@ class FusedAdam(MarksMainWeights, Optimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters with hyperparameters of its own.
+
+        Raises:
+            ValueError: As the constructor.
+        """
+        super().add_param_group(param_group)
+        if self._store.has_remainders:
+            check_remainders(self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -128,15 +136,24 @@ class FusedAdam(MarksMainWeights, Optimizer):
             return loss
         work = [(group, self._items(group)) for group in self.param_groups]
         scale = self._gradient_scale([item.grad for _, items in work for item in items])
-        encodings = _Encodings()
-        for hyperparameters, items in work:
-            self._step_group(hyperparameters, items, scale, encodings)
-        self._mark_main_weights(encodings)
+        adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
+        for group, items in work:
+            hyper = AdamHyper(
+                lr=float(group["lr"]),
+                betas=tuple(group["betas"]),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                adam_w_mode=self.adam_w_mode,
+                bias_correction=group["bias_correction"],
+            )
+            adam_pass.step(items, hyper)
+        self._mark_main_weights()
+        adam_pass.finish()
         return loss
 
-    def _items(self, group: dict[str, Any]) -> list[_Item]:
+    def _items(self, group: dict[str, Any]) -> list[Item]:
         """Collect what is stepped in one parameter group, its states made and counted on."""
-        items = []
+        items = list[Item]()
         for parameter in group["params"]:
             grad = self._grad_of(parameter)
             if grad is None:
@@ -145,7 +162,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
             state = self.state[parameter]
             states, index = self._store.prepare(parameter, state)
             state["step"] += 1
-            items.append(_Item(parameter, grad, int(state["step"]), states, index))
+            items.append(Item(parameter, grad, state, int(state["step"]), states, index))
         return items
 
     def _of_scaler(self, name: str) -> torch.Tensor | None:
@@ -166,82 +183,83 @@ class FusedAdam(MarksMainWeights, Optimizer):
         self.grad_norm = total_norm(grads) * scale
         return scale * float(clip_coefficient(self.grad_norm, self.max_grad_norm))
 
-    def _step_group(
-        self, group: dict[str, Any], items: list[_Item], scale: float, encodings: _Encodings
-    ) -> None:
-        hyper = AdamHyper(
-            lr=float(group["lr"]),
-            betas=tuple(group["betas"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            adam_w_mode=self.adam_w_mode,
-            bias_correction=group["bias_correction"],
-        )
-        flat: dict[tuple[FlatStates, DBuffer, int], list[int]] = {}
-        for item in items:
-            buffer = self._flat_grad(item)
-            if buffer is None or item.states is None:
-                self._step_one(item, hyper, scale)
-            else:
-                flat.setdefault((item.states, buffer, item.step), []).append(item.index)
-        for (states, grads, step), indices in flat.items():
-            runs = states.runs(indices)
-            adam_step(
-                AdamBuffers(
-                    states.group.main_weight.flat,
-                    grads.flat,
-                    states.buffers["exp_avg"].flat,
-                    states.buffers["exp_avg_sq"].flat,
-                    copy_out=encodings.output(states),
-                ),
-                [AdamSegment(run.start, run.stop, hyper) for run in runs],
-                step=step,
-                grad_scale=scale,
-                flush_denormals=self.ftz,
-            )
-            encodings.note(states, sum(run.numel for run in runs))
-
-    def _flat_grad(self, item: _Item) -> DBuffer | None:
-        """Return the flat buffer that a gradient lies in as its parameter does, if it does."""
-        buffer = getattr(item.grad, "_megafsdp_buffer", None)
-        states = item.states
-        if buffer is None or states is None or len(states.buffers) < len(STATES):
-            return None
-        if len({kept.flat.dtype for kept in states.buffers.values()}) > 1:
-            return None
-        return buffer if states.covers(item.index, buffer, item.grad) else None
-
-    def _step_one(self, item: _Item, hyper: AdamHyper, scale: float) -> None:
-        """Step one tensor by itself, through fp32 copies of what the kernel does not take."""
-        local = local_tensor(item.parameter)
-        if not local.numel():
-            return
-        weight = local.contiguous().float().view(-1)
-        grad = local_tensor(item.grad).reshape(-1)
-        moments = self._store.decode(item.parameter, self.state[item.parameter])
-        adam_step(
-            AdamBuffers(
-                weight,
-                grad.float() if grad.dtype == torch.float64 else grad,
-                moments["exp_avg"],
-                moments["exp_avg_sq"],
-            ),
-            hyper,
-            step=item.step,
-            grad_scale=scale,
-            flush_denormals=self.ftz,
-        )
-        if weight.data_ptr() != local.data_ptr():
-            local.copy_(weight.view(local.shape))
-        self._store.encode(item.parameter, self.state[item.parameter], moments)
-
-    def _mark_main_weights(self, encodings: _Encodings) -> None:
+    def _mark_main_weights(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 owner = group_of(parameter)
                 if owner is not None:
                     owner.mark_stale()
-        encodings.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's Adam would: moments in fp32, whatever they are kept in; local.
+
+        With ``store_param_remainders`` the remainders are there too, in int16.
+        """
+        packed = super().state_dict()
+        for index, parameter in self._packed(packed):
+            if index in packed["state"]:
+                state = self.state[parameter]
+                kept = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
+                packed["state"][index] = self._store.full_precision(parameter, state) | kept
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state dict of an optimizer of this class or of torch's Adam; local.
+
+        Args:
+            state_dict: Its moments are DTensors like the parameters, or plain tensors of what this
+                rank holds of them.
+
+        Raises:
+            ValueError: Its groups or shapes are not this optimizer's.
+        """
+        super().load_state_dict(state_dict)
+        for index, parameter in self._packed(state_dict):
+            given = state_dict["state"].get(index)
+            if given is None:
+                continue
+            # The base class has cast states to the parameter's dtype.
+            self.state[parameter] = {
+                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in given.items()
+            }
+            self._store.prepare(parameter, self.state[parameter])
+
+    def _packed(self, packed: dict[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each parameter with its number in a state dict."""
+        for group, own in zip(packed["param_groups"], self.param_groups, strict=True):
+            yield from zip(group["params"], own["params"], strict=True)
+
+    def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return a parameter's states as checkpoints hold them: moments in fp32; local.
+
+        A load gives back tensors like these through :attr:`state`, in any dtype.
+        """
+        return self._store.full_precision(parameter, self.state.get(parameter, {}))
+
+    def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's weight as checkpoints hold it; local.
+
+        Returns:
+            The parameter; with ``store_param_remainders`` an fp32 tensor like it, a copy.
+        """
+        return self._store.weight(parameter, self.state.get(parameter, {}))
+
+    @torch.no_grad()
+    def load_canonical(self, parameter: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """Bring a parameter's loaded states into the form in which they are kept; local.
+
+        Args:
+            parameter: One of the optimizer's parameters, whose :attr:`state` was replaced.
+            weight: Its fp32 weight, a tensor like it, with ``store_param_remainders``.
+        """
+        if weight is not None:
+            self._store.set_weight(parameter, self.state[parameter], weight)
+            owner = group_of(parameter)
+            if owner is not None:
+                owner.mark_stale()
+        elif self.state.get(parameter):
+            self._store.prepare(parameter, self.state[parameter])
 
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return a state's values in fp32, as a tensor like the parameter; a copy; local.
@@ -272,27 +290,3 @@ class FusedAdam(MarksMainWeights, Optimizer):
             )
         self.state[parameter][name] = values
         self._store.prepare(parameter, self.state[parameter])
-
-
-class _Encodings:
-    """Which compute weights a step has written along with the main weights."""
-
-    def __init__(self) -> None:
-        self._outputs: dict[FlatStates, torch.Tensor | None] = {}
-        self._numels: dict[FlatStates, int] = {}
-
-    def output(self, states: FlatStates) -> torch.Tensor | None:
-        """Return where the cast of a group's main weight goes; None if it is made elsewhere."""
-        if states not in self._outputs:
-            self._outputs[states] = states.group.compute_weight.start_encoding()
-        return self._outputs[states]
-
-    def note(self, states: FlatStates, numel: int) -> None:
-        """Count elements of parameters that were written."""
-        self._numels[states] = self._numels.get(states, 0) + numel
-
-    def finish(self) -> None:
-        """Tell the groups, all of whose elements were written, that they need no cast."""
-        for states, output in self._outputs.items():
-            if output is not None and self._numels.get(states, 0) == states.numel:
-                states.group.compute_weight.finish_encoding()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +34,26 @@ def check_hyperparameters(
         if not is_sound:
             raise ValueError(
                 expected(f"a number {what}", value, where=f"{name} of FusedAdam", mend="Change it")
+            )
+
+
+def check_remainders(parameters: Iterable[torch.Tensor]) -> None:
+    """Check that parameters are the high halves of fp32 weights.
+
+    Raises:
+        ValueError: One is not bf16.
+    """
+    for parameter in parameters:
+        if parameter.dtype != torch.bfloat16:
+            raise ValueError(
+                expected(
+                    "bf16 parameters with store_param_remainders=True",
+                    f"one of shape {tuple(parameter.shape)} in {parameter.dtype}",
+                    where="FusedAdam",
+                    mend="Shard with MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                    "main_params_dtype=torch.bfloat16), or leave the option out: fp32 parameters "
+                    "lack nothing",
+                )
             )
 
 

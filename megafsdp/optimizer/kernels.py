@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -22,6 +23,8 @@ from megafsdp.optimizer.hyper import AdamConstants, AdamHyper, round_to_fp32
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
+# Of moments in two dtypes, which pass through fp32 copies of so many elements.
+_WIDE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class AdamBuffers:
         weight: ``(numel,)`` fp32 main weights; bf16 if ``remainder`` is given.
         grad: ``(numel,)`` fp32, bf16 or fp16; is read only.
         exp_avg: ``(numel,)`` fp32 or bf16.
-        exp_avg_sq: ``(numel,)``, of the dtype of ``exp_avg``.
+        exp_avg_sq: ``(numel,)`` fp32 or bf16.
         remainder: ``(numel,)`` int16; the low half of fp32 weights whose high half is ``weight``.
         copy_out: ``(numel,)`` bf16 or fp16; receives the new weights, rounded to nearest even. Not
             with ``remainder``, where ``weight`` is that copy already.
@@ -56,7 +59,7 @@ class AdamBuffers:
             "weight": (weight_dtype,),
             "grad": _GRAD_DTYPES,
             "exp_avg": _STATE_DTYPES,
-            "exp_avg_sq": (self.exp_avg.dtype,),
+            "exp_avg_sq": _STATE_DTYPES,
             "remainder": (torch.int16,),
             "copy_out": _COPY_DTYPES if self.remainder is None else (),
         }
@@ -64,6 +67,15 @@ class AdamBuffers:
             tensor = getattr(self, name)
             if tensor is not None:
                 _check_tensor(f"{name} of AdamBuffers", tensor, self.weight, dtypes)
+
+    def narrow(self, start: int, stop: int) -> AdamBuffers:
+        """Return elements ``start`` to ``stop`` of all buffers; aliases them."""
+        names = [
+            field.name
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not None
+        ]
+        return AdamBuffers(**{name: getattr(self, name)[start:stop] for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +131,26 @@ def adam_step(
             for start, stop, constants in table:
                 for chunk in reference.chunks(start, stop):
                     _step_in_torch(buffers, chunk, constants, scale)
-    elif numel > 0:
-        native.adam_step(
-            **{
-                field.name: _address_of(getattr(buffers, field.name))
-                for field in dataclasses.fields(buffers)
-            },
-            numel=numel,
-            grad_dtype=_name_of(buffers.grad),
-            state_dtype=_name_of(buffers.exp_avg),
-            copy_out_dtype="" if buffers.copy_out is None else _name_of(buffers.copy_out),
-            segments=[(start, stop, dataclasses.astuple(c)) for start, stop, c in table],
-            grad_scale=scale,
-            flush_denormals=flush_denormals,
-            num_threads=num_threads,
-        )
+        return
+    options: dict[str, object] = {
+        "grad_scale": scale,
+        "flush_denormals": flush_denormals,
+        "num_threads": num_threads,
+    }
+    if buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
+        rows = [(start, stop, dataclasses.astuple(constants)) for start, stop, constants in table]
+        _call_native(native, buffers, rows, options)
+        return
+    for start, stop, constants in table:
+        row = dataclasses.astuple(constants)
+        for first in range(start, stop, _WIDE_NUMEL):
+            part = buffers.narrow(first, min(first + _WIDE_NUMEL, stop))
+            wide = dataclasses.replace(
+                part, exp_avg=part.exp_avg.float(), exp_avg_sq=part.exp_avg_sq.float()
+            )
+            _call_native(native, wide, [(0, wide.weight.numel(), row)], options)
+            part.exp_avg.copy_(wide.exp_avg)
+            part.exp_avg_sq.copy_(wide.exp_avg_sq)
 
 
 @torch.no_grad()
@@ -165,6 +182,28 @@ def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> f
     return total
 
 
+def _call_native(
+    native: ModuleType,
+    buffers: AdamBuffers,
+    rows: list[tuple[int, int, tuple[float, ...]]],
+    options: dict[str, object],
+) -> None:
+    if buffers.weight.numel() == 0:
+        return
+    native.adam_step(
+        **{
+            field.name: _address_of(getattr(buffers, field.name))
+            for field in dataclasses.fields(buffers)
+        },
+        numel=buffers.weight.numel(),
+        grad_dtype=_name_of(buffers.grad),
+        state_dtype=_name_of(buffers.exp_avg),
+        copy_out_dtype="" if buffers.copy_out is None else _name_of(buffers.copy_out),
+        segments=rows,
+        **options,
+    )
+
+
 def _step_in_torch(
     buffers: AdamBuffers, chunk: slice, constants: AdamConstants, scale: float
 ) -> None:
@@ -185,8 +224,7 @@ def _step_in_torch(
         if buffers.copy_out is not None:
             buffers.copy_out[chunk].copy_(weight)
     else:
-        # Rounding up the bits of a NaN with a large payload gives a number.
-        high, rest = reference.fp32_to_halves(weight.masked_fill(weight.isnan(), torch.nan))
+        high, rest = reference.fp32_to_halves(reference.plain_nans(weight))
         stored.copy_(high)
         low.copy_(rest)
 

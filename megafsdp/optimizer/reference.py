@@ -82,6 +82,11 @@ def fp32_to_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
+def plain_nans(values: torch.Tensor) -> torch.Tensor:
+    """Return fp32 values whose NaNs have no payload: rounding one with a large one overflows."""
+    return values.masked_fill(values.isnan(), torch.nan)
+
+
 def halves_to_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """Return the fp32 values that :func:`fp32_to_halves` took apart."""
     bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder

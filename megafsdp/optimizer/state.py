@@ -94,6 +94,6 @@ class ScaledState:
         inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
         # A scale below the normal range has an infinite inverse; such a block is as good as zero.
         inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)
-        codes = (blocks * inverse.unsqueeze(2)).view(rows, -1)[:, :columns]
+        codes = (blocks * inverse.unsqueeze(2)).flatten(1)[:, :columns]
         self.scales.copy_(torch.where(inverse > 0, scales, torch.zeros_like(scales)))
         self.codes.copy_(codes.to(self.codes.dtype))

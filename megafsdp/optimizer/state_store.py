@@ -1,7 +1,10 @@
-"""Where the moments of each parameter are: in a flat buffer, in a narrow format, or by themselves.
+"""Where the states of each parameter are: in a flat buffer, in a narrow format, or by themselves.
 
 ``optimizer.state`` shows every state as a tensor like its parameter. This file keeps what is behind
 them and brings states that came from elsewhere, as a load leaves them, into that form.
+
+With *remainders* a bf16 parameter and an int16 state are the two halves of one fp32 weight, which
+is what a step works on and what checkpoints hold.
 """
 
 from __future__ import annotations
@@ -13,21 +16,26 @@ import torch
 
 from megafsdp.buffer.uneven import local_tensor, wrap_like
 from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
+from megafsdp.optimizer import reference
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.state import PLAIN_DTYPES, ScaledState, dtype_for, is_scaled
 
 STATES = ("exp_avg", "exp_avg_sq")
+REMAINDER = "param_remainder"
 
 
 class StateStore:
     """The states of an optimizer's parameters.
 
     Args:
-        dtypes: The dtype wished for each state.
+        dtypes: The dtype wished for each moment.
+        has_remainders: Whether parameters are bf16 with a remainder each.
     """
 
-    def __init__(self, dtypes: dict[str, torch.dtype]) -> None:
+    def __init__(self, dtypes: dict[str, torch.dtype], *, has_remainders: bool = False) -> None:
         self.dtypes = dtypes
+        self.has_remainders = has_remainders
+        self._main_dtype = torch.bfloat16 if has_remainders else torch.float32
         self._flat: weakref.WeakKeyDictionary[ParameterGroup, FlatStates]
         self._flat = weakref.WeakKeyDictionary()
         # By identity: tensors compare by element.
@@ -39,13 +47,14 @@ class StateStore:
         """Give a parameter its states, zero at first; local.
 
         Returns:
-            The flat states of its group with its place there, if its main weight is flat and fp32.
+            The flat states of its group with its place there, if its main weight is flat and of
+            the dtype that steps are made for.
         """
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         owner = group_of(parameter)
         states, index = None, -1
-        if owner is not None and owner.dtypes.main == torch.float32:
+        if owner is not None and owner.dtypes.main == self._main_dtype:
             states = self._flat_states(owner)
             index = states.indices[id(parameter)]
         for name, wished in self.dtypes.items():
@@ -55,16 +64,22 @@ class StateStore:
                 self._prepare_scaled(parameter, name, dtype, state)
             elif states is not None and name in states.buffers:
                 state[name] = states.adopt(index, name, current)
-            elif current is None:
-                state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            elif current.dtype != dtype:
-                state[name] = current.to(dtype)
+            else:
+                state[name] = _by_itself(parameter, dtype, current)
+        if self.has_remainders:
+            current = state.get(REMAINDER)
+            if states is not None:
+                state[REMAINDER] = states.adopt(index, REMAINDER, current)
+            else:
+                state[REMAINDER] = _by_itself(parameter, torch.int16, current)
         return states, index
 
     def _flat_states(self, owner: ParameterGroup) -> FlatStates:
         states = self._flat.get(owner)
         if states is None:
             plain = {n: d for n, d in self.dtypes.items() if d in PLAIN_DTYPES}
+            if self.has_remainders:
+                plain[REMAINDER] = torch.int16
             states = self._flat[owner] = FlatStates(owner, plain)
         return states
 
@@ -77,18 +92,52 @@ class StateStore:
         if name not in kept:
             kept[name] = ScaledState.zeros(rows, columns, dtype, local.device)
         codes = kept[name].codes
-        if current is not None and local_tensor(current).data_ptr() == codes.data_ptr():
+        if current is not None and _is_same_memory(local_tensor(current), codes):
             return
         if current is not None:
             kept[name].encode(local_tensor(current).float().reshape(rows, columns))
         state[name] = wrap_like(parameter, codes.view(local.shape))
 
+    def full_precision(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter's states as any optimizer can read them: moments in fp32.
+
+        Remainders are left out; they belong to :meth:`weight`. Moments kept in fp32 are not copied.
+        """
+        return {
+            name: self.unscaled(parameter, name, state)
+            if name in self.dtypes and value.dtype != torch.float32
+            else value
+            for name, value in state.items()
+            if name != REMAINDER
+        }
+
+    def weight(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        """Return a parameter's fp32 weight: joined with its remainder, or the parameter itself."""
+        if not self.has_remainders:
+            return parameter
+        remainder = state.get(REMAINDER)
+        local = local_tensor(parameter.detach())
+        if remainder is None:
+            return wrap_like(parameter, local.float())
+        return wrap_like(parameter, reference.halves_to_fp32(local, local_tensor(remainder)))
+
+    def set_weight(
+        self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor
+    ) -> None:
+        """Divide an fp32 weight, a tensor like the parameter, into parameter and remainder."""
+        high, low = reference.fp32_to_halves(reference.plain_nans(local_tensor(weight)))
+        local_tensor(parameter.detach()).copy_(high)
+        state[REMAINDER] = wrap_like(parameter, low)
+        self.prepare(parameter, state)
+
     def unscaled(self, parameter: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:
         """Return a state's values in fp32, a copy like the parameter."""
         scaled = self._scaled.get(id(parameter), {}).get(name)
         local = local_tensor(state[name])
-        values = local.float().clone() if scaled is None else scaled.decode().view(local.shape)
-        return wrap_like(parameter, values)
+        # A load may have put a tensor of its own in the place of the codes.
+        if scaled is not None and _is_same_memory(local, scaled.codes):
+            return wrap_like(parameter, scaled.decode().view(local.shape))
+        return wrap_like(parameter, local.to(torch.float32, copy=True))
 
     def decode(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the 1-D values of all states in fp32 or bf16; the memory itself if possible."""
@@ -120,3 +169,17 @@ class StateStore:
             local = local_tensor(state[name])
             if value.data_ptr() != local.data_ptr():
                 local.copy_(value.view(local.shape))
+
+
+def _by_itself(
+    parameter: torch.Tensor, dtype: torch.dtype, current: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a state like its parameter: what is there, in this dtype, or zeros."""
+    if current is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return current if current.dtype == dtype else current.to(dtype)
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # Empty tensors are all at one address.
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype

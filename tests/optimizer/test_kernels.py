@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megafsdp._native import native_module
+from megafsdp.optimizer import kernels
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment, adam_step, sum_of_squares
 
@@ -178,6 +179,24 @@ def test_cuts_do_not_show(level: str) -> None:
     _assert_same_bits(result, _step(buffers))
 
 
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16)])
+def test_moments_of_two_dtypes_pass_through_fp32(
+    monkeypatch: pytest.MonkeyPatch, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """In chunks, cut at the bounds of segments too, with the bits of the definition."""
+    monkeypatch.setattr(kernels, "_WIDE_NUMEL", 300)
+    for master in ("fp32 to bf16", "halves"):
+        same = _buffers(1000, (BF16, FP32, master))
+        buffers = dataclasses.replace(
+            same, exp_avg=same.exp_avg.to(dtypes[0]), exp_avg_sq=same.exp_avg_sq.to(dtypes[1])
+        )
+        segments = [AdamSegment(3, 650, HYPER), AdamSegment(650, 999, L2_HYPER)]
+        result = _step(buffers, hyper=segments)
+        _assert_same_bits(result, _in_torch(buffers, hyper=segments))
+        assert not torch.equal(result.exp_avg[3:999], buffers.exp_avg[3:999])
+        assert torch.equal(result.exp_avg[:3], buffers.exp_avg[:3])
+
+
 def test_streamed_copies_equal_cached_ones(level: str) -> None:
     """A buffer too large for any cache takes the other kind of store, at any address."""
     numel = (1 << 22) + 5
@@ -303,7 +322,7 @@ def test_sum_of_squares_tells_overflow_from_infinity(level: str) -> None:
         ({"grad": torch.zeros(5)}, r"\(5,\)"),
         ({"grad": torch.zeros(4, dtype=torch.float64)}, "float64"),
         ({"exp_avg": torch.zeros(4, dtype=FP16)}, "float16"),
-        ({"exp_avg_sq": torch.zeros(4, dtype=BF16)}, "exp_avg_sq"),
+        ({"exp_avg_sq": torch.zeros(4, dtype=torch.float16)}, "exp_avg_sq"),
         ({"remainder": torch.zeros(4, dtype=torch.int16)}, "weight of AdamBuffers"),
         ({"copy_out": torch.zeros(4)}, "copy_out"),
         ({"copy_out": torch.zeros(8, dtype=BF16)[::2]}, r"strides \(2,\)"),
