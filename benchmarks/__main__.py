@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import adam, exits, fsdp_step, layout, scale
+from benchmarks import adam, exits, fsdp_step, layout, optimizer_step, scale
 from benchmarks.record import RECORDS, write
 
 CASES = {
@@ -13,6 +13,7 @@ CASES = {
     "exits": exits,
     "fsdp_step": fsdp_step,
     "layout": layout,
+    "optimizer_step": optimizer_step,
     "scale": scale,
 }
 

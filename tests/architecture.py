@@ -96,6 +96,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "state_store",
         "adam_checks",
         "clip",
+        "adam_plan",
         "adam_pass",
         "adam",
         "local_parameters",

@@ -34,6 +34,15 @@ class _State(Enum):
     HELD = "held"  # A sum that .grad shows.
 
 
+def place_of_grad(grad: torch.Tensor) -> tuple[DBuffer, int] | None:
+    """Return the flat main gradient that a gradient is a part of, and its index there.
+
+    The buffer lies like the main weight and its gaps hold zeros. None for a gradient that no
+    reduction has made.
+    """
+    return getattr(grad, "_megafsdp_place", None)
+
+
 class GradientReducer:
     """Packs, reduces and accumulates the gradients of one parameter group.
 
@@ -346,7 +355,7 @@ class GradientReducer:
         if parameter.grad is None or not self._is_shown(index, parameter.grad):
             assert self._working_grad is not None, "the sum was made"
             grad = self.group.like_main_weight(index, self._working_grad)
-            grad._megafsdp_buffer = self._working_grad  # type: ignore[attr-defined]
+            grad._megafsdp_place = self._working_grad, index  # type: ignore[attr-defined]
             self._shown[index] = weakref.ref(grad)
             parameter.grad = grad
         self._states[index] = _State.HELD

@@ -26,7 +26,11 @@ from megafsdp.fsdp.unit import units_below
 
 
 class MarksMainWeights:
-    """Base of optimizers that mark the groups of their parameters themselves."""
+    """Base of optimizers that know our parameters.
+
+    They mark the groups of their parameters themselves, and refuse what
+    :func:`fully_shard_optimizer` refuses.
+    """
 
 
 def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
@@ -41,7 +45,8 @@ def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
 
 
 def _refuse_originals(optimizer: Optimizer, *unused: object) -> None:
-    fully_shard_optimizer(optimizer)
+    if not isinstance(optimizer, MarksMainWeights):
+        fully_shard_optimizer(optimizer)
 
 
 register_optimizer_step_pre_hook(_refuse_originals)

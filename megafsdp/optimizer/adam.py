@@ -16,14 +16,14 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.main_weights import MarksMainWeights
+from megafsdp.fsdp.main_weights import MarksMainWeights, fully_shard_optimizer
 from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.adam_checks import (
-    check_grad,
     check_hyperparameters,
     check_remainders,
 )
-from megafsdp.optimizer.adam_pass import AdamPass, Item
+from megafsdp.optimizer.adam_pass import AdamPass
+from megafsdp.optimizer.adam_plan import GroupPlan
 from megafsdp.optimizer.clip import clip_coefficient, total_norm
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.state import check_state_dtype
@@ -96,6 +96,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
             dict(zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)),
             has_remainders=store_param_remainders,
         )
+        self._plans: dict[int, GroupPlan] = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -126,6 +127,10 @@ class FusedAdam(MarksMainWeights, Optimizer):
 
         Returns:
             What the closure returned; None without one.
+
+        Raises:
+            ValueError: A parameter is the original that ``fully_shard`` has replaced.
+            RuntimeError: A gradient is not kept as its parameter is.
         """
         loss = None
         if closure is not None:
@@ -134,45 +139,45 @@ class FusedAdam(MarksMainWeights, Optimizer):
         found_inf = self._of_scaler("found_inf")
         if found_inf is not None and bool(found_inf.item()):
             return loss
-        work = [(group, self._items(group)) for group in self.param_groups]
-        scale = self._gradient_scale([item.grad for _, items in work for item in items])
+        plans = [self._plan(number) for number in range(len(self.param_groups))]
+        if any(plan.has_originals() for plan in plans):
+            fully_shard_optimizer(self)
+        attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        found = [plan.find(self.state, attribute=attribute) for plan in plans]
+        scale = self._gradient_scale([grad for part in found for grad in part.grads])
         adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
-        for group, items in work:
-            hyper = AdamHyper(
-                lr=float(group["lr"]),
-                betas=tuple(group["betas"]),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                adam_w_mode=self.adam_w_mode,
-                bias_correction=group["bias_correction"],
-            )
-            adam_pass.step(items, hyper)
-        self._mark_main_weights()
+        for group, part in zip(self.param_groups, found, strict=True):
+            hyper = self._hyper(group)
+            for states, grads, indices in part.flat:
+                adam_pass.step_flat(states, grads, indices, hyper)
+            for parameter, grad in part.singles:
+                adam_pass.step_one(parameter, grad, self.state[parameter], hyper)
+        for plan in plans:
+            for owner in plan.owners():
+                owner.mark_stale()
         adam_pass.finish()
         return loss
 
-    def _items(self, group: dict[str, Any]) -> list[Item]:
-        """Collect what is stepped in one parameter group, its states made and counted on."""
-        items = list[Item]()
-        for parameter in group["params"]:
-            grad = self._grad_of(parameter)
-            if grad is None:
-                continue
-            check_grad(parameter, grad)
-            state = self.state[parameter]
-            states, index = self._store.prepare(parameter, state)
-            state["step"] += 1
-            items.append(Item(parameter, grad, state, int(state["step"]), states, index))
-        return items
+    def _plan(self, number: int) -> GroupPlan:
+        parameters = self.param_groups[number]["params"]
+        plan = self._plans.get(number)
+        if plan is None or not plan.is_of(parameters):
+            plan = self._plans[number] = GroupPlan(parameters, self._store)
+        return plan
+
+    def _hyper(self, group: dict[str, Any]) -> AdamHyper:
+        return AdamHyper(
+            lr=float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            adam_w_mode=self.adam_w_mode,
+            bias_correction=group["bias_correction"],
+        )
 
     def _of_scaler(self, name: str) -> torch.Tensor | None:
         """Return what torch.amp.GradScaler sets on the optimizer for the time of a step."""
         return getattr(self, name, None)
-
-    def _grad_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self.use_decoupled_grad:
-            return getattr(parameter, "decoupled_grad", None)
-        return parameter.grad
 
     def _gradient_scale(self, grads: list[torch.Tensor]) -> float:
         """Return the factor on gradients: unscaling times clipping."""
@@ -182,13 +187,6 @@ class FusedAdam(MarksMainWeights, Optimizer):
             return scale
         self.grad_norm = total_norm(grads) * scale
         return scale * float(clip_coefficient(self.grad_norm, self.max_grad_norm))
-
-    def _mark_main_weights(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                owner = group_of(parameter)
-                if owner is not None:
-                    owner.mark_stale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's Adam would: moments in fp32, whatever they are kept in; local.

@@ -2,13 +2,12 @@
 
 Parameters of a group whose gradients and states lie in flat buffers as they do are stepped
 together, neighbours by one segment; any other by itself, through copies in what the kernel takes.
-Which gradients there are and what the step costs in communication is adam.py's business.
+Which parameters have a gradient, and where it lies, is the business of adam_plan.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,28 +17,7 @@ from megafsdp.buffer.uneven import local_tensor
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment, adam_step
-from megafsdp.optimizer.state_store import REMAINDER, STATES, StateStore
-
-
-@dataclass(slots=True)
-class Item:
-    """One parameter to step.
-
-    Attributes:
-        parameter: The parameter.
-        grad: Its gradient.
-        state: Its states, as the optimizer shows them.
-        step: The number of this step, counted from 1.
-        states: The flat states of its group; None if it has none.
-        index: Its place there.
-    """
-
-    parameter: torch.Tensor
-    grad: torch.Tensor
-    state: dict[str, Any]
-    step: int
-    states: FlatStates | None
-    index: int
+from megafsdp.optimizer.state_store import REMAINDER, StateStore
 
 
 class AdamPass:
@@ -55,27 +33,51 @@ class AdamPass:
         self._store, self._scale, self._ftz = store, scale, ftz
         self._encodings = _Encodings()
 
-    def step(self, items: Sequence[Item], hyper: AdamHyper) -> None:
-        """Step parameters of one set of hyperparameters; local."""
-        flat: dict[tuple[FlatStates, DBuffer, int], list[int]] = {}
-        for item in items:
-            buffer = _flat_grad(item)
-            if buffer is None or item.states is None:
-                self._step_one(item, hyper)
-            else:
-                flat.setdefault((item.states, buffer, item.step), []).append(item.index)
-        for (states, grads, step), indices in flat.items():
-            runs = states.runs(indices)
-            kept = {name: buffer.flat for name, buffer in states.buffers.items()}
-            buffers = AdamBuffers(
-                states.group.main_weight.flat,
-                grads.flat,
-                **{name: kept[name] for name in STATES},
-                remainder=kept.get(REMAINDER),
-                copy_out=self._encodings.output(states),
-            )
+    def step_flat(
+        self, states: FlatStates, grads: DBuffer, indices: list[int], hyper: AdamHyper
+    ) -> None:
+        """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
+        remainder = states.buffers.get(REMAINDER)
+        buffers = AdamBuffers(
+            weight=states.group.main_weight.flat,
+            grad=grads.flat,
+            exp_avg=states.buffers["exp_avg"].flat,
+            exp_avg_sq=states.buffers["exp_avg_sq"].flat,
+            remainder=None if remainder is None else remainder.flat,
+            copy_out=self._encodings.output(states),
+        )
+        for step, counted in states.advance(indices).items():
+            runs = states.runs(counted)
             self._call(buffers, [AdamSegment(run.start, run.stop, hyper) for run in runs], step)
             self._encodings.note(states, sum(run.numel for run in runs))
+
+    def step_one(
+        self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], hyper: AdamHyper
+    ) -> None:
+        """Step one tensor by itself, through copies of what the kernel does not take; local."""
+        state["step"] += 1
+        own = local_tensor(parameter)
+        if not own.numel():
+            return
+        kept, copies = [own], [own.contiguous().view(-1)]
+        if self._store.has_remainders:
+            low = local_tensor(state[REMAINDER])
+            kept, copies = [own, low], [copies[0], low.contiguous().view(-1)]
+        else:
+            copies = [copies[0].float()]
+        flat_grad = local_tensor(grad).reshape(-1)
+        moments = self._store.decode(parameter, state)
+        buffers = AdamBuffers(
+            copies[0],
+            flat_grad.float() if grad.dtype == torch.float64 else flat_grad,
+            **moments,
+            remainder=copies[1] if len(copies) > 1 else None,
+        )
+        self._call(buffers, hyper, int(state["step"]))
+        for tensor, stepped in zip(kept, copies, strict=True):
+            if tensor.data_ptr() != stepped.data_ptr():
+                tensor.copy_(stepped.view(tensor.shape))
+        self._store.encode(parameter, state, moments)
 
     def finish(self) -> None:
         """Tell the groups whose compute weights were written along with the main weights.
@@ -84,44 +86,10 @@ class AdamPass:
         """
         self._encodings.finish()
 
-    def _step_one(self, item: Item, hyper: AdamHyper) -> None:
-        """Step one tensor by itself, through copies of what the kernel does not take."""
-        own = local_tensor(item.parameter)
-        if not own.numel():
-            return
-        kept, copies = [own], [own.contiguous().view(-1)]
-        if self._store.has_remainders:
-            low = local_tensor(item.state[REMAINDER])
-            kept, copies = [own, low], [copies[0], low.contiguous().view(-1)]
-        else:
-            copies = [copies[0].float()]
-        grad = local_tensor(item.grad).reshape(-1)
-        moments = self._store.decode(item.parameter, item.state)
-        buffers = AdamBuffers(
-            copies[0],
-            grad.float() if grad.dtype == torch.float64 else grad,
-            **moments,
-            remainder=copies[1] if len(copies) > 1 else None,
-        )
-        self._call(buffers, hyper, item.step)
-        for tensor, stepped in zip(kept, copies, strict=True):
-            if tensor.data_ptr() != stepped.data_ptr():
-                tensor.copy_(stepped.view(tensor.shape))
-        self._store.encode(item.parameter, item.state, moments)
-
     def _call(
         self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], step: int
     ) -> None:
         adam_step(buffers, hyper, step=step, grad_scale=self._scale, flush_denormals=self._ftz)
-
-
-def _flat_grad(item: Item) -> DBuffer | None:
-    """Return the flat buffer that a gradient lies in as its parameter does, if it does."""
-    buffer = getattr(item.grad, "_megafsdp_buffer", None)
-    states = item.states
-    if buffer is None or states is None or not states.buffers.keys() >= set(STATES):
-        return None
-    return buffer if states.covers(item.index, buffer, item.grad) else None
 
 
 class _Encodings:

@@ -19,6 +19,9 @@ from megafsdp.device.memory import Category
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.mesh.placement import Residence
 
+# Which parameters are stepped together hardly changes; routed experts may change it every step.
+_MOST_RUNS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -47,6 +50,7 @@ class FlatStates:
 
     def __init__(self, group: ParameterGroup, dtypes: Mapping[str, torch.dtype]) -> None:
         self._group = weakref.ref(group)
+        self.layout = group.layout
         residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
         self.buffers: dict[str, DBuffer] = {
             name: group.new_buffer(residence, dtype, Category.OPTIMIZER_STATE)
@@ -61,6 +65,12 @@ class FlatStates:
             (i for i, t in enumerate(tensors) if t.numel()), key=lambda i: self._ranges[i]
         )
         self.indices = {id(p.sharded): i for i, p in enumerate(group.parameters)}
+        # Counts of steps: what the optimizer shows, and the same as numbers.
+        self._steps = torch.zeros(len(tensors), dtype=torch.float32)
+        self._shown_steps = list(self._steps)
+        self._counts = [0] * len(tensors)
+        self._counted_version = self._steps._version
+        self._runs: dict[tuple[int, ...], list[Run]] = {}
 
     @property
     def group(self) -> ParameterGroup:
@@ -83,14 +93,48 @@ class FlatStates:
             own.copy_(local.reshape(-1))
         return self.group.like_main_weight(index, buffer)
 
-    def covers(self, index: int, buffer: DBuffer, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is a parameter's place in a buffer that lies like ours."""
-        own = buffer.tensor(index)
-        local = local_tensor(tensor)
-        return local.numel() == own.numel() and local.data_ptr() == own.data_ptr()
+    def adopt_step(self, index: int, current: torch.Tensor | float | None) -> torch.Tensor:
+        """Return a parameter's count of steps, 0-dim fp32, which takes over what there is."""
+        own = self._shown_steps[index]
+        if current is not None and current is not own:
+            own.fill_(float(current))
+        return own
 
-    def runs(self, indices: Collection[int]) -> list[Run]:
+    def advance(self, indices: list[int]) -> dict[int, list[int]]:
+        """Count one step of some parameters.
+
+        Returns:
+            The parameters by their new counts.
+        """
+        if self._steps._version != self._counted_version:
+            # A load has written into the counts.
+            self._counts = [int(count) for count in self._steps.tolist()]
+        counts = self._counts
+        if len(indices) == len(counts):
+            self._steps.add_(1)
+            counts = self._counts = [count + 1 for count in counts]
+        else:
+            self._steps[indices] += 1
+            for index in indices:
+                counts[index] += 1
+        self._counted_version = self._steps._version
+        if counts.count(counts[0]) == len(counts):
+            return {counts[0]: indices}
+        by_count: dict[int, list[int]] = {}
+        for index in indices:
+            by_count.setdefault(counts[index], []).append(index)
+        return by_count
+
+    def runs(self, indices: list[int]) -> list[Run]:
         """Join parameters that are neighbours in the local buffer."""
+        key = tuple(indices)
+        if key not in self._runs:
+            if len(self._runs) >= _MOST_RUNS:
+                self._runs.clear()
+            self._runs[key] = self._join(indices)
+        return self._runs[key]
+
+    def _join(self, indices: Collection[int]) -> list[Run]:
         wanted, runs = set(indices), list[Run]()
         is_joined = False
         for i in self._order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from dataclasses import dataclass
@@ -66,7 +67,21 @@ class AdamConstants:
     eps: float
     step_size: float
 
+    def row(self) -> tuple[float, ...]:
+        """Return the numbers in order."""
+        return (
+            self.decay,
+            self.l2,
+            self.lerp,
+            self.beta2,
+            self.square,
+            self.root,
+            self.eps,
+            self.step_size,
+        )
+
     @classmethod
+    @functools.lru_cache(maxsize=64)
     def rounded(cls, hyper: AdamHyper, step: int) -> AdamConstants:
         """Compute the constants of a step, counted from 1."""
         lr, decay, (beta1, beta2) = hyper.lr, hyper.weight_decay, hyper.betas

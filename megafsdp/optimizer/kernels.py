@@ -23,8 +23,21 @@ from megafsdp.optimizer.hyper import AdamConstants, AdamHyper, round_to_fp32
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _GRAD_DTYPES}
 # Of moments in two dtypes, which pass through fp32 copies of so many elements.
 _WIDE_NUMEL = 1 << 20
+_BESIDE_FP32 = {
+    "weight": (torch.float32,),
+    "grad": _GRAD_DTYPES,
+    "exp_avg": _STATE_DTYPES,
+    "exp_avg_sq": _STATE_DTYPES,
+    "copy_out": _COPY_DTYPES,
+}
+_BESIDE_REMAINDERS = _BESIDE_FP32 | {
+    "weight": (torch.bfloat16,),
+    "remainder": (torch.int16,),
+    "copy_out": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +67,12 @@ class AdamBuffers:
         Raises:
             ValueError: One has the wrong shape, dtype, device or strides.
         """
-        weight_dtype = torch.float32 if self.remainder is None else torch.bfloat16
-        wanted = {
-            "weight": (weight_dtype,),
-            "grad": _GRAD_DTYPES,
-            "exp_avg": _STATE_DTYPES,
-            "exp_avg_sq": _STATE_DTYPES,
-            "remainder": (torch.int16,),
-            "copy_out": _COPY_DTYPES if self.remainder is None else (),
-        }
+        wanted = _BESIDE_FP32 if self.remainder is None else _BESIDE_REMAINDERS
+        numel, device = self.weight.numel(), self.weight.device
         for name, dtypes in wanted.items():
             tensor = getattr(self, name)
             if tensor is not None:
-                _check_tensor(f"{name} of AdamBuffers", tensor, self.weight, dtypes)
+                _check_tensor(name, tensor, dtypes, numel=numel, device=device)
 
     def narrow(self, start: int, stop: int) -> AdamBuffers:
         """Return elements ``start`` to ``stop`` of all buffers; aliases them."""
@@ -138,11 +144,11 @@ def adam_step(
         "num_threads": num_threads,
     }
     if buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
-        rows = [(start, stop, dataclasses.astuple(constants)) for start, stop, constants in table]
+        rows = [(start, stop, constants.row()) for start, stop, constants in table]
         _call_native(native, buffers, rows, options)
         return
     for start, stop, constants in table:
-        row = dataclasses.astuple(constants)
+        row = constants.row()
         for first in range(start, stop, _WIDE_NUMEL):
             part = buffers.narrow(first, min(first + _WIDE_NUMEL, stop))
             wide = dataclasses.replace(
@@ -167,7 +173,7 @@ def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> f
     """
     num_threads = torch.get_num_threads() if num_threads is None else num_threads
     _check_positive(num_threads=num_threads)
-    _check_tensor("values of sum_of_squares()", values, values, _GRAD_DTYPES)
+    _check_tensor("values", values, _GRAD_DTYPES, numel=values.numel(), device=values.device)
     native = native_module()
     if native is None or values.device.type != "cpu":
         return reference.sum_of_squares(values)
@@ -176,7 +182,7 @@ def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> f
     total: float = native.sum_of_squares(
         values=values.data_ptr(),
         numel=values.numel(),
-        dtype=_name_of(values),
+        dtype=_NAMES[values.dtype],
         num_threads=num_threads,
     )
     return total
@@ -191,14 +197,16 @@ def _call_native(
     if buffers.weight.numel() == 0:
         return
     native.adam_step(
-        **{
-            field.name: _address_of(getattr(buffers, field.name))
-            for field in dataclasses.fields(buffers)
-        },
+        weight=buffers.weight.data_ptr(),
+        grad=buffers.grad.data_ptr(),
+        exp_avg=buffers.exp_avg.data_ptr(),
+        exp_avg_sq=buffers.exp_avg_sq.data_ptr(),
+        remainder=_address_of(buffers.remainder),
+        copy_out=_address_of(buffers.copy_out),
         numel=buffers.weight.numel(),
-        grad_dtype=_name_of(buffers.grad),
-        state_dtype=_name_of(buffers.exp_avg),
-        copy_out_dtype="" if buffers.copy_out is None else _name_of(buffers.copy_out),
+        grad_dtype=_NAMES[buffers.grad.dtype],
+        state_dtype=_NAMES[buffers.exp_avg.dtype],
+        copy_out_dtype="" if buffers.copy_out is None else _NAMES[buffers.copy_out.dtype],
         segments=rows,
         **options,
     )
@@ -233,10 +241,6 @@ def _address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _name_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _check_positive(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
@@ -259,23 +263,28 @@ def _check_segments(segments: Sequence[AdamSegment], numel: int) -> None:
 
 
 def _check_tensor(
-    where: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: Sequence[torch.dtype]
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    *,
+    numel: int,
+    device: torch.device,
 ) -> None:
     is_right = (
-        tensor.ndim == 1
+        tensor.dtype in dtypes
+        and tensor.dim() == 1
+        and tensor.numel() == numel
         and tensor.is_contiguous()
-        and tensor.shape == like.shape
-        and tensor.device == like.device
-        and tensor.dtype in dtypes
+        and tensor.device == device
     )
     if not is_right:
         raise ValueError(
             expected(
-                f"a contiguous flat tensor of shape {tuple(like.shape)} on {like.device}, of dtype "
+                f"a contiguous flat tensor of {numel} elements on {device}, of dtype "
                 f"{' or '.join(str(dtype) for dtype in dtypes) or 'None'}",
                 f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.device}, "
                 f"{tensor.dtype}",
-                where=where,
+                where=f"{name} of AdamBuffers or sum_of_squares()",
                 mend="Pass views of flat buffers with one element for each weight",
             )
         )

@@ -41,38 +41,41 @@ class StateStore:
         # By identity: tensors compare by element.
         self._scaled: dict[int, dict[str, ScaledState]] = {}
 
-    def prepare(
-        self, parameter: torch.Tensor, state: dict[str, Any]
-    ) -> tuple[FlatStates | None, int]:
-        """Give a parameter its states, zero at first; local.
+    def flat_place(self, parameter: torch.Tensor) -> tuple[FlatStates, int] | None:
+        """Return the flat states of a parameter's group and its index there; local.
 
-        Returns:
-            The flat states of its group with its place there, if its main weight is flat and of
-            the dtype that steps are made for.
+        None if its main weight is not flat or not of the dtype that steps are made for.
         """
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
         owner = group_of(parameter)
-        states, index = None, -1
-        if owner is not None and owner.dtypes.main == self._main_dtype:
-            states = self._flat_states(owner)
-            index = states.indices[id(parameter)]
+        if owner is None or owner.dtypes.main != self._main_dtype:
+            return None
+        states = self._flat_states(owner)
+        index = states.indices.get(id(parameter))
+        return None if index is None else (states, index)
+
+    def prepare(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Give a parameter its states, zero at first, and take over what it has; local."""
+        place = self.flat_place(parameter)
+        step = state.get("step")
+        if place is not None:
+            state["step"] = place[0].adopt_step(place[1], step)
+        elif not isinstance(step, torch.Tensor):
+            state["step"] = torch.tensor(float(step or 0), dtype=torch.float32)
         for name, wished in self.dtypes.items():
             current = state.get(name)
             dtype = dtype_for(parameter.shape, wished)
             if is_scaled(dtype):
                 self._prepare_scaled(parameter, name, dtype, state)
-            elif states is not None and name in states.buffers:
-                state[name] = states.adopt(index, name, current)
+            elif place is not None and name in place[0].buffers:
+                state[name] = place[0].adopt(place[1], name, current)
             else:
                 state[name] = _by_itself(parameter, dtype, current)
         if self.has_remainders:
             current = state.get(REMAINDER)
-            if states is not None:
-                state[REMAINDER] = states.adopt(index, REMAINDER, current)
+            if place is not None:
+                state[REMAINDER] = place[0].adopt(place[1], REMAINDER, current)
             else:
                 state[REMAINDER] = _by_itself(parameter, torch.int16, current)
-        return states, index
 
     def _flat_states(self, owner: ParameterGroup) -> FlatStates:
         states = self._flat.get(owner)

@@ -367,7 +367,7 @@ def test_unused_parameters_keep_their_step_count() -> None:
     torch.testing.assert_close(b.detach(), torch.full((40, 4), 0.9), rtol=1e-6, atol=1e-6)
 
 
-def test_what_has_no_meaning_is_refused() -> None:
+def _refuses() -> None:
     """Numbers, dtypes, sparse gradients and mixtures of DTensors and plain gradients."""
     parameter = nn.Parameter(torch.ones(3))
     for options, words in (
@@ -379,6 +379,19 @@ def test_what_has_no_meaning_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             FusedAdam([parameter], **options)
+    model = nn.Linear(3, 3)
+    stale = FusedAdam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    stale.step()
+    fully_shard(model)
+    with pytest.raises(ValueError, match="Build the optimizer after fully_shard"):
+        stale.step()
     parameter.grad = torch.ones(3).to_sparse()
     with pytest.raises(RuntimeError, match="a dense gradient"):
         FusedAdam([parameter]).step()
+
+
+def test_what_has_no_meaning_is_refused(ranks: Ranks) -> None:
+    """Numbers, dtypes, replaced parameters, sparse gradients."""
+    ranks(1).run(_refuses)

@@ -1,0 +1,190 @@
+"""Which parameters of an optimizer group step together, found once, and their gradients, each step.
+
+What a step does for each parameter in Python is all that is left of its cost when tensors are
+small, so this file looks at as little as it can: the gradient, where it lies, and whether the state
+is the one that was left there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.fsdp.gradients import place_of_grad
+from megafsdp.fsdp.grouping import is_replaced
+from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
+from megafsdp.optimizer.adam_checks import check_grad
+from megafsdp.optimizer.flat_states import FlatStates
+from megafsdp.optimizer.state_store import STATES, StateStore
+
+_GRAD = operator.attrgetter("grad")
+
+
+@dataclass(slots=True)
+class Found:
+    """Parameters of one optimizer group that have a gradient.
+
+    Attributes:
+        flat: Flat states, the buffer of the gradients, and the parameters' indices there.
+        singles: Other parameters and their gradients.
+        grads: All gradients.
+    """
+
+    flat: list[tuple[FlatStates, DBuffer, list[int]]] = field(default_factory=list)
+    singles: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+
+
+def _read(parameters: list[torch.Tensor], attribute: str) -> list[torch.Tensor | None]:
+    if attribute == "grad":
+        return list(map(_GRAD, parameters))
+    return [getattr(parameter, attribute, None) for parameter in parameters]
+
+
+class _Members:
+    """Parameters of one optimizer group that lie in one flat buffer.
+
+    Args:
+        states: Their flat states.
+        places: The parameters and their indices.
+    """
+
+    def __init__(self, states: FlatStates, places: list[tuple[torch.Tensor, int]]) -> None:
+        self.states = states
+        self.parameters = [parameter for parameter, _ in places]
+        self.indices = [index for _, index in places]
+        self._kept: list[dict[str, Any]] = []
+        self._kept_values: list[object] = []
+
+    def common_buffer(self, grads: list[torch.Tensor | None]) -> DBuffer | None:
+        """Return the buffer that holds all parameters' gradients in their places, if one does."""
+        places = [None if grad is None else place_of_grad(grad) for grad in grads]
+        if places[0] is None:
+            return None
+        buffer = places[0][0]
+        is_common = places == [(buffer, index) for index in self.indices]
+        return buffer if is_common and buffer.layout is self.states.layout else None
+
+    def prepare(
+        self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], store: StateStore
+    ) -> None:
+        """Make sure that the shown states are those that lie in the flat buffers."""
+        shown = list(map(states_by_parameter.__getitem__, self.parameters))
+        values = itertools.chain.from_iterable(map(dict.values, shown))
+        if (
+            len(shown) == len(self._kept)
+            and all(map(operator.is_, shown, self._kept))
+            and all(map(operator.is_, values, self._kept_values))
+        ):
+            return
+        for parameter, state in zip(self.parameters, shown, strict=True):
+            store.prepare(parameter, state)
+        self._kept = shown
+        self._kept_values = [value for state in shown for value in state.values()]
+
+
+class GroupPlan:
+    """How the parameters of one optimizer group lie.
+
+    Args:
+        parameters: The group's list of parameters.
+        store: Where states are.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], store: StateStore) -> None:
+        self._parameters = list(parameters)
+        self._store = store
+        flat: dict[FlatStates, list[tuple[torch.Tensor, int]]] = {}
+        self._others: list[torch.Tensor] = []
+        owners: dict[int, ParameterGroup] = {}
+        for parameter in parameters:
+            owner, place = group_of(parameter), store.flat_place(parameter)
+            if owner is not None:
+                owners[id(owner)] = owner
+            if place is None or not place[0].buffers.keys() >= set(STATES):
+                self._others.append(parameter)
+            else:
+                flat.setdefault(place[0], []).append((parameter, place[1]))
+        self._members = [_Members(states, places) for states, places in flat.items()]
+        self._owners = [weakref.ref(owner) for owner in owners.values()]
+
+    def is_of(self, parameters: list[torch.Tensor]) -> bool:
+        """Tell whether the plan was made for these parameters."""
+        own = self._parameters
+        return len(own) == len(parameters) and all(map(operator.is_, own, parameters))
+
+    def has_originals(self) -> bool:
+        """Tell whether ``fully_shard`` has replaced one of the parameters."""
+        return any(map(is_replaced, self._others))
+
+    def owners(self) -> Iterator[ParameterGroup]:
+        """Yield the parameter groups whose main weights the parameters are."""
+        for reference in self._owners:
+            owner = reference()
+            if owner is not None:
+                yield owner
+
+    def find(
+        self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
+    ) -> Found:
+        """Collect the gradients that there are, and give their parameters states; local.
+
+        Args:
+            states_by_parameter: What the optimizer shows as states.
+            attribute: Name of the parameters' attribute that holds gradients.
+
+        Raises:
+            RuntimeError: A gradient is not kept as its parameter is.
+        """
+        found = Found()
+        for members in self._members:
+            grads = _read(members.parameters, attribute)
+            buffer = members.common_buffer(grads)
+            if buffer is None:
+                self._find_some(found, members, grads, states_by_parameter)
+                continue
+            members.prepare(states_by_parameter, self._store)
+            found.grads += [grad for grad in grads if grad is not None]
+            found.flat.append((members.states, buffer, members.indices))
+        for parameter in self._others:
+            grad = getattr(parameter, attribute, None)
+            if grad is not None:
+                self._add_single(found, parameter, grad, states_by_parameter[parameter])
+        return found
+
+    def _find_some(
+        self,
+        found: Found,
+        members: _Members,
+        grads: list[torch.Tensor | None],
+        states_by_parameter: dict[torch.Tensor, dict[str, Any]],
+    ) -> None:
+        """Collect the gradients of parameters that have none, or lie in several buffers."""
+        layout = members.states.layout
+        by_buffer: dict[DBuffer, list[int]] = {}
+        for parameter, index, grad in zip(members.parameters, members.indices, grads, strict=True):
+            if grad is None:
+                continue
+            place = place_of_grad(grad)
+            if place is None or place[1] != index or place[0].layout is not layout:
+                self._add_single(found, parameter, grad, states_by_parameter[parameter])
+                continue
+            self._store.prepare(parameter, states_by_parameter[parameter])
+            found.grads.append(grad)
+            by_buffer.setdefault(place[0], []).append(index)
+        found.flat += [(members.states, buffer, indices) for buffer, indices in by_buffer.items()]
+
+    def _add_single(
+        self, found: Found, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
+    ) -> None:
+        check_grad(parameter, grad)
+        self._store.prepare(parameter, state)
+        found.grads.append(grad)
+        found.singles.append((parameter, grad))
