@@ -1,22 +1,46 @@
-"""Build the native module ``megafsdp._csrc``; all metadata stands in pyproject.toml."""
+"""Build the native modules of megafsdp; all metadata stands in pyproject.toml.
+
+``megafsdp._csrc`` needs a C++ compiler, ``megafsdp._cuda`` nvcc besides. Environment variables:
+
+    MEGAFSDP_CUDA        auto (default): build _cuda where nvcc is found; 1: insist; 0: do not.
+    MEGAFSDP_CUDA_ARCHS  architectures, by default 80;90;100f; PTX of the newest one without a
+                         letter is added for those that come later.
+    NVCC, CUDA_HOME      where nvcc is, if it is not on the PATH.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import textwrap
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError, CCompilerError
+from setuptools.errors import BaseError, CCompilerError, CompileError
+from setuptools.modified import newer_group
 
 CSRC = Path("megafsdp/csrc")
+CUDA = CSRC / "cuda"
 # No -march: the instruction set is chosen at run time. No contraction: a fused multiply-add gives
 # other bits than a processor or a torch fallback without it. Nobody reads the floating-point
 # exception flags, and keeping them right would forbid the compiler to vectorise selects; nor
 # errno, which would keep it from vectorising roots.
 COMPILE_ARGUMENTS = ["-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
 COMPILE_ARGUMENTS += ["-pthread", "-Wall", "-Wextra"]
+# Linked with the runtime itself, the module can be imported without a driver and beside any torch.
+NVCC_ARGUMENTS = ["--cudart=static", "-std=c++17", "-O3", "-fmad=false"]
+NVCC_ARGUMENTS += ["--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+class CudaExtension(Pybind11Extension):
+    """A module whose bindings the C++ compiler takes, and whose kernels and linking nvcc."""
+
+    def __init__(self, name: str, cuda_sources: list[str], **options: object) -> None:
+        super().__init__(name, **options)
+        self.cuda_sources = cuda_sources
 
 
 class OptionalBuildExt(build_ext):
@@ -25,26 +49,121 @@ class OptionalBuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build one extension; a machine that cannot gets a package that works without it."""
         try:
-            super().build_extension(ext)
+            if isinstance(ext, CudaExtension):
+                self.build_cuda(ext)
+            else:
+                super().build_extension(ext)
         except (BaseError, CCompilerError, OSError) as error:
-            reason = textwrap.shorten(str(error), 100)
+            if not ext.optional:
+                raise
+            reason = textwrap.shorten(str(error), 200)
             print(f"megafsdp: no {ext.name} ({reason}); its torch fallbacks are slower")
+
+    def build_cuda(self, ext: CudaExtension) -> None:
+        """Compile and link; nvcc may be a wrapper, so it is left to find the toolkit's files."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        inputs = [*ext.sources, *ext.cuda_sources, *ext.depends]
+        if not (self.force or newer_group(inputs, str(target), "newer")):
+            return
+        nvcc, codes = find_nvcc(), code_arguments(cuda_archs())
+        objects = self.compiler.compile(
+            ext.sources,
+            output_dir=self.build_temp,
+            macros=ext.define_macros,
+            include_dirs=ext.include_dirs,
+            extra_postargs=ext.extra_compile_args,
+        )
+        for source in ext.cuda_sources:
+            objects.append(str(Path(self.build_temp, source).with_suffix(".cu.o")))
+            Path(objects[-1]).parent.mkdir(parents=True, exist_ok=True)
+            run([nvcc, *NVCC_ARGUMENTS, *codes, "-c", source, "-o", objects[-1]])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run([nvcc, "-shared", "--cudart=static", *objects, "-o", str(target)])
+
+
+def run(command: list[str]) -> None:
+    """Run a compiler.
+
+    Raises:
+        CompileError: It failed; carries what it wrote.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(f"{' '.join(command)}: {done.stderr or done.stdout}")
+    if done.stderr:
+        print(done.stderr)
+
+
+def find_nvcc() -> str:
+    """Return the path of nvcc.
+
+    Raises:
+        CompileError: There is none.
+    """
+    home = os.environ.get("CUDA_HOME")
+    for candidate in (os.environ.get("NVCC"), home and f"{home}/bin/nvcc", "nvcc"):
+        if candidate and (path := shutil.which(candidate)):
+            return path
+    raise CompileError("found no nvcc by NVCC, CUDA_HOME or PATH")
+
+
+def cuda_archs() -> str:
+    """Return the architectures to compile for, separated by semicolons."""
+    return os.environ.get("MEGAFSDP_CUDA_ARCHS") or "80;90;100f"
+
+
+def code_arguments(archs: str) -> list[str]:
+    """Return nvcc's arguments for architectures such as ``90`` and ``100f``.
+
+    Raises:
+        CompileError: One is neither a number nor one with a letter.
+    """
+    names = archs.split(";")
+    if wrong := [name for name in names if not name.rstrip("af").isdigit()]:
+        raise CompileError(f"MEGAFSDP_CUDA_ARCHS: expected such as 80;90;100f, got {wrong[0]!r}")
+    codes = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+    # PTX with a letter runs on its own architecture only.
+    if base := max((name for name in names if name.isdigit()), key=int, default=None):
+        codes.append(f"-gencode=arch=compute_{base},code=compute_{base}")
+    return codes
 
 
 def extensions() -> list[Extension]:
-    """Return the extension modules, one for each toolchain."""
-    return [
+    """Return the extension modules, one for each toolchain.
+
+    Raises:
+        ValueError: ``MEGAFSDP_CUDA`` is neither auto, 1 nor 0.
+    """
+    depends = ["setup.py", *sorted(str(path) for path in CSRC.glob("**/*.h"))]
+    # Whoever installs the built files must not insist on optional ones.
+    modules: list[Extension] = [
         Pybind11Extension(
             "megafsdp._csrc",
-            sorted(str(path) for path in CSRC.glob("**/*.cpp")),
-            depends=sorted(str(path) for path in CSRC.glob("**/*.h")),
+            sorted(str(path) for path in CSRC.glob("**/*.cpp") if CUDA not in path.parents),
+            depends=depends,
             extra_compile_args=COMPILE_ARGUMENTS,
             extra_link_args=["-pthread"],
             cxx_std=17,
-            # Whoever installs the built files must not insist on this one.
             optional=True,
         )
     ]
+    choice = os.environ.get("MEGAFSDP_CUDA", "auto")
+    if choice not in ("auto", "1", "0"):
+        raise ValueError(f"MEGAFSDP_CUDA: expected auto, 1 or 0, got {choice!r}")
+    if choice != "0":
+        modules.append(
+            CudaExtension(
+                "megafsdp._cuda",
+                cuda_sources=sorted(str(path) for path in CUDA.glob("*.cu")),
+                sources=sorted(str(path) for path in CUDA.glob("*.cpp")),
+                depends=depends,
+                define_macros=[("MEGAFSDP_CUDA_ARCHS", f'"{cuda_archs()}"')],
+                extra_compile_args=COMPILE_ARGUMENTS,
+                cxx_std=17,
+                optional=choice == "auto",
+            )
+        )
+    return modules
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt})

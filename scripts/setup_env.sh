@@ -61,7 +61,7 @@ install() {
   .venv/bin/python -m pip install --quiet --constraint "$constraints" \
     "torch==$torch_version" setuptools wheel pybind11
   # A module that an earlier build left would hide that this one failed.
-  rm -f megafsdp/_csrc*.so
+  rm -f megafsdp/_csrc*.so megafsdp/_cuda*.so
   .venv/bin/python -m pip install --quiet --constraint "$constraints" --no-build-isolation \
     --editable '.[dev]'
   if ! ls megafsdp/_csrc*.so >/dev/null 2>&1; then

@@ -90,6 +90,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
     "optimizer": (
         "hyper",
         "reference",
+        "cuda_kernels",
         "kernels",
         "state",
         "flat_states",

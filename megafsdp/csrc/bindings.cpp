@@ -39,20 +39,21 @@ void adam_step(uintptr_t weight, uintptr_t remainder, uintptr_t grad, uintptr_t 
                                           std::move(copy_out_dtype),
                                           std::move(segments),
                                           grad_scale,
-                                          flush_denormals,
-                                          num_threads};
+                                          flush_denormals};
   megafsdp::check_adam(arguments);
+  megafsdp::check_positive("num_threads", num_threads);
   const megafsdp::Simd level = megafsdp::simd_level();
   py::gil_scoped_release unlocked;
-  megafsdp::run_adam(arguments, level);
+  megafsdp::run_adam(arguments, num_threads, level);
 }
 
 double sum_of_squares(uintptr_t values, int64_t numel, std::string dtype, int64_t num_threads) {
-  const megafsdp::SquareSumArguments arguments{values, numel, std::move(dtype), num_threads};
+  const megafsdp::SquareSumArguments arguments{values, numel, std::move(dtype)};
   megafsdp::check_square_sum(arguments);
+  megafsdp::check_positive("num_threads", num_threads);
   const megafsdp::Simd level = megafsdp::simd_level();
   py::gil_scoped_release unlocked;
-  return megafsdp::run_square_sum(arguments, level);
+  return megafsdp::run_square_sum(arguments, num_threads, level);
 }
 
 }  // namespace

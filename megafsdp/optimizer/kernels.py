@@ -1,23 +1,25 @@
 """One pass of Adam over flat buffers, and sums of squares: compiled where possible, else in torch.
 
 Both ways, every instruction set and every number of threads give the same bits. This file checks
-the buffers and picks the way; the arithmetic is defined in reference.py. One call takes a whole
-flat buffer and a table of segments, each with its own hyperparameters: parameters with and without
-weight decay lie mixed in a buffer, and a call for each would cost more than small ones take.
+the buffers and picks the way; reference.py defines the arithmetic, cuda_kernels.py launches. One
+call takes a whole flat buffer and a table of segments, each with its own hyperparameters:
+parameters with and without weight decay lie mixed in a buffer, and a call for each would cost more
+than small ones take.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 
 from megafsdp._native import native_module
 from megafsdp.errors import expected
-from megafsdp.optimizer import reference
+from megafsdp.optimizer import cuda_kernels, reference
 from megafsdp.optimizer.hyper import AdamConstants, AdamHyper, round_to_fp32
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,64 +101,62 @@ def adam_step(
     hyper: AdamHyper | Sequence[AdamSegment],
     *,
     step: int,
-    grad_scale: float = 1.0,
+    grad_scale: float | torch.Tensor = 1.0,
+    found_inf: torch.Tensor | None = None,
     flush_denormals: bool = True,
     num_threads: int | None = None,
 ) -> None:
     """Update weights and moments in place; local, elementwise, in one pass.
 
     Elements of no segment are neither read nor written. Gradients that are not finite spoil what
-    they touch, as in torch: look at :func:`sum_of_squares` first. The native kernel allocates
-    nothing; the fallback a few chunks of 64 KiB.
+    they touch, as in torch: look at :func:`sum_of_squares` first, or give ``found_inf``. The native
+    kernel allocates nothing; the fallback some chunks of 64 KiB, 32 MiB on a device.
+
+    On CUDA the kernel is one launch on the current stream and nothing waits for it. A graph that
+    captured it would repeat this step's constants.
 
     Args:
         buffers: What to update.
         hyper: Hyperparameters of all elements; or segments in rising order, gaps allowed.
         step: This step, counted from 1.
         grad_scale: Factor of the gradient, rounded to fp32: one over the loss scale, times the
-            clipping coefficient.
-        flush_denormals: On a CPU, take and give zero for subnormal numbers, which are up to 40
-            times slower; the caller's own mode is left as it is.
-        num_threads: Threads of the native kernel; by default ``torch.get_num_threads()``. Small
-            buffers use fewer.
+            clipping coefficient. A number, or a ``()`` fp32 tensor on the buffers' device, which
+            the kernel reads there.
+        found_inf: ``()`` fp32 on the buffers' device; nothing changes unless it holds zero. The
+            fallback waits for it.
+        flush_denormals: Take and give zero for subnormal numbers, which are up to 40 times slower
+            on a CPU; the caller's own mode is left as it is. The fallback on CUDA keeps them.
+        num_threads: Threads of the native kernel on a CPU; by default ``torch.get_num_threads()``.
+            Small buffers use fewer.
 
     Raises:
         ValueError: A segment lies outside the buffers or before its predecessor's end, ``step`` or
-            ``num_threads`` is not positive.
+            ``num_threads`` is not positive, a tensor is no fp32 scalar on the buffers' device.
+        RuntimeError: CUDA refuses the launch.
     """
-    numel = buffers.weight.numel()
+    numel, device = buffers.weight.numel(), buffers.weight.device
     segments = [AdamSegment(0, numel, hyper)] if isinstance(hyper, AdamHyper) else hyper
     num_threads = torch.get_num_threads() if num_threads is None else num_threads
     _check_positive(step=step, num_threads=num_threads)
     _check_segments(segments, numel)
+    _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
     table = [(s.start, s.stop, AdamConstants.rounded(s.hyper, step)) for s in segments]
-    scale = round_to_fp32(grad_scale)
-    native = native_module()
-    if native is None or buffers.weight.device.type != "cpu":
-        with reference.denormal_mode(flush_denormals):
+    if numel == 0:
+        return
+    call = _compiled(device, grad_scale, found_inf, flush_denormals, num_threads)
+    is_skipped_there = device.type != "cpu" and call is not None
+    if found_inf is not None and not is_skipped_there and found_inf.item() != 0:
+        return
+    if call is None:
+        scale = grad_scale if isinstance(grad_scale, torch.Tensor) else round_to_fp32(grad_scale)
+        with torch.no_grad(), reference.denormal_mode(flush_denormals):
             for start, stop, constants in table:
-                for chunk in reference.chunks(start, stop):
+                for chunk in reference.chunks(start, stop, device):
                     _step_in_torch(buffers, chunk, constants, scale)
-        return
-    options: dict[str, object] = {
-        "grad_scale": scale,
-        "flush_denormals": flush_denormals,
-        "num_threads": num_threads,
-    }
-    if buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
-        rows = [(start, stop, constants.row()) for start, stop, constants in table]
-        _call_native(native, buffers, rows, options)
-        return
-    for start, stop, constants in table:
-        row = constants.row()
-        for first in range(start, stop, _WIDE_NUMEL):
-            part = buffers.narrow(first, min(first + _WIDE_NUMEL, stop))
-            wide = dataclasses.replace(
-                part, exp_avg=part.exp_avg.float(), exp_avg_sq=part.exp_avg_sq.float()
-            )
-            _call_native(native, wide, [(0, wide.weight.numel(), row)], options)
-            part.exp_avg.copy_(wide.exp_avg)
-            part.exp_avg_sq.copy_(wide.exp_avg_sq)
+    elif buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
+        call(_native_arguments(buffers, table))
+    else:
+        _step_through_fp32(buffers, table, call)
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> f
 
     Squares are exact and are added in double in an order that depends on nothing but their
     positions. The sum of finite values cannot overflow: it is not finite if and only if one of the
-    values is not.
+    values is not. Waits for a device; :func:`device_sum_of_squares` does not.
 
     Raises:
         ValueError: The tensor is not flat, contiguous and of one of these dtypes, or
@@ -173,12 +173,10 @@ def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> f
     """
     num_threads = torch.get_num_threads() if num_threads is None else num_threads
     _check_positive(num_threads=num_threads)
+    native = native_module() if values.device.type == "cpu" else None
+    if native is None or values.numel() == 0:
+        return device_sum_of_squares(values).item()
     _check_tensor("values", values, _GRAD_DTYPES, numel=values.numel(), device=values.device)
-    native = native_module()
-    if native is None or values.device.type != "cpu":
-        return reference.sum_of_squares(values)
-    if values.numel() == 0:
-        return 0.0
     total: float = native.sum_of_squares(
         values=values.data_ptr(),
         numel=values.numel(),
@@ -188,32 +186,98 @@ def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> f
     return total
 
 
-def _call_native(
-    native: ModuleType,
-    buffers: AdamBuffers,
-    rows: list[tuple[int, int, tuple[float, ...]]],
-    options: dict[str, object],
-) -> None:
-    if buffers.weight.numel() == 0:
-        return
-    native.adam_step(
-        weight=buffers.weight.data_ptr(),
-        grad=buffers.grad.data_ptr(),
-        exp_avg=buffers.exp_avg.data_ptr(),
-        exp_avg_sq=buffers.exp_avg_sq.data_ptr(),
-        remainder=_address_of(buffers.remainder),
-        copy_out=_address_of(buffers.copy_out),
-        numel=buffers.weight.numel(),
-        grad_dtype=_NAMES[buffers.grad.dtype],
-        state_dtype=_NAMES[buffers.exp_avg.dtype],
-        copy_out_dtype="" if buffers.copy_out is None else _NAMES[buffers.copy_out.dtype],
-        segments=rows,
-        **options,
+@torch.no_grad()
+def device_sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    """Return :func:`sum_of_squares` as a ``()`` fp64 tensor on the device of the values; local.
+
+    The bits are those of a CPU. Runs on the current stream and waits for nothing.
+
+    Raises:
+        ValueError: The tensor is not flat, contiguous and fp32, bf16 or fp16.
+        RuntimeError: CUDA refuses a launch.
+    """
+    _check_tensor("values", values, _GRAD_DTYPES, numel=values.numel(), device=values.device)
+    cuda = cuda_kernels.usable_module(values.device) if values.numel() > 0 else None
+    if cuda is None:
+        return reference.sum_of_squares(values)
+    return cuda_kernels.launch_sum_of_squares(cuda, values)
+
+
+def _compiled(
+    device: torch.device,
+    grad_scale: float | torch.Tensor,
+    found_inf: torch.Tensor | None,
+    flush_denormals: bool,
+    num_threads: int,
+) -> Callable[[dict[str, Any]], None] | None:
+    """Return what runs a compiled kernel on its arguments; None if there is none for the device."""
+    cuda = cuda_kernels.usable_module(device)
+    if cuda is not None:
+        on_device = grad_scale if isinstance(grad_scale, torch.Tensor) else None
+        on_host = 1.0 if isinstance(grad_scale, torch.Tensor) else round_to_fp32(grad_scale)
+        options = {"grad_scale": on_host, "flush_denormals": flush_denormals}
+        return lambda arguments: cuda_kernels.launch_adam_step(
+            cuda, arguments | options, device, grad_scale=on_device, found_inf=found_inf
+        )
+    native = native_module() if device.type == "cpu" else None
+    if native is None:
+        return None
+    scale = round_to_fp32(float(grad_scale))
+    return functools.partial(
+        _call_native,
+        native.adam_step,
+        {"grad_scale": scale, "flush_denormals": flush_denormals, "num_threads": num_threads},
     )
 
 
+def _call_native(
+    function: Callable[..., None], options: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    function(**arguments, **options)
+
+
+def _native_arguments(
+    buffers: AdamBuffers, table: Sequence[tuple[int, int, AdamConstants]]
+) -> dict[str, Any]:
+    """Return the buffers and segments as the kernels of a CPU and of CUDA both take them."""
+    return {
+        "weight": buffers.weight.data_ptr(),
+        "grad": buffers.grad.data_ptr(),
+        "exp_avg": buffers.exp_avg.data_ptr(),
+        "exp_avg_sq": buffers.exp_avg_sq.data_ptr(),
+        "remainder": _address_of(buffers.remainder),
+        "copy_out": _address_of(buffers.copy_out),
+        "numel": buffers.weight.numel(),
+        "grad_dtype": _NAMES[buffers.grad.dtype],
+        "state_dtype": _NAMES[buffers.exp_avg.dtype],
+        "copy_out_dtype": "" if buffers.copy_out is None else _NAMES[buffers.copy_out.dtype],
+        "segments": [(start, stop, constants.row()) for start, stop, constants in table],
+    }
+
+
+@torch.no_grad()
+def _step_through_fp32(
+    buffers: AdamBuffers,
+    table: Sequence[tuple[int, int, AdamConstants]],
+    call: Callable[[dict[str, Any]], None],
+) -> None:
+    """Step with moments of two dtypes, which the kernels do not take, in chunks."""
+    for start, stop, constants in table:
+        for first in range(start, stop, _WIDE_NUMEL):
+            part = buffers.narrow(first, min(first + _WIDE_NUMEL, stop))
+            wide = dataclasses.replace(
+                part, exp_avg=part.exp_avg.float(), exp_avg_sq=part.exp_avg_sq.float()
+            )
+            call(_native_arguments(wide, [(0, wide.weight.numel(), constants)]))
+            part.exp_avg.copy_(wide.exp_avg)
+            part.exp_avg_sq.copy_(wide.exp_avg_sq)
+
+
 def _step_in_torch(
-    buffers: AdamBuffers, chunk: slice, constants: AdamConstants, scale: float
+    buffers: AdamBuffers,
+    chunk: slice,
+    constants: AdamConstants,
+    scale: float | torch.Tensor,
 ) -> None:
     stored = buffers.weight[chunk]
     low = None if buffers.remainder is None else buffers.remainder[chunk]
@@ -245,6 +309,21 @@ def _check_positive(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(expected("a positive number", number, where=name, mend="Count from 1"))
+
+
+def _check_scalars(device: torch.device, **scalars: object) -> None:
+    for name, scalar in scalars.items():
+        if not isinstance(scalar, torch.Tensor):
+            continue
+        if scalar.shape != () or scalar.dtype != torch.float32 or scalar.device != device:
+            raise ValueError(
+                expected(
+                    f"a scalar tensor, torch.float32 on {device}",
+                    f"shape {tuple(scalar.shape)}, {scalar.dtype} on {scalar.device}",
+                    where=f"{name} of adam_step()",
+                    mend="Compute it where the buffers are",
+                )
+            )
 
 
 def _check_segments(segments: Sequence[AdamSegment], numel: int) -> None:

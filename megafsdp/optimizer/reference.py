@@ -19,8 +19,11 @@ from megafsdp.optimizer.hyper import AdamConstants
 # torch runs an operation on fewer elements than 32768 in the calling thread, the only one in which
 # set_flush_denormal() has effect.
 _CHUNK_NUMEL = 1 << 14
+# Bounds what an update allocates on a device: a few times 8 bytes an element.
+_DEVICE_CHUNK_NUMEL = 1 << 22
 _NUM_LANES = 16
 _LANE_NUMEL = 256
+_RUN = 256
 
 
 def update(
@@ -42,7 +45,8 @@ def update(
     exp_avg_sq = _fma(grad * c.square, grad, exp_avg_sq * c.beta2)
     # Through double: MKL's fp32 root ignores the thread's flushing mode; twice rounded is exact.
     root = exp_avg_sq.double().sqrt().float()
-    denominator = root / c.root + c.eps
+    # By a tensor: CUDA multiplies by the reciprocal of a number instead.
+    denominator = root / root.new_full((), c.root) + c.eps
     return weight - exp_avg * c.step_size / denominator, exp_avg, exp_avg_sq
 
 
@@ -93,22 +97,27 @@ def halves_to_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32)
 
 
-def sum_of_squares(values: torch.Tensor) -> float:
-    """Return the sum of squares in double, in a fixed order.
+def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares as a ``()`` fp64 tensor, added in a fixed order; waits for nothing.
 
     Element ``i`` of a block of 4096 goes to lane ``i % 16``; each lane runs upwards, then lanes
-    are added in order, then blocks.
+    are added in order to the sum of the block. Each run of 256 sums is added in order to one sum,
+    and so on until one is left.
     """
     block_numel = _NUM_LANES * _LANE_NUMEL
     squares = values.double().square()
     squares = torch.nn.functional.pad(squares, (0, -values.numel() % block_numel))
     rows = squares.view(-1, _LANE_NUMEL, _NUM_LANES)
     lanes = functools.reduce(operator.add, rows.unbind(1), torch.zeros_like(rows[:, 0]))
-    blocks = functools.reduce(operator.add, lanes.unbind(1))
-    return functools.reduce(operator.add, blocks.tolist(), 0.0)
+    sums = functools.reduce(operator.add, lanes.unbind(1))
+    while sums.numel() > 1:
+        runs = torch.nn.functional.pad(sums, (0, -sums.numel() % _RUN)).view(-1, _RUN)
+        sums = functools.reduce(operator.add, runs.unbind(1))
+    return sums.sum()
 
 
-def chunks(start: int, stop: int) -> Iterator[slice]:
-    """Yield slices small enough for torch to stay on the calling thread."""
-    for first in range(start, stop, _CHUNK_NUMEL):
-        yield slice(first, min(first + _CHUNK_NUMEL, stop))
+def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
+    """Yield slices: on a CPU small enough for torch to stay on the calling thread."""
+    numel = _CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+    for first in range(start, stop, numel):
+        yield slice(first, min(first + numel, stop))

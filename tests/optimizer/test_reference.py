@@ -167,4 +167,4 @@ def test_sum_of_squares_is_the_written_order() -> None:
         for lane in lanes:
             partial += lane
         total += partial
-    assert reference.sum_of_squares(values) == total
+    assert reference.sum_of_squares(values).item() == total

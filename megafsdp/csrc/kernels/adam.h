@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "adam_formula.h"
+#include "adam_buffers.h"
 #include "float16.h"
 #include "simd.h"
 
@@ -21,30 +21,6 @@
 #endif
 
 namespace megafsdp {
-
-enum class Dtype { kNone, kFloat32, kBFloat16, kFloat16 };
-
-struct AdamSegment {
-  int64_t start;
-  int64_t stop;
-  AdamConstants constants;
-};
-
-// Addresses of flat buffers of one length. With a remainder, weight holds bf16 and remainder the
-// low 16 bits; else weight holds fp32 and remainder is null. copy_out is null for kNone.
-struct AdamBuffers {
-  void* weight;
-  int16_t* remainder;
-  const void* grad;
-  void* exp_avg;
-  void* exp_avg_sq;
-  void* copy_out;
-  Dtype grad_dtype;
-  Dtype state_dtype;
-  Dtype copy_out_dtype;
-  float grad_scale;
-  bool streams_copy_out;
-};
 
 struct IeeeMath {
   MEGAFSDP_INLINE static float add(float a, float b) { return a + b; }
@@ -127,8 +103,6 @@ MEGAFSDP_INLINE void prefetch(const void* base, int64_t offset, int64_t itemsize
     __builtin_prefetch(reinterpret_cast<const void*>(address + byte));
   }
 }
-
-MEGAFSDP_INLINE int64_t itemsize_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 // The fp32 faces of one tile: in place where a buffer is fp32, else in room.
 template <typename Math>

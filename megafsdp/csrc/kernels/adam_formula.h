@@ -7,15 +7,11 @@
 //   p -= (step_size * m) / (sqrt(v) / root + eps)
 //
 // Each operation rounds to nearest even once; a Math class says how a processor does that. The
-// constants and their meaning are those of AdamConstants in optimizer/hyper.py. No other header is
-// needed, so that any compiler takes this file.
+// constants and their meaning are those of AdamConstants in optimizer/hyper.py. Compilers for the
+// host and for CUDA take this file alike.
 #pragma once
 
-#if defined(__CUDACC__)
-#define MEGAFSDP_FORMULA __host__ __device__ __forceinline__
-#else
-#define MEGAFSDP_FORMULA inline __attribute__((always_inline))
-#endif
+#include "inline.h"
 
 namespace megafsdp {
 
@@ -31,7 +27,7 @@ struct AdamConstants {
 };
 
 template <typename Math>
-MEGAFSDP_FORMULA void adam_update(const AdamConstants& c, float g, float& p, float& m, float& v) {
+MEGAFSDP_INLINE void adam_update(const AdamConstants& c, float g, float& p, float& m, float& v) {
   if (c.l2 != 0.0f) g = Math::fma(c.l2, p, g);
   p = Math::mul(p, c.decay);
   m = Math::fma(Math::sub(g, m), c.lerp, c.lerp > 0.0f ? m : g);

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "simd.h"
+#include "inline.h"
 
 namespace megafsdp {
 

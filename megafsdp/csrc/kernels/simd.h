@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#define MEGAFSDP_INLINE inline __attribute__((always_inline))
+#include "inline.h"
 
 #if defined(__x86_64__)
 #define MEGAFSDP_AVX2 __attribute__((target("avx2,fma")))

@@ -1,19 +1,14 @@
-// Sum of squares in double, in an order fixed by the positions of the elements.
-//
-//   element i of a block of 4096 is added to lane i % 16; lanes are added in order: the block's sum
-//
-// Squares of floats are exact in double. The caller adds the blocks' sums in order.
+// Sums of squares of blocks; square_sum_order.h says in which order squares are added.
 #pragma once
 
 #include <cstdint>
 
 #include "float16.h"
 #include "simd.h"
+#include "square_sum_order.h"
 
 namespace megafsdp {
 
-constexpr int64_t kSquareLanes = 16;
-constexpr int64_t kSquareBlockNumel = 4096;
 constexpr int64_t kSquareTileNumel = 128;
 
 template <typename T>

@@ -1,0 +1,133 @@
+// Python bindings of megafsdp._cuda. A host compiler takes this file; CUDA is behind adam.h.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "../kernels/flushing.h"
+#include "../kernels/square_sum_order.h"
+#include "../ops/adam_arguments.h"
+#include "adam.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using megafsdp::check;
+using megafsdp::check_address;
+
+void raise_unless_null(const char* function, const char* words) {
+  if (words == nullptr) return;
+  throw std::runtime_error(std::string("Expected ") + function +
+                           "() to launch its CUDA kernels, got: " + words + ".");
+}
+
+void check_device(int device) {
+  check(device >= 0, "device: expected an index, got " + std::to_string(device));
+}
+
+void adam_step(uintptr_t weight, uintptr_t remainder, uintptr_t grad, uintptr_t exp_avg,
+               uintptr_t exp_avg_sq, uintptr_t copy_out, int64_t numel, std::string grad_dtype,
+               std::string state_dtype, std::string copy_out_dtype,
+               std::vector<std::tuple<int64_t, int64_t, std::array<double, 8>>> segments,
+               double grad_scale, bool flush_denormals, uintptr_t device_grad_scale,
+               uintptr_t found_inf, uintptr_t table, int device, uintptr_t stream) {
+  const megafsdp::AdamArguments arguments{weight,
+                                          remainder,
+                                          grad,
+                                          exp_avg,
+                                          exp_avg_sq,
+                                          copy_out,
+                                          numel,
+                                          std::move(grad_dtype),
+                                          std::move(state_dtype),
+                                          std::move(copy_out_dtype),
+                                          std::move(segments),
+                                          grad_scale,
+                                          flush_denormals};
+  megafsdp::check_adam(arguments);
+  if (device_grad_scale != 0) check_address("device_grad_scale", device_grad_scale, 4);
+  if (found_inf != 0) check_address("found_inf", found_inf, 4);
+  const auto num_segments = static_cast<int64_t>(arguments.segments.size());
+  if (num_segments > megafsdp::kNearSegments) check_address("table", table, 8);
+  check_device(device);
+  py::gil_scoped_release unlocked;
+  const megafsdp::AdamBuffers buffers = megafsdp::buffers_of(arguments);
+  std::vector<megafsdp::AdamSegment> rows = megafsdp::segments_of(arguments);
+  if (flush_denormals) {
+    for (megafsdp::AdamSegment& row : rows) row.constants = megafsdp::flushed(row.constants);
+  }
+  const megafsdp::CudaAdamLaunch launch{numel,
+                                        rows.data(),
+                                        num_segments,
+                                        reinterpret_cast<void*>(table),
+                                        reinterpret_cast<const float*>(device_grad_scale),
+                                        reinterpret_cast<const float*>(found_inf),
+                                        flush_denormals,
+                                        device,
+                                        reinterpret_cast<void*>(stream)};
+  raise_unless_null("adam_step", megafsdp_cuda_adam(&buffers, &launch));
+}
+
+void sum_of_squares(uintptr_t values, int64_t numel, std::string dtype, uintptr_t sum,
+                    uintptr_t scratch, int device, uintptr_t stream) {
+  const megafsdp::SquareSumArguments arguments{values, numel, std::move(dtype)};
+  megafsdp::check_square_sum(arguments);
+  check_address("sum", sum, 8);
+  check_address("scratch", scratch, 8);
+  check_device(device);
+  const megafsdp::CudaSquareSumLaunch launch{reinterpret_cast<const void*>(values),
+                                             numel,
+                                             megafsdp::dtype_of(arguments.dtype),
+                                             reinterpret_cast<double*>(sum),
+                                             reinterpret_cast<double*>(scratch),
+                                             device,
+                                             reinterpret_cast<void*>(stream)};
+  py::gil_scoped_release unlocked;
+  raise_unless_null("sum_of_squares", megafsdp_cuda_square_sum(&launch));
+}
+
+std::string why_not_on(int device) {
+  check_device(device);
+  py::gil_scoped_release unlocked;
+  const char* words = megafsdp_cuda_check_device(device);
+  return words == nullptr ? "" : words;
+}
+
+std::tuple<int, std::string> device_count() {
+  py::gil_scoped_release unlocked;
+  int count = 0;
+  const char* words = megafsdp_cuda_device_count(&count);
+  return {words == nullptr ? count : 0, words == nullptr ? "" : words};
+}
+
+int64_t table_nbytes(int64_t num_segments) {
+  const auto nbytes = num_segments * static_cast<int64_t>(sizeof(megafsdp::AdamSegment));
+  return num_segments <= megafsdp::kNearSegments ? 0 : nbytes;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, module) {
+  module.doc() =
+      "CUDA kernels of megafsdp on raw addresses; their callers keep the memory alive. Functions "
+      "that launch return before the kernels have run.";
+  module.attr("ARCHS") = MEGAFSDP_CUDA_ARCHS;
+  module.def("device_count", &device_count,
+             "Return how many devices there are and, if that cannot be told, why. Starts CUDA.");
+  module.def("why_not_on", &why_not_on, py::arg("device"),
+             "Return why the kernels cannot run on a device; empty if they can. Starts CUDA.");
+  module.def("table_nbytes", &table_nbytes, py::arg("num_segments"),
+             "Return the bytes of device memory that adam_step needs as table; often none.");
+  module.def("scratch_numel", &megafsdp::square_sum_scratch_numel, py::arg("numel"),
+             "Return the doubles of device memory that sum_of_squares needs as scratch.");
+  module.def("adam_step", &adam_step, py::kw_only(), py::arg("weight"), py::arg("remainder"),
+             py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("copy_out"),
+             py::arg("numel"), py::arg("grad_dtype"), py::arg("state_dtype"),
+             py::arg("copy_out_dtype"), py::arg("segments"), py::arg("grad_scale"),
+             py::arg("flush_denormals"), py::arg("device_grad_scale"), py::arg("found_inf"),
+             py::arg("table"), py::arg("device"), py::arg("stream"),
+             "Update weights and moments in place, in one launch; lets go of the GIL.");
+  module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"),
+             py::arg("numel"), py::arg("dtype"), py::arg("sum"), py::arg("scratch"),
+             py::arg("device"), py::arg("stream"),
+             "Write the sum of squares to a double on the device; lets go of the GIL.");
+}

@@ -1,0 +1,37 @@
+// What one step of Adam works on, for any processor.
+#pragma once
+
+#include <cstdint>
+
+#include "adam_formula.h"
+
+namespace megafsdp {
+
+enum class Dtype { kNone, kFloat32, kBFloat16, kFloat16 };
+
+MEGAFSDP_INLINE int64_t itemsize_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+struct AdamSegment {
+  int64_t start;
+  int64_t stop;
+  AdamConstants constants;
+};
+
+// Addresses of flat buffers of one length. With a remainder, weight holds bf16 and remainder the
+// low 16 bits; else weight holds fp32 and remainder is null. copy_out is null for kNone. Streaming
+// past the caches is for CPUs.
+struct AdamBuffers {
+  void* weight;
+  int16_t* remainder;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* copy_out;
+  Dtype grad_dtype;
+  Dtype state_dtype;
+  Dtype copy_out_dtype;
+  float grad_scale;
+  bool streams_copy_out;
+};
+
+}  // namespace megafsdp

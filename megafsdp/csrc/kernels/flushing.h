@@ -1,0 +1,81 @@
+// Subnormal numbers as zero, operation by operation, where the processor has no mode for it or
+// leaves open how a result at the border is treated.
+//
+//   x86 in its mode (and so kernels/adam.h): a result is zero if it is below 2**-126 after rounding
+//   to 24 bits as if exponents had no end. All of [2**-126 - 2**-150, 2**-126) rounds to 2**-126
+//   where subnormal numbers are kept; x86 gives zero for what lies below 2**-126 - 2**-151.
+//
+// Numbers from memory pass through take() once; all results are flushed already. A Math class below
+// Flushing or Keeping computes with subnormal numbers, and its take() flushes one number.
+#pragma once
+
+#include "adam_formula.h"
+#include "float16.h"
+
+namespace megafsdp {
+
+constexpr float kSmallestNormal = 0x1p-126f;
+constexpr double kFlushedBelow = 0x1p-126 - 0x1p-151;
+
+MEGAFSDP_INLINE float flushed(float value) {
+  const uint32_t bits = bits_of(value);
+  return float_of((bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits);
+}
+
+inline AdamConstants flushed(const AdamConstants& c) {
+  return {flushed(c.decay),  flushed(c.l2),   flushed(c.lerp), flushed(c.beta2),
+          flushed(c.square), flushed(c.root), flushed(c.eps),  flushed(c.step_size)};
+}
+
+template <typename Math>
+struct Keeping : Math {
+  MEGAFSDP_INLINE static float take(float a) { return a; }
+};
+
+template <typename Math>
+struct Flushing {
+  MEGAFSDP_INLINE static float take(float a) { return Math::take(a); }
+
+  // Sums that are subnormal are exact, and roots are never small: only three operations can round
+  // up to the border.
+  MEGAFSDP_INLINE static float add(float a, float b) { return Math::take(Math::add(a, b)); }
+  MEGAFSDP_INLINE static float sub(float a, float b) { return Math::take(Math::sub(a, b)); }
+  MEGAFSDP_INLINE static float sqrt(float a) { return Math::sqrt(a); }
+
+  MEGAFSDP_INLINE static float mul(float a, float b) {
+    const float rounded = Math::mul(a, b);
+    if (is_at_border(rounded)) return settle(rounded, static_cast<double>(a) * b, 0.0);
+    return Math::take(rounded);
+  }
+
+  // A quotient differs from the threshold by 2**-49 of it or more: double tells on which side.
+  MEGAFSDP_INLINE static float div(float a, float b) {
+    const float rounded = Math::div(a, b);
+    if (is_at_border(rounded)) return settle(rounded, static_cast<double>(a) / b, 0.0);
+    return Math::take(rounded);
+  }
+
+  MEGAFSDP_INLINE static float fma(float a, float b, float c) {
+    const float rounded = Math::fma(a, b, c);
+    if (is_at_border(rounded)) return settle(rounded, static_cast<double>(a) * b, c);
+    return Math::take(rounded);
+  }
+
+ private:
+  MEGAFSDP_INLINE static bool is_at_border(float rounded) {
+    return rounded == kSmallestNormal || rounded == -kSmallestNormal;
+  }
+
+  // Returns zero if the exact sum, of which rounded is the rounding, counts as subnormal.
+  MEGAFSDP_INLINE static float settle(float rounded, double product, double addend) {
+    const double sign = rounded < 0.0f ? -1.0 : 1.0;
+    const double total = product + addend;
+    const double back = total - product;
+    const double error = sign * ((product - (total - back)) + (addend - back));
+    const double distance = sign * total - kFlushedBelow;
+    const bool is_subnormal = distance < 0.0 || (distance == 0.0 && error < 0.0);
+    return is_subnormal ? (rounded < 0.0f ? -0.0f : 0.0f) : rounded;
+  }
+};
+
+}  // namespace megafsdp
