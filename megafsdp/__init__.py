@@ -17,15 +17,21 @@ from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.optimizer.adam import FusedAdam
 from megafsdp.optimizer.clip import clip_grad_norm_
 from megafsdp.optimizer.local_parameters import local_parameters
+from megafsdp.optimizer.muon import Muon
+from megafsdp.optimizer.scale_rule import ScaleRule
+from megafsdp.optimizer.scaler import LossScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FSDPModule",
     "FusedAdam",
+    "LossScaler",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "ParallelDims",
+    "ScaleRule",
     "checkpoint",
     "clip_grad_norm_",
     "full_state_dict",

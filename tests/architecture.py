@@ -112,8 +112,12 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "training": (
         "execution",
+        "optimization",
         "config",
+        "optimizers",
         "lr",
+        "signals",
+        "update",
         "step",
         "metrics",
         "tracker",

@@ -10,9 +10,12 @@ from megafsdp import FSDPModule
 PROMISED = {
     "FSDPModule",
     "FusedAdam",
+    "LossScaler",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "ParallelDims",
+    "ScaleRule",
     "checkpoint",
     "clip_grad_norm_",
     "full_state_dict",

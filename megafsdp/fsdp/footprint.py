@@ -47,6 +47,7 @@ class StepPlan:
         prefetch: How many units are gathered ahead.
         reshard_after_forward: As for ``fully_shard``.
         num_states: Optimizer states of the main weight's shape, without gaps: 2 for Adam.
+        state_nbytes: Bytes of optimizer states on the rank that has most, in place of num_states.
         measures_norm: Whether the norm of all gradients is taken.
         loop_all_reduces: Bytes of each all-reduce over all ranks that the loop adds to a step.
     """
@@ -56,6 +57,7 @@ class StepPlan:
     prefetch: int = 1
     reshard_after_forward: bool | int | None = None
     num_states: int = 2
+    state_nbytes: int | None = None
     measures_norm: bool = True
     loop_all_reduces: tuple[int, ...] = ()
 
@@ -112,7 +114,10 @@ def footprint_of(
         for unit in units
     ]
     rehearsal = Rehearsal(rehearsed, meter)
-    meter.ledger.debit(Category.OPTIMIZER_STATE, plan.num_states * _most_owned_nbytes(units))
+    states = plan.state_nbytes
+    if states is None:
+        states = plan.num_states * _most_owned_nbytes(units)
+    meter.ledger.debit(Category.OPTIMIZER_STATE, states)
     # One step records the order, the next begins to follow it.
     for num_microbatches in (1, 1, plan.num_microbatches):
         meter.start()

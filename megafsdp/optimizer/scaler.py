@@ -111,23 +111,29 @@ class LossScaler:
             optimizer.step()
         return self._is_finite
 
-    def update(self) -> None:
-        """Choose the next step's scale by what :meth:`unscale_` found.
+    def update(self, *, is_finite: bool | None = None) -> None:
+        """Choose the next step's scale by whether the step was finite.
+
+        Args:
+            is_finite: What all ranks found by themselves; None means what :meth:`unscale_` found.
 
         Raises:
-            RuntimeError: Nothing was unscaled since the last call.
+            RuntimeError: Nothing was given or unscaled since the last call.
         """
-        if not self._unscaled:
+        if is_finite is None and not self._unscaled:
             raise _out_of_turn("a step since the last update()", "none", "Call step() before it")
+        found = self._is_finite if is_finite is None else is_finite
         self._unscaled = ()
-        self._state = self.rule.after(self._state, is_finite=self._is_finite)
+        self._state = self.rule.after(self._state, is_finite=found)
 
     def state_dict(self) -> dict[str, float]:
         """Return the scale and what its next change depends on; the rule is not part of it."""
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over the state of another scaler."""
+        """Take over the state of another scaler; a constant scale stays what it is."""
+        if not self.rule.is_dynamic:
+            return
         self._state = ScaleState(
             float(state["scale"]), int(state["num_finite"]), int(state["hysteresis_left"])
         )

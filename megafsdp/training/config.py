@@ -18,6 +18,7 @@ from megafsdp.training.execution import (
     ParallelSection,
     PrecisionSection,
 )
+from megafsdp.training.optimization import LossScaleSection, MuonSection, OptimizerSection
 
 # jsonargparse reads the instances' __dict__, so these classes have no slots.
 
@@ -127,35 +128,8 @@ class DataSection:
 
 
 @dataclass(frozen=True)
-class OptimizerSection:
-    """The optimizer.
-
-    Attributes:
-        kind: adamw or sgd.
-        lr: Highest learning rate.
-        betas: Decay rates of Adam's two moments.
-        eps: Added to Adam's denominator.
-        momentum: Momentum of SGD.
-        weight_decay: Decoupled for adamw, added to the gradient for sgd.
-        decay_vectors: Decay parameters of one dimension too (norms, biases).
-        implementation: torch's fused, foreach or loop form.
-        clip_norm: Largest norm of all gradients; null does not clip.
-    """
-
-    kind: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.9
-    weight_decay: float = 0.1
-    decay_vectors: bool = False
-    implementation: Literal["fused", "foreach", "loop"] = "fused"
-    clip_norm: float | None = 1.0
-
-
-@dataclass(frozen=True)
 class ScheduleSection:
-    """The learning rate over consumed samples.
+    """The learning rate over consumed samples, those of skipped steps left out.
 
     Attributes:
         kind: cosine, wsd (warm-up, stable, decay) or constant.
@@ -266,6 +240,8 @@ class Config:
         precision: Dtypes.
         activation_checkpointing: What backward recomputes.
         optimizer: The optimizer.
+        muon: What only Muon takes.
+        loss_scale: Loss scale of fp16.
         schedule: The learning rate.
         train: Length and batch.
         evaluation: Evaluation and the text sample.
@@ -282,6 +258,8 @@ class Config:
         default_factory=ActivationCheckpointingSection
     )
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    muon: MuonSection = field(default_factory=MuonSection)
+    loss_scale: LossScaleSection = field(default_factory=LossScaleSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     train: TrainSection = field(default_factory=TrainSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)

@@ -22,12 +22,15 @@ from megafsdp.fsdp.arguments import strategy_of
 from megafsdp.fsdp.blueprint import PlannedGroup, PlannedUnit, ShardDegrees, plan_units
 from megafsdp.fsdp.footprint import Footprint, StepPlan, footprint_of
 from megafsdp.models.build import build_model, unit_classes
-from megafsdp.training.config import Config, OptimizerSection
+from megafsdp.training.config import Config
+from megafsdp.training.state_footprint import state_nbytes
 from megafsdp.training.validate import validate_sharding
 
 _OPTION = "--dry-run"
 _JSON_OPTION = "--json"
-_LOSS_NBYTES = 24  # The loss, the number of ranks and the wish to stop, in fp64.
+# The loss, the number of ranks, the wish to stop and gradients that are not finite, in fp64.
+_LOSS_NBYTES = 32
+_FOUND_INF_NBYTES = 4  # One fp32 number.
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +258,8 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         num_microbatches=num_microbatches,
         prefetch=parallel.prefetch,
         reshard_after_forward=parallel.reshard_after_forward,
-        num_states=_num_states(config.optimizer),
-        loop_all_reduces=(_LOSS_NBYTES,),
+        state_nbytes=state_nbytes(units, config.optimizer, config.muon),
+        loop_all_reduces=_loop_all_reduces(config),
     )
     footprint = footprint_of(units, degrees, step)
     duration_s = time.perf_counter() - start_s
@@ -270,10 +273,11 @@ def _world_size(config: Config) -> int:
     return int(os.environ.get("WORLD_SIZE", parallel.dp_outer))
 
 
-def _num_states(section: OptimizerSection) -> int:
-    if section.kind == "adamw":
-        return 2
-    return 1 if section.momentum else 0
+def _loop_all_reduces(config: Config) -> tuple[int, ...]:
+    is_unscaled_apart = (
+        config.precision.param_dtype == "fp16" and not config.optimizer.is_fused_adam
+    )
+    return (_LOSS_NBYTES, *((_FOUND_INF_NBYTES,) if is_unscaled_apart else ()))
 
 
 def _distinct(units: Sequence[PlannedUnit]) -> tuple[DistinctUnit, ...]:

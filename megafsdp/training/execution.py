@@ -60,7 +60,7 @@ class ParallelSection:
 
 
 Precision = Literal["fp32", "bf16"]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class PrecisionSection:
     """Dtypes.
 
     Attributes:
-        param_dtype: Compute weights and activations.
+        param_dtype: Compute weights and activations; fp16 scales the loss (section loss_scale).
         reduce_dtype: The sum of gradients over ranks.
         main_params_dtype: Main weights, which the optimizer steps on, and its states.
-        main_grads_dtype: Gradients that the optimizer sees; null for main_params_dtype, which adamw
-            and fused steps need.
+        main_grads_dtype: Gradients that the optimizer sees; null for main_params_dtype, which
+            torch's adamw and adam, and its fused sgd need.
         keep_fp32: Names of parameters or modules that compute in fp32.
     """
 
-    param_dtype: Precision = "fp32"
+    param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_dtype: Precision = "fp32"
     main_params_dtype: Precision = "fp32"
     main_grads_dtype: Precision | None = None

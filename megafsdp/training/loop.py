@@ -18,6 +18,7 @@ from megafsdp.checkpoint.agreement import attempt
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.fsdp import fully_shard_model, materialize
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
+from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.config import Config
 from megafsdp.training.datasets import Datasets, build_datasets
 from megafsdp.training.evaluation import EvaluationResult, evaluate, sample_text
@@ -103,11 +104,14 @@ class _Run:
         if datasets.validation is not None:
             self.held_out = _loader(config, world, datasets.validation, pad_last=True)
         self.model = _build_sharded(config, model_config, world)
-        optimizer = build_optimizer(self.model, config.optimizer)
+        optimizer = build_optimizer(self.model, config.optimizer, config.muon)
         self.learning_rate = LearningRate(
             optimizer, Schedule.of(config), follows_checkpoint=config.schedule.from_checkpoint
         )
-        self.restorable = Restorable(self.model, optimizer, self.learning_rate)
+        scaler = None
+        if config.precision.param_dtype == "fp16":
+            scaler = LossScaler(config.loss_scale.rule())
+        self.restorable = Restorable(self.model, optimizer, self.learning_rate, scaler)
         self.state = restore(config, self.restorable, order=datasets.order)
         self.first_step = self.saved_step = self.state.step
         num_left = max(config.num_samples - self.state.consumed_samples, 0)
@@ -120,6 +124,7 @@ class _Run:
             skips_nonfinite=config.train.nan_policy == "skip",
             max_skips=config.train.max_skips,
             stop=stop,
+            scaler=scaler,
         )
         self.step.num_skips_in_a_row = self.state.num_skips_in_a_row
         self.evaluation: EvaluationResult | None = None
@@ -174,12 +179,13 @@ class _Run:
         state, size = self.state, self.config.train.global_batch_size
         self.meter.start_step()
         batches = self.loader.step_batch(state.consumed_samples)
-        lr = self.learning_rate.set_for(state.consumed_samples + size)
+        lr = self.learning_rate.set_for(state.consumed_samples - state.skipped_samples + size)
         result = self.step(batches)
         self.meter.end_step()
         state.step += 1
         state.consumed_samples += size
         state.num_skipped += result.is_skipped
+        state.skipped_samples += size * result.is_skipped
         state.num_skips_in_a_row = self.step.num_skips_in_a_row
         is_edge = state.step in (1, self.last_step) or self.stop.is_agreed
         if is_edge or _is_due(self.config.logging.interval_steps, state.step):

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from megafsdp.training.config import Config
+from megafsdp.training.optimizers import LR_MULTIPLIER
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _DEFAULT_WSD_SHARE = 5
@@ -96,7 +97,8 @@ class LearningRate:
     """Set an optimizer's learning rate from consumed samples; goes into checkpoints.
 
     Args:
-        optimizer: All its parameter groups get the rate.
+        optimizer: All its parameter groups get the rate, times their ``lr_multiplier`` if they have
+            one.
         schedule: The rate over samples.
         follows_checkpoint: Take a loaded checkpoint's schedule over where it differs; otherwise the
             own one stays. Either way the log says what differs.
@@ -110,10 +112,13 @@ class LearningRate:
         self._follows_checkpoint = follows_checkpoint
 
     def set_for(self, num_samples: int) -> float:
-        """Set and return the rate of the step that completes ``num_samples`` samples."""
+        """Set and return the rate of the step that completes ``num_samples`` samples.
+
+        Steps that were skipped do not count, as in Megatron-LM: the schedule waits for them.
+        """
         lr = self.schedule.at(num_samples)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_MULTIPLIER, 1.0)
         return lr
 
     def state_dict(self) -> dict[str, object]:

@@ -8,6 +8,7 @@ dense bf16, whatever dtype the run computes in.
 from __future__ import annotations
 
 import datetime
+import math
 import resource
 import sys
 import time
@@ -151,6 +152,7 @@ def progress_line(position: Position, result: StepResult, lr: float, rates: Rate
         f"loss {result.loss:.4f}",
         f"grad norm {result.grad_norm:.3f}",
         f"lr {lr:.2e}",
+        *([] if result.loss_scale is None else [f"loss scale {result.loss_scale:g}"]),
         f"{rates.tokens_per_s:,.0f} tokens/s",
         f"{rates.tflops:.3g} TFLOP/s",
         *([] if rates.mfu is None else [f"MFU {100 * rates.mfu:.1f}%"]),
@@ -172,10 +174,10 @@ def megatron_line(position: Position, result: StepResult, lr: float, rates: Rate
         f"learning rate: {lr:.6E}",
         f"global batch size: {position.global_batch_size:5d}",
         f"lm loss: {result.loss:.6E}",
-        "loss scale: 1.0",
+        f"loss scale: {result.loss_scale or 1.0:.1f}",
         f"grad norm: {result.grad_norm:.3f}",
         f"number of skipped iterations: {position.num_skipped:3d}",
-        f"number of nan iterations: {int(result.is_skipped):3d} |",
+        f"number of nan iterations: {int(not math.isfinite(result.loss)):3d} |",
     ]
     return " | ".join(parts)
 

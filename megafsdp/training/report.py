@@ -98,6 +98,7 @@ class Report:
                     "step": position.step,
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
+                    "loss_scale": result.loss_scale,
                     "lr": lr,
                     "tokens_per_s": rates.tokens_per_s,
                     "tflops": rates.tflops,

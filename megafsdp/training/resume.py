@@ -17,6 +17,7 @@ from torch import nn
 from megafsdp import checkpoint
 from megafsdp.buffer.collectives import broadcast_object
 from megafsdp.errors import ConfigError, expected
+from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.config import Config
 from megafsdp.training.lr import LearningRate
 from megafsdp.training.optimizers import apply_hyperparameters
@@ -34,7 +35,9 @@ class RunState:
         consumed_samples: Samples of these steps.
         evaluated_step: Step of the last evaluation; -1 before the first.
         num_skipped: Steps skipped since the run began.
-        num_skips_in_a_row: Steps skipped since the last one that was taken.
+        num_skips_in_a_row: Steps skipped since the last one that was taken, but for overflows that
+            a smaller loss scale may mend.
+        skipped_samples: Samples of skipped steps, which the learning rate does not count.
         wandb_id: Identity of the run in W&B; None without it.
     """
 
@@ -43,6 +46,7 @@ class RunState:
     evaluated_step: int = -1
     num_skipped: int = 0
     num_skips_in_a_row: int = 0
+    skipped_samples: int = 0
     wandb_id: str | None = None
 
 
@@ -53,6 +57,7 @@ class Restorable:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
+    loss_scaler: LossScaler | None = None
 
 
 def save(
@@ -75,6 +80,7 @@ def save(
         model=targets.model,
         optimizer=targets.optimizer,
         lr_scheduler=targets.learning_rate,
+        loss_scaler=targets.loss_scaler,
         extra={
             "run": asdict(state),
             "config": config.to_dict(),
@@ -119,8 +125,11 @@ def restore(config: Config, targets: Restorable, *, order: Mapping[str, object])
         model=targets.model,
         optimizer=targets.optimizer,
         lr_scheduler=targets.learning_rate,
+        loss_scaler=targets.loss_scaler,
+        # A run that goes on in fp16 from another dtype begins with the first scale.
+        allow_missing=["loss_scaler"],
     )
-    apply_hyperparameters(targets.optimizer, config.optimizer)
+    apply_hyperparameters(targets.optimizer, targets.model, config.optimizer, config.muon)
     _report_differences(config, order, extra)
     stored = extra.get("run")
     if not isinstance(stored, Mapping):

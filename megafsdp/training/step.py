@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch: microbatches, clipping, and what to do about NaN.
+"""One optimizer step on one global batch: microbatches, and what to do about NaN and overflow.
 
 Every decision here is made from reduced numbers, so all ranks decide alike. Learning rates are set
 by the caller; the loss of a microbatch is the mean over its tokens and training samples are never
@@ -19,8 +19,9 @@ from megafsdp.buffer.collectives import all_gather_objects, all_reduce
 from megafsdp.data import Batch
 from megafsdp.errors import expected
 from megafsdp.fsdp import microbatch
-from megafsdp.optimizer.clip import clip_grad_norm_
+from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.signals import StopRequest
+from megafsdp.training.update import WeightUpdate
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _MAX_IDS = 64
@@ -35,12 +36,14 @@ class StepResult:
         grad_norm: Norm of all gradients before clipping.
         is_skipped: True if the weights were left alone because a number was not finite.
         sample_ids: This rank's samples.
+        loss_scale: Factor on the loss in this step; None without loss scaling.
     """
 
     loss: float
     grad_norm: float
     is_skipped: bool
     sample_ids: tuple[int, ...]
+    loss_scale: float | None = None
 
 
 class TrainStep:
@@ -52,8 +55,10 @@ class TrainStep:
         device: What the model computes on.
         clip_norm: Largest norm of all gradients; None does not clip.
         skips_nonfinite: Skip steps whose loss or gradient norm is not finite, instead of raising.
-        max_skips: Steps that may be skipped in a row.
+        max_skips: Steps that may be skipped in a row; overflows that a smaller loss scale may mend
+            do not count.
         stop: Its flag travels with the loss, so that stopping costs no collective of its own.
+        scaler: Scales the loss for fp16; None for none.
     """
 
     def __init__(
@@ -66,11 +71,11 @@ class TrainStep:
         skips_nonfinite: bool,
         max_skips: int,
         stop: StopRequest,
+        scaler: LossScaler | None = None,
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._update = WeightUpdate(model, optimizer, clip_norm=clip_norm, scaler=scaler)
         self._device = device
-        self._max_norm = math.inf if clip_norm is None else clip_norm
         self._skips_nonfinite = skips_nonfinite
         self._max_skips = max_skips
         self._stop = stop
@@ -83,18 +88,20 @@ class TrainStep:
             RuntimeError: A loss or the gradient norm is not finite, and the policy is to raise or
                 too many steps were skipped in a row. On all ranks; the weights are unchanged.
         """
+        loss_scale = self._update.loss_scale
         losses = self._accumulate(batches)
-        grad_norm = float(clip_grad_norm_(self._model, self._max_norm))
-        loss = self._reduce(losses)
-        is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        if is_skipped:
-            self._report_nonfinite(batches, losses, loss, grad_norm)
-        else:
-            self._optimizer.step()
+        grad_norm = self._update.measure()
+        loss, is_finite = self._reduce(losses, has_finite_grads=math.isfinite(grad_norm))
+        is_mendable = math.isfinite(loss) and self._update.is_scale_movable
+        self._update.finish(is_finite=is_finite)
+        if is_finite:
             self.num_skips_in_a_row = 0
-        self._optimizer.zero_grad(set_to_none=True)
+        elif is_mendable:
+            _LOGGER.info("skipped a step: gradients overflow at loss scale %g", loss_scale)
+        else:
+            self._report_nonfinite(batches, losses, loss, grad_norm)
         ids = torch.cat([batch.sample_ids for batch in batches]).tolist()
-        return StepResult(loss, grad_norm, is_skipped, tuple(ids))
+        return StepResult(loss, grad_norm, not is_finite, tuple(ids), loss_scale)
 
     def _accumulate(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Run forward and backward of each microbatch; return their losses."""
@@ -107,18 +114,23 @@ class TrainStep:
                     batch.labels.to(self._device, non_blocking=True),
                     batch.loss_mask.to(self._device, non_blocking=True),
                 )
-                (loss / len(batches)).backward()
+                self._update.scale(loss / len(batches)).backward()
             losses.append(loss.detach())
         return torch.stack(losses)
 
-    def _reduce(self, losses: torch.Tensor) -> float:
-        """Return the mean loss over all ranks, and learn whether any rank is asked to stop."""
+    def _reduce(self, losses: torch.Tensor, *, has_finite_grads: bool) -> tuple[float, bool]:
+        """Return the mean loss over all ranks and whether it and all gradients are finite.
+
+        Learns with it whether any rank is asked to stop.
+        """
         one = torch.ones((), dtype=torch.float64, device=self._device)
-        sums = torch.stack([losses.double().mean(), one, one * self._stop.is_requested])
+        flags = (self._stop.is_requested, not has_finite_grads)
+        sums = torch.stack([losses.double().mean(), one, *(one * flag for flag in flags)])
         all_reduce(sums, label="loss")
-        total, num_ranks, num_requests = sums.tolist()
+        total, num_ranks, num_requests, num_bad = sums.tolist()
         self._stop.record_agreement(num_requests)
-        return total / num_ranks
+        loss = total / num_ranks
+        return loss, math.isfinite(loss) and not num_bad
 
     def _report_nonfinite(
         self, batches: Sequence[Batch], losses: torch.Tensor, loss: float, grad_norm: float
@@ -134,9 +146,10 @@ class TrainStep:
             ids = [sample for of_rank in all_gather_objects(all_ids) for sample in of_rank]
         shown = f"{sorted(ids)[:_MAX_IDS]}"
         found = f"loss {loss} and gradient norm {grad_norm}"
-        self._optimizer.zero_grad(set_to_none=True)
         self.num_skips_in_a_row += 1
-        if not self._skips_nonfinite:
+        # Steps that overflow at the smallest or constant loss scale are skipped, as Megatron does.
+        is_overflow = self._update.loss_scale is not None and math.isfinite(loss)
+        if not self._skips_nonfinite and not is_overflow:
             mend = "Look at these samples, lower optimizer.lr, or set train.nan_policy to skip"
         elif self.num_skips_in_a_row > self._max_skips:
             found += f" for {self.num_skips_in_a_row} steps in a row"

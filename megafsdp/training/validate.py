@@ -6,13 +6,18 @@ collective.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from typing import Any
 
+import torch
+
 from megafsdp.errors import ConfigError, expected
+from megafsdp.models.build import build_model
 from megafsdp.models.config import ModelConfig
 from megafsdp.training.config import Config, DataSection, TrainSection
 from megafsdp.training.execution import ParallelSection
+from megafsdp.training.optimization import LossScaleSection, MuonSection
 
 
 def validate(config: Config, *, world_size: int) -> None:
@@ -30,7 +35,6 @@ def validate(config: Config, *, world_size: int) -> None:
     _check_length(config.train)
     _check_schedule(config)
     _check_data(config.data, config.model.resolve())
-    _check_dtypes(config)
 
 
 def validate_sharding(config: Config, *, world_size: int) -> None:
@@ -49,6 +53,9 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
     _check_ranges(config)
     _check_parallel(config.parallel, world_size)
     _check_batch(config, world_size)
+    _check_optimizer(config)
+    _check_loss_scale(config)
+    _check_dtypes(config)
 
 
 def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
@@ -88,15 +95,81 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
 def _check_dtypes(config: Config) -> None:
     precision, optimizer = config.precision, config.optimizer
     is_mixed = precision.main_grads_dtype not in (None, precision.main_params_dtype)
-    # torch's AdamW and its fused kernels take gradients of the weights' dtype only.
-    if is_mixed and (optimizer.kind == "adamw" or optimizer.implementation == "fused"):
+    # torch's Adam and its fused kernels take gradients of the weights' dtype only.
+    is_narrow = optimizer.form == "fused" or (
+        optimizer.kind in ("adamw", "adam") and not optimizer.is_fused_adam
+    )
+    if is_mixed and is_narrow:
         raise _bad(
             "precision.main_grads_dtype",
             f"main_params_dtype, {precision.main_params_dtype}, for {optimizer.kind} in its"
-            f" {optimizer.implementation} form",
+            f" {optimizer.form} form",
             precision.main_grads_dtype,
-            "Leave it null, or use sgd with implementation foreach or loop",
+            "Leave it null, or use implementation megafsdp, or foreach or loop for sgd",
         )
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer, form = config.optimizer, config.optimizer.form
+    decays = {"optimizer.betas": config.optimizer.betas, "muon.momentum": (config.muon.momentum,)}
+    for path, values in decays.items():
+        if not all(0 <= value < 1 for value in values):
+            raise _bad(path, "numbers of at least 0 and below 1", _value_of(config, path))
+    forms = {"sgd": ("fused", "foreach", "loop"), "muon": ("megafsdp",)}.get(optimizer.kind)
+    if forms is not None and form not in forms:
+        raise _bad(
+            "optimizer.implementation",
+            f"null or {' or '.join(forms)} for {optimizer.kind}",
+            form,
+            "Leave it null, or choose another optimizer.kind",
+        )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        dtype = getattr(optimizer, name)
+        if dtype != "fp32" and not optimizer.is_fused_adam:
+            raise _bad(
+                f"optimizer.{name}",
+                f"fp32 for {optimizer.kind} in its {form} form",
+                dtype,
+                "Use adamw or adam with implementation megafsdp for narrower states",
+            )
+    if optimizer.kind != "muon" and config.muon != MuonSection():
+        raise _bad("muon", "its defaults, or optimizer.kind muon", optimizer.kind, "Leave it out")
+    _check_lr_multipliers(config)
+
+
+def _check_lr_multipliers(config: Config) -> None:
+    multipliers = config.optimizer.lr_multipliers
+    if not multipliers:
+        return
+    where = "optimizer.lr_multipliers"
+    for pattern, factor in multipliers.items():
+        if not 0 <= factor < math.inf:
+            raise _bad(f"{where}, '{pattern}'", "a finite number of at least 0", factor)
+    with torch.device("meta"):
+        names = [name for name, _ in build_model(config.model.resolve()).named_parameters()]
+    idle = [p for p in multipliers if not fnmatch.filter(names, p)]
+    if idle:
+        raise _bad(
+            where,
+            f"patterns of parameter names such as '{names[0]}'",
+            f"{idle} that match none",
+            "Correct or remove them",
+        )
+
+
+def _check_loss_scale(config: Config) -> None:
+    section, dtype = config.loss_scale, config.precision.param_dtype
+    if dtype != "fp16" and section != LossScaleSection():
+        raise _bad(
+            "loss_scale",
+            "its defaults, or precision.param_dtype fp16",
+            dtype,
+            "Leave the section out, as only fp16 needs a loss scale",
+        )
+    try:
+        section.rule()
+    except ValueError as error:
+        raise _bad("loss_scale", "values that work together", str(error)) from error
 
 
 def _check_batch(config: Config, world_size: int) -> None:
@@ -132,6 +205,8 @@ def _check_ranges(config: Config) -> None:
         "checkpoint.keep_last",
         "checkpoint.keep_every",
         "logging.interval_steps",
+        "muon.ns_steps",
+        "muon.bucket_numel",
     ):
         value = _value_of(config, path)
         if value is not None and value < 1:
@@ -140,6 +215,7 @@ def _check_ranges(config: Config) -> None:
         "optimizer.weight_decay",
         "optimizer.eps",
         "optimizer.momentum",
+        "muon.eps",
         "schedule.warmup_samples",
         "evaluation.sample_tokens",
         "evaluation.sample_temperature",
@@ -151,10 +227,6 @@ def _check_ranges(config: Config) -> None:
         value = _value_of(config, path)
         if value is not None and not 0 < value < math.inf:
             raise _bad(path, "a finite number above 0", value)
-    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        raise _bad(
-            "optimizer.betas", "two numbers of at least 0 and below 1", config.optimizer.betas
-        )
     if not 0 <= config.schedule.min_lr_ratio <= 1:
         raise _bad("schedule.min_lr_ratio", "a share from 0 to 1", config.schedule.min_lr_ratio)
     if not config.run.directory:

@@ -65,7 +65,25 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
             {"mode": "selective", "use_reentrant": True},
             "activation_checkpointing.use_reentrant",
         ),
-        ("precision", {"main_grads_dtype": "bf16"}, "main_params_dtype, fp32, for adamw"),
+        ("optimizer", {"kind": "sgd", "implementation": "megafsdp"}, "fused or foreach or loop"),
+        ("optimizer", {"kind": "muon", "implementation": "fused"}, "null or megafsdp for muon"),
+        (
+            "optimizer",
+            {"exp_avg_dtype": "bf16", "implementation": "fused"},
+            "fp32 for adamw in its fused",
+        ),
+        ("optimizer", {"exp_avg_sq_dtype": "fp8", "kind": "muon"}, "fp32 for muon"),
+        ("optimizer", {"exp_avg_dtype": "fp16", "kind": "sgd"}, "fp32 for sgd"),
+        ("optimizer", {"lr_multipliers": {"*embedding*": -1.0}}, "got -1.*'[*]embedding[*]'"),
+        (
+            "optimizer",
+            {"lr_multipliers": {"*norm*": 2.0, "*emb": 2.0}},
+            "'[*]emb'. that match none",
+        ),
+        ("muon", {"ns_steps": 3}, "optimizer.kind muon"),
+        ("muon", {"momentum": 1.0}, "muon.momentum"),
+        ("muon", {"ns_steps": 0}, "muon.ns_steps"),
+        ("loss_scale", {"window": 5}, "param_dtype fp16, got fp32"),
         ("checkpoint", {"keep_last": 0}, "checkpoint.keep_last"),
         ("logging", {"interval_steps": 0}, "logging.interval_steps"),
     ],
@@ -125,6 +143,32 @@ def test_fused_steps_need_gradients_of_the_weights_dtype(tmp_path: Path) -> None
     validate(loop, world_size=2)
     with pytest.raises(ConfigError, match="sgd in its fused form"):
         validate(fused, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_torchs_adam_needs_gradients_of_the_weights_dtype(tmp_path: Path, kind: str) -> None:
+    """Our own forms take any."""
+    precision = {"main_grads_dtype": "bf16"}
+    torchs, ours, muon = (
+        tiny(tmp_path, precision=precision, optimizer=section)
+        for section in ({"kind": kind, "implementation": "loop"}, {"kind": kind}, {"kind": "muon"})
+    )
+    validate(ours, world_size=2)
+    validate(muon, world_size=2)
+    with pytest.raises(ConfigError, match=f"main_params_dtype, fp32, for {kind} in its loop form"):
+        validate(torchs, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "section", [{"hysteresis": 0}, {"initial": 0.5}, {"constant": -1.0}, {"window": 0}]
+)
+def test_loss_scale_that_cannot_work_is_refused(tmp_path: Path, section: dict[str, float]) -> None:
+    """What the rule of the scale refuses is an error of the configuration."""
+    precision = {"param_dtype": "fp16"}
+    validate(tiny(tmp_path, precision=precision), world_size=2)
+    config = tiny(tmp_path, precision=precision, loss_scale=section)
+    with pytest.raises(ConfigError, match="0 < min_scale"):
+        validate(config, world_size=2)
 
 
 @pytest.mark.parametrize("axis", ["cp", "tp", "ep"])
