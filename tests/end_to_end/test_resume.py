@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,28 @@ from tests.training.runs import rows, stored_tensors, tiny, write_corpus
 
 NUM_STEPS = 8
 
-Told = list[tuple[int, float, tuple[int, ...]]]
+Told = list[tuple[int, float, tuple[int, ...], float | None]]
+
+# Window 2 makes the scale grow into the next overflow again and again.
+FP16 = {
+    "precision": {"param_dtype": "fp16"},
+    "loss_scale": {"initial": 2.0**20, "window": 2, "hysteresis": 2},
+}
+OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {
+    "fused adamw": {},
+    "bf16 states": {"optimizer": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
+    "one bf16 state": {"optimizer": {"exp_avg_dtype": "bf16"}},
+    "coupled adam": {"optimizer": {"kind": "adam"}},
+    "torch's adamw": {"optimizer": {"implementation": "fused"}},
+    "sgd": {"optimizer": {"kind": "sgd", "implementation": "foreach", "lr": 0.1}},
+    "muon": {"optimizer": {"kind": "muon", "lr_multipliers": {"*embedding*": 0.5}}},
+    "fp16": FP16,
+    "fp16, sgd": {**FP16, "optimizer": {"kind": "sgd", "lr": 0.1}},
+}
 
 
 def _note(told: Told, interrupt_at: int | None, step: int, result: StepResult) -> None:
-    told.append((step, result.loss, result.sample_ids))
+    told.append((step, result.loss, result.sample_ids, result.loss_scale))
     if step == interrupt_at and dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -34,7 +53,7 @@ def _run(config: Config, interrupt_at: int | None = None) -> Told:
     return told
 
 
-def _config(folder: Path, name: str, **optimizer: object) -> Config:
+def _config(folder: Path, name: str, **sections: dict[str, Any]) -> Config:
     return tiny(
         folder,
         run={"directory": str(folder / name)},
@@ -42,24 +61,30 @@ def _config(folder: Path, name: str, **optimizer: object) -> Config:
         # Evaluations stand in the way on purpose: they must not change what is trained.
         evaluation={"interval_steps": 3, "batches": 1},
         checkpoint={"interval_steps": 4},
-        optimizer=dict(optimizer),
+        **copy.deepcopy(sections),
     )
 
 
-@pytest.mark.parametrize(
-    "optimizer", [{"kind": "adamw"}, {"kind": "sgd", "implementation": "foreach", "lr": 0.1}]
-)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_stopped_run_equals_uninterrupted_run_bit_by_bit(
-    ranks: Ranks, tmp_path: Path, optimizer: dict[str, object]
+    ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
-    """Losses, main weights and optimizer states of two ranks in fp32, over two SIGTERMs."""
+    """Losses, loss scales, main weights and states of two ranks, over two SIGTERMs."""
     write_corpus(tmp_path)
-    whole, broken = _config(tmp_path, "whole", **optimizer), _config(tmp_path, "run", **optimizer)
+    sections = OPTIMIZERS[kind]
+    whole, broken = _config(tmp_path, "whole", **sections), _config(tmp_path, "run", **sections)
     straight = ranks(2).run(_run, whole)
     pieces = [ranks(2).run(_run, broken, at) for at in (2, 4, None)]
     for rank in range(2):
         assert [len(piece[rank]) for piece in pieces] == [3, 2, 3]
         assert [told for piece in pieces for told in piece[rank]] == straight[rank]
+
+    scales = [scale for *_, scale in straight[0]]
+    if "precision" in sections:
+        assert scales[3] != scales[0], "the first interruption comes after the scale has moved"
+        assert len(set(scales[3:])) > 1, "it moves after that too"
+    else:
+        assert set(scales) == {None}
 
     ours = stored_tensors(broken.checkpoint_directory, NUM_STEPS)
     theirs = stored_tensors(whole.checkpoint_directory, NUM_STEPS)
@@ -86,8 +111,8 @@ def test_other_number_of_ranks_goes_on_with_the_same_batches(
     config = _config(tmp_path, "run")
     ranks(2).run(_run, config, 2)
     resumed = ranks(num_ranks).run(_run, config)
-    assert [step for step, _, _ in resumed[0]] == [4, 5, 6, 7, 8]
-    for index, (step, loss, _) in enumerate(resumed[0]):
+    assert [step for step, *_ in resumed[0]] == [4, 5, 6, 7, 8]
+    for index, (step, loss, *_) in enumerate(resumed[0]):
         ours = sorted(i for told in resumed for i in told[index][2])
         theirs = sorted(i for told in straight for i in told[step - 1][2])
         assert ours == theirs

@@ -10,36 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import full_state_dict, fully_shard_model
-from megafsdp.data import Batch
-from megafsdp.models import LanguageModel, ModelConfig, build_model, unit_classes
+from megafsdp import full_state_dict
+from megafsdp.models import LanguageModel
 from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import StepResult, TrainStep
 from tests.ranks import Ranks, RanksError
-from tests.training.runs import MODEL
+from tests.training.steps import (
+    NUM_MICROBATCHES,
+    batches_of,
+    rows_of,
+    sharded_model,
+    tiny_model,
+)
 
 CPU = torch.device("cpu")
-NUM_MICROBATCHES, ROWS, LENGTH = 2, 3, 16
-
-
-def _rows(step: int, num_ranks: int) -> torch.Tensor:
-    """Return the tokens of a global batch, as (microbatches, ranks, rows, length + 1)."""
-    generator = torch.Generator().manual_seed(step)
-    shape = (NUM_MICROBATCHES, num_ranks, ROWS, LENGTH + 1)
-    return torch.randint(0, 64, shape, generator=generator)
-
-
-def _batches(step: int, rank: int, num_ranks: int) -> list[Batch]:
-    rows = _rows(step, num_ranks)[:, rank]
-    ids = torch.arange(NUM_MICROBATCHES * num_ranks * ROWS).view(-1, num_ranks, ROWS)[:, rank]
-    return [
-        Batch(r[:, :-1], r[:, 1:], torch.ones(ROWS, LENGTH), i)
-        for r, i in zip(rows, ids, strict=True)
-    ]
-
-
-def _model() -> LanguageModel:
-    return build_model(ModelConfig(**MODEL), seed=5)
 
 
 def _step(model: nn.Module, *, max_skips: int | None = None) -> TrainStep:
@@ -55,25 +39,21 @@ def _step(model: nn.Module, *, max_skips: int | None = None) -> TrainStep:
     )
 
 
-def _sharded_model() -> nn.Module:
-    return fully_shard_model(_model(), unit_classes(ModelConfig(**MODEL)))
-
-
 def _train(num_steps: int) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
-    model = _sharded_model()
+    model = sharded_model()
     step = _step(model)
     rank, size = dist.get_rank(), dist.get_world_size()
-    results = [step(_batches(k, rank, size)) for k in range(num_steps)]
+    results = [step(batches_of(k, rank, size)) for k in range(num_steps)]
     return results, full_state_dict(model)
 
 
 def _reference(num_steps: int, num_ranks: int) -> tuple[list[tuple[float, float]], LanguageModel]:
     """Train in plain torch on the concatenated global batch."""
-    model = _model()
+    model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5, fused=True)
     figures = []
     for k in range(num_steps):
-        rows = _rows(k, num_ranks).flatten(0, 2)
+        rows = rows_of(k, num_ranks).flatten(0, 2)
         loss = model(rows[:, :-1], rows[:, 1:])
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -132,7 +112,7 @@ def _break_second_microbatch(model: nn.Module) -> None:
 def _train_broken(
     max_skips: int | None, num_steps: int
 ) -> tuple[list[StepResult], list[str], bool]:
-    model = _sharded_model()
+    model = sharded_model()
     records = _Records()
     logging.getLogger("megafsdp.training").addHandler(records)
     step = _step(model, max_skips=max_skips)
@@ -140,7 +120,7 @@ def _train_broken(
     before = full_state_dict(model)
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        results = [step(_batches(k, rank, size)) for k in range(num_steps)]
+        results = [step(batches_of(k, rank, size)) for k in range(num_steps)]
     finally:
         logging.getLogger("megafsdp.training").removeHandler(records)
         after = full_state_dict(model)
@@ -174,7 +154,7 @@ def test_broken_step_raises_on_all_ranks(ranks: Ranks) -> None:
 
 
 def _skip_then_train() -> tuple[list[int], bool]:
-    model = _sharded_model()
+    model = sharded_model()
     step = _step(model, max_skips=1)
     calls = [0]
 
@@ -186,7 +166,7 @@ def _skip_then_train() -> tuple[list[int], bool]:
     before = full_state_dict(model)
     counts = []
     for k in range(3):
-        step(_batches(k, dist.get_rank(), dist.get_world_size()))
+        step(batches_of(k, dist.get_rank(), dist.get_world_size()))
         counts.append(step.num_skips_in_a_row)
     after = full_state_dict(model)
     return counts, any(not torch.equal(before[name], after[name]) for name in before)
@@ -198,11 +178,11 @@ def test_good_step_ends_a_row_of_skips(ranks: Ranks) -> None:
 
 
 def _step_with_request() -> bool:
-    model = _sharded_model()
+    model = sharded_model()
     step = _step(model)
     if dist.get_rank() == 1:
         step._stop.request()
-    step(_batches(0, dist.get_rank(), dist.get_world_size()))
+    step(batches_of(0, dist.get_rank(), dist.get_world_size()))
     return step._stop.is_agreed
 
 

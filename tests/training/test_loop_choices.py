@@ -1,0 +1,322 @@
+"""Ways to run the same training: ranks, meshes, strategies, recomputation, dtypes, optimizers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megafsdp import full_state_dict, fully_shard_model
+from megafsdp.models import ActivationCheckpointing, LanguageModel, build_model
+from megafsdp.training import Config, loop, train
+from megafsdp.training.lr import Schedule
+from megafsdp.training.world import find_world
+from tests.ranks import Ranks
+from tests.training.runs import rows, tiny, write_corpus
+
+
+def _losses(ranks: Ranks, num_ranks: int, folder: Path, **sections: dict[str, Any]) -> list[float]:
+    """Train the tiny run in a folder of its own beside the shared corpus; return its losses."""
+    directory = folder / f"run{len(list(folder.glob('run*')))}"
+    run = {"directory": str(directory)} | sections.pop("run", {})
+    config = tiny(folder, run=run, data={"cache": str(folder / "cache")}, **sections)
+    ranks(num_ranks).run(train, config)
+    metrics = (directory / "metrics.jsonl").read_text().splitlines()
+    losses = [row["loss"] for row in map(json.loads, metrics) if "loss" in row]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
+    return losses
+
+
+def test_number_of_ranks_does_not_change_the_losses(ranks: Ranks, tmp_path: Path) -> None:
+    """One, two and three ranks begin with the same weights and read the same batches.
+
+    The tolerance is that of fp32 sums in another order over six steps of Adam with eps 1e-5.
+    """
+    write_corpus(tmp_path)
+    one, *more = [_losses(ranks, size, tmp_path) for size in (1, 2, 3)]
+    for losses in more:
+        assert losses == pytest.approx(one, rel=1e-5)
+
+
+def _mesh_of_run(config: Config) -> tuple[tuple[int, ...], float]:
+    """Train, and return the shape of the mesh with the share of the model that this rank holds."""
+    found: list[nn.Module] = []
+    plain = fully_shard_model
+
+    def watched(model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        found.append(model)
+        return plain(model, *args, **options)
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("megafsdp.training.loop.fully_shard_model", watched)
+    try:
+        train(config)
+    finally:
+        monkeypatch.undo()
+    parameters = [p for p in found[0].parameters() if isinstance(p, DTensor)]
+    local = sum(p.to_local().numel() for p in parameters)
+    return parameters[0].device_mesh.shape, local / sum(p.numel() for p in parameters)
+
+
+# Ranks, options, and the part of the main weights that one rank holds.
+STRATEGIES = [
+    (2, {"strategy": "no_shard"}, 1),
+    (2, {"strategy": "optim"}, 1 / 2),
+    (2, {"strategy": "optim_grads"}, 1 / 2),
+    (2, {"dp_outer": 2}, 1),
+    (2, {"reshard_after_forward": False, "prefetch": 0}, 1 / 2),
+    (4, {}, 1 / 4),
+    (4, {"dp_outer": 2}, 1 / 2),
+    (4, {"dp_outer": 2, "dp_shard": 2, "reshard_after_forward": True}, 1 / 2),
+    (4, {"dp_outer": 2, "strategy": "optim"}, 1 / 2),
+    (4, {"dp_outer": 2, "strategy": "optim_grads", "prefetch": 2}, 1 / 2),
+    (4, {"dp_outer": 4}, 1),
+    (4, {"dp_outer": 2, "strategy": "no_shard"}, 1),
+    (2, {"dp_outer": 2, "outer_strategy": "optim"}, 1 / 2),
+    (4, {"dp_outer": 2, "outer_strategy": "optim"}, 1 / 4),
+    (4, {"dp_outer": 4, "outer_strategy": "optim"}, 1 / 4),
+    (4, {"reshard_after_forward": 2}, 1 / 4),
+    (4, {"dp_outer": 2, "reshard_after_forward": 2}, 1 / 2),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "parallel", "share"), STRATEGIES)
+def test_way_to_divide_does_not_change_the_losses(
+    ranks: Ranks, tmp_path: Path, num_ranks: int, parallel: dict[str, Any], share: float
+) -> None:
+    """Every strategy on every mesh trains as one rank does, and holds the share that it should.
+
+    The tolerance is that of fp32 sums in another order over six steps of Adam with eps 1e-5.
+    """
+    write_corpus(tmp_path)
+    alone = _losses(ranks, 1, tmp_path)
+    assert _losses(ranks, num_ranks, tmp_path, parallel=parallel) == pytest.approx(alone, rel=1e-5)
+    short = tiny(
+        tmp_path,
+        run={"directory": str(tmp_path / "short")},
+        train={"steps": 1},
+        schedule={"kind": "constant"},
+        parallel=parallel,
+    )
+    found = ranks(num_ranks).run(_mesh_of_run, short)
+    outer = parallel.get("dp_outer", 1)
+    shape = (num_ranks,) if outer == 1 else (outer, num_ranks // outer)
+    assert [s for s, _ in found] == [shape] * num_ranks
+    # Rows of other tensors may lie on the other side of a cut.
+    assert [part for _, part in found] == pytest.approx([share] * num_ranks, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"mode": "full"},
+        {"mode": "full", "every": 2},
+        {"mode": "full", "use_reentrant": True},
+        {"mode": "selective"},
+    ],
+)
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+def test_recomputation_does_not_change_the_losses(
+    ranks: Ranks, tmp_path: Path, choice: dict[str, Any], param_dtype: str
+) -> None:
+    """Six steps on two ranks have the same losses to the last bit."""
+    write_corpus(tmp_path)
+    sections = {"precision": {"param_dtype": param_dtype}}
+    wanted = _losses(ranks, 2, tmp_path, **sections)
+    assert _losses(ranks, 2, tmp_path, activation_checkpointing=choice, **sections) == wanted
+
+
+def _choice_of_run(config: Config) -> ActivationCheckpointing:
+    """Return what the trained model was told to recompute."""
+    found: list[LanguageModel] = []
+    plain = build_model
+
+    def watched(*args: Any, **options: Any) -> LanguageModel:
+        found.append(plain(*args, **options))
+        return found[-1]
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("megafsdp.training.loop.build_model", watched)
+    try:
+        train(config)
+    finally:
+        monkeypatch.undo()
+    return found[0].activation_checkpointing
+
+
+def test_recomputation_is_what_the_configuration_says(tmp_path: Path) -> None:
+    """The section reaches the model; without it nothing is recomputed."""
+    write_corpus(tmp_path)
+    assert _choice_of_run(tiny(tmp_path)) == ActivationCheckpointing()
+    section = {"mode": "full", "every": 2, "use_reentrant": True}
+    config = tiny(
+        tmp_path, run={"directory": str(tmp_path / "run2")}, activation_checkpointing=section
+    )
+    assert _choice_of_run(config) == ActivationCheckpointing("full", 2, True)
+
+
+def _dtypes_of_run(config: Config) -> set[tuple[torch.dtype, torch.dtype]]:
+    """Return the dtypes of main weights and main gradients at the first step of the optimizer."""
+    found: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found.update((p.dtype, p.grad.dtype) for p in parameters if p.grad is not None)
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        train(config)
+    finally:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "gradients"),
+    [
+        ({}, torch.float32, torch.float32),
+        ({"param_dtype": "bf16"}, torch.float32, torch.float32),
+        ({"param_dtype": "bf16", "main_grads_dtype": "bf16"}, torch.float32, torch.bfloat16),
+        ({"param_dtype": "bf16", "main_params_dtype": "bf16"}, torch.bfloat16, torch.bfloat16),
+        (
+            {"main_params_dtype": "bf16", "main_grads_dtype": "fp32"},
+            torch.bfloat16,
+            torch.float32,
+        ),
+    ],
+)
+def test_main_dtypes_are_what_the_configuration_says(
+    ranks: Ranks,
+    tmp_path: Path,
+    precision: dict[str, str],
+    weights: torch.dtype,
+    gradients: torch.dtype,
+) -> None:
+    """What the optimizer sees; main gradients follow main weights unless they are named."""
+    write_corpus(tmp_path)
+    # torch's AdamW takes gradients of the weights' dtype only.
+    optimizer = {"kind": "sgd", "implementation": "foreach"}
+    config = tiny(tmp_path, precision=precision, optimizer=optimizer)
+    assert ranks(2).run(_dtypes_of_run, config) == [{(weights, gradients)}] * 2
+
+
+def test_bf16_run_learns(ranks: Ranks, tmp_path: Path) -> None:
+    """Compute in bf16 with fp32 main weights goes down the same way."""
+    write_corpus(tmp_path)
+    ranks(2).run(train, tiny(tmp_path, precision={"param_dtype": "bf16"}))
+    losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_other_architectures_train(tmp_path: Path, kind: str) -> None:
+    """Every architecture runs through the same loop."""
+    write_corpus(tmp_path)
+    sizes = {"num_query_groups": 2} if kind == "gpt" else {}
+    assert train(tiny(tmp_path, model={"architecture": kind, **sizes})).is_finished
+
+
+def _weights_of_a_run(folder: Path) -> None:
+    config = tiny(folder)
+    model_config = config.model.resolve()
+    before = torch.get_rng_state()
+    model = loop._build_sharded(config, model_config, find_world("cpu"))
+    assert torch.equal(torch.get_rng_state(), before), "the rank's own random state is left alone"
+    reference = build_model(model_config, seed=config.run.seed)
+    state = full_state_dict(model)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_initial_weights_are_those_of_the_seed(ranks: Ranks, tmp_path: Path) -> None:
+    """Initialising the divided model gives what building the whole one gives."""
+    write_corpus(tmp_path)
+    ranks(2).run(_weights_of_a_run, tmp_path)
+
+
+def _rows_of(ranks: Ranks, num_ranks: int, folder: Path, **sections: Any) -> list[dict[str, Any]]:
+    """Train the tiny run in a folder of its own; return its rows of steps."""
+    _losses(ranks, num_ranks, folder, **sections)
+    newest = max(folder.glob("run*/metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    parsed = [json.loads(line) for line in newest.read_text().splitlines()]
+    return [row for row in parsed if "loss" in row]
+
+
+OPTIMIZERS = {
+    "adam": {"kind": "adam"},
+    "bf16 states": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "fp8 and fp16 states": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"},
+    "sgd": {"kind": "sgd", "lr": 0.3},
+    "muon": {"kind": "muon"},
+    "muon, by heads": {"kind": "muon", "lr_multipliers": {"*embedding*": 0.5}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_number_of_ranks_does_not_change_what_an_optimizer_does(
+    ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    """Losses and gradient norms of one rank and of two.
+
+    The tolerance is that of fp32 sums in another order over six steps. Narrow states round the
+    difference up to their own precision where a value lies at the edge of two codes, and the
+    orthogonalisation of a matrix enlarges what is small in it.
+    """
+    write_corpus(tmp_path)
+    sections: dict[str, Any] = {"optimizer": OPTIMIZERS[name]}
+    if name == "muon, by heads":
+        sections["muon"] = {"split_fused": "groups", "ns_steps": 4, "nesterov": False}
+    one, two = (_rows_of(ranks, size, tmp_path, **sections) for size in (1, 2))
+    for alone, row in zip(one, two, strict=True):
+        assert row["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)
+
+
+def test_implementations_of_adamw_train_alike(ranks: Ranks, tmp_path: Path) -> None:
+    """Ours clips within its step, torch's is given clipped gradients: the losses are the same.
+
+    The tolerance is that of fp32 rounding over six steps of Adam with eps 1e-5.
+    """
+    write_corpus(tmp_path)
+    clip = {"clip_norm": 0.3}
+    ours = _rows_of(ranks, 2, tmp_path, optimizer=clip)
+    assert all(row["grad_norm"] > 0.3 for row in ours)
+    for form in ("fused", "foreach", "loop"):
+        theirs = _rows_of(ranks, 2, tmp_path, optimizer={**clip, "implementation": form})
+        for a, b in zip(ours, theirs, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_fp16_run_learns_and_its_schedule_waits_for_skipped_steps(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The first scales overflow; the rate of a skipped step comes again until one is taken."""
+    write_corpus(tmp_path)
+    config = tiny(
+        tmp_path,
+        precision={"param_dtype": "fp16"},
+        loss_scale={"initial": 2.0**24, "hysteresis": 1},
+        train={"steps": 14},
+    )
+    ranks(2).run(train, config)
+    steps = [row for row in rows(tmp_path) if "loss" in row]
+    skips = [b["num_skipped"] - a["num_skipped"] for a, b in itertools.pairwise(steps)]
+    skipped = [steps[0]["num_skipped"], *skips]
+    assert 0 < sum(skipped) < 8
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    schedule, taken = Schedule.of(config), 0
+    for row, is_skipped in zip(steps, skipped, strict=True):
+        assert row["lr"] == schedule.at((taken + 1) * config.train.global_batch_size)
+        taken += 1 - is_skipped
+    scales = [row["loss_scale"] for row in steps]
+    for before, after, is_skipped in zip(scales, scales[1:], skipped, strict=False):
+        assert after == (before / 2 if is_skipped else before)
