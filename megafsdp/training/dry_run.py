@@ -141,9 +141,14 @@ class DryRunReport:
                 "",
                 *self._traffic_lines(),
                 "",
-                f"took {self.duration_s:.2f} s; activations and buffers of the backend not counted",
+                f"took {self.duration_s:.2f} s; {self._left_out} not counted",
             ]
         )
+
+    @property
+    def _left_out(self) -> str:
+        exchange = ", Muon's all-to-alls" if self.config.optimizer.kind == "muon" else ""
+        return f"activations{exchange} and buffers of the backend"
 
     def _head_lines(self) -> list[str]:
         degrees, parallel = self.degrees, self.config.parallel

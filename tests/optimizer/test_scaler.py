@@ -84,6 +84,25 @@ def test_a_scaler_resumes_where_it_was() -> None:
     assert scales[0] == scales[1] == [8, 16, 16, 8, 8, 8, 16]
 
 
+def test_a_constant_scale_is_not_a_stored_one() -> None:
+    """What is configured stays, whatever another scaler's state says."""
+    dynamic, constant = LossScaler(ScaleRule(8.0)), LossScaler(ScaleRule.constant(128.0))
+    constant.load_state_dict(dynamic.state_dict())
+    assert constant.current_scale == 128.0
+
+
+def test_a_decision_made_elsewhere_moves_the_scale() -> None:
+    """Whoever finds by other means whether a step is finite tells update()."""
+    scaler = LossScaler(ScaleRule(8.0, growth_window=2, hysteresis=1))
+    scales = []
+    for is_finite in (False, True, True):
+        scaler.update(is_finite=is_finite)
+        scales.append(scaler.current_scale)
+    assert scales == [4.0, 4.0, 8.0]
+    with pytest.raises(RuntimeError, match="a step since the last update"):
+        scaler.update()
+
+
 @pytest.mark.parametrize(
     "values",
     [

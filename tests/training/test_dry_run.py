@@ -48,7 +48,7 @@ def _train_steps(config: Config) -> tuple[ByteLedger, CollectiveRecord, int]:
         mp_policy=config.precision.policy(),
     )
     device = torch.device("cpu")
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, config.muon)
     step = TrainStep(
         model,
         optimizer,
@@ -68,10 +68,25 @@ def _train_steps(config: Config) -> tuple[ByteLedger, CollectiveRecord, int]:
         ledger.reset_peak()
         with record_collectives() as record:
             step([batch] * (share // micro_size))
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    local = [t.to_local() for t in states if t is not None and t.ndim]
-    state_nbytes = sum(t.numel() * t.element_size() for t in local)
+    is_flat = {
+        "exp_avg": config.optimizer.is_fused_adam
+        and config.optimizer.exp_avg_dtype in ("fp32", "bf16"),
+        "exp_avg_sq": config.optimizer.is_fused_adam
+        and config.optimizer.exp_avg_sq_dtype in ("fp32", "bf16"),
+    }
+    states = [item for state in optimizer.state.values() for item in state.items()]
+    own = [t for name, t in states if t is not None and t.ndim and not is_flat.get(name, False)]
+    state_nbytes = sum(map(_nbytes_with_scales, own))
     return copy.deepcopy(ledger), record, state_nbytes
+
+
+def _nbytes_with_scales(state: torch.Tensor) -> int:
+    """Return the bytes of a rank's rows, and of an fp32 scale for each 128 elements of a row."""
+    local = state.to_local()
+    nbytes = local.numel() * local.element_size()
+    if state.dtype in (torch.float16, torch.float8_e4m3fn):
+        nbytes += 4 * local.shape[0] * -(-state.shape[1:].numel() // 128)
+    return nbytes
 
 
 @pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
@@ -123,6 +138,53 @@ def test_figures_are_those_of_real_steps(
     assert states == max(state_nbytes for *_, state_nbytes in measured) > 0
 
 
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("states", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+def test_states_in_flat_buffers_are_the_ledgers(
+    ranks: Ranks, tmp_path: Path, states: tuple[str, str], strategy: str, param_dtype: str
+) -> None:
+    """FusedAdam's states follow their dtypes, gaps included; every category, to the byte."""
+    config = tiny(
+        tmp_path,
+        parallel={"strategy": strategy},
+        precision={"param_dtype": param_dtype},
+        optimizer={"exp_avg_dtype": states[0], "exp_avg_sq_dtype": states[1]},
+    )
+    footprint = dry_run(config, 2).footprint
+    for ledger, _, others_nbytes in ranks(2).run(_train_steps, config):
+        assert others_nbytes == 0
+        for category in Category:
+            assert footprint.peak[category] == ledger.peak[category], category
+            assert footprint.resting[category] == ledger.live[category], category
+        assert footprint.peak_total == ledger.peak_total
+    assert footprint.resting[Category.OPTIMIZER_STATE] > 0
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"},
+        {"exp_avg_dtype": "fp8"},
+        {"kind": "muon"},
+        {"kind": "adam", "implementation": "loop"},
+    ],
+    ids=["scaled", "one scaled", "muon", "torch's adam"],
+)
+def test_other_states_are_those_of_real_steps(
+    ranks: Ranks, tmp_path: Path, optimizer: dict[str, str], strategy: str
+) -> None:
+    """Codes with their scales, Muon's momentum, and torch's moments, on the rank that has most."""
+    # Rows of more than one block of scales, and of a broken one.
+    model = {"ffn_hidden_size": 200, "hidden_size": 136}
+    config = tiny(tmp_path, model=model, parallel={"strategy": strategy}, optimizer=optimizer)
+    states = dry_run(config, 2).footprint.resting[Category.OPTIMIZER_STATE]
+    measured = ranks(2).run(_train_steps, config)
+    nbytes = [own + ledger.live[Category.OPTIMIZER_STATE] for ledger, _, own in measured]
+    assert states == max(nbytes) > 0
+
+
 def _counts_of_a_step(config: Config) -> tuple[Counter[str], Counter[str]]:
     """Run the loop; return calls and bytes between the ends of its third and fourth step."""
     ends: list[tuple[Counter[str], Counter[str]]] = []
@@ -135,15 +197,31 @@ def _counts_of_a_step(config: Config) -> tuple[Counter[str], Counter[str]]:
     return ends[3][0] - ends[2][0], ends[3][1] - ends[2][1]
 
 
-def test_the_loop_adds_no_collective_that_is_not_said(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"optimizer": {"implementation": "fused"}},
+        {"precision": {"param_dtype": "fp16"}, "loss_scale": {"constant": 64.0}},
+        {
+            "precision": {"param_dtype": "fp16"},
+            "loss_scale": {"constant": 64.0},
+            "optimizer": {"kind": "sgd", "lr": 0.1},
+        },
+    ],
+    ids=["megafsdp", "torch", "fp16", "fp16 by torch"],
+)
+def test_the_loop_adds_no_collective_that_is_not_said(
+    ranks: Ranks, tmp_path: Path, sections: dict[str, dict[str, Any]]
+) -> None:
     """On two replicas of two ranks each, calls and bytes of every kind, to the byte."""
     write_corpus(tmp_path)
     config = tiny(
         tmp_path,
         parallel={"dp_outer": 2},
-        precision={"param_dtype": "bf16", "reduce_dtype": "bf16"},
         train={"micro_batch_size": 1},
         logging={"interval_steps": 100},
+        **{"precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}, **sections},
     )
     traffic = dry_run(config, 4).footprint.traffic
     calls, nbytes = Counter[str](), Counter[str]()

@@ -277,7 +277,7 @@ def test_number_of_ranks_does_not_change_what_an_optimizer_does(
     one, two = (_rows_of(ranks, size, tmp_path, **sections) for size in (1, 2))
     for alone, row in zip(one, two, strict=True):
         assert row["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-        assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)
+        assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
 
 
 def test_implementations_of_adamw_train_alike(ranks: Ranks, tmp_path: Path) -> None:

@@ -108,6 +108,18 @@ def test_rate_is_set_in_every_group() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [PEAK / 2] * 2
 
 
+def test_rate_of_a_group_is_times_its_multiplier() -> None:
+    """At every sample, so in warm-up and decay too; what is returned and logged is the rate."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    factors = [{"lr_multiplier": 0.5}, {"lr_multiplier": 0.0}, {}]
+    groups = [{"params": [p]} | extra for p, extra in zip(parameters, factors, strict=True)]
+    optimizer = torch.optim.SGD(groups, lr=9.0)
+    rate = LearningRate(optimizer, _schedule("wsd"), follows_checkpoint=False)
+    for num_samples, wanted in ((20, PEAK / 2), (100, PEAK), (200, LOW)):
+        assert rate.set_for(num_samples) == wanted
+        assert [group["lr"] for group in optimizer.param_groups] == [wanted / 2, 0.0, wanted]
+
+
 @pytest.mark.parametrize("follows", [False, True])
 def test_conflict_with_checkpoint_is_resolved_and_told(
     follows: bool, caplog: pytest.LogCaptureFixture

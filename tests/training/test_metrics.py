@@ -96,6 +96,19 @@ def test_progress_line_shows_mfu_and_skips_where_there_are_any() -> None:
     assert line.endswith("ETA 0:05  SKIPPED")
 
 
+def test_loss_scale_is_shown_where_there_is_one() -> None:
+    """In both forms; a step that overflowed is skipped, but its loss is no NaN."""
+    scaled = StepResult(2.0, float("inf"), True, (), 65536.0)
+    assert "lr 0.00e+00  loss scale 65536  " in progress_line(POSITION, scaled, 0.0, RATES)
+    line = megatron_line(POSITION, scaled, 0.0, RATES)
+    assert "| loss scale: 65536.0 |" in line
+    assert line.endswith("number of skipped iterations:   1 | number of nan iterations:   0 |")
+    plain = StepResult(float("nan"), 1.0, True, ())
+    line = megatron_line(POSITION, plain, 0.0, RATES)
+    assert "| loss scale: 1.0 |" in line
+    assert line.endswith("number of nan iterations:   1 |")
+
+
 def test_megatron_line_is_read_by_its_scripts() -> None:
     """The patterns that log readers of Megatron-LM use find their numbers."""
     line = megatron_line(POSITION, RESULT, 3e-3, RATES)
