@@ -44,7 +44,7 @@ def build_optimizer(
     if section.kind == "sgd":
         return torch.optim.SGD(groups, lr=section.lr, **flags)
     kind = torch.optim.AdamW if section.kind == "adamw" else torch.optim.Adam
-    return kind(groups, lr=section.lr, **flags)
+    return kind(groups, lr=section.lr, betas=section.betas, eps=section.eps, **flags)
 
 
 def parameter_groups(

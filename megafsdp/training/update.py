@@ -87,8 +87,8 @@ class WeightUpdate:
         # torch's protocol of optimizers that unscale by themselves. In fp64, so that the reciprocal
         # of the reciprocal is the fp32 coefficient again.
         inverse = (self.loss_scale or 1.0) / coefficient
-        optimizer.grad_scale = torch.tensor(inverse, dtype=torch.float64)
+        optimizer.grad_scale = torch.tensor(inverse, dtype=torch.float64)  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
-            del optimizer.grad_scale
+            del optimizer.grad_scale  # type: ignore[attr-defined]

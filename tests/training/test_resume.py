@@ -116,6 +116,37 @@ def test_skips_are_counted_across_a_resume(tmp_path: Path) -> None:
         train(tiny(tmp_path, train=policy | {"steps": 4}, **broken))
 
 
+def _loss_scales(config: Config) -> list[float | None]:
+    scales: list[float | None] = []
+    train(config, on_step=lambda step, result: scales.append(result.loss_scale))
+    return scales
+
+
+def test_runs_change_to_fp16_and_back(tmp_path: Path) -> None:
+    """Without a stored scale the first one is taken; a stored one is left where it is not asked."""
+    write_corpus(tmp_path)
+    fp16 = {"precision": {"param_dtype": "fp16"}, "loss_scale": {"initial": 256.0, "window": 1}}
+    assert _loss_scales(tiny(tmp_path, train={"steps": 1})) == [None]
+    assert _loss_scales(tiny(tmp_path, train={"steps": 3}, **fp16)) == [256.0, 512.0]
+    assert _loss_scales(tiny(tmp_path, train={"steps": 4}, **fp16)) == [1024.0]
+    constant = fp16 | {"loss_scale": {"constant": 64.0}}
+    assert _loss_scales(tiny(tmp_path, train={"steps": 5}, **constant)) == [64.0]
+    assert _loss_scales(tiny(tmp_path)) == [None]
+
+
+def test_multipliers_of_the_rate_are_the_configurations(tmp_path: Path) -> None:
+    """A run that goes on with other factors for the same groups steps by the new ones."""
+    write_corpus(tmp_path)
+    key = "model.embedding.word_embeddings.weight"
+    train(tiny(tmp_path, train={"steps": 1}, optimizer={"lr_multipliers": {"*embedding*": 0.5}}))
+    first = tiny(tmp_path).checkpoint_directory
+    frozen = {"lr_multipliers": {"*embedding*": 0.0}}
+    train(tiny(tmp_path, train={"steps": 2}, optimizer=frozen))
+    before, after = stored_tensors(first, 1), stored_tensors(first, 2)
+    assert torch.equal(before[key], after[key])
+    assert any(not torch.equal(before[k], after[k]) for k in before if k.startswith("model."))
+
+
 def test_another_order_of_samples_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
