@@ -28,6 +28,10 @@ GROUPS_KEY = "optimizer.param_groups"
 _CPU_SCALARS = frozenset({"step", "mu_product"})
 _SCALARS = _CPU_SCALARS | {"eta", "mu"}
 _MAX_NAMED = 20
+# Options that only some forms of Adam have, with what the others do.
+_NEUTRAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
+# The optimizer's class, not its group, says which decay it means.
+_OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
 
 
 @dataclass(slots=True)
@@ -169,7 +173,8 @@ def plan_param_groups(
             )
             continue
         taken = {k: v for k, v in found.items() if k != "names" and k not in EXECUTION_FLAGS}
-        lacking = sorted(set(load.optimizer.defaults) - EXECUTION_FLAGS - set(taken))
+        unknown = set(load.optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
+        lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])
         if lacking:
             kind = type(load.optimizer).__name__
             complain(f"the hyperparameters of {kind}", f"a stored group without {lacking}", index)

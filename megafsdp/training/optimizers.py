@@ -79,7 +79,9 @@ def _common_options(section: OptimizerSection, muon: MuonSection) -> dict[str, A
         return {"momentum": section.momentum}
     betas = (float(section.betas[0]), float(section.betas[1]))
     if section.kind != "muon":
-        return {"betas": betas, "eps": section.eps}
+        # torch's Adam reads this from the group, where a checkpoint of AdamW would leave its own.
+        is_decoupled = section.kind == "adamw"
+        return {"betas": betas, "eps": section.eps, "decoupled_weight_decay": is_decoupled}
     return {
         "betas": betas,
         "adamw_eps": section.eps,

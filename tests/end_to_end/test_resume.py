@@ -31,6 +31,7 @@ OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {
     "fused adamw": {},
     "bf16 states": {"optimizer": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
     "one bf16 state": {"optimizer": {"exp_avg_dtype": "bf16"}},
+    "scaled states": {"optimizer": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}},
     "coupled adam": {"optimizer": {"kind": "adam"}},
     "torch's adamw": {"optimizer": {"implementation": "fused"}},
     "sgd": {"optimizer": {"kind": "sgd", "implementation": "foreach", "lr": 0.1}},

@@ -163,22 +163,23 @@ def test_states_in_flat_buffers_are_the_ledgers(
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.parametrize(
-    "optimizer",
+    "sections",
     [
-        {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"},
-        {"exp_avg_dtype": "fp8"},
-        {"kind": "muon"},
-        {"kind": "adam", "implementation": "loop"},
+        {"optimizer": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}},
+        {"optimizer": {"exp_avg_dtype": "fp8"}},
+        {"optimizer": {"kind": "muon"}},
+        {"precision": {"main_params_dtype": "bf16"}, "optimizer": {"kind": "muon"}},
+        {"optimizer": {"kind": "adam", "implementation": "loop"}},
     ],
-    ids=["scaled", "one scaled", "muon", "torch's adam"],
+    ids=["scaled", "one scaled", "muon", "muon in bf16", "torch's adam"],
 )
 def test_other_states_are_those_of_real_steps(
-    ranks: Ranks, tmp_path: Path, optimizer: dict[str, str], strategy: str
+    ranks: Ranks, tmp_path: Path, sections: dict[str, dict[str, str]], strategy: str
 ) -> None:
     """Codes with their scales, Muon's momentum, and torch's moments, on the rank that has most."""
     # Rows of more than one block of scales, and of a broken one.
     model = {"ffn_hidden_size": 200, "hidden_size": 136}
-    config = tiny(tmp_path, model=model, parallel={"strategy": strategy}, optimizer=optimizer)
+    config = tiny(tmp_path, model=model, parallel={"strategy": strategy}, **sections)
     states = dry_run(config, 2).footprint.resting[Category.OPTIMIZER_STATE]
     measured = ranks(2).run(_train_steps, config)
     nbytes = [own + ledger.live[Category.OPTIMIZER_STATE] for ledger, _, own in measured]

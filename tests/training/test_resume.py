@@ -134,6 +134,47 @@ def test_runs_change_to_fp16_and_back(tmp_path: Path) -> None:
     assert _loss_scales(tiny(tmp_path)) == [None]
 
 
+def _losses(config: Config) -> list[float]:
+    losses: list[float] = []
+    train(config, on_step=lambda step, result: losses.append(result.loss))
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_implementations_go_on_from_each_other(tmp_path: Path, kind: str) -> None:
+    """Two steps by each of torch's and our forms, back and forth, are six steps of one.
+
+    The tolerance is that of fp32 rounding over six steps of Adam with eps 1e-5.
+    """
+    write_corpus(tmp_path)
+    # A schedule that does not depend on the length of the run.
+    schedule = {"kind": "constant", "warmup_samples": 24}
+    run = {"directory": str(tmp_path / "plain")}
+    straight = tiny(tmp_path, run=run, optimizer={"kind": kind}, schedule=schedule)
+    wanted, mixed = _losses(straight), []
+    for steps, form in ((2, "fused"), (4, "megafsdp"), (6, "loop")):
+        section = {"kind": kind, "implementation": form}
+        config = tiny(tmp_path, optimizer=section, schedule=schedule, train={"steps": steps})
+        mixed += _losses(config)
+    assert mixed == pytest.approx(wanted, rel=1e-5)
+
+
+def test_adam_goes_on_from_adamw_with_its_own_decay(tmp_path: Path) -> None:
+    """The kind of decay is the configuration's, whichever a checkpoint had."""
+    write_corpus(tmp_path)
+    weights = []
+    for name, form in (("a", "megafsdp"), ("b", "loop")):
+        run = {"directory": str(tmp_path / name)}
+        section = {"weight_decay": 0.5, "implementation": form}
+        train(tiny(tmp_path, run=run, optimizer=section, train={"steps": 1}))
+        config = tiny(tmp_path, run=run, optimizer=section | {"kind": "adam"}, train={"steps": 3})
+        train(config)
+        weights.append(stored_tensors(config.checkpoint_directory, 3))
+    for key, tensor in weights[0].items():
+        if key.startswith("model."):
+            torch.testing.assert_close(tensor, weights[1][key], rtol=1e-4, atol=1e-5)
+
+
 def test_multipliers_of_the_rate_are_the_configurations(tmp_path: Path) -> None:
     """A run that goes on with other factors for the same groups steps by the new ones."""
     write_corpus(tmp_path)
