@@ -45,6 +45,8 @@ class OptimizerSection:
         exp_avg_dtype: First moment of adamw and adam by megafsdp. fp16 and fp8 have a scale for
             each block of 128 elements; one-dimensional parameters keep fp32 then.
         exp_avg_sq_dtype: Second moment, likewise.
+        store_param_remainders: Keep what bf16 main weights lack of fp32 in 16 bits beside them; for
+            adamw and adam by megafsdp, with precision.main_params_dtype bf16.
         clip_norm: Largest norm of all gradients; null does not clip.
     """
 
@@ -59,6 +61,7 @@ class OptimizerSection:
     implementation: Literal["megafsdp", "fused", "foreach", "loop"] | None = None
     exp_avg_dtype: StateDtype = "fp32"
     exp_avg_sq_dtype: StateDtype = "fp32"
+    store_param_remainders: bool = False
     clip_norm: float | None = 1.0
 
     @property

@@ -39,6 +39,7 @@ def build_optimizer(
             adam_w_mode=section.kind == "adamw",
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
+            store_param_remainders=section.store_param_remainders,
         )
     flags = {"fused": section.form == "fused", "foreach": section.form == "foreach"}
     if section.kind == "sgd":

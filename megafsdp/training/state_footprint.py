@@ -55,8 +55,9 @@ def _nbytes_by_shard(
     dtypes: Sequence[torch.dtype] = ()
     if section.is_fused_adam:
         dtypes = section.state_dtypes
-        if main == torch.float32:
-            flat = [dtype for dtype in dtypes if dtype in PLAIN_DTYPES]
+        remainders = [torch.int16] if section.store_param_remainders else []
+        if main == (torch.bfloat16 if remainders else torch.float32):
+            flat = remainders + [dtype for dtype in dtypes if dtype in PLAIN_DTYPES]
             dtypes = [dtype for dtype in dtypes if dtype not in PLAIN_DTYPES]
     elif section.kind != "sgd":
         dtypes = (main, main)

@@ -132,6 +132,14 @@ def _check_optimizer(config: Config) -> None:
                 dtype,
                 "Use adamw or adam with implementation megafsdp for narrower states",
             )
+    main = config.precision.main_params_dtype
+    if optimizer.store_param_remainders and not (optimizer.is_fused_adam and main == "bf16"):
+        raise _bad(
+            "optimizer.store_param_remainders",
+            "false, or bf16 main weights with adamw or adam in the megafsdp form",
+            f"{main} with {optimizer.kind} in the {form} form",
+            "Leave it out, or set precision.main_params_dtype to bf16",
+        )
     if optimizer.kind != "muon" and config.muon != MuonSection():
         raise _bad("muon", "its defaults, or optimizer.kind muon", optimizer.kind, "Leave it out")
     _check_lr_multipliers(config)

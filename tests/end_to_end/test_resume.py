@@ -27,11 +27,20 @@ FP16 = {
     "precision": {"param_dtype": "fp16"},
     "loss_scale": {"initial": 2.0**20, "window": 2, "hysteresis": 2},
 }
+REMAINDERS = {
+    "precision": {
+        "param_dtype": "bf16",
+        "main_params_dtype": "bf16",
+        "main_grads_dtype": "fp32",
+    },
+    "optimizer": {"store_param_remainders": True},
+}
 OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {
     "fused adamw": {},
     "bf16 states": {"optimizer": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
     "one bf16 state": {"optimizer": {"exp_avg_dtype": "bf16"}},
     "scaled states": {"optimizer": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}},
+    "remainders": REMAINDERS,
     "coupled adam": {"optimizer": {"kind": "adam"}},
     "torch's adamw": {"optimizer": {"implementation": "fused"}},
     "sgd": {"optimizer": {"kind": "sgd", "implementation": "foreach", "lr": 0.1}},
@@ -81,7 +90,7 @@ def test_stopped_run_equals_uninterrupted_run_bit_by_bit(
         assert [told for piece in pieces for told in piece[rank]] == straight[rank]
 
     scales = [scale for *_, scale in straight[0]]
-    if "precision" in sections:
+    if "loss_scale" in sections:
         assert scales[3] != scales[0], "the first interruption comes after the scale has moved"
         assert len(set(scales[3:])) > 1, "it moves after that too"
     else:

@@ -68,14 +68,12 @@ def _train_steps(config: Config) -> tuple[ByteLedger, CollectiveRecord, int]:
         ledger.reset_peak()
         with record_collectives() as record:
             step([batch] * (share // micro_size))
-    is_flat = {
-        "exp_avg": config.optimizer.is_fused_adam
-        and config.optimizer.exp_avg_dtype in ("fp32", "bf16"),
-        "exp_avg_sq": config.optimizer.is_fused_adam
-        and config.optimizer.exp_avg_sq_dtype in ("fp32", "bf16"),
-    }
+    section = config.optimizer
+    dtypes = {"exp_avg": section.exp_avg_dtype, "exp_avg_sq": section.exp_avg_sq_dtype}
+    flat = {"param_remainder"} | {n for n, dtype in dtypes.items() if dtype in ("fp32", "bf16")}
     states = [item for state in optimizer.state.values() for item in state.items()]
-    own = [t for name, t in states if t is not None and t.ndim and not is_flat.get(name, False)]
+    is_ours = section.is_fused_adam
+    own = [t for n, t in states if t is not None and t.ndim and not (is_ours and n in flat)]
     state_nbytes = sum(map(_nbytes_with_scales, own))
     return copy.deepcopy(ledger), record, state_nbytes
 
@@ -138,18 +136,22 @@ def test_figures_are_those_of_real_steps(
     assert states == max(state_nbytes for *_, state_nbytes in measured) > 0
 
 
-@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("main_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.parametrize("states", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
 def test_states_in_flat_buffers_are_the_ledgers(
-    ranks: Ranks, tmp_path: Path, states: tuple[str, str], strategy: str, param_dtype: str
+    ranks: Ranks, tmp_path: Path, states: tuple[str, str], strategy: str, main_dtype: str
 ) -> None:
     """FusedAdam's states follow their dtypes, gaps included; every category, to the byte."""
     config = tiny(
         tmp_path,
         parallel={"strategy": strategy},
-        precision={"param_dtype": param_dtype},
-        optimizer={"exp_avg_dtype": states[0], "exp_avg_sq_dtype": states[1]},
+        precision={"param_dtype": "bf16", "main_params_dtype": main_dtype},
+        optimizer={
+            "exp_avg_dtype": states[0],
+            "exp_avg_sq_dtype": states[1],
+            "store_param_remainders": main_dtype == "bf16",
+        },
     )
     footprint = dry_run(config, 2).footprint
     for ledger, _, others_nbytes in ranks(2).run(_train_steps, config):

@@ -74,6 +74,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ),
         ("optimizer", {"exp_avg_sq_dtype": "fp8", "kind": "muon"}, "fp32 for muon"),
         ("optimizer", {"exp_avg_dtype": "fp16", "kind": "sgd"}, "fp32 for sgd"),
+        ("optimizer", {"store_param_remainders": True}, "got fp32 with adamw in the megafsdp"),
         ("optimizer", {"lr_multipliers": {"*embedding*": -1.0}}, "got -1.*'[*]embedding[*]'"),
         (
             "optimizer",
