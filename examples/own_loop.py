@@ -50,7 +50,8 @@ model = ByteModel().to(device)
 for layer in model.layers:
     megafsdp.fully_shard(layer)
 megafsdp.fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+# Clips gradients in its step; any element-wise optimizer of torch works in its place.
+optimizer = megafsdp.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01, max_grad_norm=1.0)
 
 done = megafsdp.checkpoint.latest_step(OUTPUT) or 0
 if done:
@@ -65,11 +66,11 @@ for step in range(done + 1, done + STEPS + 1):
         with megafsdp.microbatch(model, is_last=index == MICROBATCHES - 1):
             loss = model(rows[:, :-1], rows[:, 1:])
             (loss / MICROBATCHES).backward()
-    norm = megafsdp.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
     if rank == 0 and step % 10 in (0, 1):
-        print(f"step {step}  loss {loss.item():.3f}  grad norm {norm.item():.3f}", flush=True)
+        norm = optimizer.grad_norm.item()
+        print(f"step {step}  loss {loss.item():.3f}  grad norm {norm:.3f}", flush=True)
 
 megafsdp.checkpoint.save(OUTPUT, step=done + STEPS, model=model, optimizer=optimizer)
 dist.destroy_process_group()
