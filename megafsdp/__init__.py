@@ -16,6 +16,7 @@ from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.optimizer.adam import FusedAdam
 from megafsdp.optimizer.clip import clip_grad_norm_
+from megafsdp.optimizer.grad_norms import num_zero_grads, param_group_norms
 from megafsdp.optimizer.local_parameters import local_parameters
 from megafsdp.optimizer.muon import Muon
 from megafsdp.optimizer.scale_rule import ScaleRule
@@ -44,6 +45,8 @@ __all__ = [
     "mark_main_weights_changed",
     "materialize",
     "microbatch",
+    "num_zero_grads",
+    "param_group_norms",
     "register_fsdp_forward_method",
     "summon_full_params",
 ]

@@ -96,6 +96,8 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "flat_states",
         "state_store",
         "adam_checks",
+        "grad_parts",
+        "grad_norms",
         "clip",
         "adam_plan",
         "adam_pass",

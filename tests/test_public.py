@@ -28,6 +28,8 @@ PROMISED = {
     "mark_main_weights_changed",
     "materialize",
     "microbatch",
+    "num_zero_grads",
+    "param_group_norms",
     "register_fsdp_forward_method",
     "summon_full_params",
 }

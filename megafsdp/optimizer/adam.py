@@ -24,7 +24,8 @@ from megafsdp.optimizer.adam_checks import (
 )
 from megafsdp.optimizer.adam_pass import AdamPass
 from megafsdp.optimizer.adam_plan import GroupPlan
-from megafsdp.optimizer.clip import clip_coefficient, total_norm
+from megafsdp.optimizer.clip import clip_coefficient
+from megafsdp.optimizer.grad_norms import total_norm
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.state import check_state_dtype
 from megafsdp.optimizer.state_store import REMAINDER, STATES, StateStore

@@ -159,7 +159,6 @@ def adam_step(
         _step_through_fp32(buffers, table, call)
 
 
-@torch.no_grad()
 def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> float:
     """Return the sum of squares of a ``(numel,)`` tensor; fp32, bf16 or fp16; local.
 
@@ -171,36 +170,46 @@ def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> f
         ValueError: The tensor is not flat, contiguous and of one of these dtypes, or
             ``num_threads`` is not positive.
     """
-    num_threads = torch.get_num_threads() if num_threads is None else num_threads
-    _check_positive(num_threads=num_threads)
-    native = native_module() if values.device.type == "cpu" else None
-    if native is None or values.numel() == 0:
-        return device_sum_of_squares(values).item()
-    _check_tensor("values", values, _GRAD_DTYPES, numel=values.numel(), device=values.device)
-    total: float = native.sum_of_squares(
-        values=values.data_ptr(),
-        numel=values.numel(),
-        dtype=_NAMES[values.dtype],
-        num_threads=num_threads,
-    )
-    return total
+    return device_sum_of_squares(values, num_threads=num_threads).item()
 
 
 @torch.no_grad()
-def device_sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> torch.Tensor:
     """Return :func:`sum_of_squares` as a ``()`` fp64 tensor on the device of the values; local.
 
     The bits are those of a CPU. Runs on the current stream and waits for nothing.
 
     Raises:
-        ValueError: The tensor is not flat, contiguous and fp32, bf16 or fp16.
+        ValueError: The tensor is not flat, contiguous and fp32, bf16 or fp16, or ``num_threads`` is
+            not positive.
         RuntimeError: CUDA refuses a launch.
     """
-    _check_tensor("values", values, _GRAD_DTYPES, numel=values.numel(), device=values.device)
-    cuda = cuda_kernels.usable_module(values.device) if values.numel() > 0 else None
-    if cuda is None:
+    num_threads = torch.get_num_threads() if num_threads is None else num_threads
+    _check_positive(num_threads=num_threads)
+    numel, device = values.numel(), values.device
+    _check_tensor("values", values, _GRAD_DTYPES, numel=numel, device=device)
+    cuda = cuda_kernels.usable_module(device) if numel > 0 else None
+    if cuda is not None:
+        return cuda_kernels.launch_sum_of_squares(cuda, values)
+    native = native_module() if device.type == "cpu" and numel > 0 else None
+    if native is None:
         return reference.sum_of_squares(values)
-    return cuda_kernels.launch_sum_of_squares(cuda, values)
+    total = native.sum_of_squares(
+        values=values.data_ptr(),
+        numel=numel,
+        dtype=_NAMES[values.dtype],
+        num_threads=num_threads,
+    )
+    return torch.tensor(total, dtype=torch.float64)
+
+
+def has_square_sum_kernel(values: torch.Tensor) -> bool:
+    """Tell whether a compiled kernel adds the squares of a tensor, which may have any shape."""
+    if not values.is_contiguous() or values.dtype not in _GRAD_DTYPES:
+        return False
+    if values.device.type == "cpu":
+        return native_module() is not None
+    return cuda_kernels.usable_module(values.device) is not None
 
 
 def _compiled(

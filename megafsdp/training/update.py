@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from megafsdp.optimizer.adam import FusedAdam
-from megafsdp.optimizer.clip import clip_coefficient, clip_grad_norm_, total_norm
+from megafsdp.optimizer.clip import clip_coefficient, clip_grad_norm_
+from megafsdp.optimizer.grad_norms import total_norm
 from megafsdp.optimizer.scaler import LossScaler
 
 

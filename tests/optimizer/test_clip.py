@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import clip_grad_norm_
+from megafsdp import clip_grad_norm_, num_zero_grads, param_group_norms
 from megafsdp.buffer.collectives import record_collectives
 from tests.fsdp.toy import assert_same_grads, batches, mine, pair
 from tests.ranks import Ranks
@@ -81,3 +81,52 @@ def test_a_norm_needs_a_positive_order() -> None:
     parameter.grad = torch.ones(1)
     with pytest.raises(ValueError, match="positive order"):
         clip_grad_norm_(parameter, 1.0, 0.0)
+
+
+def _counts_zeros_and_norms(strategy: str) -> None:
+    reference, net = pair(strategy=strategy)
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    for model in (reference, net):
+        model.plain = nn.Parameter(torch.ones(3))
+        model.plain.grad = torch.tensor([0.0, 2.0, 0.0])
+        model.unused = nn.Parameter(torch.ones(3))
+    for sharded, own in zip(net.parameters(), reference.parameters(), strict=True):
+        if own.grad is None:
+            continue
+        # Rows of zeros on every rank, wherever rows are cut.
+        own.grad[::3] = 0.0
+        if sharded is net.plain:
+            sharded.grad[::3] = 0.0
+        elif strategy == "no_shard":
+            sharded.grad.to_local().copy_(own.grad)
+        else:
+            sharded.grad.copy_from_full_(own.grad)
+    names = [["embedding", "head", "blocks"], ["norm", "plain"], ["unused"]]
+    optimizers = []
+    for model in (net, reference):
+        groups = [[p for n, p in model.named_parameters() if n.split(".")[0] in g] for g in names]
+        optimizers.append(torch.optim.SGD([{"params": group} for group in groups], lr=1.0))
+    with record_collectives() as record:
+        norms = param_group_norms(optimizers[0])
+        assert record.calls["all_reduce"] <= 1
+        zeros = num_zero_grads(net)
+        assert record.calls["all_reduce"] <= 2
+    wanted = [
+        torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+        for group in optimizers[1].param_groups
+    ]
+    assert wanted[-1] == norms[-1] == 0
+    torch.testing.assert_close(norms, torch.stack(wanted), rtol=1e-6, atol=0)
+    grads = [p.grad for p in reference.parameters() if p.grad is not None]
+    assert zeros == sum(int((grad == 0).sum()) for grad in grads)
+    assert param_group_norms(optimizers[0], math.inf)[0] == max(
+        p.grad.abs().max() for p in optimizers[1].param_groups[0]["params"]
+    )
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_group_norms_and_zeros_count_every_element_once(ranks: Ranks, strategy: str) -> None:
+    """Sharded, replicated, plain and missing gradients; gaps of flat buffers are nobody's zeros."""
+    ranks(3).run(_counts_zeros_and_norms, strategy)
