@@ -12,20 +12,25 @@ from megafsdp._native import native_module
 from megafsdp.optimizer import kernels
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment, adam_step, sum_of_squares
+from tests.optimizer.flat_buffers import (
+    BF16,
+    FP16,
+    FP32,
+    HYPER,
+    L2_HYPER,
+    LAYOUTS,
+    assert_guards_hold,
+    assert_same_bits,
+    copy_of,
+    guarded,
+    make_buffers,
+    spread_subnormals,
+    tensors_of,
+    values_of,
+)
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-HYPER = AdamHyper(1e-2, (0.9, 0.95), 1e-8, 0.1)
-L2_HYPER = dataclasses.replace(HYPER, adam_w_mode=False)
-# Gradient, states, weights: how they are stored, and what is copied out.
-LAYOUTS = [
-    (grad_dtype, state_dtype, master)
-    for grad_dtype in (FP32, BF16, FP16)
-    for state_dtype in (FP32, BF16)
-    for master in ("fp32", "fp32 to bf16", "fp32 to fp16", "halves")
-]
 # A multiple of nothing, beyond the smallest range of a thread and, with 28 bytes each, of tiles.
 BIG_NUMEL = (1 << 18) + 1000 + 77
-GUARD = 3
 
 
 def _levels() -> list[str]:
@@ -40,50 +45,9 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
-def _values(numel: int, dtype: torch.dtype, seed: int, spread: int = 8) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-spread, spread, (numel,), generator=generator)
-    values = torch.randn(numel, generator=generator) * 2.0**exponents
-    return values.to(dtype)
-
-
-def _guarded(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy with poison on both sides, at an address aligned to its elements alone."""
-    whole = torch.empty(values.numel() + 2 * GUARD, dtype=values.dtype)
-    whole.view(torch.uint8).fill_(0x7F)
-    whole[GUARD:-GUARD] = values
-    return whole[GUARD:-GUARD]
-
-
-def _buffers(
-    numel: int, layout: tuple[torch.dtype, torch.dtype, str] = (FP32, FP32, "fp32")
-) -> AdamBuffers:
-    grad_dtype, state_dtype, master = layout
-    copy_dtype = {"fp32 to bf16": BF16, "fp32 to fp16": FP16}.get(master)
-    has_halves = master == "halves"
-    low = torch.randint(-(2**15), 2**15, (numel,), generator=torch.Generator().manual_seed(5))
-    return AdamBuffers(
-        weight=_guarded(_values(numel, BF16 if has_halves else FP32, seed=1)),
-        grad=_guarded(_values(numel, grad_dtype, seed=2)),
-        exp_avg=_guarded(_values(numel, state_dtype, seed=3)),
-        exp_avg_sq=_guarded(_values(numel, state_dtype, seed=4).abs()),
-        remainder=_guarded(low.to(torch.int16)) if has_halves else None,
-        copy_out=_guarded(torch.zeros(numel, dtype=copy_dtype)) if copy_dtype else None,
-    )
-
-
-def _tensors(buffers: AdamBuffers) -> dict[str, torch.Tensor]:
-    named = {f.name: getattr(buffers, f.name) for f in dataclasses.fields(buffers)}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
-def _copy(buffers: AdamBuffers) -> AdamBuffers:
-    return AdamBuffers(**{name: _guarded(t) for name, t in _tensors(buffers).items()})
-
-
 def _step(buffers: AdamBuffers, **options: object) -> AdamBuffers:
     """Run a step on a copy, with what a test asks for instead of the usual options."""
-    result = _copy(buffers)
+    result = copy_of(buffers)
     hyper = options.pop("hyper", HYPER)
     adam_step(result, hyper, **({"step": 2, "grad_scale": 1 / 3} | options))  # type: ignore[arg-type]
     return result
@@ -95,35 +59,17 @@ def _in_torch(buffers: AdamBuffers, **options: object) -> AdamBuffers:
         return _step(buffers, **options)
 
 
-def _assert_same_bits(left: AdamBuffers, right: AdamBuffers) -> None:
-    """Compare bytes, except that any NaN equals any other."""
-    for name, mine in _tensors(left).items():
-        wanted = _tensors(right)[name]
-        if mine.dtype.is_floating_point:
-            assert torch.equal(mine.isnan(), wanted.isnan()), name
-            mine, wanted = (torch.where(t.isnan(), torch.zeros_like(t), t) for t in (mine, wanted))
-        assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8)), name
-
-
-def _assert_guards_hold(buffers: AdamBuffers) -> None:
-    for name, tensor in _tensors(buffers).items():
-        nbytes = tensor.untyped_storage().nbytes()
-        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), 0, (nbytes,))
-        edge = GUARD * tensor.element_size()
-        assert (whole[:edge] == 0x7F).all() and (whole[-edge:] == 0x7F).all(), name
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1:]}"[6:])
 def test_every_layout_has_the_bits_of_the_reference(
     level: str, layout: tuple[torch.dtype, torch.dtype, str]
 ) -> None:
     """Any dtypes, AdamW and L2, first and later steps: equal bytes, and the weights did move."""
-    buffers = _buffers(1000, layout)
+    buffers = make_buffers(1000, layout)
     for hyper in (HYPER, L2_HYPER):
         for step in (1, 2, 1000):
             result = _step(buffers, hyper=hyper, step=step)
-            _assert_same_bits(result, _in_torch(buffers, hyper=hyper, step=step))
-            _assert_guards_hold(result)
+            assert_same_bits(result, _in_torch(buffers, hyper=hyper, step=step))
+            assert_guards_hold(result)
             assert torch.equal(result.grad, buffers.grad)
     assert not torch.equal(result.weight, buffers.weight)
 
@@ -132,7 +78,9 @@ def test_every_layout_has_the_bits_of_the_reference(
 def test_small_betas_have_the_bits_of_the_reference(level: str, betas: tuple[float, float]) -> None:
     """At beta1 up to a half the first moment is reached from the gradient."""
     hyper = dataclasses.replace(HYPER, betas=betas, bias_correction=False)
-    _assert_same_bits(_step(_buffers(999), hyper=hyper), _in_torch(_buffers(999), hyper=hyper))
+    assert_same_bits(
+        _step(make_buffers(999), hyper=hyper), _in_torch(make_buffers(999), hyper=hyper)
+    )
 
 
 def test_sums_that_double_would_round_to_a_tie_round_once(level: str) -> None:
@@ -145,38 +93,38 @@ def test_sums_that_double_would_round_to_a_tie_round_once(level: str) -> None:
     result = _step(buffers, hyper=hyper, grad_scale=1.0)
     # The product is 64 - 2**-24, a little less than half of what fp32 values are apart there.
     assert torch.equal(result.exp_avg, buffers.grad)
-    _assert_same_bits(result, _in_torch(buffers, hyper=hyper, grad_scale=1.0))
+    assert_same_bits(result, _in_torch(buffers, hyper=hyper, grad_scale=1.0))
 
 
 @pytest.mark.parametrize("master", ["fp32 to bf16", "halves"])
 def test_every_length_has_the_bits_of_the_reference(level: str, master: str) -> None:
     """Tails of vectors and of tiles read and write nothing beyond the end."""
     for numel in (*range(71), 127, 128, 129, 257):
-        buffers = _buffers(numel, (BF16, FP32, master))
+        buffers = make_buffers(numel, (BF16, FP32, master))
         result = _step(buffers)
-        _assert_same_bits(result, _in_torch(buffers))
-        _assert_guards_hold(result)
+        assert_same_bits(result, _in_torch(buffers))
+        assert_guards_hold(result)
 
 
 @pytest.mark.parametrize("master", ["fp32 to bf16", "halves"])
 def test_threads_do_not_show(level: str, master: str) -> None:
     """One thread, two, three and more than there is work for give the same bytes."""
-    buffers = _buffers(BIG_NUMEL, (BF16, FP32, master))
+    buffers = make_buffers(BIG_NUMEL, (BF16, FP32, master))
     wanted = _in_torch(buffers)
     for num_threads in (1, 2, 3, 64):
         result = _step(buffers, num_threads=num_threads)
-        _assert_same_bits(result, wanted)
-        _assert_guards_hold(result)
+        assert_same_bits(result, wanted)
+        assert_guards_hold(result)
 
 
 def test_cuts_do_not_show(level: str) -> None:
     """A buffer updated in pieces of odd sizes equals the buffer updated at once."""
-    buffers = _buffers(1000, (BF16, FP32, "fp32 to bf16"))
-    result = _copy(buffers)
+    buffers = make_buffers(1000, (BF16, FP32, "fp32 to bf16"))
+    result = copy_of(buffers)
     for start, stop in ((0, 1), (1, 18), (18, 500), (500, 1000)):
-        pieces = {name: tensor[start:stop] for name, tensor in _tensors(result).items()}
+        pieces = {name: tensor[start:stop] for name, tensor in tensors_of(result).items()}
         adam_step(AdamBuffers(**pieces), HYPER, step=2, grad_scale=1 / 3)
-    _assert_same_bits(result, _step(buffers))
+    assert_same_bits(result, _step(buffers))
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16)])
@@ -201,8 +149,8 @@ def test_streamed_copies_equal_cached_ones(level: str) -> None:
     """A buffer too large for any cache takes the other kind of store, at any address."""
     numel = (1 << 22) + 5
     buffers = AdamBuffers(
-        weight=_values(numel, FP32, seed=1),
-        grad=_values(numel, BF16, seed=2),
+        weight=values_of(numel, FP32, seed=1),
+        grad=values_of(numel, BF16, seed=2),
         exp_avg=torch.zeros(numel),
         exp_avg_sq=torch.zeros(numel),
         copy_out=torch.zeros(numel + 1, dtype=BF16)[1:],
@@ -218,15 +166,15 @@ def test_segments_have_their_own_hyperparameters(
 ) -> None:
     """Each segment equals a call of its own; elements of no segment stay as they are."""
     monkeypatch.setenv("MEGAFSDP_NATIVE", str(int(is_native)))
-    buffers = _buffers(BIG_NUMEL, (FP32, FP32, "fp32 to bf16"))
+    buffers = make_buffers(BIG_NUMEL, (FP32, FP32, "fp32 to bf16"))
     ranges = ((0, 7, HYPER), (7, 140_000, L2_HYPER), (140_001, BIG_NUMEL - 1, AdamHyper(1.0)))
     segments = [AdamSegment(*r) for r in ranges]
     result = _step(buffers, hyper=segments, num_threads=2)
-    wanted = _copy(buffers)
+    wanted = copy_of(buffers)
     for start, stop, hyper in ranges:
-        pieces = {name: tensor[start:stop] for name, tensor in _tensors(wanted).items()}
+        pieces = {name: tensor[start:stop] for name, tensor in tensors_of(wanted).items()}
         adam_step(AdamBuffers(**pieces), hyper, step=2, grad_scale=1 / 3)
-    _assert_same_bits(result, wanted)
+    assert_same_bits(result, wanted)
     assert torch.equal(result.weight[[140_000, -1]], buffers.weight[[140_000, -1]])
     assert result.weight[140_002] != buffers.weight[140_002]
 
@@ -237,18 +185,14 @@ def test_denormals_have_the_bits_of_the_reference(
     level: str, flush_denormals: bool, layout: tuple[torch.dtype, torch.dtype, str]
 ) -> None:
     """Subnormal inputs and results are kept or become zero alike, at the borders too."""
-    buffers = _buffers(4096, layout)
-    near = 2.0 ** torch.linspace(-160, -120, 4096, dtype=torch.float64)
-    buffers.exp_avg.copy_(near)
-    buffers.exp_avg_sq.copy_(near.flip(0))
-    buffers.grad.copy_(torch.where(torch.arange(4096) % 3 == 0, near, 0.0))
-    buffers.weight[:2048].copy_(near[2048:])
+    buffers = make_buffers(4096, layout)
+    spread_subnormals(buffers)
     gentle = AdamHyper(1e-3, eps=1e-30, weight_decay=0.5)
     # A large scale makes normal numbers of subnormal gradients, unless those count as zero.
     for hyper, grad_scale in ((gentle, 1 / 3), (L2_HYPER, 1 / 3), (gentle, 2.0**20)):
         options = {"hyper": hyper, "grad_scale": grad_scale, "flush_denormals": flush_denormals}
         result = _step(buffers, **options)
-        _assert_same_bits(result, _in_torch(buffers, **options))
+        assert_same_bits(result, _in_torch(buffers, **options))
         bits = result.exp_avg.view(torch.int32 if layout[1] == FP32 else torch.int16)
         exponents = 0x7F800000 if layout[1] == FP32 else 0x7F80
         is_denormal = (bits & exponents == 0) & (result.exp_avg.signbit().logical_not())
@@ -259,7 +203,7 @@ def test_denormals_have_the_bits_of_the_reference(
 @pytest.mark.parametrize("caller_flushes", [True, False])
 def test_the_callers_mode_stays(level: str, caller_flushes: bool) -> None:
     """The caller's own mode for subnormal numbers neither changes nor shows in the result."""
-    buffers = _buffers(BIG_NUMEL)
+    buffers = make_buffers(BIG_NUMEL)
     buffers.exp_avg.fill_(2.0**-130)
     wanted = _step(buffers, flush_denormals=False)
     torch.set_flush_denormal(caller_flushes)
@@ -270,19 +214,19 @@ def test_the_callers_mode_stays(level: str, caller_flushes: bool) -> None:
             assert (small == 0).item() == caller_flushes
     finally:
         torch.set_flush_denormal(False)
-    _assert_same_bits(result, wanted)
+    assert_same_bits(result, wanted)
 
 
 @pytest.mark.parametrize("master", ["fp32 to bf16", "fp32 to fp16", "halves"])
 def test_what_is_not_finite_spreads_to_its_own_element(level: str, master: str) -> None:
     """NaN and infinite gradients spoil their weights alone; no copy turns NaN into a number."""
-    buffers = _buffers(1000, (FP32, FP32, master))
+    buffers = make_buffers(1000, (FP32, FP32, master))
     bad = torch.tensor([0, 17, 500, 999])
     payload = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(FP32)
     buffers.grad[bad] = torch.tensor([math.nan, math.inf, -math.inf, payload.item()])
     buffers.grad[3:4] = payload
     result = _step(buffers)
-    _assert_same_bits(result, _in_torch(buffers))
+    assert_same_bits(result, _in_torch(buffers))
     is_bad = torch.zeros(1000, dtype=torch.bool)
     is_bad[bad] = is_bad[3] = True
     assert torch.equal(result.weight.isnan(), is_bad)
@@ -294,7 +238,7 @@ def test_what_is_not_finite_spreads_to_its_own_element(level: str, master: str) 
 def test_sum_of_squares_has_the_bits_of_the_reference(level: str, dtype: torch.dtype) -> None:
     """Any length, address and number of threads give the sum of the written order."""
     for numel in (0, 1, 15, 17, 4095, 4097, BIG_NUMEL):
-        values = _guarded(_values(numel, dtype, seed=numel))
+        values = guarded(values_of(numel, dtype, seed=numel))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEGAFSDP_NATIVE", "0")
             wanted = sum_of_squares(values)
@@ -358,12 +302,12 @@ def test_wrong_calls_are_refused(
     ranges: list[tuple[int, int]], options: dict[str, int], message: str
 ) -> None:
     """Segments out of order or bounds, a step before the first, no thread: nothing is written."""
-    buffers = _buffers(4)
+    buffers = make_buffers(4)
     segments = [AdamSegment(start, stop, HYPER) for start, stop in ranges]
-    before = _copy(buffers)
+    before = copy_of(buffers)
     with pytest.raises(ValueError, match=message):
         adam_step(buffers, segments, **({"step": 1} | options))
-    _assert_same_bits(buffers, before)
+    assert_same_bits(buffers, before)
 
 
 @pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")

@@ -155,16 +155,20 @@ def test_denormal_mode_is_put_back() -> None:
             torch.set_flush_denormal(False)
 
 
-def test_sum_of_squares_is_the_written_order() -> None:
-    """Lanes, rows and blocks are added as a plain loop over elements adds them."""
-    values = _values(2 * 4096 + 77, seed=3)
-    total = 0.0
+def test_sum_of_squares_is_the_written_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes, blocks and runs, here of two, are added as a plain loop over elements adds them."""
+    monkeypatch.setattr(reference, "_RUN", 2)
+    values = _values(4 * 4096 + 77, seed=6, spread=24)
+    sums = []
     for block in values.split(4096):
         lanes = [0.0] * 16
         for i, value in enumerate(block.tolist()):
             lanes[i % 16] += value * value
-        partial = 0.0
+        total = 0.0
         for lane in lanes:
-            partial += lane
-        total += partial
+            total += lane
+        sums.append(total)
+    first, second, third, fourth, fifth = sums
+    total = ((first + second) + (third + fourth)) + fifth
+    assert total != first + second + third + fourth + fifth, "values whose order shows"
     assert reference.sum_of_squares(values).item() == total

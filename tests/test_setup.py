@@ -1,0 +1,104 @@
+"""The options of setup.py, without building anything."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pybind11")
+with warnings.catch_warnings():
+    # setuptools replaces distutils, and says so where that was imported before.
+    warnings.simplefilter("ignore")
+    setuptools = pytest.importorskip("setuptools", minversion="77")
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the names of setup.py, run without its call of setup()."""
+    for name in ("MEGAFSDP_CUDA", "MEGAFSDP_CUDA_ARCHS", "NVCC", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    return runpy.run_path("setup.py")
+
+
+def test_modules_share_no_binding(setup_py: dict[str, Any]) -> None:
+    """The module for CPUs takes nothing of cuda/, and the one for CUDA its bindings alone."""
+    csrc, cuda = setup_py["extensions"]()
+    assert csrc.sources and not any("cuda" in source for source in csrc.sources)
+    assert cuda.sources == ["megafsdp/csrc/cuda/bindings.cpp"]
+    assert [Path(source).name for source in cuda.cuda_sources] == ["adam.cu", "square_sum.cu"]
+    assert csrc.optional and cuda.optional
+
+
+@pytest.mark.parametrize(
+    ("choice", "optional"), [("0", [True]), ("1", [True, False]), ("auto", [True, True])]
+)
+def test_cuda_is_left_out_tried_or_insisted_on(
+    setup_py: dict[str, Any], monkeypatch: pytest.MonkeyPatch, choice: str, optional: list[bool]
+) -> None:
+    """MEGAFSDP_CUDA=0 builds no CUDA, 1 fails without it, auto does without."""
+    monkeypatch.setenv("MEGAFSDP_CUDA", choice)
+    assert [module.optional for module in setup_py["extensions"]()] == optional
+
+
+def test_another_choice_is_refused(
+    setup_py: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt choice does not count as one."""
+    monkeypatch.setenv("MEGAFSDP_CUDA", "yes")
+    with pytest.raises(ValueError, match="auto, 1 or 0, got 'yes'"):
+        setup_py["extensions"]()
+
+
+def test_architectures_get_code_and_the_newest_base_ptx(setup_py: dict[str, Any]) -> None:
+    """PTX is of the newest architecture without a letter; none if there is no such one."""
+    codes = setup_py["code_arguments"]("80;90;100f")
+    assert [code.rpartition("=")[2] for code in codes] == [
+        "sm_80",
+        "sm_90",
+        "sm_100f",
+        "compute_90",
+    ]
+    assert setup_py["code_arguments"]("90a") == ["-gencode=arch=compute_90a,code=sm_90a"]
+    with pytest.raises(setuptools.errors.CompileError, match=r"MEGAFSDP_CUDA_ARCHS.*'hopper'"):
+        setup_py["code_arguments"]("90;hopper")
+
+
+def test_missing_nvcc_is_told_from_one_that_fails(
+    setup_py: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVCC comes first, then CUDA_HOME, then the PATH; a command that fails carries its words."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(setuptools.errors.CompileError, match="found no nvcc"):
+        setup_py["find_nvcc"]()
+    monkeypatch.setenv("NVCC", "/bin/sh")
+    assert setup_py["find_nvcc"]() == "/bin/sh"
+    with pytest.raises(setuptools.errors.CompileError, match="this went wrong"):
+        setup_py["run"](["/bin/sh", "-c", "echo this went wrong >&2; exit 1"])
+
+
+def test_auto_says_in_one_line_what_is_lost(
+    setup_py: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without nvcc a build goes on after a line, and stops where CUDA was insisted on."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    _, cuda = setup_py["extensions"]()
+    command = setup_py["OptionalBuildExt"](setuptools.Distribution({"ext_modules": [cuda]}))
+    command.build_lib = str(tmp_path)
+    command.ensure_finalized()
+    command.build_extension(cuda)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "no megafsdp._cuda (found no nvcc" in said
+    cuda.optional = False
+    with pytest.raises(setuptools.errors.CompileError, match="found no nvcc"):
+        command.build_extension(cuda)
