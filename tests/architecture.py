@@ -101,6 +101,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "clip",
         "adam_plan",
         "adam_pass",
+        "capturable",
         "adam",
         "local_parameters",
         "scale_rule",

@@ -19,14 +19,15 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.main_weights import MarksMainWeights, fully_shard_optimizer
 from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.adam_checks import (
+    check_capturable,
     check_hyperparameters,
     check_remainders,
 )
 from megafsdp.optimizer.adam_pass import AdamPass
 from megafsdp.optimizer.adam_plan import GroupPlan
+from megafsdp.optimizer.capturable import CapturablePass
 from megafsdp.optimizer.clip import clip_coefficient
 from megafsdp.optimizer.grad_norms import total_norm
-from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.state import check_state_dtype
 from megafsdp.optimizer.state_store import REMAINDER, STATES, StateStore
 
@@ -58,6 +59,10 @@ class FusedAdam(MarksMainWeights, Optimizer):
             dtype than the parameter.
         max_grad_norm: Clip by the norm of all gradients, which :attr:`grad_norm` shows after each
             step; the gradients themselves are left as they are. Makes ``step`` collective.
+        capturable: Let a CUDA graph capture ``step``: counts of steps, a learning rate given as a
+            tensor, the factor on gradients and their finiteness stay on the device. Slower outside
+            of a graph; moments in fp32 or bf16. A replay tells nobody that weights changed: call
+            ``mark_main_weights_changed(model)`` after it.
         ftz: Flush denormal numbers to zero inside the step: states of rows without gradients decay
             into denormals, which are many times slower.
 
@@ -83,6 +88,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
         max_grad_norm: float | None = None,
+        capturable: bool = False,
         ftz: bool = True,
     ) -> None:
         check_hyperparameters(float(lr), betas, eps, weight_decay, max_grad_norm)
@@ -92,10 +98,14 @@ class FusedAdam(MarksMainWeights, Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
+        self.capturable = capturable
         self.ftz = ftz
+        if capturable:
+            check_capturable((exp_avg_dtype, exp_avg_sq_dtype), store_param_remainders)
         self._store = StateStore(
             dict(zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)),
             has_remainders=store_param_remainders,
+            counts_on_device=capturable,
         )
         self._plans: dict[int, GroupPlan] = {}
         defaults = {
@@ -138,7 +148,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = self._of_scaler("found_inf")
-        if found_inf is not None and bool(found_inf.item()):
+        if found_inf is not None and not self.capturable and bool(found_inf.item()):
             return loss
         plans = [self._plan(number) for number in range(len(self.param_groups))]
         if any(plan.has_originals() for plan in plans):
@@ -146,13 +156,17 @@ class FusedAdam(MarksMainWeights, Optimizer):
         attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
         found = [plan.find(self.state, attribute=attribute) for plan in plans]
         scale = self._gradient_scale([grad for part in found for grad in part.grads])
-        adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
+        adam_pass: AdamPass | CapturablePass
+        if self.capturable:
+            adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf)
+        else:
+            adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
         for group, part in zip(self.param_groups, found, strict=True):
-            hyper = self._hyper(group)
+            adam_pass.begin(group, adam_w_mode=self.adam_w_mode)
             for states, grads, indices in part.flat:
-                adam_pass.step_flat(states, grads, indices, hyper)
+                adam_pass.step_flat(states, grads, indices)
             for parameter, grad in part.singles:
-                adam_pass.step_one(parameter, grad, self.state[parameter], hyper)
+                adam_pass.step_one(parameter, grad, self.state[parameter])
         for plan in plans:
             for owner in plan.owners():
                 owner.mark_stale()
@@ -166,28 +180,24 @@ class FusedAdam(MarksMainWeights, Optimizer):
             plan = self._plans[number] = GroupPlan(parameters, self._store)
         return plan
 
-    def _hyper(self, group: dict[str, Any]) -> AdamHyper:
-        return AdamHyper(
-            lr=float(group["lr"]),
-            betas=tuple(group["betas"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            adam_w_mode=self.adam_w_mode,
-            bias_correction=group["bias_correction"],
-        )
-
     def _of_scaler(self, name: str) -> torch.Tensor | None:
         """Return what torch.amp.GradScaler sets on the optimizer for the time of a step."""
         return getattr(self, name, None)
 
-    def _gradient_scale(self, grads: list[torch.Tensor]) -> float:
-        """Return the factor on gradients: unscaling times clipping."""
+    def _gradient_scale(self, grads: list[torch.Tensor]) -> float | torch.Tensor:
+        """Return the factor on gradients, unscaling times clipping; on a device it stays there."""
         loss_scale = self._of_scaler("grad_scale")
-        scale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
-        if self.max_grad_norm is None:
-            return scale
-        self.grad_norm = total_norm(grads) * scale
-        return scale * float(clip_coefficient(self.grad_norm, self.max_grad_norm))
+        device = grads[0].device if grads else torch.device("cpu")
+        if loss_scale is None and self.max_grad_norm is None:
+            return 1.0
+        scale = torch.ones((), dtype=torch.float64, device=device)
+        if loss_scale is not None:
+            scale /= loss_scale.to(device)
+        if self.max_grad_norm is not None:
+            norm = total_norm(grads)
+            self.grad_norm = (norm * scale).float()
+            scale *= clip_coefficient(self.grad_norm, self.max_grad_norm)
+        return scale.item() if device.type == "cpu" and not self.capturable else scale.float()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's Adam would: moments in fp32, whatever they are kept in; local.

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
+from megafsdp.optimizer.state import is_scaled
 
 
 def check_hyperparameters(
@@ -55,6 +56,23 @@ def check_remainders(parameters: Iterable[torch.Tensor]) -> None:
                     "lack nothing",
                 )
             )
+
+
+def check_capturable(dtypes: Iterable[torch.dtype], has_remainders: bool) -> None:
+    """Check that a step on these states can be captured.
+
+    Raises:
+        ValueError: A moment has scales, or weights have remainders.
+    """
+    if has_remainders or any(is_scaled(dtype) for dtype in dtypes):
+        raise ValueError(
+            expected(
+                "moments in fp32 or bf16, and no remainders",
+                f"{[str(dtype) for dtype in dtypes]}, remainders: {has_remainders}",
+                where="FusedAdam(capturable=True)",
+                mend="Leave capturable out, or keep the states in torch.float32 or torch.bfloat16",
+            )
+        )
 
 
 def check_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:

@@ -25,17 +25,20 @@ class AdamPass:
 
     Args:
         store: Where states are.
-        scale: Factor on the gradients.
+        scale: Factor on the gradients: a number, or 0-dim fp32 on their device.
         ftz: Whether denormal numbers are flushed.
     """
 
-    def __init__(self, store: StateStore, *, scale: float, ftz: bool) -> None:
+    def __init__(self, store: StateStore, *, scale: float | torch.Tensor, ftz: bool) -> None:
         self._store, self._scale, self._ftz = store, scale, ftz
+        self._hyper = AdamHyper()
         self._encodings = _Encodings()
 
-    def step_flat(
-        self, states: FlatStates, grads: DBuffer, indices: list[int], hyper: AdamHyper
-    ) -> None:
+    def begin(self, group: dict[str, Any], *, adam_w_mode: bool) -> None:
+        """Take the hyperparameters of a parameter group for what is stepped next."""
+        self._hyper = AdamHyper.of(group, adam_w_mode=adam_w_mode)
+
+    def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
         """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
         remainder = states.buffers.get(REMAINDER)
         buffers = AdamBuffers(
@@ -48,12 +51,12 @@ class AdamPass:
         )
         for step, counted in states.advance(indices).items():
             runs = states.runs(counted)
-            self._call(buffers, [AdamSegment(run.start, run.stop, hyper) for run in runs], step)
+            self._call(
+                buffers, [AdamSegment(run.start, run.stop, self._hyper) for run in runs], step
+            )
             self._encodings.note(states, sum(run.numel for run in runs))
 
-    def step_one(
-        self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], hyper: AdamHyper
-    ) -> None:
+    def step_one(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Step one tensor by itself, through copies of what the kernel does not take; local."""
         state["step"] += 1
         own = local_tensor(parameter)
@@ -73,7 +76,7 @@ class AdamPass:
             **moments,
             remainder=copies[1] if len(copies) > 1 else None,
         )
-        self._call(buffers, hyper, int(state["step"]))
+        self._call(buffers, self._hyper, int(state["step"]))
         for tensor, stepped in zip(kept, copies, strict=True):
             if tensor.data_ptr() != stepped.data_ptr():
                 tensor.copy_(stepped.view(tensor.shape))
@@ -89,7 +92,10 @@ class AdamPass:
     def _call(
         self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], step: int
     ) -> None:
-        adam_step(buffers, hyper, step=step, grad_scale=self._scale, flush_denormals=self._ftz)
+        scale = self._scale
+        if isinstance(scale, torch.Tensor) and scale.device != buffers.weight.device:
+            scale = scale.to(buffers.weight.device)
+        adam_step(buffers, hyper, step=step, grad_scale=scale, flush_denormals=self._ftz)
 
 
 class _Encodings:

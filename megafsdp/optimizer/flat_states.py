@@ -44,11 +44,18 @@ class FlatStates:
     Args:
         group: The group; referred to weakly.
         dtypes: Dtype of each state by name.
+        counts_on_device: Keep the counts of steps on the group's device, not on the CPU.
 
     The buffers hold zeros at first.
     """
 
-    def __init__(self, group: ParameterGroup, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self,
+        group: ParameterGroup,
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        counts_on_device: bool = False,
+    ) -> None:
         self._group = weakref.ref(group)
         self.layout = group.layout
         residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
@@ -66,7 +73,8 @@ class FlatStates:
         )
         self.indices = {id(p.sharded): i for i, p in enumerate(group.parameters)}
         # Counts of steps: what the optimizer shows, and the same as numbers.
-        self._steps = torch.zeros(len(tensors), dtype=torch.float32)
+        device = group.device if counts_on_device else "cpu"
+        self._steps = torch.zeros(len(tensors), dtype=torch.float32, device=device)
         self._shown_steps = list(self._steps)
         self._counts = [0] * len(tensors)
         self._counted_version = self._steps._version
@@ -97,8 +105,12 @@ class FlatStates:
         """Return a parameter's count of steps, 0-dim fp32, which takes over what there is."""
         own = self._shown_steps[index]
         if current is not None and current is not own:
-            own.fill_(float(current))
+            own.copy_(torch.as_tensor(current))
         return own
+
+    def shown_step(self, index: int) -> torch.Tensor:
+        """Return what :meth:`adopt_step` does; writing to it counts."""
+        return self._shown_steps[index]
 
     def advance(self, indices: list[int]) -> dict[int, list[int]]:
         """Count one step of some parameters.

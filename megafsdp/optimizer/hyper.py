@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megafsdp.errors import expected
 
@@ -29,6 +31,19 @@ class AdamHyper:
     weight_decay: float = 0.0
     adam_w_mode: bool = True
     bias_correction: bool = True
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], *, adam_w_mode: bool) -> AdamHyper:
+        """Read a parameter group of an optimizer; a tensor as learning rate is read by the host."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=float(group["lr"]),
+            betas=(float(beta1), float(beta2)),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            adam_w_mode=adam_w_mode,
+            bias_correction=group["bias_correction"],
+        )
 
     def __post_init__(self) -> None:
         """Check the numbers.

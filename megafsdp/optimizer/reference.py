@@ -35,6 +35,8 @@ def update(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the weight and both moments after one step; all tensors fp32, none is changed.
 
+    Constants may be 0-dim fp32 tensors as well, but for ``l2`` and ``lerp``.
+
     Every line rounds as often as it has operations, ``_fma`` counting as one.
     """
     c = constants
@@ -46,7 +48,8 @@ def update(
     # Through double: MKL's fp32 root ignores the thread's flushing mode; twice rounded is exact.
     root = exp_avg_sq.double().sqrt().float()
     # By a tensor: CUDA multiplies by the reciprocal of a number instead.
-    denominator = root / root.new_full((), c.root) + c.eps
+    divisor = root.new_full((), c.root) if isinstance(c.root, float) else c.root
+    denominator = root / divisor + c.eps
     return weight - exp_avg * c.step_size / denominator, exp_avg, exp_avg_sq
 
 

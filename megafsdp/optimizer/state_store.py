@@ -30,11 +30,19 @@ class StateStore:
     Args:
         dtypes: The dtype wished for each moment.
         has_remainders: Whether parameters are bf16 with a remainder each.
+        counts_on_device: Whether counts of steps are kept where the parameters are.
     """
 
-    def __init__(self, dtypes: dict[str, torch.dtype], *, has_remainders: bool = False) -> None:
+    def __init__(
+        self,
+        dtypes: dict[str, torch.dtype],
+        *,
+        has_remainders: bool = False,
+        counts_on_device: bool = False,
+    ) -> None:
         self.dtypes = dtypes
         self.has_remainders = has_remainders
+        self._counts_on_device = counts_on_device
         self._main_dtype = torch.bfloat16 if has_remainders else torch.float32
         self._flat: weakref.WeakKeyDictionary[ParameterGroup, FlatStates]
         self._flat = weakref.WeakKeyDictionary()
@@ -59,8 +67,10 @@ class StateStore:
         step = state.get("step")
         if place is not None:
             state["step"] = place[0].adopt_step(place[1], step)
-        elif not isinstance(step, torch.Tensor):
-            state["step"] = torch.tensor(float(step or 0), dtype=torch.float32)
+        else:
+            device = parameter.device if self._counts_on_device else torch.device("cpu")
+            step = 0.0 if step is None else step
+            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
         for name, wished in self.dtypes.items():
             current = state.get(name)
             dtype = dtype_for(parameter.shape, wished)
@@ -83,7 +93,9 @@ class StateStore:
             plain = {n: d for n, d in self.dtypes.items() if d in PLAIN_DTYPES}
             if self.has_remainders:
                 plain[REMAINDER] = torch.int16
-            states = self._flat[owner] = FlatStates(owner, plain)
+            states = self._flat[owner] = FlatStates(
+                owner, plain, counts_on_device=self._counts_on_device
+            )
         return states
 
     def _prepare_scaled(

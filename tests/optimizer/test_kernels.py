@@ -134,13 +134,13 @@ def test_moments_of_two_dtypes_pass_through_fp32(
     """In chunks, cut at the bounds of segments too, with the bits of the definition."""
     monkeypatch.setattr(kernels, "_WIDE_NUMEL", 300)
     for master in ("fp32 to bf16", "halves"):
-        same = _buffers(1000, (BF16, FP32, master))
+        same = make_buffers(1000, (BF16, FP32, master))
         buffers = dataclasses.replace(
             same, exp_avg=same.exp_avg.to(dtypes[0]), exp_avg_sq=same.exp_avg_sq.to(dtypes[1])
         )
         segments = [AdamSegment(3, 650, HYPER), AdamSegment(650, 999, L2_HYPER)]
         result = _step(buffers, hyper=segments)
-        _assert_same_bits(result, _in_torch(buffers, hyper=segments))
+        assert_same_bits(result, _in_torch(buffers, hyper=segments))
         assert not torch.equal(result.exp_avg[3:999], buffers.exp_avg[3:999])
         assert torch.equal(result.exp_avg[:3], buffers.exp_avg[:3])
 
