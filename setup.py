@@ -63,7 +63,8 @@ class OptionalBuildExt(build_ext):
         """Compile and link; nvcc may be a wrapper, so it is left to find the toolkit's files."""
         target = Path(self.get_ext_fullpath(ext.name))
         inputs = [*ext.sources, *ext.cuda_sources, *ext.depends]
-        if not (self.force or newer_group(inputs, str(target), "newer")):
+        has_choice = "MEGAFSDP_CUDA_ARCHS" in os.environ
+        if not (self.force or has_choice or newer_group(inputs, str(target), "newer")):
             return
         nvcc, codes = find_nvcc(), code_arguments(cuda_archs())
         objects = self.compiler.compile(
