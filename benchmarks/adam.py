@@ -1,9 +1,10 @@
-"""One pass of the compiled Adam beside torch's AdamW, on one flat buffer of a CPU.
+"""One pass of the compiled Adam beside torch's AdamW, on one flat buffer of a CPU or a GPU.
 
 Three jobs: the bare update in fp32; all that a step does in mixed precision, from bf16 gradients
 with a scale to a bf16 copy; and the bare update with zero gradients and subnormal first moments, as
 rare tokens and idle experts leave them. Sides take turns in every repeat. Achieved bytes a second
-stand beside those of a pass that only reads and writes one array in place.
+stand beside those of a probe: on a CPU a pass that reads and writes one array in place, on a GPU a
+copy from one array to another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.record import CheckError, spread
-from megafsdp._native import require_native_module
+from megafsdp._native import require_native_module, why_cuda_missing
+from megafsdp.optimizer.cuda_kernels import usable_module
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamBuffers, adam_step
 
@@ -25,11 +27,15 @@ _HYPER = AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1)
 _GRAD_SCALE = 0.3
 _WARM_UP_REPEATS = 2
 _CHECKED_STEPS = 3
+_QUEUEING_CYCLES = 2_000_000
 _PROBE = "probe"
+_JOBS = ("fp32", "bf16 to bf16", "subnormal")
+_CHECKED_NUMEL = 1 << 20
 # fp32 weights and moments read and written, gradients read; both halves of bf16 where those are.
 _BYTES_PER_ELEMENT = {"fp32": 28, "bf16 to bf16": 28, "subnormal": 28, _PROBE: 8}
-# foreach divides in another order: a few roundings of 2**-24 a step, relative to weights and steps.
-_FOREACH_TOLERANCE = _CHECKED_STEPS * 2.0**-22
+# torch's foreach, and fused on a GPU, compute in another order: a few roundings of 2**-24 a step,
+# relative to weights and steps.
+_OTHER_ORDER_TOLERANCE = _CHECKED_STEPS * 2.0**-22
 
 
 class Ours:
@@ -95,35 +101,43 @@ Side = Ours | Torch
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the case."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--numel", type=int, default=1 << 24)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="on a CPU")
     parser.add_argument("--repeats", type=int, default=9)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Check the sides against each other, then time every job at every number of threads.
+    """Check the sides against each other, then time every job, on a CPU at every thread count.
 
     Raises:
-        CheckError: Our bits are not those of torch's fused AdamW; no figure is given then.
-        RuntimeError: The kernels are not compiled.
+        CheckError: Our bits are not those of torch's fused AdamW on a CPU, or theirs on a GPU are
+            not near; no figure is given then.
+        RuntimeError: The kernels are not compiled, or do not run on the device.
     """
     require_native_module()
-    usual_threads = torch.get_num_threads()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda" and usable_module(device) is None:
+        why = why_cuda_missing() or "the device, as logged"
+        raise RuntimeError(f"Expected CUDA kernels that run on {device}, got none for {why}.")
     # torch's fused kernel rounds elements short of a vector differently, in each thread's part.
-    _check(options.numel // 64 * 64)
-    results: dict[str, object] = {"numel": options.numel}
+    _check(min(options.numel // 64 * 64, _CHECKED_NUMEL), device)
+    results: dict[str, object] = {"numel": options.numel, "device": device.type}
+    if device.type == "cuda":
+        return results | {"cuda": _measure(options.numel, options.repeats, device)}
+    usual_threads = torch.get_num_threads()
     try:
         for num_threads in options.threads:
             torch.set_num_threads(num_threads)
-            results[f"threads {num_threads}"] = _measure(options.numel, options.repeats)
+            results[f"threads {num_threads}"] = _measure(options.numel, options.repeats, device)
     finally:
         torch.set_num_threads(usual_threads)
     return results
 
 
-def _sides(job: str, numel: int) -> dict[str, Side]:
+def _sides(job: str, numel: int, device: torch.device) -> dict[str, Side]:
     generator = torch.Generator().manual_seed(0)
-    weight, grad = (torch.randn(numel, generator=generator) for _ in range(2))
+    weight, grad = (torch.randn(numel, generator=generator).to(device) for _ in range(2))
     has_copy = job == "bf16 to bf16"
     if has_copy:
         grad = grad.bfloat16()
@@ -136,46 +150,79 @@ def _sides(job: str, numel: int) -> dict[str, Side]:
     }
 
 
-def _check(numel: int) -> None:
+def _check(numel: int, device: torch.device) -> None:
     usual_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for job in ("fp32", "bf16 to bf16"):
-        sides = _sides(job, min(numel, 1 << 20))
-        start = sides["megafsdp"].weight.clone()
-        for side in sides.values():
+        sides = _sides(job, numel, torch.device("cpu"))
+        ours = sides["megafsdp"]
+        equal = {"torch's fused AdamW": sides["fused"]}
+        near = {"torch's foreach AdamW": sides["foreach"]}
+        if device.type == "cuda":
+            there = _sides(job, numel, device)
+            equal["our kernel on the GPU"] = there["megafsdp"]
+            near |= {f"torch's {name} AdamW there": there[name] for name in ("fused", "foreach")}
+        start = ours.weight.clone()
+        for side in (ours, *equal.values(), *near.values()):
             for _ in range(_CHECKED_STEPS):
                 side.step()
-        ours, fused, foreach = sides.values()
         if torch.equal(ours.weight, start):
             raise CheckError(f"{job}: no weight moved")
-        if not torch.equal(ours.weight, fused.weight):
-            raise CheckError(f"{job}: weights differ from those of torch's fused AdamW")
         if ours.copy_out is not None and not torch.equal(ours.copy_out, ours.weight.bfloat16()):
             raise CheckError(f"{job}: the copy is not the rounded weights")
-        distance = (ours.weight - foreach.weight).abs().max().item()
-        if not distance <= _FOREACH_TOLERANCE * start.abs().max().item():
-            raise CheckError(f"{job}: weights differ from torch's foreach AdamW by {distance:.1e}")
+        for name, side in equal.items():
+            _check_weights(f"{job}: weights differ from those of {name}", ours, side, 0.0)
+        tolerance = _OTHER_ORDER_TOLERANCE * start.abs().max().item()
+        for name, side in near.items():
+            _check_weights(f"{job}: weights differ from those of {name}", ours, side, tolerance)
     torch.set_num_threads(usual_threads)
 
 
-def _measure(numel: int, repeats: int) -> dict[str, object]:
-    array = torch.ones(numel)
+def _check_weights(failure: str, left: Side, right: Side, tolerance: float) -> None:
+    pairs = [(left.weight, right.weight)]
+    if tolerance == 0 and left.copy_out is not None and right.copy_out is not None:
+        pairs.append((left.copy_out, right.copy_out))
+    for mine, other in pairs:
+        distance = (mine.float() - other.float().cpu()).abs().max().item()
+        if not distance <= tolerance:
+            raise CheckError(f"{failure} by {distance:.1e}")
+
+
+def _measure(numel: int, repeats: int, device: torch.device) -> dict[str, object]:
+    array = torch.ones(numel, device=device)
+    other = torch.ones_like(array) if device.type == "cuda" else None
     results: dict[str, object] = {}
-    for job in ("fp32", "bf16 to bf16", "subnormal"):
-        sides = _sides(job, numel)
+    for job in _JOBS:
+        sides = _sides(job, numel, device)
         calls: dict[str, Callable[[], object]] = {n: side.step for n, side in sides.items()}
-        calls[_PROBE] = lambda: array.mul_(1.0)
+        calls[_PROBE] = (lambda: array.mul_(1.0)) if other is None else (lambda: other.copy_(array))
         times_ms: dict[str, list[float]] = {name: [] for name in calls}
         for repeat in range(_WARM_UP_REPEATS + repeats):
             for name, call in calls.items():
                 if job == "subnormal" and name != _PROBE:
                     sides[name].exp_avg.fill_(2.0**-130)
-                start_s = time.perf_counter()
-                call()
+                time_ms = _time_ms(call, device)
                 if repeat >= _WARM_UP_REPEATS:
-                    times_ms[name].append(1e3 * (time.perf_counter() - start_s))
+                    times_ms[name].append(time_ms)
         results[job] = _summary(job, numel, times_ms)
     return results
+
+
+def _time_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Return the wall time of a call; on a GPU the time of its kernels."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        # Work waits behind this until all of it is queued, so that the host's time does not count.
+        torch.cuda._sleep(_QUEUEING_CYCLES)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+    start_s = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start_s)
 
 
 def _summary(job: str, numel: int, times_ms: dict[str, list[float]]) -> dict[str, Any]:
@@ -204,7 +251,8 @@ def _summary(job: str, numel: int, times_ms: dict[str, list[float]]) -> dict[str
 
 def describe(results: dict[str, object]) -> str:
     """Return the results as lines for people."""
-    lines = [f"{results['numel']} elements on CPU, megafsdp / torch fused / torch foreach"]
+    device = str(results["device"]).upper()
+    lines = [f"{results['numel']} elements on {device}, megafsdp / torch fused / torch foreach"]
     for threads, jobs in results.items():
         if not isinstance(jobs, dict):
             continue
@@ -217,6 +265,7 @@ def describe(results: dict[str, object]) -> str:
                 f"{threads}, {job}: {times} ms, ratio to fused {case['ratio']['fused']:.3f} "
                 f"({low:.3f} to {high:.3f}), to foreach {case['ratio']['foreach']:.3f}; "
                 f"{case['useful_gb_per_s']['megafsdp']:.1f} GB/s, "
-                f"probe {case['probe_gb_per_s']:.1f}"
+                f"{case['share_of_probe']['megafsdp']:.0%} of the probe's "
+                f"{case['probe_gb_per_s']:.1f}"
             )
     return "\n".join(lines)

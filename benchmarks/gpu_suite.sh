@@ -11,6 +11,7 @@ if "$python" -c 'import pytest, hypothesis, pytest_timeout' 2>/dev/null; then
 else
   echo "pytest, hypothesis or pytest-timeout is missing: the tests marked gpu were not run" >&2
 fi
+"$python" -m benchmarks adam --device cuda --numel 134217728 --repeats 20
 "$python" -m benchmarks fsdp_step --ranks 1 --repeats 10
 "$python" -m benchmarks fsdp_step --ranks 1 --repeats 10 --layers 24 --hidden 2048 \
   --sequence 2048 --batch 4 --vocabulary 32768 --dtypes bf16 --records benchmarks/records/large

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import adam, exits, fsdp_step
 from benchmarks.__main__ import main
 from benchmarks.record import CheckError
-from megafsdp._native import native_module
+from megafsdp._native import cuda_module, native_module
 from megafsdp.optimizer.hyper import AdamHyper
 
 SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
@@ -141,6 +141,17 @@ def test_adam_is_timed_against_torch(
         low, high = case["ratio_range"]["fused"]
         assert 0 < low <= high
     monkeypatch.setattr(adam, "_HYPER", AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1, adam_w_mode=False))
-    with pytest.raises(CheckError, match="differ from those of torch's fused"):
+    with pytest.raises(CheckError, match="differ from those of torch's fused AdamW by"):
         main(["--records", str(tmp_path), *arguments])
     assert "ratio" not in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda_module() is None, reason="CUDA kernels are off or not built")
+def test_adam_is_timed_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same jobs with the CUDA kernels, beside a copy on the device."""
+    arguments = ["adam", "--device", "cuda", "--numel", "50000", "--repeats", "3"]
+    main(["--records", str(tmp_path), *arguments])
+    assert "elements on CUDA" in capsys.readouterr().out
+    for case in _only_record(tmp_path)["results"]["cuda"].values():
+        assert case["ms"]["megafsdp"]["count"] == 3 and case["probe_gb_per_s"] > 0
