@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megafsdp._native import HOW_TO_BUILD, native_module, why_missing
+from megafsdp._native import (
+    HOW_TO_BUILD,
+    cuda_module,
+    native_module,
+    why_cuda_missing,
+    why_missing,
+)
 
 _OPTIONAL = (
     ("numba", "sample indices are built in numpy, several times slower"),
@@ -54,6 +60,7 @@ def examine() -> list[Finding]:
         *_gpus(),
         _compiler(),
         _native(),
+        _native_cuda(),
         *_packages(),
     ]
 
@@ -91,6 +98,16 @@ def _native() -> Finding:
         return Finding("native", "megafsdp._csrc is built")
     loss = f"gradient sums on CPU run in torch, slower but equal. {HOW_TO_BUILD}"
     return Finding("native", f"megafsdp._csrc is not used ({why_missing()})", loss)
+
+
+def _native_cuda() -> Finding:
+    module = cuda_module()
+    if module is not None:
+        return Finding("native CUDA", f"megafsdp._cuda is built for {module.ARCHS}")
+    loss = f"steps of FusedAdam on GPUs run in torch, slower. Install nvcc. {HOW_TO_BUILD}"
+    has_loss = torch.cuda.is_available()
+    state = f"megafsdp._cuda is not used ({why_cuda_missing()})"
+    return Finding("native CUDA", state, loss if has_loss else "")
 
 
 def _packages() -> Iterator[Finding]:

@@ -1,10 +1,11 @@
-// The CUDA kernel of Adam with its threads in turn on the host, and the flushing of subnormal numbers
-// beside that of the processor. A test compiles this; nothing of the package does.
+// The CUDA kernels of Adam and of the sum of squares with their threads in turn on the host, and the
+// flushing of subnormal numbers beside that of the processor. A test compiles this; nothing of the package does.
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "../../megafsdp/csrc/cuda/adam_tile.h"
+#include "../../megafsdp/csrc/cuda/square_lane.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -62,6 +63,19 @@ void run_grad(const AdamTask& task, int64_t num_blocks) {
   } else {
     run_state<Math, uint16_t>(task, num_blocks);
   }
+}
+
+template <typename T>
+double sum_lanes(const void* values, int64_t numel) {
+  std::vector<double> sums;
+  for (int64_t block = 0; block * kSquareBlockNumel < numel; ++block) {
+    double sum = 0.0;
+    for (int lane = 0; lane < kSquareLanes; ++lane) {
+      sum += lane_sum(static_cast<const T*>(values), numel, block, lane);
+    }
+    sums.push_back(sum);
+  }
+  return add_in_runs(sums.data(), static_cast<int64_t>(sums.size()));
 }
 
 #if defined(__x86_64__)
@@ -129,6 +143,17 @@ bool emulate_adam(void* const* addresses, const int* dtypes, int64_t numel, int6
     run_grad<Keeping<HostMath>>(task, num_blocks);
   }
   return is_aligned;
+}
+
+double emulate_square_sum(const void* values, int dtype, int64_t numel) {
+  switch (static_cast<Dtype>(dtype)) {
+    case Dtype::kBFloat16:
+      return sum_lanes<BFloat16>(values, numel);
+    case Dtype::kFloat16:
+      return sum_lanes<Float16>(values, numel);
+    default:
+      return sum_lanes<float>(values, numel);
+  }
 }
 
 // Counts operations on triples of floats whose flushed result is not the processor's own; -1 where

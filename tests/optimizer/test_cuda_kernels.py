@@ -1,8 +1,8 @@
 """CUDA kernels against the bits of a CPU: on a GPU, and their threads in turn on the host.
 
 The host runs cuda/adam_tile.h as it stands, with the host's arithmetic: which elements a thread
-loads and stores, segments, conversions and the flushing of subnormal numbers. What a GPU's own
-instructions round to, launches, and the sum of squares need one.
+loads and stores, segments, conversions and the flushing of subnormal numbers; and the lanes of
+cuda/square_lane.h. What a GPU's instructions round to, sums across threads and launches need one.
 """
 
 from __future__ import annotations
@@ -322,6 +322,17 @@ def test_sum_of_squares_has_the_bits_of_a_cpu(
             assert all(s.device == where and s.shape == () for s in sums)
             assert [s.item() for s in sums] == [wanted] * 3
             assert sum_of_squares(there) == wanted
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_lanes_of_a_sum_have_the_bits_of_a_cpu(emulation: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Each thread's lane, whole or cut short anywhere, read inside the values."""
+    emulation.emulate_square_sum.restype = ctypes.c_double
+    for numel in (1, 15, 17, 255, 256, 4095, 4096, 4097, 3 * 4096 + 241):
+        values = guarded(values_of(numel, dtype, seed=numel, spread=8 if dtype == FP16 else 24))
+        address = ctypes.c_void_p(values.data_ptr())
+        total = emulation.emulate_square_sum(address, CODES[dtype], ctypes.c_int64(numel))
+        assert total == sum_of_squares(values)
 
 
 @pytest.mark.gpu

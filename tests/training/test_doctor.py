@@ -17,7 +17,8 @@ def _state() -> dict[str, str]:
 def test_everything_is_looked_at() -> None:
     """torch, backends, GPUs, compiler, native modules, numba and the optional packages."""
     found = set(_state())
-    assert {"python", "torch", "gloo", "nccl", "compiler", "native", "numba", "wandb"} <= found
+    assert {"python", "torch", "gloo", "nccl", "compiler", "numba", "wandb"} <= found
+    assert {"native", "native CUDA"} <= found
     assert any(name.startswith("GPU") for name in found)
 
 
@@ -30,6 +31,7 @@ def test_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _state()
     assert state["native"].startswith("lost")
     assert "megafsdp._csrc is not used" in state["native"]
+    assert "megafsdp._cuda is not used" in state["native CUDA"]
     assert "cannot be built" in state["compiler"]
     assert "several times slower" in state["numba"]
     assert state["gloo"].startswith("ok")

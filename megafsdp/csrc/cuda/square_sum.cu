@@ -4,46 +4,24 @@
 // each launch adds runs of sums, until one is left. Nothing waits for the device.
 #include <cuda_runtime.h>
 
-#include "../kernels/float16.h"
-#include "../kernels/square_sum_order.h"
 #include "adam.h"
+#include "square_lane.h"
 
 namespace megafsdp {
 namespace {
 
 constexpr int kBlocksAtOnce = 16;
 constexpr int kSquareThreads = kBlocksAtOnce * kSquareLanes;
-// Values a thread has on their way at once.
-constexpr int kAhead = 16;
-
-template <typename T>
-__device__ void add_square(T stored, double& sum) {
-  const auto value = static_cast<double>(to_float(stored));
-  sum = __fma_rn(value, value, sum);
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kSquareThreads)
     block_sums_kernel(const T* values, int64_t numel, double* sums) {
   const int lane = threadIdx.x % kSquareLanes, row = threadIdx.x / kSquareLanes;
   const int64_t block = int64_t{blockIdx.x} * kBlocksAtOnce + row;
-  const int64_t start = block * kSquareBlockNumel;
-  const int64_t left = numel - start;
-  const int64_t stop = left < kSquareBlockNumel ? left : kSquareBlockNumel;
-  double sum = 0.0;
-  int64_t i = lane;
-  for (; i + (kAhead - 1) * kSquareLanes < stop; i += kAhead * kSquareLanes) {
-    T ahead[kAhead];
-    MEGAFSDP_UNROLL
-    for (int k = 0; k < kAhead; ++k) ahead[k] = values[start + i + k * kSquareLanes];
-    MEGAFSDP_UNROLL
-    for (int k = 0; k < kAhead; ++k) add_square(ahead[k], sum);
-  }
-  for (; i < stop; i += kSquareLanes) add_square(values[start + i], sum);
+  const bool is_there = block * kSquareBlockNumel < numel;
   __shared__ double lanes[kBlocksAtOnce][kSquareLanes];
-  lanes[row][lane] = sum;
+  lanes[row][lane] = is_there ? lane_sum(values, numel, block, lane) : 0.0;
   __syncthreads();
-  if (lane == 0 && left > 0) {
+  if (lane == 0 && is_there) {
     double total = 0.0;
     MEGAFSDP_UNROLL
     for (int k = 0; k < kSquareLanes; ++k) total += lanes[row][k];
