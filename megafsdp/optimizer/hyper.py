@@ -95,6 +95,10 @@ class AdamConstants:
             self.step_size,
         )
 
+    def flushed(self) -> AdamConstants:
+        """Return zero for subnormal numbers, as a processor takes them that flushes."""
+        return AdamConstants(*(n if abs(n) >= 2.0**-126 else 0.0 for n in self.row()))
+
     @classmethod
     @functools.lru_cache(maxsize=64)
     def rounded(cls, hyper: AdamHyper, step: int) -> AdamConstants:

@@ -151,8 +151,9 @@ def adam_step(
         scale = grad_scale if isinstance(grad_scale, torch.Tensor) else round_to_fp32(grad_scale)
         with torch.no_grad(), reference.denormal_mode(flush_denormals):
             for start, stop, constants in table:
+                taken = constants.flushed() if flush_denormals else constants
                 for chunk in reference.chunks(start, stop, device):
-                    _step_in_torch(buffers, chunk, constants, scale)
+                    _step_in_torch(buffers, chunk, taken, scale)
     elif buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
         call(_native_arguments(buffers, table))
     else:

@@ -189,7 +189,10 @@ def test_denormals_have_the_bits_of_the_reference(
     spread_subnormals(buffers)
     gentle = AdamHyper(1e-3, eps=1e-30, weight_decay=0.5)
     # A large scale makes normal numbers of subnormal gradients, unless those count as zero.
-    for hyper, grad_scale in ((gentle, 1 / 3), (L2_HYPER, 1 / 3), (gentle, 2.0**20)):
+    # Constants that are subnormal themselves.
+    tiny = AdamHyper(1e-40, eps=1e-40, weight_decay=1e-40, adam_w_mode=False)
+    jobs = ((gentle, 1 / 3), (L2_HYPER, 1 / 3), (gentle, 2.0**20), (tiny, 1 / 3))
+    for hyper, grad_scale in jobs:
         options = {"hyper": hyper, "grad_scale": grad_scale, "flush_denormals": flush_denormals}
         result = _step(buffers, **options)
         assert_same_bits(result, _in_torch(buffers, **options))
