@@ -91,6 +91,8 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "hyper",
         "reference",
         "cuda_kernels",
+        "flat_checks",
+        "square_sum",
         "kernels",
         "state",
         "flat_states",

@@ -16,7 +16,7 @@ from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.hyper import AdamHyper
-from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment, adam_step
+from megafsdp.optimizer.kernels import AdamBuffers, AdamKernel, AdamSegment
 from megafsdp.optimizer.state_store import REMAINDER, StateStore
 
 
@@ -32,6 +32,7 @@ class AdamPass:
     def __init__(self, store: StateStore, *, scale: float | torch.Tensor, ftz: bool) -> None:
         self._store, self._scale, self._ftz = store, scale, ftz
         self._hyper = AdamHyper()
+        self._kernels: dict[torch.device, AdamKernel] = {}
         self._encodings = _Encodings()
 
     def begin(self, group: dict[str, Any], *, adam_w_mode: bool) -> None:
@@ -92,10 +93,13 @@ class AdamPass:
     def _call(
         self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], step: int
     ) -> None:
-        scale = self._scale
-        if isinstance(scale, torch.Tensor) and scale.device != buffers.weight.device:
-            scale = scale.to(buffers.weight.device)
-        adam_step(buffers, hyper, step=step, grad_scale=scale, flush_denormals=self._ftz)
+        device = buffers.weight.device
+        kernel = self._kernels.get(device)
+        if kernel is None:
+            scale = self._scale.to(device) if isinstance(self._scale, torch.Tensor) else self._scale
+            kernel = AdamKernel(device, grad_scale=scale, flush_denormals=self._ftz)
+            self._kernels[device] = kernel
+        kernel(buffers, hyper, step=step)
 
 
 class _Encodings:

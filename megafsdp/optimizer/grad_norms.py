@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from megafsdp.buffer.collectives import all_reduce
 from megafsdp.errors import expected
 from megafsdp.optimizer.grad_parts import GradParts, parts_of
-from megafsdp.optimizer.kernels import device_sum_of_squares, has_square_sum_kernel
+from megafsdp.optimizer.square_sum import device_sum_of_squares, has_square_sum_kernel
 
 _PIECE_NUMEL = 1 << 16  # A plain fp32 running sum over 50 M elements is wrong by 4e-3.
 

@@ -1,4 +1,4 @@
-"""One pass of Adam over flat buffers, and sums of squares: compiled where possible, else in torch.
+"""One pass of Adam over flat buffers: compiled where possible, else in torch.
 
 Both ways, every instruction set and every number of threads give the same bits. This file checks
 the buffers and picks the way; reference.py defines the arithmetic, cuda_kernels.py launches. One
@@ -20,17 +20,16 @@ import torch
 from megafsdp._native import native_module
 from megafsdp.errors import expected
 from megafsdp.optimizer import cuda_kernels, reference
+from megafsdp.optimizer.flat_checks import DTYPE_NAMES, VALUE_DTYPES, check_flat, check_positive
 from megafsdp.optimizer.hyper import AdamConstants, AdamHyper, round_to_fp32
 
-_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _GRAD_DTYPES}
 # Of moments in two dtypes, which pass through fp32 copies of so many elements.
 _WIDE_NUMEL = 1 << 20
 _BESIDE_FP32 = {
     "weight": (torch.float32,),
-    "grad": _GRAD_DTYPES,
+    "grad": VALUE_DTYPES,
     "exp_avg": _STATE_DTYPES,
     "exp_avg_sq": _STATE_DTYPES,
     "copy_out": _COPY_DTYPES,
@@ -74,7 +73,7 @@ class AdamBuffers:
         for name, dtypes in wanted.items():
             tensor = getattr(self, name)
             if tensor is not None:
-                _check_tensor(name, tensor, dtypes, numel=numel, device=device)
+                check_flat(name, tensor, dtypes, numel=numel, device=device)
 
     def narrow(self, start: int, stop: int) -> AdamBuffers:
         """Return elements ``start`` to ``stop`` of all buffers; aliases them."""
@@ -134,83 +133,80 @@ def adam_step(
             ``num_threads`` is not positive, a tensor is no fp32 scalar on the buffers' device.
         RuntimeError: CUDA refuses the launch.
     """
-    numel, device = buffers.weight.numel(), buffers.weight.device
-    segments = [AdamSegment(0, numel, hyper)] if isinstance(hyper, AdamHyper) else hyper
-    num_threads = torch.get_num_threads() if num_threads is None else num_threads
-    _check_positive(step=step, num_threads=num_threads)
-    _check_segments(segments, numel)
-    _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
-    table = [(s.start, s.stop, AdamConstants.rounded(s.hyper, step)) for s in segments]
-    if numel == 0:
-        return
-    call = _compiled(device, grad_scale, found_inf, flush_denormals, num_threads)
-    is_skipped_there = device.type != "cpu" and call is not None
-    if found_inf is not None and not is_skipped_there and found_inf.item() != 0:
-        return
-    if call is None:
-        scale = grad_scale if isinstance(grad_scale, torch.Tensor) else round_to_fp32(grad_scale)
-        with torch.no_grad(), reference.denormal_mode(flush_denormals):
-            for start, stop, constants in table:
-                taken = constants.flushed() if flush_denormals else constants
-                for chunk in reference.chunks(start, stop, device):
-                    _step_in_torch(buffers, chunk, taken, scale)
-    elif buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
-        call(_native_arguments(buffers, table))
-    else:
-        _step_through_fp32(buffers, table, call)
-
-
-def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> float:
-    """Return the sum of squares of a ``(numel,)`` tensor; fp32, bf16 or fp16; local.
-
-    Squares are exact and are added in double in an order that depends on nothing but their
-    positions. The sum of finite values cannot overflow: it is not finite if and only if one of the
-    values is not. Waits for a device; :func:`device_sum_of_squares` does not.
-
-    Raises:
-        ValueError: The tensor is not flat, contiguous and of one of these dtypes, or
-            ``num_threads`` is not positive.
-    """
-    return device_sum_of_squares(values, num_threads=num_threads).item()
-
-
-@torch.no_grad()
-def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> torch.Tensor:
-    """Return :func:`sum_of_squares` as a ``()`` fp64 tensor on the device of the values; local.
-
-    The bits are those of a CPU. Runs on the current stream and waits for nothing.
-
-    Raises:
-        ValueError: The tensor is not flat, contiguous and fp32, bf16 or fp16, or ``num_threads`` is
-            not positive.
-        RuntimeError: CUDA refuses a launch.
-    """
-    num_threads = torch.get_num_threads() if num_threads is None else num_threads
-    _check_positive(num_threads=num_threads)
-    numel, device = values.numel(), values.device
-    _check_tensor("values", values, _GRAD_DTYPES, numel=numel, device=device)
-    cuda = cuda_kernels.usable_module(device) if numel > 0 else None
-    if cuda is not None:
-        return cuda_kernels.launch_sum_of_squares(cuda, values)
-    native = native_module() if device.type == "cpu" and numel > 0 else None
-    if native is None:
-        return reference.sum_of_squares(values)
-    total = native.sum_of_squares(
-        values=values.data_ptr(),
-        numel=numel,
-        dtype=_NAMES[values.dtype],
+    kernel = AdamKernel(
+        buffers.weight.device,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        flush_denormals=flush_denormals,
         num_threads=num_threads,
     )
-    return torch.tensor(total, dtype=torch.float64)
+    kernel(buffers, hyper, step=step)
 
 
-def has_square_sum_kernel(values: torch.Tensor) -> bool:
-    """Tell whether a compiled kernel adds the squares of a tensor, which may have any shape."""
-    if not values.is_contiguous() or values.dtype not in _GRAD_DTYPES:
-        return False
-    if values.device.type == "cpu":
-        return native_module() is not None
-    return cuda_kernels.usable_module(values.device) is not None
+class AdamKernel:
+    """:func:`adam_step` for many buffers on one device: chosen and checked once.
+
+    Args:
+        device: Where the buffers are.
+        grad_scale: As :func:`adam_step`, as are the following.
+        found_inf: Read once, on the device or at the first call.
+        flush_denormals: Take and give zero for subnormal numbers.
+        num_threads: Threads on a CPU.
+
+    Raises:
+        ValueError: As :func:`adam_step`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        grad_scale: float | torch.Tensor = 1.0,
+        found_inf: torch.Tensor | None = None,
+        flush_denormals: bool = True,
+        num_threads: int | None = None,
+    ) -> None:
+        num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        check_positive("num_threads", num_threads)
+        _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
+        self._grad_scale, self._flushes = grad_scale, flush_denormals
+        self._run = _compiled(device, grad_scale, found_inf, flush_denormals, num_threads)
+        is_read_there = self._run is not None and device.type != "cpu"
+        self._found_inf = None if is_read_there else found_inf
+
+    def __call__(
+        self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], *, step: int
+    ) -> None:
+        """Update weights and moments in place.
+
+        Raises:
+            ValueError: As :func:`adam_step`.
+            RuntimeError: As :func:`adam_step`.
+        """
+        numel = buffers.weight.numel()
+        segments = [AdamSegment(0, numel, hyper)] if isinstance(hyper, AdamHyper) else hyper
+        check_positive("step", step)
+        _check_segments(segments, numel)
+        table = [(s.start, s.stop, AdamConstants.rounded(s.hyper, step)) for s in segments]
+        if numel == 0 or (self._found_inf is not None and self._found_inf.item() != 0):
+            return
+        if self._run is None:
+            self._run_in_torch(buffers, table)
+        elif buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
+            self._run(_native_arguments(buffers, table))
+        else:
+            _step_through_fp32(buffers, table, self._run)
+
+    def _run_in_torch(
+        self, buffers: AdamBuffers, table: Sequence[tuple[int, int, AdamConstants]]
+    ) -> None:
+        scale, device = self._grad_scale, buffers.weight.device
+        scale = scale if isinstance(scale, torch.Tensor) else round_to_fp32(scale)
+        with torch.no_grad(), reference.denormal_mode(self._flushes):
+            for start, stop, constants in table:
+                taken = constants.flushed() if self._flushes else constants
+                for chunk in reference.chunks(start, stop, device):
+                    _step_in_torch(buffers, chunk, taken, scale)
 
 
 def _compiled(
@@ -258,9 +254,9 @@ def _native_arguments(
         "remainder": _address_of(buffers.remainder),
         "copy_out": _address_of(buffers.copy_out),
         "numel": buffers.weight.numel(),
-        "grad_dtype": _NAMES[buffers.grad.dtype],
-        "state_dtype": _NAMES[buffers.exp_avg.dtype],
-        "copy_out_dtype": "" if buffers.copy_out is None else _NAMES[buffers.copy_out.dtype],
+        "grad_dtype": DTYPE_NAMES[buffers.grad.dtype],
+        "state_dtype": DTYPE_NAMES[buffers.exp_avg.dtype],
+        "copy_out_dtype": "" if buffers.copy_out is None else DTYPE_NAMES[buffers.copy_out.dtype],
         "segments": [(start, stop, constants.row()) for start, stop, constants in table],
     }
 
@@ -315,12 +311,6 @@ def _address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _check_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(expected("a positive number", number, where=name, mend="Count from 1"))
-
-
 def _check_scalars(device: torch.device, **scalars: object) -> None:
     for name, scalar in scalars.items():
         if not isinstance(scalar, torch.Tensor):
@@ -349,31 +339,3 @@ def _check_segments(segments: Sequence[AdamSegment], numel: int) -> None:
                 )
             )
         end = segment.stop
-
-
-def _check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    dtypes: Sequence[torch.dtype],
-    *,
-    numel: int,
-    device: torch.device,
-) -> None:
-    is_right = (
-        tensor.dtype in dtypes
-        and tensor.dim() == 1
-        and tensor.numel() == numel
-        and tensor.is_contiguous()
-        and tensor.device == device
-    )
-    if not is_right:
-        raise ValueError(
-            expected(
-                f"a contiguous flat tensor of {numel} elements on {device}, of dtype "
-                f"{' or '.join(str(dtype) for dtype in dtypes) or 'None'}",
-                f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.device}, "
-                f"{tensor.dtype}",
-                where=f"{name} of AdamBuffers or sum_of_squares()",
-                mend="Pass views of flat buffers with one element for each weight",
-            )
-        )

@@ -1,5 +1,6 @@
-// The CUDA kernels of Adam and of the sum of squares with their threads in turn on the host, and the
-// flushing of subnormal numbers beside that of the processor. A test compiles this; nothing of the package does.
+// The CUDA kernels of Adam and of the sum of squares with their threads in turn on the host, and
+// the flushing of subnormal numbers beside that of the processor. A test compiles this; nothing of
+// the package does.
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -112,7 +113,8 @@ __attribute__((noinline)) void in_mode(const Operands& from, float* results) {
 extern "C" {
 
 // Runs one step. Addresses are buffers of numel elements; dtypes count as Dtype; ranges holds start
-// and stop of each segment, and constants eight numbers of each. Returns whether vectors were whole.
+// and stop of each segment, and constants eight numbers of each. Returns whether vectors moved
+// whole.
 bool emulate_adam(void* const* addresses, const int* dtypes, int64_t numel, int64_t num_segments,
                   const int64_t* ranges, const float* constants, float grad_scale, bool flushes,
                   int64_t num_blocks) {

@@ -17,7 +17,7 @@ from megafsdp import FusedAdam, MixedPrecisionPolicy, full_state_dict, full_tens
 from megafsdp.buffer.collectives import record_collectives
 from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
 from megafsdp.checkpoint import load, save
-from megafsdp.optimizer import adam_pass
+from megafsdp.optimizer.kernels import AdamKernel
 from megafsdp.optimizer.state import ScaledState
 from tests.fsdp.toy import (
     Net,
@@ -116,7 +116,7 @@ def _launches() -> tuple[int, int]:
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            adam_pass, "adam_step", lambda buffers, runs, **options: calls.append(len(runs))
+            AdamKernel, "__call__", lambda kernel, buffers, runs, step: calls.append(len(runs))
         )
         net(*mine(batches(1)[0])).backward()
         optimizer.step()

@@ -28,9 +28,8 @@ from megafsdp.optimizer.kernels import (
     AdamBuffers,
     AdamSegment,
     adam_step,
-    device_sum_of_squares,
-    sum_of_squares,
 )
+from megafsdp.optimizer.square_sum import device_sum_of_squares, sum_of_squares
 from tests.optimizer.flat_buffers import (
     ALIGNED_GUARD,
     BF16,

@@ -11,7 +11,8 @@ import torch
 from megafsdp._native import native_module
 from megafsdp.optimizer import kernels
 from megafsdp.optimizer.hyper import AdamHyper
-from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment, adam_step, sum_of_squares
+from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment, adam_step
+from megafsdp.optimizer.square_sum import sum_of_squares
 from tests.optimizer.flat_buffers import (
     BF16,
     FP16,

@@ -4,10 +4,9 @@
 // Every operation is an intrinsic that rounds to nearest even once, so neither contraction nor the
 // compiler's -ftz changes a bit. Subnormal numbers are flushed by kernels/flushing.h and not by
 // -ftz=true: nothing says whether a GPU looks at a result before or after rounding it.
-#include "adam.h"
-
 #include <cuda_runtime.h>
 
+#include "adam.h"
 #include "adam_tile.h"
 
 namespace megafsdp {
@@ -83,8 +82,12 @@ cudaError_t launch_adam(const AdamBuffers& buffers, const CudaAdamLaunch& launch
   constexpr int64_t kBlocksPerProcessor = 8;
   if (cudaError_t error = cudaSetDevice(launch.device)) return error;
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  KernelArguments arguments{buffers,           launch.numel, launch.grad_scale,
-                            launch.found_inf,  nullptr,      launch.num_segments,
+  KernelArguments arguments{buffers,
+                            launch.numel,
+                            launch.grad_scale,
+                            launch.found_inf,
+                            nullptr,
+                            launch.num_segments,
                             has_vector_addresses(buffers)};
   if (launch.num_segments > kNearSegments) {
     // Memory that is not page-locked is read before the call returns.
@@ -100,8 +103,8 @@ cudaError_t launch_adam(const AdamBuffers& buffers, const CudaAdamLaunch& launch
     }
   }
   int num_processors = 0;
-  if (cudaError_t error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount,
-                                                 launch.device)) {
+  if (cudaError_t error =
+          cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, launch.device)) {
     return error;
   }
   const int64_t num_tiles = (launch.numel + kTileNumel - 1) / kTileNumel;
@@ -131,8 +134,8 @@ const char* megafsdp_cuda_check_device(int device) {
   using namespace megafsdp;
   if (cudaError_t error = cudaSetDevice(device)) return words_of(error);
   cudaFuncAttributes attributes;
-  return words_of(cudaFuncGetAttributes(
-      &attributes, adam_kernel<Keeping<DeviceMath>, float, float, float>));
+  return words_of(
+      cudaFuncGetAttributes(&attributes, adam_kernel<Keeping<DeviceMath>, float, float, float>));
 }
 
 const char* megafsdp_cuda_device_count(int* count) {

@@ -1,4 +1,4 @@
-// Launches of the optimizer's kernels; host code without CUDA headers, so that any compiler calls it.
+// Launches of the optimizer's kernels; without CUDA headers, so that any host compiler calls them.
 //
 // Each function returns null, or what CUDA says went wrong, in words that live as long as the
 // program. A launch returns before its kernels have run; streams are handles of the CUDA runtime.
@@ -14,8 +14,8 @@ namespace megafsdp {
 constexpr int64_t kNearSegments = 32;
 
 // What a launch of Adam has besides its buffers. grad_scale and found_inf are fp32 scalars on the
-// device or null; without grad_scale the buffers' own factor counts, and where found_inf is not zero
-// nothing is read or written. table is room for the segments, or null for kNearSegments or fewer.
+// device or null; without grad_scale the buffers' own factor counts, and no buffer is touched where
+// found_inf is not zero. table is room for the segments, or null for kNearSegments or fewer.
 struct CudaAdamLaunch {
   int64_t numel;
   const AdamSegment* segments;

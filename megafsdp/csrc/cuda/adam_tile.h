@@ -14,8 +14,8 @@
 #include <cstdint>
 
 #include "../kernels/adam_buffers.h"
-#include "../kernels/flushing.h"
 #include "../kernels/float16.h"
+#include "../kernels/flushing.h"
 
 namespace megafsdp {
 
@@ -191,8 +191,7 @@ MEGAFSDP_INLINE int64_t adam_tile(const AdamTask& task, int64_t tile, int thread
   const int64_t tile_start = tile * kTileNumel;
   const int64_t end = tile_start + kTileNumel;
   const int64_t tile_stop = end < task.numel ? end : task.numel;
-  const int64_t first =
-      first_segment_behind(task.segments, task.num_segments, tile_start, known);
+  const int64_t first = first_segment_behind(task.segments, task.num_segments, tile_start, known);
   for (int64_t i = first; i < task.num_segments; ++i) {
     const AdamSegment& segment = task.segments[i];
     if (segment.start >= tile_stop) break;

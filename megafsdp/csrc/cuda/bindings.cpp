@@ -74,13 +74,11 @@ void sum_of_squares(uintptr_t values, int64_t numel, std::string dtype, uintptr_
   check_address("sum", sum, 8);
   check_address("scratch", scratch, 8);
   check_device(device);
-  const megafsdp::CudaSquareSumLaunch launch{reinterpret_cast<const void*>(values),
-                                             numel,
-                                             megafsdp::dtype_of(arguments.dtype),
-                                             reinterpret_cast<double*>(sum),
-                                             reinterpret_cast<double*>(scratch),
-                                             device,
-                                             reinterpret_cast<void*>(stream)};
+  const megafsdp::CudaSquareSumLaunch launch{
+      reinterpret_cast<const void*>(values), numel,
+      megafsdp::dtype_of(arguments.dtype),   reinterpret_cast<double*>(sum),
+      reinterpret_cast<double*>(scratch),    device,
+      reinterpret_cast<void*>(stream)};
   py::gil_scoped_release unlocked;
   raise_unless_null("sum_of_squares", megafsdp_cuda_square_sum(&launch));
 }
@@ -126,8 +124,8 @@ PYBIND11_MODULE(_cuda, module) {
              py::arg("flush_denormals"), py::arg("device_grad_scale"), py::arg("found_inf"),
              py::arg("table"), py::arg("device"), py::arg("stream"),
              "Update weights and moments in place, in one launch; lets go of the GIL.");
-  module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"),
-             py::arg("numel"), py::arg("dtype"), py::arg("sum"), py::arg("scratch"),
-             py::arg("device"), py::arg("stream"),
+  module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
+             py::arg("dtype"), py::arg("sum"), py::arg("scratch"), py::arg("device"),
+             py::arg("stream"),
              "Write the sum of squares to a double on the device; lets go of the GIL.");
 }

@@ -75,7 +75,7 @@ cudaError_t launch_square_sum(const CudaSquareSumLaunch& launch) {
     const int64_t num_runs = parts_of(count, kSquareRun);
     double* run_sums = num_runs == 1 ? launch.sum : free_scratch;
     add_runs_kernel<<<static_cast<unsigned>(num_runs), kSquareRun, 0, stream>>>(sums, count,
-                                                                               run_sums);
+                                                                                run_sums);
     if (cudaError_t error = cudaGetLastError()) return error;
     sums = run_sums;
     free_scratch += num_runs;

@@ -1,5 +1,5 @@
-// What marks a function that every kernel inlines, on a CUDA compiler one for both sides; and a loop
-// over an array that must not be indexed at run time, which on a GPU would put it into memory.
+// What marks a function that every kernel inlines, on a CUDA compiler one for both sides; and a
+// loop over an array that must not be indexed at run time, which on a GPU would put it into memory.
 #pragma once
 
 #if defined(__CUDACC__)
