@@ -34,7 +34,7 @@ from megafsdp.fsdp.blueprint import PlannedUnit, ShardDegrees
 from megafsdp.fsdp.rehearsal import Meter, Rehearsal, RehearsedUnit
 from megafsdp.mesh.parallel_dims import DP_SHARD
 
-_NORM_NBYTES = 4  # One fp32 number.
+_NORM_NBYTES = 8  # One fp64 number.
 
 
 @dataclass(frozen=True)
