@@ -13,6 +13,7 @@ small exchange at the end of the backward (``pending`` until then).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -40,7 +41,19 @@ def place_of_grad(grad: torch.Tensor) -> tuple[DBuffer, int] | None:
     The buffer lies like the main weight and its gaps hold zeros. None for a gradient that no
     reduction has made.
     """
-    return getattr(grad, "_megafsdp_place", None)
+    buffer = getattr(grad, "_megafsdp_buffer", None)
+    return None if buffer is None else (buffer, grad._megafsdp_index)  # type: ignore[attr-defined]
+
+
+def common_buffer(grads: Sequence[torch.Tensor | None], indices: list[int]) -> DBuffer | None:
+    """Return the flat main gradient that holds all gradients at these indices, if one does."""
+    try:
+        buffers = [grad._megafsdp_buffer for grad in grads]  # type: ignore[union-attr]
+        found = [grad._megafsdp_index for grad in grads]  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+    is_common = found == indices and buffers.count(buffers[0]) == len(buffers)
+    return buffers[0] if is_common else None
 
 
 class GradientReducer:
@@ -355,7 +368,8 @@ class GradientReducer:
         if parameter.grad is None or not self._is_shown(index, parameter.grad):
             assert self._working_grad is not None, "the sum was made"
             grad = self.group.like_main_weight(index, self._working_grad)
-            grad._megafsdp_place = self._working_grad, index  # type: ignore[attr-defined]
+            grad._megafsdp_buffer = self._working_grad  # type: ignore[attr-defined]
+            grad._megafsdp_index = index  # type: ignore[attr-defined]
             self._shown[index] = weakref.ref(grad)
             parameter.grad = grad
         self._states[index] = _State.HELD

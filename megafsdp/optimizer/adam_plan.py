@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.fsdp.gradients import place_of_grad
+from megafsdp.fsdp.gradients import common_buffer, place_of_grad
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam_checks import check_grad
@@ -65,12 +65,8 @@ class _Members:
 
     def common_buffer(self, grads: list[torch.Tensor | None]) -> DBuffer | None:
         """Return the buffer that holds all parameters' gradients in their places, if one does."""
-        places = [None if grad is None else place_of_grad(grad) for grad in grads]
-        if places[0] is None:
-            return None
-        buffer = places[0][0]
-        is_common = places == [(buffer, index) for index in self.indices]
-        return buffer if is_common and buffer.layout is self.states.layout else None
+        buffer = common_buffer(grads, self.indices)
+        return buffer if buffer is not None and buffer.layout is self.states.layout else None
 
     def prepare(
         self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], store: StateStore
