@@ -1,8 +1,9 @@
 """One pass of the compiled Adam beside torch's AdamW, on one flat buffer of a CPU or a GPU.
 
 Three jobs: the bare update in fp32; all that a step does in mixed precision, from bf16 gradients
-with a scale to a bf16 copy; and the bare update with zero gradients and subnormal first moments, as
-rare tokens and idle experts leave them. Sides take turns in every repeat. Achieved bytes a second
+with a scale to a bf16 copy; and the same with zero gradients and subnormal first moments in one row
+of twenty, as rare tokens and idle experts leave them. On a CPU DeepSpeed's CPUAdam and a loop in
+numba take part if they are installed. Sides take turns in every repeat. Achieved bytes a second
 stand beside those of a probe: on a CPU a pass that reads and writes one array in place, on a GPU a
 copy from one array to another.
 """
@@ -10,13 +11,15 @@ copy from one array to another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from benchmarks.adam_rivals import Rival, installed
 from benchmarks.record import CheckError, spread
 from megafsdp._native import require_native_module, why_cuda_missing
 from megafsdp.optimizer.cuda_kernels import usable_module
@@ -96,13 +99,13 @@ class Torch:
             self.copy_out.copy_(self.weight)
 
 
-Side = Ours | Torch
+Side = Ours | Torch | Rival
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the case."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--numel", type=int, default=1 << 24)
+    parser.add_argument("--numel", type=int, nargs="+", default=[1_000_000, 1 << 24, 100_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="on a CPU")
     parser.add_argument("--repeats", type=int, default=9)
 
@@ -121,43 +124,62 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         why = why_cuda_missing() or "the device, as logged"
         raise RuntimeError(f"Expected CUDA kernels that run on {device}, got none for {why}.")
     # torch's fused kernel rounds elements short of a vector differently, in each thread's part.
-    _check(min(options.numel // 64 * 64, _CHECKED_NUMEL), device)
-    results: dict[str, object] = {"numel": options.numel, "device": device.type}
-    if device.type == "cuda":
-        return results | {"cuda": _measure(options.numel, options.repeats, device)}
-    usual_threads = torch.get_num_threads()
-    try:
+    with _threads(1):
+        _check(min(max(options.numel) // 64 * 64, _CHECKED_NUMEL), device)
+    results: dict[str, object] = {"device": device.type}
+    for numel in options.numel:
+        if device.type == "cuda":
+            results[f"{numel} elements"] = _measure(numel, options.repeats, device)
+            continue
         for num_threads in options.threads:
-            torch.set_num_threads(num_threads)
-            results[f"threads {num_threads}"] = _measure(options.numel, options.repeats, device)
-    finally:
-        torch.set_num_threads(usual_threads)
+            with _threads(num_threads):
+                measured = _measure(numel, options.repeats, device)
+            results[f"{numel} elements, threads {num_threads}"] = measured
     return results
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    usual = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def _sides(job: str, numel: int, device: torch.device) -> dict[str, Side]:
     generator = torch.Generator().manual_seed(0)
     weight, grad = (torch.randn(numel, generator=generator).to(device) for _ in range(2))
-    has_copy = job == "bf16 to bf16"
+    has_copy = job != "fp32"
+    if job == "subnormal":
+        _idle_rows(grad).zero_()
     if has_copy:
         grad = grad.bfloat16()
-    elif job == "subnormal":
-        grad.zero_()
-    return {
+    sides: dict[str, Side] = {
         "megafsdp": Ours(weight, grad, has_copy),
         "fused": Torch(weight, grad, has_copy, is_fused=True),
         "foreach": Torch(weight, grad, has_copy, is_fused=False),
     }
+    if device.type == "cpu":
+        for name, rival in installed().items():
+            sides[name] = rival(weight, grad, _GRAD_SCALE if has_copy else None, _HYPER)
+    return sides
+
+
+def _idle_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return every twentieth row of 64 elements, but for a rest behind the last twenty."""
+    whole = values.numel() // (20 * 64) * (20 * 64)
+    return values[:whole].view(-1, 20, 64)[:, 0]
 
 
 def _check(numel: int, device: torch.device) -> None:
-    usual_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for job in ("fp32", "bf16 to bf16"):
         sides = _sides(job, numel, torch.device("cpu"))
         ours = sides["megafsdp"]
         equal = {"torch's fused AdamW": sides["fused"]}
-        near = {"torch's foreach AdamW": sides["foreach"]}
+        others = {name: side for name, side in sides.items() if name not in ("megafsdp", "fused")}
+        near = {f"{name}'s Adam": side for name, side in others.items()}
         if device.type == "cuda":
             there = _sides(job, numel, device)
             equal["our kernel on the GPU"] = there["megafsdp"]
@@ -175,7 +197,6 @@ def _check(numel: int, device: torch.device) -> None:
         tolerance = _OTHER_ORDER_TOLERANCE * start.abs().max().item()
         for name, side in near.items():
             _check_weights(f"{job}: weights differ from those of {name}", ours, side, tolerance)
-    torch.set_num_threads(usual_threads)
 
 
 def _check_weights(failure: str, left: Side, right: Side, tolerance: float) -> None:
@@ -191,7 +212,7 @@ def _check_weights(failure: str, left: Side, right: Side, tolerance: float) -> N
 def _measure(numel: int, repeats: int, device: torch.device) -> dict[str, object]:
     array = torch.ones(numel, device=device)
     other = torch.ones_like(array) if device.type == "cuda" else None
-    results: dict[str, object] = {}
+    results: dict[str, dict[str, Any]] = {}
     for job in _JOBS:
         sides = _sides(job, numel, device)
         calls: dict[str, Callable[[], object]] = {n: side.step for n, side in sides.items()}
@@ -200,11 +221,15 @@ def _measure(numel: int, repeats: int, device: torch.device) -> dict[str, object
         for repeat in range(_WARM_UP_REPEATS + repeats):
             for name, call in calls.items():
                 if job == "subnormal" and name != _PROBE:
-                    sides[name].exp_avg.fill_(2.0**-130)
+                    _idle_rows(sides[name].exp_avg).fill_(2.0**-130)
                 time_ms = _time_ms(call, device)
                 if repeat >= _WARM_UP_REPEATS:
                     times_ms[name].append(time_ms)
         results[job] = _summary(job, numel, times_ms)
+    dense, sparse = (results[job]["ms"] for job in ("bf16 to bf16", "subnormal"))
+    results["subnormal"]["ratio_to_dense"] = {
+        name: sparse[name]["median"] / dense[name]["median"] for name in dense if name != _PROBE
+    }
     return results
 
 
@@ -230,18 +255,18 @@ def _summary(job: str, numel: int, times_ms: dict[str, list[float]]) -> dict[str
         return _BYTES_PER_ELEMENT[kind] * numel / statistics.median(times_ms[name]) / 1e6
 
     ours = times_ms["megafsdp"]
+    others = [name for name in times_ms if name not in ("megafsdp", _PROBE)]
     probe = gigabytes_a_second(_PROBE, _PROBE)
     achieved = {name: gigabytes_a_second(name, job) for name in times_ms if name != _PROBE}
     # Bytes a second are those of one pass; a side that makes several moves more than they say.
     return {
         "ms": {name: spread(times) for name, times in times_ms.items()},
         "ratio": {
-            name: statistics.median(ours) / statistics.median(times_ms[name])
-            for name in ("fused", "foreach")
+            name: statistics.median(ours) / statistics.median(times_ms[name]) for name in others
         },
         "ratio_range": {
             name: [f(a / b for a, b in zip(ours, times_ms[name], strict=True)) for f in (min, max)]
-            for name in ("fused", "foreach")
+            for name in others
         },
         "useful_gb_per_s": achieved,
         "probe_gb_per_s": probe,
@@ -251,21 +276,21 @@ def _summary(job: str, numel: int, times_ms: dict[str, list[float]]) -> dict[str
 
 def describe(results: dict[str, object]) -> str:
     """Return the results as lines for people."""
-    device = str(results["device"]).upper()
-    lines = [f"{results['numel']} elements on {device}, megafsdp / torch fused / torch foreach"]
-    for threads, jobs in results.items():
+    lines = [f"Adam on {str(results['device']).upper()}: ms, and ours over theirs"]
+    for name, jobs in results.items():
         if not isinstance(jobs, dict):
             continue
         for job, case in jobs.items():
-            times = " / ".join(
-                f"{case['ms'][name]['median']:.1f}" for name in ("megafsdp", "fused", "foreach")
+            others = ", ".join(
+                f"{other} {case['ms'][other]['median']:.1f} ({ratio:.3f})"
+                for other, ratio in case["ratio"].items()
             )
-            low, high = case["ratio_range"]["fused"]
+            idle = case.get("ratio_to_dense", {}).get("megafsdp")
             lines.append(
-                f"{threads}, {job}: {times} ms, ratio to fused {case['ratio']['fused']:.3f} "
-                f"({low:.3f} to {high:.3f}), to foreach {case['ratio']['foreach']:.3f}; "
+                f"{name}, {job}: {case['ms']['megafsdp']['median']:.1f}; {others}; "
                 f"{case['useful_gb_per_s']['megafsdp']:.1f} GB/s, "
                 f"{case['share_of_probe']['megafsdp']:.0%} of the probe's "
                 f"{case['probe_gb_per_s']:.1f}"
+                + ("" if idle is None else f"; {idle:.2f} x the dense job")
             )
     return "\n".join(lines)

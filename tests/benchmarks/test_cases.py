@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import adam, exits, fsdp_step
+from benchmarks import adam, exits, fsdp_step, optimizer_step
 from benchmarks.__main__ import main
 from benchmarks.record import CheckError
 from megafsdp._native import cuda_module, native_module
@@ -133,17 +134,40 @@ def test_adam_is_timed_against_torch(
     """Every job has its ratios and its bandwidth; wrong bits give none."""
     arguments = ["adam", "--numel", "5000", "--threads", "1", "--repeats", "3"]
     main(["--records", str(tmp_path), *arguments])
-    assert "ratio" in capsys.readouterr().out
-    jobs = _only_record(tmp_path)["results"]["threads 1"]
+    assert "ours over theirs" in capsys.readouterr().out
+    jobs = _only_record(tmp_path)["results"]["5000 elements, threads 1"]
     assert set(jobs) == {"fp32", "bf16 to bf16", "subnormal"}
     for case in jobs.values():
         assert case["ms"]["megafsdp"]["count"] == 3 and case["probe_gb_per_s"] > 0
         low, high = case["ratio_range"]["fused"]
         assert 0 < low <= high
+        assert case["ms"]["numba"]["median"] > 0
+    assert jobs["subnormal"]["ratio_to_dense"]["megafsdp"] > 0
     monkeypatch.setattr(adam, "_HYPER", AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1, adam_w_mode=False))
     with pytest.raises(CheckError, match="differ from those of torch's fused AdamW by"):
         main(["--records", str(tmp_path), *arguments])
-    assert "ratio" not in capsys.readouterr().out
+    assert "ours over theirs" not in capsys.readouterr().out
+
+
+def test_steps_of_optimizers_are_timed_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every side has its time; sides that end apart give none."""
+    sizes = ["--ranks", "1", "--layers", "2", "--parameters", "3", "--numel", "16"]
+    arguments = ["optimizer_step", *sizes, "--repeats", "2"]
+    main(["--records", str(tmp_path), *arguments])
+    assert "x FusedAdam" in capsys.readouterr().out
+    results = _only_record(tmp_path)["results"]
+    assert set(results["step_ms"]) == set(optimizer_step.SIDES)
+    assert all(times["median"] > 0 for times in results["step_ms"].values())
+    assert results["ratio_to_fused_adam"]["FusedAdam"] == 1
+    sides = {}
+    for name, value in (("FusedAdam", 1.0), ("other", 2.0)):
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, value)
+        sides[name] = optimizer_step.Side(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(CheckError, match="weights differ by"):
+        optimizer_step.check(sides)
 
 
 @pytest.mark.gpu
@@ -152,6 +176,6 @@ def test_adam_is_timed_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """The same jobs with the CUDA kernels, beside a copy on the device."""
     arguments = ["adam", "--device", "cuda", "--numel", "50000", "--repeats", "3"]
     main(["--records", str(tmp_path), *arguments])
-    assert "elements on CUDA" in capsys.readouterr().out
-    for case in _only_record(tmp_path)["results"]["cuda"].values():
+    assert "Adam on CUDA" in capsys.readouterr().out
+    for case in _only_record(tmp_path)["results"]["50000 elements"].values():
         assert case["ms"]["megafsdp"]["count"] == 3 and case["probe_gb_per_s"] > 0
