@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -116,6 +118,31 @@ def test_threads_do_not_show(level: str, master: str) -> None:
         result = _step(buffers, num_threads=num_threads)
         assert_same_bits(result, wanted)
         assert_guards_hold(result)
+
+
+_FORKS = """
+import os, torch
+from megafsdp.optimizer.hyper import AdamHyper
+from megafsdp.optimizer.kernels import AdamBuffers, adam_step
+
+def step():
+    tensors = [torch.full((1 << 20,), value) for value in (1.0, 2.0, 3.0, 4.0)]
+    adam_step(AdamBuffers(*tensors), AdamHyper(), step=1, num_threads=2)
+    return tensors[0]
+
+wanted = step()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(step(), wanted) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(step(), wanted)
+"""
+
+
+@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    """Those that wait in the parent are not there; the child neither hangs nor differs."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], check=True, timeout=60)
 
 
 def test_cuts_do_not_show(level: str) -> None:

@@ -1,13 +1,14 @@
 // Work cut into ranges over threads, and the mode for subnormal numbers.
-//
-// Threads live for one call. Starting one takes tens of microseconds, which the smallest range
-// outweighs, and nothing is left behind that a fork could break.
 #pragma once
 
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -38,25 +39,110 @@ class DenormalMode {
 #endif
 };
 
+// Threads that wait between calls, as many as the largest call has asked for.
+//
+// A call hands out one task. Whoever has not woken when the caller has ended is not waited for, so
+// a task that leaves its work to whoever comes first loses nothing to threads that sleep long.
+class Workers {
+ public:
+  static Workers& instance() {
+    Workers* workers = slot().load(std::memory_order_acquire);
+    if (workers != nullptr) return *workers;
+    // Never freed: threads still wait in it when the process ends. A fork has none of them, and
+    // its child begins with new ones.
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { slot().store(nullptr); });
+    (void)registered;
+    auto* fresh = new Workers;
+    if (slot().compare_exchange_strong(workers, fresh)) return *fresh;
+    delete fresh;
+    return *workers;
+  }
+
+  // Calls task() in this thread and in num_helpers others at most, fewer if the system gives no
+  // more or another call is under way. The task must not throw.
+  template <typename Task>
+  void run(int64_t num_helpers, const Task& task) {
+    if (num_helpers <= 0 || !busy_.try_lock()) {
+      task();
+      return;
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      hire(num_helpers);
+      task_ = &task;
+      call_ = [](const void* erased) { (*static_cast<const Task*>(erased))(); };
+      num_wanted_ = num_hired_ < num_helpers ? num_hired_ : num_helpers;
+    }
+    wake_.notify_all();
+    task();
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      num_wanted_ = 0;
+      done_.wait(lock, [this] { return num_running_ == 0; });
+    }
+    busy_.unlock();
+  }
+
+ private:
+  static std::atomic<Workers*>& slot() {
+    static std::atomic<Workers*> workers{nullptr};
+    return workers;
+  }
+
+  void hire(int64_t num_helpers) {
+    try {
+      for (; num_hired_ < num_helpers; ++num_hired_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+      // The system gives no more threads: those that are there do the work.
+    }
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return num_wanted_ > 0; });
+      --num_wanted_;
+      ++num_running_;
+      lock.unlock();
+      call_(task_);
+      lock.lock();
+      if (--num_running_ == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex busy_, mutex_;
+  std::condition_variable wake_, done_;
+  const void* task_ = nullptr;
+  void (*call_)(const void*) = nullptr;
+  int64_t num_hired_ = 0, num_wanted_ = 0, num_running_ = 0;
+};
+
+// Ranges for each thread: more than one, so that a thread whose core is taken from it leaves the
+// rest to the others.
+constexpr int64_t kRangesPerThread = 8;
+
 // Calls work(start, stop) on ranges that cut 0 to count, each start a multiple of grain and no
 // range but the last shorter than min_range; in this thread and num_threads - 1 others at most.
 template <typename Work>
 void parallel_ranges(int64_t count, int64_t grain, int64_t min_range, int64_t num_threads,
                      const Work& work) {
-  const int64_t fair = (count + num_threads - 1) / num_threads;
+  if (num_threads <= 1 || count <= min_range) {
+    work(int64_t{0}, count);
+    return;
+  }
+  const int64_t num_wished = num_threads * kRangesPerThread;
+  const int64_t fair = (count + num_wished - 1) / num_wished;
   const int64_t least = fair > min_range ? fair : min_range;
   const int64_t range = (least + grain - 1) / grain * grain;
-  std::vector<std::thread> threads;
-  int64_t start = 0;
-  try {
-    for (; start + range < count; start += range) {
-      threads.emplace_back([&work, start, range] { work(start, start + range); });
+  const int64_t num_ranges = (count + range - 1) / range;
+  std::atomic<int64_t> next{0};
+  Workers::instance().run((num_threads < num_ranges ? num_threads : num_ranges) - 1, [&] {
+    for (;;) {
+      const int64_t start = next.fetch_add(range, std::memory_order_relaxed);
+      if (start >= count) return;
+      work(start, start + range < count ? start + range : count);
     }
-  } catch (const std::system_error&) {
-    // The system gives no more threads: this one does what is left.
-  }
-  work(start, count);
-  for (std::thread& thread : threads) thread.join();
+  });
 }
 
 }  // namespace megafsdp

@@ -11,8 +11,8 @@
 namespace megafsdp {
 namespace {
 
-// Thread starts cost as much as some 50 000 elements.
-constexpr int64_t kMinRangeNumel = 1 << 17;
+// Less than this takes no longer than waking a thread.
+constexpr int64_t kMinRangeNumel = 1 << 15;
 // Cuts between threads keep to whole cache lines of every element type.
 constexpr int64_t kGrainNumel = 1024;
 
