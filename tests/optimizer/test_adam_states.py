@@ -121,7 +121,7 @@ def _matches_the_definition(modes: tuple[torch.dtype, torch.dtype]) -> None:
 
 
 @pytest.mark.parametrize("modes", MODES)
-def test_a10_every_format_steps_as_decode_update_encode(
+def test_a3_a10_every_format_steps_as_decode_update_encode(
     ranks: Ranks, modes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     """All pairs of formats, bit by bit, rows divided among three ranks."""
@@ -381,8 +381,9 @@ def _resumes(directory: Path, kind: str, modes: tuple[torch.dtype, torch.dtype])
         load(directory, model=resumed, optimizer=other)
     for parameter in resumed.parameters():
         for name, mode in zip(("exp_avg", "exp_avg_sq"), modes, strict=True):
-            wanted = dtype_for(parameter.shape, mode)
-            assert other.state[parameter][name].dtype == wanted
+            state = other.state[parameter][name]
+            assert state.dtype == dtype_for(parameter.shape, mode)
+            assert state.__create_chunk_list__() == parameter.__create_chunk_list__()
     _steps_on(going, optimizer, 2, seed=1)
     _steps_on(resumed, other, 2, seed=1)
     wanted = full_state_dict(going)
@@ -392,7 +393,7 @@ def _resumes(directory: Path, kind: str, modes: tuple[torch.dtype, torch.dtype])
 
 @pytest.mark.parametrize("modes", SOME_MODES)
 @pytest.mark.parametrize("kind", ["state_dict", "local", "checkpoint"])
-def test_a7_narrow_states_resume_bit_by_bit(
+def test_a7_a9_narrow_states_resume_bit_by_bit(
     ranks: Ranks, tmp_path: Path, kind: str, modes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     """State dicts and checkpoints hold fp32 moments; encoding them again changes nothing."""
@@ -428,6 +429,8 @@ def test_a8_checkpoints_load_on_other_numbers_of_ranks(
 ) -> None:
     """Saved on four, loaded on two and on one; into fp32 states as well."""
     saved = ranks(4).run(_saves, tmp_path, modes)[0]
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(sizes) >= 4 and max(sizes) < sum(sizes) / 2, "each rank has written its own rows"
     for num_ranks, wished in ((2, modes), (1, modes), (1, (FP32, FP32))):
         loaded = ranks(num_ranks).run(_loads, tmp_path, wished)[0]
         assert loaded.keys() == saved.keys()
