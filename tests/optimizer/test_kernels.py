@@ -125,6 +125,8 @@ import os, torch
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamBuffers, adam_step
 
+torch.set_num_threads(1)
+
 def step():
     tensors = [torch.full((1 << 20,), value) for value in (1.0, 2.0, 3.0, 4.0)]
     adam_step(AdamBuffers(*tensors), AdamHyper(), step=1, num_threads=2)
