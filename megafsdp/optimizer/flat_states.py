@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.uneven import local_tensor
@@ -96,7 +97,9 @@ class FlatStates:
         own = buffer.tensor(index)
         if current is not None:
             local = local_tensor(current)
-            if local.data_ptr() == own.data_ptr() and local.dtype == own.dtype:
+            is_there = local.data_ptr() == own.data_ptr() and local.dtype == own.dtype
+            # Empty tensors are all at one address; a plain one is not what is shown.
+            if is_there and isinstance(current, DTensor):
                 return current
             own.copy_(local.reshape(-1))
         return self.group.like_main_weight(index, buffer)

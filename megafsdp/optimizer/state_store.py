@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.uneven import local_tensor, wrap_like
 from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
@@ -107,7 +108,8 @@ class StateStore:
         if name not in kept:
             kept[name] = ScaledState.zeros(rows, columns, dtype, local.device)
         codes = kept[name].codes
-        if current is not None and _is_same_memory(local_tensor(current), codes):
+        is_alike = isinstance(current, DTensor) == isinstance(parameter, DTensor)
+        if current is not None and is_alike and _is_same_memory(local_tensor(current), codes):
             return
         if current is not None:
             kept[name].encode(local_tensor(current).float().reshape(rows, columns))
