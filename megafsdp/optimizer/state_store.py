@@ -194,6 +194,8 @@ def _by_itself(
     """Return a state like its parameter: what is there, in this dtype, or zeros."""
     if current is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor) and not isinstance(current, DTensor):
+        current = wrap_like(parameter, current)
     return current if current.dtype == dtype else current.to(dtype)
 
 
