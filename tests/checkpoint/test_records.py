@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from megafsdp.checkpoint.records import RecordReader, RecordWriter
+from megafsdp.checkpoint.records import RecordReader, RecordWriter, joined_crc32
 from megafsdp.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn]
@@ -41,6 +44,37 @@ def test_records_of_one_file_are_told_apart(tmp_path: Path) -> None:
         assert torch.equal(reader.read_tensor(first), torch.arange(5))
         value = reader.read_object("extra", second)
     assert isinstance(value, dict) and value["a"][0] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_large_record_is_what_torch_save_writes(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its entries have torch's names and bytes, its own checksums and the record's are right."""
+    tensor = torch.randn(2, 300_000).to(dtype)[:, :150_000]
+    with RecordWriter(tmp_path, 0) as writer:
+        writer.append_tensor(torch.zeros(3))
+        record = writer.append_tensor(tensor)
+        small = writer.append_tensor(torch.ones(3))
+    content = (tmp_path / "__0_0.distcp").read_bytes()[record.offset :][: record.nbytes]
+    assert zlib.crc32(content) == record.crc32
+    buffer = io.BytesIO()
+    torch.save(tensor.clone(), buffer)
+    ours, theirs = zipfile.ZipFile(io.BytesIO(content)), zipfile.ZipFile(buffer)
+    assert ours.testzip() is None
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensor)
+    assert set(ours.namelist()) <= set(theirs.namelist())
+    assert ours.read("archive/data/0") == theirs.read("archive/data/0")
+    assert ours.read("archive/version").strip() == theirs.read("archive/version").strip()
+    with RecordReader(tmp_path) as reader:
+        reader.verify("small", small)
+        assert torch.equal(reader.read_tensor(record), tensor)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, 100_003])
+def test_checksums_are_joined(nbytes: int) -> None:
+    """The checksum of two strings in a row follows from those of each."""
+    first, second = bytes(range(256)) * 3, bytes(k * 7 % 251 for k in range(nbytes))
+    joined = joined_crc32(zlib.crc32(first), zlib.crc32(second), nbytes)
+    assert joined == zlib.crc32(first + second)
 
 
 @pytest.mark.parametrize("place", [0, 0.5, 1])
