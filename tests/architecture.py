@@ -53,6 +53,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "label_check",
         "collective_record",
         "collectives",
+        "common_errors",
         "dbuffer",
         "local_ops",
         "uneven",

@@ -38,7 +38,6 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "avg": dist.ReduceOp.AVG,
 }
-_MAX_QUOTED = 4
 _UNEVEN = "all_to_all"  # Its bytes differ between ranks.
 
 
@@ -303,6 +302,17 @@ def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T
     return objects
 
 
+def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """Return every rank's small object in rank order on rank 0, None on the others."""
+    if not dist.is_initialized():
+        return [obj]
+    _count("gather_objects", "", 0, group)
+    size = dist.get_world_size(group)
+    objects: list[T] | None = [obj] * size if dist.get_rank(group) == 0 else None
+    dist.gather_object(obj, objects, group=group, group_dst=0)
+    return objects
+
+
 def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the small object of rank ``src``, its number within ``group``, on all ranks."""
     if not dist.is_initialized():
@@ -318,26 +328,6 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     if dist.is_initialized():
         _count("barrier", "", 0, group)
         dist.barrier(group=group)
-
-
-def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank if any rank has an error; one small collective, called by all ranks.
-
-    Args:
-        error: This rank's error, or None.
-        group: Ranks that agree; None means all.
-
-    Raises:
-        Exception: ``error`` itself on the ranks that have one.
-        RuntimeError: On the others, quoting the first errors with their ranks.
-    """
-    mine = None if error is None else f"{type(error).__name__}: {error}"
-    failures = [(r, m) for r, m in enumerate(all_gather_objects(mine, group)) if m is not None]
-    if error is not None:
-        raise error
-    if failures:
-        quoted = "\n".join(f"rank {rank}: {message}" for rank, message in failures[:_MAX_QUOTED])
-        raise RuntimeError(f"{len(failures)} other rank(s) raised:\n{quoted}")
 
 
 def require_equal(

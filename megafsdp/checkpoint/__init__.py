@@ -1,8 +1,20 @@
 """Checkpoints: canonical tensors and a manifest, saved by any mesh and loaded by any other."""
 
 from megafsdp.checkpoint import inspect
+from megafsdp.checkpoint.async_save import async_save, release_staging_memory
 from megafsdp.checkpoint.directory import latest_step
+from megafsdp.checkpoint.in_flight import PendingSave
+from megafsdp.checkpoint.in_flight import wait_for_end as wait_for_saves
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
 
-__all__ = ["inspect", "latest_step", "load", "save"]
+__all__ = [
+    "PendingSave",
+    "async_save",
+    "inspect",
+    "latest_step",
+    "load",
+    "release_staging_memory",
+    "save",
+    "wait_for_saves",
+]

@@ -1,20 +1,22 @@
 """Agreement between ranks: errors of any rank are raised on all, so that none waits for ever.
 
-Each function is one small collective, called by all ranks. A save makes three of these calls and a
-load two, whatever the number of tensors.
+Each function but :func:`attempt` and :func:`values_of` is one small collective, called by all
+ranks. A save makes three of these calls and a load two, whatever the number of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from megafsdp.buffer.collectives import all_gather_objects, broadcast_object
+from megafsdp.buffer.collectives import all_gather_objects, broadcast_object, gather_objects
 from megafsdp.errors import CheckpointError
 
 T = TypeVar("T")
+# A rank's value, or None with what went wrong there.
+Outcome = tuple[T | None, str | None]
 
 _MAX_QUOTED = 4
 
@@ -47,7 +49,30 @@ def agree(value: T | None, error: Exception | None) -> list[T]:
     Raises:
         CheckpointError: The same message on all ranks, quoting the first errors with their ranks.
     """
-    outcomes = all_gather_objects((value, None if error is None else _describe(error)))
+    return values_of(all_gather_objects(_outcome(value, error)), error)
+
+
+def gather_on_rank_zero(
+    value: T | None, error: Exception | None, group: dist.ProcessGroup | None = None
+) -> list[Outcome[T]] | None:
+    """Send each rank's picklable value, or its error, to rank 0.
+
+    Returns:
+        Every rank's outcome in rank order, for :func:`values_of`; None on the other ranks.
+    """
+    return gather_objects(_outcome(value, error), group)
+
+
+def values_of(outcomes: Sequence[Outcome[T]], error: Exception | None = None) -> list[T]:
+    """Return every rank's value; local.
+
+    Args:
+        outcomes: What the ranks have sent, in rank order.
+        error: This rank's error, which becomes the cause.
+
+    Raises:
+        CheckpointError: A rank has an error; quotes the first ones with their ranks.
+    """
     failures = [(r, text) for r, (_, text) in enumerate(outcomes) if text is not None]
     if failures:
         if len({text for _, text in failures}) == 1:
@@ -61,8 +86,12 @@ def agree(value: T | None, error: Exception | None) -> list[T]:
     return [v for v, _ in outcomes if v is not None]
 
 
-def on_rank_zero(action: Callable[[], T]) -> T:
+def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run something on rank 0 alone and return its small picklable value on all ranks.
+
+    Args:
+        action: Runs on rank 0.
+        group: All ranks, over another communicator than the default one.
 
     Raises:
         CheckpointError: It failed; the same message on all ranks.
@@ -71,11 +100,15 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     if rank_and_world_size()[0] == 0:
         value, error = attempt(action)
         text = None if error is None else _describe(error)
-    value, text = broadcast_object((value, text))
+    value, text = broadcast_object((value, text), group=group)
     if text is not None:
         raise CheckpointError(text) from error
     assert value is not None, "an action on rank 0 returns a value"
     return value
+
+
+def _outcome(value: T | None, error: Exception | None) -> Outcome[T]:
+    return value, None if error is None else _describe(error)
 
 
 def _describe(error: Exception) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 
 from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint.agreement import agree, attempt, rank_and_world_size
+from megafsdp.checkpoint.in_flight import wait_for_end
 from megafsdp.checkpoint.manifest import Manifest, Record, read_manifest
 from megafsdp.checkpoint.matching import Match, Rules, as_patterns, match
 from megafsdp.checkpoint.optimizer_load import (
@@ -125,7 +126,7 @@ def load(
     loaded: ``model`` alone is a weights-only load and leaves optimizer and random states as they
     are. With an ``optimizer`` the random states are restored too, if the number of ranks is the
     saved one; otherwise each rank keeps its own, and the log says so. Parameter objects stay the
-    same, and compute weights are fresh when this returns.
+    same, and compute weights are fresh when this returns. Waits for a background save first.
 
     Args:
         directory: The save root, or one checkpoint's own directory.
@@ -166,6 +167,7 @@ def load(
     given = {"lr_scheduler": lr_scheduler, "loss_scaler": loss_scaler}
     stateful = {key: target for key, target in given.items() if target is not None}
     targets = _Targets(model, optimizer, stateful)
+    wait_for_end()
     plan, error = attempt(lambda: _plan(Path(directory), step, targets=targets, rules=rules))
     seen = agree(
         None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error

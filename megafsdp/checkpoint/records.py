@@ -91,7 +91,7 @@ class RecordWriter:
     def _append_large(self, tensor: torch.Tensor) -> Record:
         """Append the archive that ``torch.save`` makes of a tensor, its bytes written in place."""
         start = self._begin()
-        payload = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        payload = tensor.reshape(-1).view(torch.uint8).numpy().data
         pickled = io.BytesIO()
         _StoragePickler(pickled, protocol=2).dump(_Described(tensor))
         with zipfile.ZipFile(self, "w") as archive:  # type: ignore[call-overload]
@@ -210,8 +210,8 @@ class _Described:
         """Return what ``torch.save`` pickles of a tensor."""
         shape, strides = tuple(self._tensor.shape), self._tensor.stride()
         storage = _DescribedStorage(_STORAGE_CLASSES[self._tensor.dtype], self._tensor.numel())
-        arguments = (storage, 0, shape, strides, False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
+        hooks: OrderedDict[int, object] = OrderedDict()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, False, hooks)
 
 
 class _DescribedStorage:

@@ -1,9 +1,10 @@
 """Save a checkpoint: every rank writes what it owns, rank 0 describes and publishes it.
 
 Three small collectives, whatever the number of tensors: rank 0 announces the temporary directory,
-the ranks exchange where their records lie (with any error), rank 0 announces the published
-directory. What to write is arithmetic on every rank. Which ranks hold what on disk is the
-manifest's business, the order of file-system steps ``directory``'s. Async saving is not here.
+the ranks tell it where their records lie (or what went wrong), rank 0 announces the published
+directory. What to write is arithmetic on every rank. A save has two halves: :func:`begin_save`
+lists what there is, in the caller's thread, and :func:`finish_save` writes it, in any. Which ranks
+hold what on disk is the manifest's business, the order of file-system steps ``directory``'s.
 """
 
 from __future__ import annotations
@@ -16,14 +17,23 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megafsdp.checkpoint import directory as on_disk
-from megafsdp.checkpoint.agreement import agree, attempt, on_rank_zero, rank_and_world_size
+from megafsdp.checkpoint.agreement import (
+    Outcome,
+    attempt,
+    gather_on_rank_zero,
+    on_rank_zero,
+    rank_and_world_size,
+    values_of,
+)
+from megafsdp.checkpoint.in_flight import surface_failure
 from megafsdp.checkpoint.manifest import (
     Chunk,
     Manifest,
@@ -33,7 +43,7 @@ from megafsdp.checkpoint.manifest import (
     write_manifest,
 )
 from megafsdp.checkpoint.records import RecordWriter
-from megafsdp.checkpoint.regions import ReplicaBalance, local_regions, local_view, whole
+from megafsdp.checkpoint.regions import Region, ReplicaBalance, local_regions, local_view, whole
 from megafsdp.checkpoint.rng import rng_state
 from megafsdp.checkpoint.state_dict import (
     CanonicalState,
@@ -57,6 +67,44 @@ class HasState(Protocol):
 
     def load_state_dict(self, state_dict: dict, /) -> object:
         """Take the state over."""
+
+
+@dataclass(slots=True)
+class OwnTensor:
+    """A region that this rank writes.
+
+    Attributes:
+        key: Name in the checkpoint.
+        region: Which part of the tensor.
+        data: Its elements: a plain tensor on any device.
+    """
+
+    key: str
+    region: Region
+    data: torch.Tensor
+
+
+@dataclass(slots=True)
+class BegunSave:
+    """A save of which the rest can be done by any thread, once on every rank.
+
+    Attributes:
+        temporary: The directory that rank 0 has made.
+        step: Training step.
+        keep: Retention: ``keep_last`` and ``keep_every``.
+        state: What the ranks hold together; None after an error.
+        tensors: What this rank writes.
+        objects: Non-tensor values that this rank writes, by key.
+        error: What went wrong on this rank.
+    """
+
+    temporary: Path
+    step: int
+    keep: dict[str, int | None]
+    state: CanonicalState | None
+    tensors: list[OwnTensor]
+    objects: dict[str, object]
+    error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +141,8 @@ def save(
     Works with and without process groups, for sharded and plain modules. Buffers that differ
     between ranks are stored as rank 0 has them, the random states per rank. Saving the step that is
     already the latest published one is refused; any other directory of the same step is replaced.
-    Allocates host memory for one tensor at a time.
+    Waits for a background save that is still going on. Allocates no memory on the CPU, and host
+    memory for one tensor at a time elsewhere.
 
     Args:
         directory: The save root, on a file system that all ranks share.
@@ -112,30 +161,98 @@ def save(
 
     Raises:
         CheckpointError: Any rank could not write; raised on all ranks. What was published before
-            stays.
+            stays. Or a background save has failed, and nobody has been told.
         ValueError: The step or a retention number is out of range; no rank has communicated yet.
+    """
+    surface_failure()
+    return finish_save(
+        begin_save(
+            directory,
+            step=step,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            loss_scaler=loss_scaler,
+            extra=extra,
+            keep_last=keep_last,
+            keep_every=keep_every,
+        )
+    )
+
+
+def begin_save(
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    extra: Mapping[str, object] | None = None,
+    **stateful: HasState | None,
+) -> BegunSave:
+    """List what to save and make the temporary directory; one collective over all ranks.
+
+    Values that are no tensors, random states and buffers are copied; other tensors are not, and
+    must not change until :func:`finish_save` has written them or somebody has put copies in their
+    place.
+
+    Args:
+        directory: As for :func:`save`, like all that follow.
+        step: Training step.
+        model: The model.
+        optimizer: Its optimizer.
+        keep_last: Retention.
+        keep_every: Retention.
+        extra: The caller's values.
+        stateful: Objects with a state dict, by the name of their section.
+
+    Raises:
+        CheckpointError: The step is published already; raised on all ranks. Errors in listing are
+            kept for :func:`finish_save`.
+        ValueError: The step or a retention number is out of range.
     """
     _require_counts(step, keep_last, keep_every)
     root = Path(directory)
-    stateful = {"lr_scheduler": lr_scheduler, "loss_scaler": loss_scaler}
+    rank, _ = rank_and_world_size()
     state, error = attempt(
         lambda: _collect(model, optimizer, step=step, stateful=stateful, extra=extra)
     )
-    temporary = on_rank_zero(lambda: on_disk.prepare(root, step))
-    written = None
+    tensors: list[OwnTensor] | None = None
+    objects: dict[str, object] = {}
     if state is not None:
         ready = state
-        written, error = attempt(lambda: _write(temporary, ready))
+        tensors, error = attempt(lambda: _own_tensors(ready))
+        objects = dict(state.objects) if rank == 0 else {}
+        objects[f"rng.{rank}"] = rng_state()
+    keep = {"keep_last": keep_last, "keep_every": keep_every}
+    temporary = on_rank_zero(lambda: on_disk.prepare(root, step))
+    return BegunSave(temporary, step, keep, state, tensors or [], objects, error)
+
+
+def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Path:
+    """Write, describe and publish what was begun; two small collectives over all ranks.
+
+    Args:
+        begun: The begun save.
+        group: All ranks, over another communicator than the default one: a thread beside the main
+            one needs its own.
+
+    Returns:
+        The published directory, on all ranks.
+
+    Raises:
+        CheckpointError: Any rank has failed; raised on all ranks.
+    """
+    written, error = None, begun.error
+    if error is None:
+        written, error = attempt(lambda: _write(begun))
     try:
-        parts = agree(written, error)
-        return on_rank_zero(
-            lambda: _publish(
-                temporary, state, parts=parts, step=step, keep_last=keep_last, keep_every=keep_every
-            )
-        )
+        outcomes = gather_on_rank_zero(written, error, group)
+        return on_rank_zero(lambda: _publish(begun, outcomes), group)
     except CheckpointError:
-        if rank_and_world_size()[0] == 0 and temporary.exists():
-            on_disk.discard(temporary)
+        if rank_and_world_size()[0] == 0 and begun.temporary.exists():
+            on_disk.discard(begun.temporary)
         raise
 
 
@@ -175,7 +292,7 @@ def _collect(
     optimizer: torch.optim.Optimizer | None,
     *,
     step: int,
-    stateful: dict[str, HasState | None],
+    stateful: Mapping[str, HasState | None],
     extra: Mapping[str, object] | None,
 ) -> CanonicalState:
     require_initialized([model], where="checkpoint.save()")
@@ -198,22 +315,33 @@ def _collect(
     return state
 
 
-def _write(temporary: Path, state: CanonicalState) -> _Written:
-    """Write this rank's share of the state to its own file."""
+def _own_tensors(state: CanonicalState) -> list[OwnTensor]:
+    """List the regions that this rank writes; buffers, which a forward may change, as copies."""
     rank, world_size = rank_and_world_size()
-    table = [(k, tuple(t.shape), str(t.dtype)) for k, t in state.tensors.items()]
-    written = _Written(zlib.crc32(repr(table).encode()))
     balance = ReplicaBalance(rank, world_size)
-    with RecordWriter(temporary, rank) as writer:
+    own = []
+    for key, tensor in state.tensors.items():
+        for region in local_regions(key, tensor):
+            if key not in state.rank_zero:
+                if balance.is_mine(tensor, region):
+                    own.append(OwnTensor(key, region, local_view(tensor, region)))
+            elif rank == 0:
+                own.append(OwnTensor(key, region, local_view(tensor, region).clone()))
+    return own
+
+
+def _write(begun: BegunSave) -> _Written:
+    """Write this rank's share of the state to its own file."""
+    assert begun.state is not None, "ranks that failed to collect do not write"
+    rank, _ = rank_and_world_size()
+    table = [(k, tuple(t.shape), str(t.dtype)) for k, t in begun.state.tensors.items()]
+    written = _Written(zlib.crc32(repr(table).encode()))
+    with RecordWriter(begun.temporary, rank) as writer:
         on_disk.reached("file opened")
-        for key, tensor in state.tensors.items():
-            for region in local_regions(key, tensor):
-                if rank == 0 if key in state.rank_zero else balance.is_mine(tensor, region):
-                    record = writer.append_tensor(local_view(tensor, region))
-                    written.chunks.append((key, Chunk(region, record)))
-        objects = dict(state.objects) if rank == 0 else {}
-        objects[f"rng.{rank}"] = rng_state()
-        for key, value in objects.items():
+        for own in begun.tensors:
+            record = writer.append_tensor(own.data)
+            written.chunks.append((own.key, Chunk(own.region, record)))
+        for key, value in begun.objects.items():
             written.objects[key] = writer.append_object(value)
         on_disk.reached("records written")
     on_disk.reached("file synced")
@@ -221,19 +349,14 @@ def _write(temporary: Path, state: CanonicalState) -> _Written:
     return written
 
 
-def _publish(
-    temporary: Path,
-    state: CanonicalState | None,
-    *,
-    parts: list[_Written],
-    step: int,
-    keep_last: int | None,
-    keep_every: int | None,
-) -> Path:
+def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
     """Describe what all ranks wrote and publish it; rank 0 alone."""
-    assert state is not None, "ranks that failed to collect have raised"
+    assert outcomes is not None, "rank 0 gathers"
+    parts: list[_Written] = values_of(outcomes, begun.error)
+    assert begun.state is not None, "ranks that failed to collect have raised"
     on_disk.reached("records gathered")
-    manifest = _describe(step, state, parts)
+    manifest = _describe(begun.step, begun.state, parts)
+    temporary = begun.temporary
     described = write_dcp_metadata(manifest, temporary)
     on_disk.sync_file(described)
     manifest.files[described.name] = described.stat().st_size
@@ -241,9 +364,9 @@ def _publish(
     on_disk.sync_file(write_manifest(manifest, temporary))
     on_disk.reached("manifest written")
     root = temporary.parent
-    final = on_disk.publish(temporary, root, step)
-    removed = on_disk.prune(root, keep_last=keep_last, keep_every=keep_every)
-    _log.info("saved step %d to '%s'; removed steps %s", step, final, removed)
+    final = on_disk.publish(temporary, root, begun.step)
+    removed = on_disk.prune(root, **begun.keep)
+    _log.info("saved step %d to '%s'; removed steps %s", begun.step, final, removed)
     return final
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from megafsdp.buffer.collectives import raise_together
+from megafsdp.buffer.common_errors import raise_together
 from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.initialized import device_of, require_initialized

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp.buffer.collectives import raise_together, require_equal
+from megafsdp.buffer.collectives import require_equal
+from megafsdp.buffer.common_errors import raise_together
 from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected

@@ -200,6 +200,8 @@ class CheckpointSection:
         keep_last: Number of newest checkpoints to keep; null keeps all.
         keep_every: Keep also steps that are multiples of this.
         resume: Go on from the latest checkpoint, if there is one.
+        in_background: Write while training goes on; takes host memory for a copy of this rank's
+            share of weights and states.
     """
 
     directory: str | None = None
@@ -207,6 +209,7 @@ class CheckpointSection:
     keep_last: int | None = 2
     keep_every: int | None = None
     resume: bool = True
+    in_background: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megafsdp.buffer.collectives import raise_together
+from megafsdp import checkpoint
+from megafsdp.buffer.common_errors import raise_together
 from megafsdp.checkpoint.agreement import attempt
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.fsdp import fully_shard_model, materialize
@@ -84,6 +85,8 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
         try:
             return run.train()
         finally:
+            # Its collectives need the process groups, which end with this block.
+            checkpoint.wait_for_saves()
             run.report.close()
 
 
@@ -114,6 +117,7 @@ class _Run:
         self.restorable = Restorable(self.model, optimizer, self.learning_rate, scaler)
         self.state = restore(config, self.restorable, order=datasets.order)
         self.first_step = self.saved_step = self.state.step
+        self.pending: checkpoint.PendingSave | None = None
         num_left = max(config.num_samples - self.state.consumed_samples, 0)
         self.last_step = self.first_step + num_left // config.train.global_batch_size
         self.step = TrainStep(
@@ -171,6 +175,7 @@ class _Run:
             if state.evaluated_step != state.step or self.evaluation is None:
                 self._evaluate()
             text = None if self.stop.is_agreed else self._sample()
+        self._finish_save()
         is_finished = self._is_complete and not self.stop.is_agreed
         self.report.end(is_finished=is_finished)
         return RunSummary(state.step, state.consumed_samples, is_finished, self.evaluation, text)
@@ -212,10 +217,23 @@ class _Run:
             self.report.evaluation(self.state.step, result)
 
     def _save(self) -> None:
-        if self.state.step != self.saved_step:
-            save(self.config, self.state, self.restorable, order=self.order)
-            self.saved_step = self.state.step
-            self.report.say(f"saved step {self.saved_step} in {self.config.checkpoint_directory}")
+        if self.state.step == self.saved_step:
+            return
+        self._finish_save()
+        self.pending = save(self.config, self.state, self.restorable, order=self.order)
+        self.saved_step = self.state.step
+        if self.pending is None:
+            self._say_saved()
+
+    def _finish_save(self) -> None:
+        """Wait for the background save, if there is one, and raise what went wrong."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+            self._say_saved()
+
+    def _say_saved(self) -> None:
+        self.report.say(f"saved step {self.saved_step} in {self.config.checkpoint_directory}")
 
     def _sample(self) -> str | None:
         wanted = self.config.evaluation

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 
-from megafsdp.buffer.collectives import raise_together
+from megafsdp.buffer.common_errors import raise_together
 from megafsdp.checkpoint.agreement import attempt
 from megafsdp.training.config import Config
 from megafsdp.training.evaluation import EvaluationResult

@@ -62,8 +62,8 @@ class Restorable:
 
 def save(
     config: Config, state: RunState, targets: Restorable, *, order: Mapping[str, object]
-) -> None:
-    """Save a checkpoint of the run; collective over all ranks.
+) -> checkpoint.PendingSave | None:
+    """Save a checkpoint of the run, or begin to; collective over all ranks.
 
     Args:
         config: The run.
@@ -71,10 +71,14 @@ def save(
         targets: What to store.
         order: What decides the order of samples.
 
+    Returns:
+        The save in flight, if the run saves in the background.
+
     Raises:
-        CheckpointError: It could not be written; on all ranks.
+        CheckpointError: It could not be written, or a save before it; on all ranks.
     """
-    checkpoint.save(
+    in_background = config.checkpoint.in_background
+    begun = (checkpoint.async_save if in_background else checkpoint.save)(
         config.checkpoint_directory,
         step=state.step,
         model=targets.model,
@@ -89,6 +93,7 @@ def save(
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
     )
+    return begun if isinstance(begun, checkpoint.PendingSave) else None
 
 
 def restore(config: Config, targets: Restorable, *, order: Mapping[str, object]) -> RunState:

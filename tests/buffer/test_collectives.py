@@ -21,11 +21,11 @@ from megafsdp.buffer.collectives import (
     all_to_all,
     barrier,
     broadcast_object,
-    raise_together,
     record_collectives,
     reduce_scatter,
     require_equal,
 )
+from megafsdp.buffer.common_errors import raise_together
 from megafsdp.buffer.label_check import DEBUG_VARIABLE
 from tests.ranks import Ranks, RanksError
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
+from megafsdp.checkpoint import async_save, latest_step, load, save
 from megafsdp.checkpoint import directory as on_disk
-from megafsdp.checkpoint import latest_step, load, save
 from tests.checkpoint.sharding import Toy, differences, fill, full_state
 
 POINTS = [
@@ -33,37 +33,49 @@ POINTS = [
 ]
 
 
-def _save_steps(root: Path, steps: list[int], **options: object) -> None:
+BACKGROUND_POINTS = [POINTS[0], "copies made", *POINTS[1:]]
+CRASHES = [(point, False) for point in POINTS] + [(point, True) for point in BACKGROUND_POINTS]
+
+
+def _save_steps(
+    root: Path, steps: list[int], *, in_background: bool = False, **options: object
+) -> None:
     model = Toy()
     for step in steps:
         fill(model, salt=step)
-        save(root, step=step, model=model, **options)
+        if in_background:
+            async_save(root, step=step, model=model, **options).result()
+        else:
+            save(root, step=step, model=model, **options)
 
 
-def _retake_step_two(root: Path) -> None:
+def _retake_step_two(root: Path, *, in_background: bool) -> None:
     """Save step 2 over a directory that a run which went back left behind; retire step 0."""
-    _save_steps(root, [2], keep_last=2)
+    _save_steps(root, [2], keep_last=2, in_background=in_background)
 
 
 def _prepare_root(root: Path) -> None:
     _save_steps(root, [2, 0, 1])
 
 
-def test_the_listed_points_are_those_of_a_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_listed_points_are_those_of_a_save(tmp_path: Path, in_background: bool) -> None:
     """The fault-injection test visits every point of the protocol, in order."""
     _prepare_root(tmp_path)
     seen: list[str] = []
     with mock.patch.object(on_disk, "reached", seen.append):
-        _retake_step_two(tmp_path)
-    assert seen == POINTS
+        _retake_step_two(tmp_path, in_background=in_background)
+    assert seen == (BACKGROUND_POINTS if in_background else POINTS)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize(("point", "in_background"), CRASHES)
+def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(
+    tmp_path: Path, point: str, in_background: bool
+) -> None:
     """A process that ends at any point of a save leaves the old or the new step whole."""
     _prepare_root(tmp_path)
-    _crash_at(point, tmp_path)
-    is_published = POINTS.index(point) >= POINTS.index("tracker replaced")
+    _crash_at(point, tmp_path, in_background=in_background)
+    is_published = BACKGROUND_POINTS.index(point) >= BACKGROUND_POINTS.index("tracker replaced")
     latest = latest_step(tmp_path)
     assert latest == (2 if is_published else 1)
     loaded, wanted = Toy(), Toy()
@@ -105,7 +117,7 @@ def test_everything_is_durable_before_it_is_published(tmp_path: Path) -> None:
     assert tmp_path.stat().st_ino in flushed
 
 
-def _crash_at(point: str, root: Path) -> None:
+def _crash_at(point: str, root: Path, *, in_background: bool) -> None:
     """Save step 2 in a forked process that ends, without clean-up, where it reaches a point."""
     with warnings.catch_warnings():
         # Python 3.12 warns of forks with threads; the child only writes files.
@@ -114,7 +126,7 @@ def _crash_at(point: str, root: Path) -> None:
     if process_id == 0:
         try:
             on_disk.reached = lambda name: os._exit(17) if name == point else None
-            _retake_step_two(root)
+            _retake_step_two(root, in_background=in_background)
         finally:
             os._exit(1)
     _, status = os.waitpid(process_id, 0)

@@ -45,6 +45,7 @@ OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {
     "torch's adamw": {"optimizer": {"implementation": "fused"}},
     "sgd": {"optimizer": {"kind": "sgd", "implementation": "foreach", "lr": 0.1}},
     "muon": {"optimizer": {"kind": "muon", "lr_multipliers": {"*embedding*": 0.5}}},
+    "saved in background": {"checkpoint": {"in_background": True, "interval_steps": 1}},
     "fp16": FP16,
     "fp16, sgd": {**FP16, "optimizer": {"kind": "sgd", "lr": 0.1}},
 }
@@ -70,8 +71,7 @@ def _config(folder: Path, name: str, **sections: dict[str, Any]) -> Config:
         train={"steps": NUM_STEPS, "micro_batch_size": 2},
         # Evaluations stand in the way on purpose: they must not change what is trained.
         evaluation={"interval_steps": 3, "batches": 1},
-        checkpoint={"interval_steps": 4},
-        **copy.deepcopy(sections),
+        **{"checkpoint": {"interval_steps": 4}, **copy.deepcopy(sections)},
     )
 
 

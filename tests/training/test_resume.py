@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megafsdp import full_state_dict, full_tensor, fully_shard_model
+from megafsdp.checkpoint import directory, latest_step
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
 from megafsdp.training import Config, train
@@ -63,6 +64,26 @@ def test_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) ->
     assert set(failure.value.failures) == {0, 1}
     assert all("CheckpointError" in text for text in failure.value.failures.values())
     assert stored_tensors(other.checkpoint_directory, 1)
+
+
+def test_a_failed_background_save_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised by the next save at the latest, and what was published before stays."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, checkpoint={"interval_steps": 2, "in_background": True})
+    files_opened = []
+
+    def fail_the_second(point: str) -> None:
+        if point == "file opened":
+            files_opened.append(point)
+            if len(files_opened) == 2:
+                raise OSError("no space left")
+
+    monkeypatch.setattr(directory, "reached", fail_the_second)
+    with pytest.raises(CheckpointError, match=r"step 4 failed.*no space left"):
+        train(config)
+    assert latest_step(config.checkpoint_directory) == 2
 
 
 def _changed(folder: Path, caplog: pytest.LogCaptureFixture, **sections: dict[str, Any]) -> str:

@@ -1,0 +1,158 @@
+"""The background save of this process, if there is one: at most one, never forgotten.
+
+Whoever is about to change or to replace what is being saved asks here first. A failure that nobody
+has asked for is reported by the next save, and at the end of the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint.staging import Staging
+from megafsdp.errors import CheckpointError, expected
+
+_log = logging.getLogger("megafsdp.checkpoint")
+
+
+class PendingSave:
+    """A save that goes on in the background; made by ``checkpoint.async_save``.
+
+    Attributes:
+        step: The step that is being saved.
+    """
+
+    def __init__(self, step: int, staging: Staging, finish: Callable[[], Path]) -> None:
+        self.step = step
+        self._staging, self._finish = staging, finish
+        self._published: Path | None = None
+        self._error: Exception | None = None
+        self._is_observed = False
+        # Not a daemon: Python waits for it at the end of the process.
+        self._thread = threading.Thread(target=self._run, name=f"megafsdp save of step {step}")
+
+    def start(self) -> None:
+        """Begin to copy, then to write."""
+        self._thread.start()
+
+    def wait_staged(self) -> None:
+        """Wait until weights and states have been copied, so that they may change.
+
+        Steps of any optimizer, ``load_state_dict`` and ``checkpoint.load`` call it themselves;
+        whoever edits a parameter in place right after ``async_save`` calls it before.
+        """
+        self._staging.wait()
+
+    def done(self) -> bool:
+        """Return whether the save has ended on this rank, well or not."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait for the end and return the published directory; every rank may call it, or not.
+
+        Raises:
+            CheckpointError: The save failed; what was published before stays.
+        """
+        self._thread.join()
+        self._is_observed = True
+        if self._error is not None:
+            raise CheckpointError(
+                f"The background save of step {self.step} failed: {self._error}"
+            ) from self._error
+        assert self._published is not None, "a save without error has published"
+        return self._published
+
+    def unobserved_error(self) -> Exception | None:
+        """Return why the save failed, unless :meth:`result` has raised it; waits for the end."""
+        self._thread.join()
+        return None if self._is_observed else self._error
+
+    def _run(self) -> None:
+        try:
+            self._staging.copy()
+            on_disk.reached("copies made")
+            self._published = self._finish()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._staging.abandon()
+
+
+_current: PendingSave | None = None
+
+
+def set_current(pending: PendingSave) -> None:
+    """Make a save the one in flight; watches over steps, the end of the process and SIGTERM."""
+    global _current
+    if _current is None:
+        register_optimizer_step_pre_hook(lambda *_: wait_until_staged())
+        atexit.register(_report_at_exit)
+        _flush_on_sigterm()
+    _current = pending
+
+
+def wait_until_staged() -> None:
+    """Wait until nothing that is being saved lies in the model or the optimizer any more; local."""
+    if _current is not None:
+        _current.wait_staged()
+
+
+def wait_for_end() -> None:
+    """Wait for the background save, if there is one; its failure stays to be reported; local."""
+    if _current is not None:
+        _current.unobserved_error()
+
+
+def surface_failure() -> None:
+    """Wait for the background save, if there is one, and raise its failure, once; local.
+
+    Raises:
+        CheckpointError: It failed and nobody has been told.
+    """
+    if _current is not None and _current.unobserved_error() is not None:
+        _current.result()
+
+
+def require_idle(step: int) -> int:
+    """Return the step if no save is in flight; for rank 0 to decide, which ends last.
+
+    Raises:
+        CheckpointError: A save is in flight.
+    """
+    if _current is not None and not _current.done():
+        raise CheckpointError(
+            expected(
+                "no save in flight",
+                f"the background save of step {_current.step}",
+                where=f"async_save(step={step})",
+                mend="Wait for it with .result(), or let this call wait: when_busy='wait'",
+            )
+        )
+    return step
+
+
+def _report_at_exit() -> None:
+    if _current is not None and (error := _current.unobserved_error()) is not None:
+        _log.error("the background save of step %d failed: %s", _current.step, error)
+
+
+def _flush_on_sigterm() -> None:
+    """Let SIGTERM wait for the save, where nobody else handles the signal."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _finish_and_end)
+
+
+def _finish_and_end(number: int, frame: FrameType | None) -> None:
+    _report_at_exit()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,112 @@
+"""Copies of what a background save writes, in host memory that later saves use again.
+
+Fresh memory costs a page fault every few kilobytes, more than the copy itself; so one slab is kept
+and grows when it must. On CUDA it is pinned, the copies run on a side stream behind the work queued
+so far, and who changes the originals makes its own stream wait; the host waits for nothing. On the
+CPU the background thread copies, and who changes the originals waits for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from megafsdp.device.streams import device_handle
+
+_ALIGNMENT = 256
+_HUGE_PAGE_NBYTES = 1 << 21
+
+
+class HostSlab:
+    """Host memory that is kept from save to save."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the memory."""
+        return self._memory.nbytes
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return an uninitialised contiguous host tensor for each tensor, side by side.
+
+        What was returned before is overwritten by what is written now.
+        """
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._reserve(end, is_pinned=any(tensor.is_cuda for tensor in tensors))
+        return [
+            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _reserve(self, nbytes: int, *, is_pinned: bool) -> None:
+        if nbytes <= self.nbytes and (self._memory.is_pinned() or not is_pinned):
+            return
+        self.release()
+        if is_pinned:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return
+        rounded = -(-nbytes // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
+        pages = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(pages, dtype=torch.uint8)
+
+
+class Staging:
+    """The copies of one save.
+
+    Args:
+        tensors: Plain tensors on any device; must not change until :meth:`wait` has returned.
+        slab: Holds the copies until the next save.
+
+    Attributes:
+        copies: Host tensors, valid once :meth:`copy` has returned.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], slab: HostSlab) -> None:
+        self.copies = slab.like(tensors)
+        pairs = list(zip(self.copies, tensors, strict=True))
+        self._on_host = [pair for pair in pairs if not pair[1].is_cuda]
+        self._is_copied = threading.Event()
+        self._event: torch.cuda.Event | None = None
+        on_device = [pair for pair in pairs if pair[1].is_cuda]
+        if on_device:
+            self._handle = device_handle("cuda")
+            stream = self._handle.stream()
+            self._handle.wait_stream(stream, self._handle.current_stream())
+            with self._handle.use(stream):
+                for copy, tensor in on_device:
+                    copy.copy_(tensor, non_blocking=True)
+            self._event = self._handle.record_event(stream)
+
+    def copy(self) -> None:
+        """Make the copies; in the background thread."""
+        for copy, tensor in self._on_host:
+            copy.copy_(tensor)
+        # The originals need not outlive their copies.
+        self._on_host.clear()
+        self._is_copied.set()
+        if self._event is not None:
+            self._event.synchronize()
+
+    def abandon(self) -> None:
+        """Let nobody wait, as the save has ended."""
+        self._on_host.clear()
+        self._is_copied.set()
+
+    def wait(self) -> None:
+        """Return when the originals may change: by the host, or by work queued after this call."""
+        self._is_copied.wait()
+        if self._event is not None:
+            self._handle.wait_event(self._event)

@@ -1,0 +1,290 @@
+"""A background save stores what was there when it was asked for, and nobody forgets it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from megafsdp.checkpoint import (
+    PendingSave,
+    async_save,
+    in_flight,
+    latest_step,
+    load,
+    release_staging_memory,
+    save,
+)
+from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint.staging import HostSlab, Staging
+from megafsdp.errors import CheckpointError
+from megafsdp.fsdp import fully_shard
+from tests.checkpoint.sharding import Toy, differences, fill, full_state
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+class _Held:
+    """Hold a point of the save protocol until it is released."""
+
+    def __init__(self, point: str) -> None:
+        self._point, self._gate = point, threading.Event()
+
+    def __call__(self, point: str) -> None:
+        if point == self._point:
+            assert self._gate.wait(60)
+
+    def release(self) -> None:
+        self._gate.set()
+
+
+def _model(salt: int = 0) -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 6))
+    fill(model, salt)
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save_while_training(root: Path) -> list[str]:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    _train(model, optimizer, 2)
+    wanted = full_state(model, optimizer)
+    hold = _Held("file opened")
+    with mock.patch.object(on_disk, "reached", hold):
+        pending = async_save(root, step=2, model=model, optimizer=optimizer, extra={"at": 2})
+        _train(model, optimizer, 3)
+        assert not pending.done() and latest_step(root) is None
+        hold.release()
+        assert pending.result() == root / "iter_0000002"
+    changed = full_state(model, optimizer)
+    assert len(differences(wanted, changed)) > 4
+    fresh = _model(salt=1)
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.1, fused=True)
+    assert load(root, model=fresh, optimizer=other) == {"at": 2}
+    return differences(wanted, full_state(fresh, other))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_goes_on_and_the_earlier_state_is_stored(
+    ranks: Ranks, tmp_path: Path, world_size: int
+) -> None:
+    """Steps with collectives run while the writer is held; the stored tensors are those before."""
+    assert ranks(world_size).run(_save_while_training, tmp_path) == [[]] * world_size
+
+
+def test_a_background_save_writes_what_a_save_writes(tmp_path: Path) -> None:
+    """The files of both are equal, byte by byte, but for the step."""
+    model = Toy(width=512)
+    fill(model)
+    save(tmp_path / "a", step=1, model=model)
+    async_save(tmp_path / "b", step=1, model=model).result()
+    name = "iter_0000001/__0_0.distcp"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("change", ["step", "load model", "load optimizer", "load"])
+def test_who_changes_the_state_waits_for_the_copies(tmp_path: Path, change: str) -> None:
+    """Nothing overwrites weights or states before they are copied; then it goes on."""
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save(tmp_path, step=0, model=model, optimizer=optimizer)
+    states = model.state_dict(), optimizer.state_dict()
+    actions = {
+        "step": optimizer.step,
+        "load model": lambda: model.load_state_dict(states[0]),
+        "load optimizer": lambda: optimizer.load_state_dict(states[1]),
+        "load": lambda: load(tmp_path, step=0, model=model),
+    }
+    gate = threading.Event()
+    copy = Staging.copy
+
+    def held(staging: Staging) -> None:
+        assert gate.wait(60)
+        copy(staging)
+
+    with mock.patch.object(Staging, "copy", held):
+        pending = async_save(tmp_path, step=1, model=model, optimizer=optimizer)
+        worker = threading.Thread(target=actions[change])
+        worker.start()
+        worker.join(0.2)
+        assert worker.is_alive()
+        gate.set()
+        worker.join(60)
+    assert not worker.is_alive()
+    pending.result()
+
+
+def test_a_step_does_not_wait_for_the_writing(tmp_path: Path) -> None:
+    """With the copies made, the model is free while the file is still being written."""
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hold = _Held("file opened")
+    with mock.patch.object(on_disk, "reached", hold):
+        pending = async_save(tmp_path, step=1, model=model, optimizer=optimizer)
+        optimizer.step()
+        assert not pending.done()
+        hold.release()
+        pending.result()
+
+
+def _second_save(root: Path) -> tuple[str, int | None]:
+    model = _model()
+    hold = _Held("file opened")
+    with mock.patch.object(on_disk, "reached", hold):
+        first = async_save(root, step=1, model=model)
+        try:
+            async_save(root, step=2, model=model, when_busy="raise")
+            message = ""
+        except CheckpointError as error:
+            message = str(error)
+        hold.release()
+        second = async_save(root, step=3, model=model)
+        assert first.done()
+        save(root, step=4, model=model)
+        assert second.done()
+    return message, latest_step(root)
+
+
+def test_a_second_save_waits_or_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """One save is in flight; ``raise`` names it on all ranks, otherwise the next one waits."""
+    for message, latest in ranks(2).run(_second_save, tmp_path):
+        assert "background save of step 1" in message and latest == 4
+    assert on_disk.published_steps(tmp_path) == [1, 3, 4]
+
+
+def _fail(root: Path) -> list[str]:
+    model = _model()
+    save(root, step=1, model=model)
+    messages = []
+
+    def broken(point: str) -> None:
+        if point == "file opened" and torch.distributed.get_rank() == 1:
+            raise OSError("no space left")
+
+    with mock.patch.object(on_disk, "reached", broken):
+        observed = async_save(root, step=2, model=model)
+        for action in (observed.result, lambda: None):
+            try:
+                action()
+            except CheckpointError as error:
+                messages.append(str(error))
+        silent = async_save(root, step=3, model=model)
+        in_flight.wait_for_end()
+        assert silent.done()
+    try:
+        save(root, step=4, model=model)
+    except CheckpointError as error:
+        messages.append(str(error))
+    save(root, step=5, model=model)
+    load(root, step=1, model=model)
+    return messages
+
+
+def test_a_failure_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """By ``result()``, or else by the next save; what was published before stays."""
+    for messages in ranks(2).run(_fail, tmp_path):
+        assert len(messages) == 2
+        assert "step 2 failed" in messages[0] and "rank 1" in messages[0]
+        assert "step 3 failed" in messages[1] and "no space left" in messages[1]
+    assert on_disk.published_steps(tmp_path) == [1, 5]
+    assert list(tmp_path.glob(".tmp*")) == []
+
+
+_PROGRAM = """
+import sys, time, torch
+from megafsdp import checkpoint
+from megafsdp.checkpoint import directory
+def reached(point):
+    if point == "file opened":
+        print("writing", flush=True)
+        time.sleep(1)
+        if sys.argv[2] == "fail":
+            raise OSError("no space left")
+directory.reached = reached
+checkpoint.async_save(sys.argv[1], step=7, model=torch.nn.Linear(3, 3))
+if sys.argv[2] == "sleep":
+    time.sleep(60)
+"""
+
+
+def _start(root: Path, mode: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(root), mode],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_end_of_the_process_waits_for_the_save(tmp_path: Path) -> None:
+    """A program that just ends has published; one whose save failed says so."""
+    _, stderr = _start(tmp_path / "ends", "end").communicate(timeout=60)
+    assert latest_step(tmp_path / "ends") == 7, stderr
+    _, stderr = _start(tmp_path / "fails", "fail").communicate(timeout=60)
+    assert latest_step(tmp_path / "fails") is None
+    assert "background save of step 7 failed" in stderr and "no space left" in stderr
+
+
+def test_sigterm_lets_the_save_end_first(tmp_path: Path) -> None:
+    """The signal ends the process as ever, after publication."""
+    process = _start(tmp_path, "sleep")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    process.communicate(timeout=60)
+    assert time.monotonic() - start < 40
+    assert process.returncode == -signal.SIGTERM
+    assert latest_step(tmp_path) == 7
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    """The message says what is allowed."""
+    with pytest.raises(ValueError, match="when_busy"):
+        async_save(tmp_path, step=1, model=Toy(), when_busy="skip")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step"):
+        async_save(tmp_path, step=-1, model=Toy())
+
+
+def test_staging_memory_is_used_again() -> None:
+    """A slab grows when it must, keeps dtypes, shapes and values, and can be given back."""
+    slab = HostSlab()
+    tensors = [torch.randn(3, 5), torch.arange(7), torch.tensor(2.5), torch.ones(0, 4)]
+    first = Staging(tensors, slab)
+    first.copy()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, first.copies, strict=True))
+    address, nbytes = first.copies[0].data_ptr(), slab.nbytes
+    second = Staging(tensors[:2], slab)
+    assert second.copies[0].data_ptr() == address and slab.nbytes == nbytes
+    Staging([torch.empty(nbytes, dtype=torch.uint8), tensors[0]], slab).copy()
+    assert slab.nbytes > nbytes
+    slab.release()
+    assert slab.nbytes == 0
+
+
+def test_released_memory_is_taken_again(tmp_path: Path) -> None:
+    """Giving the memory back waits for the save, and the next save works."""
+    pending: PendingSave = async_save(tmp_path, step=1, model=Toy())
+    release_staging_memory()
+    assert pending.done()
+    async_save(tmp_path, step=2, model=Toy()).result()
