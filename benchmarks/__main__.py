@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import adam, exits, fsdp_step, layout, optimizer_step, scale
+from benchmarks import adam, checkpoint, exits, fsdp_step, layout, optimizer_step, scale
 from benchmarks.record import RECORDS, write
 
 CASES = {
     "adam": adam,
+    "checkpoint": checkpoint,
     "exits": exits,
     "fsdp_step": fsdp_step,
     "layout": layout,

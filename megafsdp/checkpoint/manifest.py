@@ -9,12 +9,14 @@ loading here never opens it.
 
 from __future__ import annotations
 
+import copyreg
 import json
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -37,8 +39,7 @@ DCP_METADATA_FILE = ".metadata"
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Where a payload lies on disk.
 
     Attributes:
@@ -54,8 +55,7 @@ class Record:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A stored region of a tensor and its record."""
 
     region: Region
@@ -234,16 +234,15 @@ def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
     stored = {key: key for key in manifest.tensors} | manifest.aliases
     for key, target in stored.items():
         entry = manifest.tensors[target]
+        chunks = [
+            ChunkStorageMetadata(torch.Size(c.region.offsets), torch.Size(c.region.sizes))
+            for c in entry.chunks
+        ]
         described[key] = TensorStorageMetadata(
-            TensorProperties(dtype=entry.torch_dtype),
-            torch.Size(entry.shape),
-            [
-                ChunkStorageMetadata(torch.Size(c.region.offsets), torch.Size(c.region.sizes))
-                for c in entry.chunks
-            ],
+            TensorProperties(dtype=entry.torch_dtype), torch.Size(entry.shape), chunks
         )
-        for chunk in entry.chunks:
-            storage[MetadataIndex(key, chunk.region.offsets)] = _place(chunk.record)
+        for chunk, (_, record) in zip(chunks, entry.chunks, strict=True):
+            storage[MetadataIndex(key, chunk.offsets)] = _place(record)
     for key, record in manifest.objects.items():
         described[key] = BytesStorageMetadata()
         storage[MetadataIndex(key)] = _place(record)
@@ -255,7 +254,15 @@ def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
         version=CURRENT_DCP_VERSION,
     )
     path = directory / DCP_METADATA_FILE
-    path.write_bytes(pickle.dumps(metadata))
+    with path.open("wb") as stream:
+        pickler = pickle.Pickler(stream)
+        # There may be a million of these: built by one call each, not by way of their __dict__.
+        pickler.dispatch_table = copyreg.dispatch_table | {
+            _StorageInfo: lambda s: (_StorageInfo, (s.relative_path, s.offset, s.length)),
+            ChunkStorageMetadata: lambda c: (ChunkStorageMetadata, (c.offsets, c.sizes)),
+            MetadataIndex: lambda i: (MetadataIndex, (i.fqn, i.offset)),
+        }
+        pickler.dump(metadata)
     return path
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -19,8 +19,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from megafsdp.errors import CheckpointError, expected
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Part of a tensor: where it starts and how far it reaches along each dimension.
 
     Attributes:

@@ -9,12 +9,14 @@ hold what on disk is the manifest's business, the order of file-system steps ``d
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.metadata
 import logging
 import os
 import platform
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -248,12 +250,25 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Pat
     if error is None:
         written, error = attempt(lambda: _write(begun))
     try:
-        outcomes = gather_on_rank_zero(written, error, group)
-        return on_rank_zero(lambda: _publish(begun, outcomes), group)
+        with _no_garbage_collection():
+            outcomes = gather_on_rank_zero(written, error, group)
+            return on_rank_zero(lambda: _publish(begun, outcomes), group)
     except CheckpointError:
         if rank_and_world_size()[0] == 0 and begun.temporary.exists():
             on_disk.discard(begun.temporary)
         raise
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from walking the many small objects of a manifest again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _require_counts(step: int, keep_last: int | None, keep_every: int | None) -> None:

@@ -218,7 +218,7 @@ def test_chunks_that_leave_elements_out_are_refused(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     entry = manifest.tensors["model.embed.weight"]
     (chunk,) = entry.chunks
-    shorter = replace(chunk, region=replace(chunk.region, sizes=(320, 6)))
+    shorter = chunk._replace(region=chunk.region._replace(sizes=(320, 6)))
     manifest.tensors["model.embed.weight"] = replace(entry, chunks=(shorter,))
     write_manifest(manifest, path)
     message = _refusal(tmp_path, Toy())
