@@ -1,0 +1,106 @@
+"""Reading without a model: whole tensors from any ranks' chunks, objects, damage by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafsdp.checkpoint import save
+from megafsdp.checkpoint.manifest import read_manifest, write_manifest
+from megafsdp.checkpoint.reader import CheckpointReader
+from megafsdp.errors import CheckpointError
+from tests.checkpoint.sharding import (
+    Toy,
+    fill,
+    full,
+    make_optimizer,
+    shard,
+    train,
+    whole_mesh,
+)
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def _save_sharded(root: Path, num_outer: int) -> dict[str, torch.Tensor]:
+    model = Toy()
+    fill(model)
+    shard(model, whole_mesh(num_outer))
+    optimizer = make_optimizer("adamw", model)
+    train(model, optimizer)
+    save(root, step=2, model=model, optimizer=optimizer, extra={"consumed": 7})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {f"model.{name}": full(value) for name, value in model.state_dict().items()}
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            tensors[f"optimizer.state.{names[parameter]}.{name}"] = full(value)
+    return tensors
+
+
+@pytest.mark.parametrize(("num_ranks", "num_outer"), [(1, 1), (3, 1), (4, 2)])
+def test_tensors_are_those_of_the_ranks(
+    ranks: Ranks, tmp_path: Path, num_ranks: int, num_outer: int
+) -> None:
+    """Every stored tensor is joined from its chunks bit by bit, tied names included."""
+    tensors = ranks(num_ranks).run(_save_sharded, tmp_path, num_outer)[0]
+    with CheckpointReader(tmp_path) as reader:
+        assert {*reader.keys(), *reader.manifest.aliases} == set(tensors)
+        assert reader.whole_keys() == reader.keys()
+        num_chunks = len(reader.manifest.tensors["model.embed.weight"].chunks)
+        assert num_chunks == num_ranks // num_outer
+        for key, wanted in tensors.items():
+            found = reader.tensor(key)
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+            assert reader.shape(key) == tuple(wanted.shape)
+        assert reader.object("extra") == {"consumed": 7}
+
+
+def test_unknown_keys_are_refused(tmp_path: Path) -> None:
+    """Tensors and objects that are not there are named."""
+    save(tmp_path, step=1, model=Toy())
+    with CheckpointReader(tmp_path, step=1) as reader:
+        with pytest.raises(CheckpointError, match=r"tensor 'model\.nothing'"):
+            reader.tensor("model.nothing")
+        with pytest.raises(CheckpointError, match="object 'nothing'"):
+            reader.object("nothing")
+
+
+def test_damaged_records_are_not_trusted(tmp_path: Path) -> None:
+    """A flipped byte of a tensor or an object is found when it is read, with file and key."""
+    path = save(tmp_path, step=1, model=Toy())
+    manifest = read_manifest(path)
+    (chunk,) = manifest.tensors["model.embed.weight"].chunks
+    content = bytearray((path / chunk.record.file).read_bytes())
+    for record in (chunk.record, manifest.objects["extra"]):
+        content[record.offset + record.nbytes // 2] ^= 1
+    (path / chunk.record.file).write_bytes(content)
+    with CheckpointReader(path) as reader:
+        for key in ("model.embed.weight", "model.head.weight"):
+            with pytest.raises(CheckpointError, match=r"model\.embed\.weight.*__0_0\.distcp"):
+                reader.tensor(key)
+        with pytest.raises(CheckpointError, match=r"extra.*__0_0\.distcp"):
+            reader.object("extra")
+        assert reader.tensor("model.norm.weight").shape == (6,)
+
+
+def test_chunks_must_be_those_of_the_manifest(tmp_path: Path) -> None:
+    """Elements left out, and a record of another shape, are refused rather than guessed."""
+    path = save(tmp_path, step=1, model=Toy())
+    manifest = read_manifest(path)
+    entry = manifest.tensors["model.embed.weight"]
+    (chunk,) = entry.chunks
+    shorter = replace(chunk, region=replace(chunk.region, sizes=(320, 6)))
+    manifest.tensors["model.embed.weight"] = replace(entry, chunks=(shorter,))
+    norm = manifest.tensors["model.norm.weight"]
+    manifest.tensors["model.norm.weight"] = replace(norm, dtype="bfloat16")
+    write_manifest(manifest, path)
+    with CheckpointReader(path) as reader:
+        with pytest.raises(CheckpointError, match=r"fill shape \(321, 6\)"):
+            reader.tensor("model.embed.weight")
+        with pytest.raises(CheckpointError, match=r"bfloat16.*float32"):
+            reader.tensor("model.norm.weight")
