@@ -25,6 +25,11 @@ from megafsdp.errors import CheckpointError, expected
 class CheckpointReader:
     """One checkpoint's tensors and objects by key; a context manager that closes its file.
 
+    Attributes:
+        directory: The checkpoint's own directory.
+        manifest: What it holds.
+        fused: Fused parameters stored in parts: key of the whole -> ``parts`` (keys) and ``dim``.
+
     Args:
         directory: The save root, or one checkpoint's own directory.
         step: The step; None means the latest published one.
@@ -37,7 +42,7 @@ class CheckpointReader:
         self.directory: Path = on_disk.find(Path(directory), step)
         self.manifest = read_manifest(self.directory)
         require_files(self.manifest, self.directory, self.manifest.files)
-        self._fused: dict[str, dict] = getattr(self.manifest, "fused_into", {})
+        self.fused: dict[str, dict] = getattr(self.manifest, "fused_into", {})
         self._records = RecordReader(self.directory)
 
     def __enter__(self) -> CheckpointReader:
@@ -62,20 +67,22 @@ class CheckpointReader:
 
         A whole key stands where the first of its parts does.
         """
-        whole_by_part = {part: key for key, fused in self._fused.items() for part in fused["parts"]}
+        whole_by_part = {part: key for key, fused in self.fused.items() for part in fused["parts"]}
         return list(dict.fromkeys(whole_by_part.get(key, key) for key in self.keys()))
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the global shape of a tensor, by any key that :meth:`tensor` takes."""
-        parts = self._parts(key)
-        if parts is None:
-            return self._entry(key)[1].shape
-        shapes = [self._entry(part)[1].shape for part in parts]
-        if not shapes[0]:
-            return ()
-        dim = self._fused[key]["dim"]
+        stored, parts = self._resolve(key)
+        shapes = [self._entry(part).shape for part in parts]
+        if stored not in self.fused or not shapes[0]:
+            return shapes[0]
+        dim = self.fused[stored]["dim"]
         extent = sum(shape[dim] for shape in shapes)
         return (*shapes[0][:dim], extent, *shapes[0][dim + 1 :])
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor, by any key that :meth:`tensor` takes."""
+        return self._entry(self._resolve(key)[1][0]).torch_dtype
 
     def tensor(self, key: str) -> torch.Tensor:
         """Read a whole tensor to CPU memory.
@@ -91,12 +98,34 @@ class CheckpointReader:
             CheckpointError: There is no such tensor, a record is damaged, the chunks do not fill
                 the tensor, or scalar parts differ.
         """
-        parts = self._parts(key)
-        if parts is None:
-            return self._stored(key)
-        if not self.shape(key):
-            return self._scalar(key, parts)
-        return torch.cat([self._stored(part) for part in parts], self._fused[key]["dim"])
+        shape, dtype = self.shape(key), self.dtype(key)
+        stored, parts = self._resolve(key)
+        if len(parts) > 1 and not shape:
+            return self._scalar(stored, parts)
+        chunks = self._entry(parts[0]).chunks
+        if len(parts) == 1 and len(chunks) == 1:
+            # What was written whole needs no second copy.
+            self._require_filled(parts[0])
+            return self.chunk(parts[0], chunks[0])
+        tensor = torch.empty(shape, dtype=dtype)
+        self._fill(tensor, stored, parts)
+        return tensor
+
+    def read_into(self, tensor: torch.Tensor, key: str) -> None:
+        """Read a whole tensor into memory of the caller's.
+
+        Args:
+            tensor: A CPU tensor of the shape and dtype of ``key``; may be mapped from a file.
+            key: Any key that :meth:`tensor` takes.
+
+        Raises:
+            CheckpointError: As :meth:`tensor` does.
+        """
+        stored, parts = self._resolve(key)
+        if len(parts) > 1 and not tensor.ndim:
+            tensor.copy_(self._scalar(stored, parts))
+        else:
+            self._fill(tensor, stored, parts)
 
     def object(self, key: str) -> object:
         """Read a structure of plain values and small tensors.
@@ -133,39 +162,46 @@ class CheckpointReader:
             )
         return piece
 
-    def _parts(self, key: str) -> list[str] | None:
-        """Return the keys of a whole tensor's parts; None if it is stored under its own name."""
-        fused = None if key in self.manifest.tensors else self._fused.get(key)
-        return None if fused is None else list(fused["parts"])
-
-    def _entry(self, key: str) -> tuple[str, TensorEntry]:
+    def _resolve(self, key: str) -> tuple[str, list[str]]:
+        """Return the key that a tied name stands for, and the keys of its parts, or itself."""
         stored = self.manifest.aliases.get(key, key)
-        if stored not in self.manifest.tensors:
-            raise _no_such("tensor", key, self.directory)
-        return stored, self.manifest.tensors[stored]
+        if stored not in self.manifest.tensors and stored in self.fused:
+            return stored, list(self.fused[stored]["parts"])
+        return stored, [stored]
 
-    def _stored(self, key: str) -> torch.Tensor:
-        stored, entry = self._entry(key)
+    def _entry(self, key: str) -> TensorEntry:
+        if key not in self.manifest.tensors:
+            raise _no_such("tensor", key, self.directory)
+        return self.manifest.tensors[key]
+
+    def _fill(self, tensor: torch.Tensor, stored: str, parts: list[str]) -> None:
+        """Copy the chunks of a tensor, or of its parts one after another, to their places."""
+        start, dim = 0, self.fused[stored]["dim"] if stored in self.fused else 0
+        for part in parts:
+            entry = self._entry(part)
+            self._require_filled(part)
+            target = tensor
+            if len(parts) > 1:
+                target = tensor.narrow(dim, start, entry.shape[dim])
+                start += entry.shape[dim]
+            for chunk in entry.chunks:
+                target[chunk.region.slices_in(whole(entry.shape))] = self.chunk(part, chunk)
+
+    def _require_filled(self, key: str) -> None:
+        entry = self._entry(key)
         odd = odd_cells(entry.shape, [chunk.region for chunk in entry.chunks])
         if odd:
             raise CheckpointError(
                 expected(
                     f"chunks that fill shape {entry.shape} once",
                     f"{odd[0][1]} chunks at {odd[0][0]}",
-                    where=f"'{stored}' of '{self.directory}'",
+                    where=f"'{key}' of '{self.directory}'",
                     mend="The checkpoint is damaged: use another one",
                 )
             )
-        if len(entry.chunks) == 1:
-            return self.chunk(stored, entry.chunks[0])
-        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
-        for chunk in entry.chunks:
-            index = chunk.region.slices_in(whole(entry.shape))
-            tensor[index] = self.chunk(stored, chunk)
-        return tensor
 
     def _scalar(self, key: str, parts: list[str]) -> torch.Tensor:
-        scalars = [self._stored(part) for part in parts]
+        scalars = [self.tensor(part) for part in parts]
         if any(not torch.equal(scalar, scalars[0]) for scalar in scalars):
             raise CheckpointError(
                 expected(
