@@ -43,6 +43,9 @@ class CheckpointReader:
         self.manifest = read_manifest(self.directory)
         require_files(self.manifest, self.directory, self.manifest.files)
         self.fused: dict[str, dict] = getattr(self.manifest, "fused_into", {})
+        self._whole_by_part = {
+            part: key for key, fused in self.fused.items() for part in fused["parts"]
+        }
         self._records = RecordReader(self.directory)
 
     def __enter__(self) -> CheckpointReader:
@@ -67,8 +70,15 @@ class CheckpointReader:
 
         A whole key stands where the first of its parts does.
         """
-        whole_by_part = {part: key for key, fused in self.fused.items() for part in fused["parts"]}
-        return list(dict.fromkeys(whole_by_part.get(key, key) for key in self.keys()))
+        return list(dict.fromkeys(self._whole_by_part.get(key, key) for key in self.keys()))
+
+    def whole_aliases(self) -> dict[str, str]:
+        """Return the tied names as names of whole tensors: name -> key in :meth:`whole_keys`."""
+        whole = self._whole_by_part
+        return {
+            whole.get(alias, alias): whole.get(key, key)
+            for alias, key in self.manifest.aliases.items()
+        }
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the global shape of a tensor, by any key that :meth:`tensor` takes."""
@@ -164,9 +174,11 @@ class CheckpointReader:
 
     def _resolve(self, key: str) -> tuple[str, list[str]]:
         """Return the key that a tied name stands for, and the keys of its parts, or itself."""
-        stored = self.manifest.aliases.get(key, key)
-        if stored not in self.manifest.tensors and stored in self.fused:
-            return stored, list(self.fused[stored]["parts"])
+        aliases = self.manifest.aliases
+        stored = aliases.get(key, key)
+        if stored in self.fused:
+            # The parts of a tied parameter are tied names themselves.
+            return stored, [aliases.get(part, part) for part in self.fused[stored]["parts"]]
         return stored, [stored]
 
     def _entry(self, key: str) -> TensorEntry:

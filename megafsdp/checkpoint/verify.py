@@ -215,10 +215,11 @@ def _fault_of_record(stream: BinaryIO, record: Record, manifest: Manifest, key: 
         return f"the file ends {left} bytes before it does"
     if found != record.crc32:
         return f"checksum {found}; {record.crc32} in the manifest"
-    view = _create_file_view(stream, record.offset, record.nbytes)
+    # A BinaryIO is an IOBase, and the view of one a BinaryIO; the stubs know neither.
+    view = _create_file_view(stream, record.offset, record.nbytes)  # type: ignore[arg-type]
     try:
         # On the meta device only the description of a tensor is read, not its elements.
-        value = torch.load(view, weights_only=True, map_location="meta")
+        value = torch.load(view, weights_only=True, map_location="meta")  # type: ignore[arg-type]
     except Exception as error:
         # What torch raises on a stream that it did not write has no common type.
         return f"not loadable: {type(error).__name__}: {error}"

@@ -133,6 +133,7 @@ def test_values_are_compared_by_their_bits(monkeypatch: pytest.MonkeyPatch) -> N
     found = compare("a", a, b)
     assert found is not None and (found.num_different, found.max_abs_difference) == (2, 2.0)
     assert found.first_index == (3, 0)
+    b[0] = 1.5
     assert compare("a", a, b, atol=2.0) is None
     b[4] = math.nan
     found = compare("a", a, b)
@@ -173,6 +174,20 @@ def test_objects_are_compared_inside(tmp_path: Path, a: object, b: object, how: 
     report = _diff(tmp_path, {"o": a}, {"o": b})
     assert (how is None) == report.is_equal
     assert how is None or how in report.objects["o"]
+
+
+def test_a_tied_tensor_is_reported_once(tmp_path: Path) -> None:
+    """Under its first name, and under its second one too if only one side ties it."""
+    model = Toy()
+    save(tmp_path / "a", step=1, model=model)
+    model.embed.weight.data += 1
+    save(tmp_path / "b", step=1, model=model)
+    keys = [tensor.key for tensor in diff(tmp_path / "a", tmp_path / "b").tensors]
+    assert keys == ["model.embed.weight"]
+    model.head.weight = torch.nn.Parameter(model.embed.weight + 1)
+    save(tmp_path / "c", step=1, model=model)
+    keys = [tensor.key for tensor in diff(tmp_path / "b", tmp_path / "c").tensors]
+    assert keys == ["model.head.weight"]
 
 
 def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:
