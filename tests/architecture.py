@@ -43,7 +43,7 @@ OPEN_TO_ALL = frozenset({"errors", "device"})
 # listed are held by the rule against cycles alone.
 FILE_ORDER: dict[str, tuple[str, ...]] = {
     "device": ("streams", "profiling", "memory"),
-    "mesh": ("parallel_dims", "placement", "strided", "annotation"),
+    "mesh": ("parallel_dims", "placement", "strided", "fused_parts", "annotation"),
     "data": ("indexed", "samples", "loader"),
     "buffer": (
         "layout",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -30,12 +30,12 @@ from megafsdp.checkpoint.optimizer_load import (
     plan_param_groups,
 )
 from megafsdp.checkpoint.records import RecordReader, require_files
-from megafsdp.checkpoint.regions import Region, local_regions, local_view
+from megafsdp.checkpoint.regions import Region, Stored, local_regions, local_view, underlying
 from megafsdp.checkpoint.rng import restore_rng_state
 from megafsdp.checkpoint.save import HasState
 from megafsdp.checkpoint.state_dict import (
+    CanonicalState,
     HasCanonicalState,
-    canonical_name,
     canonical_weights,
     model_state,
     modules_with_extra_state,
@@ -96,16 +96,18 @@ class _Plan:
         optimizer: Where optimizer states go; None if not asked for.
         weights: Parameters, by key, of which the optimizer keeps a part: their tensor is a copy,
             which the optimizer takes apart.
+        own: Keys that only some ranks ask for -> these ranks.
     """
 
     directory: Path
     manifest: Manifest
     match: Match
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Stored]
     copies: list[_Copy]
     objects: dict[str, object] = field(default_factory=dict)
     optimizer: OptimizerLoad | None = None
     weights: dict[str, nn.Parameter] = field(default_factory=dict)
+    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def load(
@@ -141,7 +143,8 @@ def load(
             fits is taken. ``"none"``: what fits is taken and dtypes are cast. Shapes must always
             match.
         ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as
-            ``"lm_head.*"``.
+            ``"lm_head.*"``. The parts of a fused parameter have keys of their own; the parameter's
+            name means them all.
         allow_missing: Patterns of requested keys that may keep their own values.
 
     Returns:
@@ -199,18 +202,21 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
     require_files(manifest, path, sorted(manifest.files)[rank::world_size])
 
     names: dict[nn.Parameter, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
     weights: dict[str, nn.Parameter] = {}
     wanted: set[str] = set(targets.stateful)
+    state = CanonicalState()
     if targets.model is not None:
         state = model_state(targets.model)
         names = parameter_names(targets.model)
-        tensors.update(state.tensors)
         wanted.update(state.objects)
+    tensors, own = dict(state.tensors), dict(state.own)
+    whole_of = _wholes(state.fused_into) | _wholes(manifest.fused_into)
     optimizer = None
     if targets.optimizer is not None:
         optimizer = plan_optimizer_load(targets.optimizer, names, manifest)
         tensors.update(optimizer.tensors)
+        own.update(optimizer.own)
+        whole_of.update(optimizer.whole_of)
         for key, parameter, weight in canonical_weights(targets.optimizer, names):
             tensors[key], weights[key] = weight, parameter
         wanted.update(optimizer.objects, {GROUPS_KEY})
@@ -219,11 +225,14 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
         tensors=tensors,
         objects=wanted,
         sections=targets.sections(),
-        rules=rules,
+        elsewhere=state.elsewhere,
+        rules=replace(rules, whole_of=whole_of),
         where=f"'{path}'",
     )
     copies = _plan_copies(manifest, matched, tensors)
-    plan = _Plan(path, manifest, matched, tensors, copies, optimizer=optimizer, weights=weights)
+    plan = _Plan(
+        path, manifest, matched, tensors, copies, optimizer=optimizer, weights=weights, own=own
+    )
     _verify_and_read_objects(plan, wanted)
     if GROUPS_KEY not in manifest.objects:
         # Allowed by the rules: the optimizer keeps what it has instead of losing it.
@@ -236,9 +245,11 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
     return plan
 
 
-def _plan_copies(
-    manifest: Manifest, matched: Match, tensors: dict[str, torch.Tensor]
-) -> list[_Copy]:
+def _wholes(fused_into: dict[str, dict]) -> dict[str, str]:
+    return {part: whole for whole, fused in fused_into.items() for part in fused["parts"]}
+
+
+def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored]) -> list[_Copy]:
     """Intersect this rank's regions with the stored chunks.
 
     Raises:
@@ -276,16 +287,21 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
     own_rng = f"rng.{rank}"
     if plan.optimizer is not None and manifest.world_size == world_size:
         objects[own_rng] = own_rng
-    stored_tensors = sorted({s for s in plan.match.sources.values() if s in manifest.tensors})
-    records = sorted(
-        ((record, key) for key in stored_tensors for record in manifest.records([key])),
-        key=lambda pair: (pair[0].file, pair[0].offset),
-    )
     # Only records of tensors are shared out: every rank reads, and thereby verifies, its objects
-    # itself.
+    # itself. Ranks that ask for the same keys share them among themselves.
+    keys_by_ranks: dict[tuple[int, ...], set[str]] = {}
+    for key, source in plan.match.sources.items():
+        if source in manifest.tensors:
+            ranks = plan.own.get(key, tuple(range(world_size)))
+            keys_by_ranks.setdefault(ranks, set()).add(source)
     with RecordReader(plan.directory) as reader:
-        for record, key in records[rank::world_size]:
-            reader.verify(key, record)
+        for ranks, keys in keys_by_ranks.items():
+            records = sorted(
+                ((record, key) for key in sorted(keys) for record in manifest.records([key])),
+                key=lambda pair: (pair[0].file, pair[0].offset),
+            )
+            for record, key in records[ranks.index(rank) :: len(ranks)]:
+                reader.verify(key, record)
         for key, source in objects.items():
             plan.objects[key] = reader.read_object(source, manifest.objects[source])
 
@@ -315,17 +331,31 @@ def _commit_optimizer(plan: _Plan, optimizer: torch.optim.Optimizer) -> None:
     if plan.optimizer is not None:
         plan.optimizer.commit(plan.objects, skipped=set(plan.match.kept))
     if isinstance(optimizer, HasCanonicalState):
-        for key, parameter in plan.weights.items():
-            if key in plan.match.sources:
-                optimizer.load_canonical(parameter, plan.tensors[key])
+        loaded = {
+            parameter: underlying(plan.tensors[key])
+            for key, parameter in plan.weights.items()
+            if key in plan.match.sources
+        }
+        for parameter, weight in loaded.items():
+            optimizer.load_canonical(parameter, weight)
 
 
 def _give_memory(plan: _Plan, model: nn.Module) -> None:
     """Replace what is on the meta device and about to be loaded, in the model and in the plan."""
+    loaded = {
+        id(plan.weights.get(k, underlying(t)))
+        for k, t in plan.tensors.items()
+        if k in plan.match.sources
+    }
+    every = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    wanted = {name for name, tensor in every if id(tensor) in loaded}
     give_memory_to_meta_tensors(
         model,
         device_below(model),
-        is_wanted=lambda name: f"model.{canonical_name(name)}" in plan.match.sources,
+        is_wanted=wanted.__contains__,
     )
     for key, tensor in model_state(model).tensors.items():
         if key in plan.tensors and plan.tensors[key].is_meta:
@@ -346,9 +376,10 @@ def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
             piece = stored[copy.piece.slices_in(copy.stored)]
             target[copy.piece.slices_in(copy.region)].copy_(piece)
     if model is not None:
-        parameters = plan.tensors | plan.weights
-        loaded = [parameters[key] for key in plan.match.sources if key in parameters]
-        mark_main_weights_changed(model, loaded)
+        parameters = {key: underlying(stored) for key, stored in plan.tensors.items()}
+        parameters.update(plan.weights)
+        loaded = {parameters[key]: None for key in plan.match.sources if key in parameters}
+        mark_main_weights_changed(model, list(loaded))
 
 
 def _restore_rng(plan: _Plan) -> None:

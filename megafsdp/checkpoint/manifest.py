@@ -1,10 +1,10 @@
 """The manifest: what a checkpoint holds, readable without unpickling anything.
 
-``manifest.json`` lists every tensor with its global shape, dtype, fused parts and the place of each
-stored chunk, every non-tensor object, the size of every file, and what made the checkpoint. It
-carries its own checksum and one for every record. ``.metadata`` says the same in the words of torch
-DCP and is derived from the manifest, so ``torch.distributed.checkpoint`` reads the directory alone;
-loading here never opens it.
+``manifest.json`` lists every tensor with its global shape, dtype and the place of each stored
+chunk, which tensors are the parts of a fused one, every non-tensor object, the size of every file,
+and what made the checkpoint. It carries its own checksum and one for every record. ``.metadata``
+says the same in the words of torch DCP and is derived from the manifest, so
+``torch.distributed.checkpoint`` reads the directory alone; loading here never opens it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from megafsdp.mesh.annotation import FusedParts
 
 MANIFEST_FILE = "manifest.json"
 DCP_METADATA_FILE = ".metadata"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class Record(NamedTuple):
@@ -70,7 +70,7 @@ class TensorEntry:
         shape: Global shape.
         dtype: Name of the dtype without ``torch.``.
         chunks: Regions that cover the tensor, each once.
-        fused: Logical tensors inside, as its layer declared them.
+        fused: Logical tensors inside, as its layer declared them, where it is stored whole.
     """
 
     shape: tuple[int, ...]
@@ -96,6 +96,8 @@ class Manifest:
         objects: Records of non-tensor objects by key.
         aliases: Further names of stored tensors (tied parameters): key -> stored key.
         files: Size in bytes of every other file.
+        fused_into: Key of each fused tensor that is stored in parts -> ``{"parts": keys in order,
+            "dim": where they lie}``. Scalars, such as a count of steps, are equal in all parts.
     """
 
     step: int
@@ -105,6 +107,7 @@ class Manifest:
     objects: dict[str, Record]
     aliases: dict[str, str]
     files: dict[str, int]
+    fused_into: dict[str, dict] = field(default_factory=dict)
 
     def records(self, keys: Iterable[str]) -> Iterator[Record]:
         """Yield the records of some keys, tensors and objects alike."""
@@ -150,11 +153,12 @@ def write_manifest(manifest: Manifest, directory: Path) -> Path:
                     for c in entry.chunks
                 ],
             }
-            | ({"fused": asdict(entry.fused)} if entry.fused else {})
+            | ({"fused": _grouping_to_json(entry.fused)} if entry.fused else {})
             for key, entry in manifest.tensors.items()
         },
         "objects": {k: _record_to_json(r, number) for k, r in manifest.objects.items()},
         "aliases": manifest.aliases,
+        "fused_into": manifest.fused_into,
     }
     text = _canonical(body)
     path = directory / MANIFEST_FILE
@@ -224,6 +228,7 @@ def _manifest_from_json(body: dict) -> Manifest:
         objects={key: record(*place) for key, place in body["objects"].items()},
         aliases=body["aliases"],
         files=dict(map(tuple, body["files"])),
+        fused_into=body["fused_into"],
     )
 
 
@@ -272,6 +277,10 @@ def _place(record: Record) -> _StorageInfo:
 
 def _record_to_json(record: Record, number: dict[str, int]) -> list[int]:
     return [number[record.file], record.offset, record.nbytes, record.crc32]
+
+
+def _grouping_to_json(fused: FusedParts) -> dict[str, object]:
+    return {name: getattr(fused, name) for name in ("names", "sizes", "dim", "num_groups")}
 
 
 def _canonical(body: dict) -> str:

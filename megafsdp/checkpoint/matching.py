@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-import torch
-
-from megafsdp.checkpoint.manifest import Manifest, section_of
+from megafsdp.checkpoint.manifest import Manifest, path_of, section_of
+from megafsdp.checkpoint.regions import Stored
 from megafsdp.errors import CheckpointError, expected
 
 STRICTNESS = ("all", "model", "none")
@@ -23,11 +22,13 @@ class Rules:
         strict: ``"all"``, ``"model"`` (sections other than the model may differ) or ``"none"``.
         ignore: Patterns of keys that are left alone on both sides.
         allow_missing: Patterns of requested keys that the checkpoint need not have.
+        whole_of: Key of a part of a fused tensor -> key of the whole, which patterns match too.
     """
 
     strict: str
     ignore: tuple[str, ...]
     allow_missing: tuple[str, ...]
+    whole_of: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the choice.
@@ -52,11 +53,15 @@ class Rules:
 
     def is_ignored(self, key: str) -> bool:
         """Return whether the caller left a key out."""
-        return _matches(key, self.ignore)
+        return self._matches(key, self.ignore)
 
     def may_be_missing(self, key: str) -> bool:
         """Return whether a requested key need not be stored."""
-        return not self.is_strict(key) or _matches(key, self.allow_missing)
+        return not self.is_strict(key) or self._matches(key, self.allow_missing)
+
+    def _matches(self, key: str, patterns: tuple[str, ...]) -> bool:
+        whole = self.whole_of.get(key)
+        return _matches(key, patterns) or (whole is not None and _matches(whole, patterns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +100,10 @@ def as_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
 def match(
     manifest: Manifest,
     *,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Stored],
     objects: set[str],
     sections: set[str],
+    elsewhere: Collection[str] = (),
     rules: Rules,
     where: str,
 ) -> Match:
@@ -108,6 +114,7 @@ def match(
         tensors: Requested tensors by key.
         objects: Requested non-tensor keys.
         sections: Sections whose stored keys must all be used.
+        elsewhere: Names of parameters whose stored keys other ranks use.
         rules: How strictly.
         where: The checkpoint, for messages.
 
@@ -133,6 +140,7 @@ def match(
     used = set(result.sources.values())
     for key, source in sorted(stored.items()):
         is_ignored = rules.is_ignored(key) or rules.is_ignored(source)
+        is_ignored = is_ignored or _parameter_of(key) in elsewhere
         if section_of(key) in sections and source not in used and not is_ignored:
             result.unused.append(key)
             if rules.is_strict(key):
@@ -144,7 +152,7 @@ def match(
 
 def _compare(
     key: str,
-    tensor: torch.Tensor,
+    tensor: Stored,
     manifest: Manifest,
     *,
     source: str,
@@ -177,6 +185,11 @@ def _message(problems: dict[str, list[str]], where: str) -> str:
             "(take what fits; also casts dtypes)"
         ),
     )
+
+
+def _parameter_of(key: str) -> str:
+    path = path_of(key)
+    return path[2] if len(path) == 4 else path[-1]
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

@@ -2,9 +2,9 @@
 
 State tensors are created from what the checkpoint says, never by running an optimizer step: a state
 of the parameter's shape is ``zeros_like`` the parameter (hence sharded as it is), anything else a
-plain tensor where torch's optimizers keep it. A parameter without stored state never got a gradient
-and has none after the load either. How the optimizer runs (foreach, fused, capturable) stays as
-constructed.
+plain tensor where torch's optimizers keep it. The parts of a fused parameter go into one state. A
+parameter without stored state never got a gradient and has none after the load either. How the
+optimizer runs (foreach, fused, capturable) stays as constructed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from megafsdp.checkpoint.fused import StoredForm, stored_form
 from megafsdp.checkpoint.manifest import Manifest, TensorEntry, path_of
+from megafsdp.checkpoint.regions import Stored, underlying
 from megafsdp.checkpoint.state_dict import (
     EXECUTION_FLAGS,
     HasCanonicalState,
+    member_names,
     named_groups,
+    state_key,
+    states_of,
 )
 from megafsdp.errors import CheckpointError, expected
 
@@ -42,15 +47,19 @@ class OptimizerLoad:
         optimizer: The optimizer.
         tensors: Tensor to read into, by key; existing states are reused, others fresh.
         objects: Keys of stored non-tensor states.
-        state: The new ``optimizer.state`` of each parameter: state name -> key.
+        state: The new ``optimizer.state`` of each parameter: state name -> keys, one for each part.
         groups: Each parameter group with the stored hyperparameters it takes.
+        whole_of: Key of a part -> key of the whole state.
+        own: Keys that only some ranks load -> these ranks.
     """
 
     optimizer: torch.optim.Optimizer
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, Stored] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
-    state: dict[nn.Parameter, dict[str, str]] = field(default_factory=dict)
+    state: dict[nn.Parameter, dict[str, list[str]]] = field(default_factory=dict)
     groups: list[tuple[dict, dict]] = field(default_factory=list)
+    whole_of: dict[str, str] = field(default_factory=dict)
+    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def commit(self, objects: Mapping[str, object], *, skipped: Collection[str]) -> None:
         """Give the optimizer its states and hyperparameters; the tensors have been read.
@@ -59,18 +68,17 @@ class OptimizerLoad:
             objects: Values of the non-tensor states by key.
             skipped: Keys that the caller chose not to load; the optimizer keeps its own.
         """
-        for parameter, keys in self.state.items():
+        for parameter, keys_by_name in self.state.items():
             current = self.optimizer.state.get(parameter, {})
-            loaded = {
-                name: self.tensors[key] if key in self.tensors else objects[key]
-                for name, key in keys.items()
-                if key not in skipped
-            }
-            kept = {
-                name: current[name]
-                for name, key in keys.items()
-                if key in skipped and name in current
-            }
+            loaded: dict[str, object] = {}
+            kept: dict[str, object] = {}
+            for name, keys in keys_by_name.items():
+                taken = [key for key in keys if key not in skipped]
+                if taken:
+                    tensor = self.tensors.get(taken[0])
+                    loaded[name] = objects[taken[0]] if tensor is None else underlying(tensor)
+                elif name in current:
+                    kept[name] = current[name]
             if loaded or kept:
                 self.optimizer.state[parameter] = loaded | kept
             else:
@@ -103,26 +111,60 @@ def plan_optimizer_load(
     load = OptimizerLoad(optimizer)
     for group_names, group in named_groups(optimizer, names):
         for name, parameter in zip(group_names, group["params"], strict=True):
-            load.state[parameter] = stored.get(name, {})
-            for state_name, key in load.state[parameter].items():
-                if key in manifest.objects:
-                    load.objects.add(key)
+            form = stored_form(name, parameter)
+            state_names = dict.fromkeys(s for part in form.parts for s in stored.get(part, {}))
+            load.state[parameter] = {
+                state_name: [state_key(part, state_name) for part in form.parts]
+                for state_name in state_names
+            }
+            for state_name, keys in load.state[parameter].items():
+                if len(keys) > 1:
+                    load.whole_of.update(dict.fromkeys(keys, state_key(form.name, state_name)))
+                if form.is_own and form.ranks is not None:
+                    load.own.update(dict.fromkeys(keys, form.ranks))
+                if any(key in manifest.objects for key in keys):
+                    load.objects.update(keys)
                     continue
-                saved_parameter = manifest.tensors.get(f"model.{name}")
-                is_like_parameter = (
-                    state_name not in _SCALARS
-                    and saved_parameter is not None
-                    and manifest.tensors[key].shape == saved_parameter.shape
-                )
-                load.tensors[key] = _state_tensor(
-                    state_name,
-                    manifest.tensors[key],
-                    parameter,
-                    group=group,
-                    is_like_parameter=is_like_parameter,
-                    existing=optimizer.state.get(parameter, {}).get(state_name),
-                )
+                state = _planned_state(load, state_name, parameter, group, form, manifest)
+                load.tensors.update(zip(keys, form.pieces(state), strict=True))
     return load
+
+
+@torch.no_grad()
+def _planned_state(
+    load: OptimizerLoad,
+    state_name: str,
+    parameter: nn.Parameter,
+    group: dict,
+    form: StoredForm,
+    manifest: Manifest,
+) -> torch.Tensor:
+    """Return the tensor that a state is read into, in all its parts."""
+    keys = load.state[parameter][state_name]
+    part, key = next(
+        (part, key) for part, key in zip(form.parts, keys, strict=True) if key in manifest.tensors
+    )
+    entry, saved_parameter = manifest.tensors[key], manifest.tensors.get(f"model.{part}")
+    is_like_parameter = (
+        state_name not in _SCALARS
+        and saved_parameter is not None
+        and entry.shape == saved_parameter.shape
+    )
+    current = load.optimizer.state.get(parameter, {}).get(state_name)
+    state = _state_tensor(
+        state_name,
+        entry,
+        parameter,
+        group=group,
+        is_like_parameter=is_like_parameter,
+        existing=current,
+    )
+    if len(keys) > 1 and isinstance(current, torch.Tensor) and state is not current:
+        # A part that is not loaded keeps its values, in the form that the others come in.
+        own = states_of(load.optimizer, parameter)[state_name]
+        if own.shape == state.shape:
+            state.copy_(own)
+    return state
 
 
 def plan_param_groups(
@@ -163,7 +205,8 @@ def plan_param_groups(
     current = named_groups(load.optimizer, names)
     if len(current) != len(stored_groups):
         complain(f"{len(stored_groups)} groups as stored", f"{len(current)}", len(current) - 1)
-    for index, (group_names, group) in enumerate(current):
+    for index, (_, group) in enumerate(current):
+        group_names = member_names(group, names)
         found = stored_by_names.get(frozenset(group_names))
         if found is None:
             complain(

@@ -1,8 +1,10 @@
 """Regions: the axis-aligned part of a global tensor that a rank holds or a file stores.
 
 Every tensor of a checkpoint is described by regions, whatever its placement: an uneven DTensor
-publishes the rows it owns, a replicated one the whole tensor, an empty shard nothing. This file
-translates between tensors and regions and decides which replica writes a region. All of it is local
+publishes the rows it owns, a replicated one the whole tensor, an empty shard nothing. Where a
+stored tensor is only a part of a tensor in memory, or the other way round, :class:`TensorPart`
+shifts the regions. This file translates between tensors and regions and decides which replica
+writes a region; what the parts are is ``fused``'s and ``experts``' business. All of it is local
 arithmetic.
 """
 
@@ -10,7 +12,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -58,17 +61,111 @@ def whole(shape: tuple[int, ...]) -> Region:
     return Region((0,) * len(shape), shape)
 
 
-def local_regions(key: str, tensor: torch.Tensor) -> list[Region]:
-    """List the regions of a tensor that this rank holds; never an empty region.
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A region of a tensor in memory that lies in the stored tensor at another place.
+
+    Attributes:
+        region: The region, in the indices of the tensor in memory.
+        offsets: Where it starts in the stored tensor.
+    """
+
+    region: Region
+    offsets: tuple[int, ...]
+
+    def outward(self, held: Region) -> Region | None:
+        """Return what the stored tensor has of a region in memory, None if nothing."""
+        common = held.intersect(self.region)
+        return None if common is None else _moved(common, self.region.offsets, self.offsets)
+
+    def inward(self, stored: Region) -> Region:
+        """Return where a region of the stored tensor that lies in this window is in memory."""
+        return _moved(stored, self.offsets, self.region.offsets)
+
+    def holds(self, stored: Region) -> bool:
+        """Return whether a region of the stored tensor lies in this window."""
+        return stored.intersect(Region(self.offsets, self.region.sizes)) == stored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPart:
+    """A stored tensor that is in memory in another tensor, sharded or not; it copies nothing.
+
+    Example: with windows of one region, rows 5 to 9 of a (10, 6) tensor at offsets (0, 0), it is
+    the lower half as a (5, 6) tensor. A rank that holds rows 4 to 6 of the whole has its rows 0 and
+    1; one that holds rows 0 to 3 has none.
+
+    Attributes:
+        tensor: What is in memory.
+        shape: Shape of the stored tensor.
+        windows: What of ``tensor`` it consists of; they do not meet in the stored tensor.
+        ranks: Global ranks that hold the same, if ``tensor`` is plain and these are not all ranks.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    windows: tuple[Window, ...]
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the elements."""
+        return self.tensor.dtype
+
+    @property
+    def is_meta(self) -> bool:
+        """Return whether the tensor in memory has no memory yet."""
+        return self.tensor.is_meta
+
+
+Stored: TypeAlias = torch.Tensor | TensorPart
+"""A tensor as checkpoints hold it: by itself, or as a part of one in memory."""
+
+
+def underlying(stored: Stored) -> torch.Tensor:
+    """Return the tensor in memory of which a stored tensor is a part."""
+    return stored.tensor if isinstance(stored, TensorPart) else stored
+
+
+def local_regions(key: str, stored: Stored) -> list[Region]:
+    """List the regions of a stored tensor that this rank holds; never an empty region.
 
     Args:
         key: Name in the checkpoint, for the message.
-        tensor: A plain tensor, a DTensor, or anything with DCP's ``__create_chunk_list__``.
+        stored: A plain tensor, a DTensor, anything with DCP's ``__create_chunk_list__``, or a part.
 
     Raises:
         CheckpointError: The regions do not describe the local tensor. torch's own DTensor guesses
             equal chunks, and trusting it for uneven rows would lose data silently.
     """
+    if isinstance(stored, TensorPart):
+        held = _regions_of_tensor(key, stored.tensor)
+        found = (window.outward(region) for window in stored.windows for region in held)
+        return [region for region in found if region is not None]
+    return _regions_of_tensor(key, stored)
+
+
+def local_view(stored: Stored, region: Region) -> torch.Tensor:
+    """Return the plain tensor behind one of :func:`local_regions`; it shares memory.
+
+    It is contiguous if the region is whole along all dims but the first.
+    """
+    if not isinstance(stored, TensorPart):
+        return _view_of_tensor(stored, region)
+    window = next(window for window in stored.windows if window.holds(region))
+    inner = window.inward(region)
+    for held in _regions_of_tensor("", stored.tensor):
+        if held.intersect(inner) == inner:
+            return _view_of_tensor(stored.tensor, held)[inner.slices_in(held)]
+    raise AssertionError(f"{region} is none of this rank's regions")
+
+
+def _moved(region: Region, origin: tuple[int, ...], target: tuple[int, ...]) -> Region:
+    offsets = (o - a + b for o, a, b in zip(region.offsets, origin, target, strict=True))
+    return Region(tuple(offsets), region.sizes)
+
+
+def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
     if not isinstance(tensor, DTensor):
         return [whole(tuple(tensor.shape))] if tensor.numel() else []
     if tensor.device_mesh.get_coordinate() is None:
@@ -90,8 +187,7 @@ def local_regions(key: str, tensor: torch.Tensor) -> list[Region]:
     return regions
 
 
-def local_view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return the plain tensor behind one of :func:`local_regions`; it shares memory."""
+def _view_of_tensor(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     return tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(region.offsets))).detach()
@@ -115,19 +211,21 @@ class ReplicaBalance:
         self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._ranks_by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...]] = {}
 
-    def is_mine(self, tensor: torch.Tensor, region: Region) -> bool:
+    def is_mine(self, stored: Stored, region: Region) -> bool:
         """Return whether this rank writes a region that it holds."""
-        replicas = self._replicas(tensor)
+        tensor = underlying(stored)
+        declared = stored.ranks if isinstance(stored, TensorPart) else None
+        replicas = self._replicas(tensor, declared)
         loads = self._loads.setdefault(replicas, [(0, rank) for rank in replicas])
         nbytes, rank = loads[0]
         # A 0-d tensor costs a record like any other, hence at least a few bytes.
         heapq.heapreplace(loads, (nbytes + max(64, region.numel * tensor.element_size()), rank))
         return rank == self._rank
 
-    def _replicas(self, tensor: torch.Tensor) -> tuple[int, ...]:
+    def _replicas(self, tensor: torch.Tensor, declared: tuple[int, ...] | None) -> tuple[int, ...]:
         """Return the ranks that hold the same region of this tensor as this rank, in order."""
         if not isinstance(tensor, DTensor):
-            return self._world
+            return self._world if declared is None else declared
         mesh = tensor.device_mesh
         axes = tuple(i for i, p in enumerate(tensor.placements) if isinstance(p, Replicate))
         found = self._ranks_by_axes.get((mesh, axes))

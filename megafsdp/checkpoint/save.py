@@ -15,9 +15,8 @@ import importlib.metadata
 import logging
 import os
 import platform
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +39,6 @@ from megafsdp.checkpoint.manifest import (
     Chunk,
     Manifest,
     Record,
-    TensorEntry,
     write_dcp_metadata,
     write_manifest,
 )
@@ -55,6 +53,7 @@ from megafsdp.checkpoint.state_dict import (
     parameter_names,
     plain,
 )
+from megafsdp.checkpoint.tables import Table, checksum_of_common, own_table, table_of, unite
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.initialized import require_initialized
 
@@ -114,13 +113,15 @@ class _Written:
     """What one rank wrote, for rank 0.
 
     Attributes:
-        table_crc32: Checksum of the names, shapes and dtypes of all tensors, alike on all ranks.
+        table_crc32: Checksum of the names, shapes and dtypes that are alike on all ranks.
+        own: What this rank has and not all ranks have.
         chunks: Key and chunk of each tensor region.
         objects: Records of non-tensor objects by key.
         files: Size in bytes of each file.
     """
 
     table_crc32: int
+    own: Table
     chunks: list[tuple[str, Chunk]] = field(default_factory=list)
     objects: dict[str, Record] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
@@ -225,7 +226,8 @@ def begin_save(
     if state is not None:
         ready = state
         tensors, error = attempt(lambda: _own_tensors(ready))
-        objects = dict(state.objects) if rank == 0 else {}
+        writers = {key: holders[0] for key, holders in state.own.items()}
+        objects = {k: v for k, v in state.objects.items() if writers.get(k, 0) == rank}
         objects[f"rng.{rank}"] = rng_state()
     keep = {"keep_last": keep_last, "keep_every": keep_every}
     temporary = on_rank_zero(lambda: on_disk.prepare(root, step))
@@ -313,9 +315,7 @@ def _collect(
     require_initialized([model], where="checkpoint.save()")
     state = model_state(model)
     if optimizer is not None:
-        of_optimizer = optimizer_state(optimizer, parameter_names(model))
-        state.tensors.update(of_optimizer.tensors)
-        state.objects.update(of_optimizer.objects)
+        state.update(optimizer_state(optimizer, parameter_names(model)))
         for key, _, weight in canonical_weights(optimizer, parameter_names(model)):
             state.tensors[key] = weight
     for key, source in stateful.items():
@@ -349,8 +349,7 @@ def _write(begun: BegunSave) -> _Written:
     """Write this rank's share of the state to its own file."""
     assert begun.state is not None, "ranks that failed to collect do not write"
     rank, _ = rank_and_world_size()
-    table = [(k, tuple(t.shape), str(t.dtype)) for k, t in begun.state.tensors.items()]
-    written = _Written(zlib.crc32(repr(table).encode()))
+    written = _Written(checksum_of_common(begun.state), own_table(begun.state))
     with RecordWriter(begun.temporary, rank) as writer:
         on_disk.reached("file opened")
         for own in begun.tensors:
@@ -401,28 +400,27 @@ def _describe(step: int, state: CanonicalState, parts: list[_Written]) -> Manife
                 mend="Build the same model and optimizer, in the same order, on every rank",
             )
         )
-    chunks: dict[str, list[Chunk]] = {key: [] for key in state.tensors}
+    table = unite(table_of(state), (part.own for part in parts))
+    chunks: dict[str, list[Chunk]] = {key: [] for key in table.tensors}
     for part in parts:
         for key, chunk in part.chunks:
             chunks[key].append(chunk)
-    for key, tensor in state.tensors.items():
-        _require_filled(key, tuple(tensor.shape), chunks[key])
+    for key, entry in table.tensors.items():
+        _require_filled(key, entry.shape, chunks[key])
     return Manifest(
         step=step,
         world_size=len(parts),
         versions=library_versions(),
         tensors={
-            key: TensorEntry(
-                tuple(tensor.shape),
-                str(tensor.dtype).removeprefix("torch."),
-                tuple(sorted(chunks[key], key=lambda chunk: chunk.region.offsets)),
-                state.fused.get(key),
+            key: replace(
+                entry, chunks=tuple(sorted(chunks[key], key=lambda chunk: chunk.region.offsets))
             )
-            for key, tensor in state.tensors.items()
+            for key, entry in table.tensors.items()
         },
         objects={key: record for part in parts for key, record in part.objects.items()},
-        aliases=state.aliases,
+        aliases=table.aliases,
         files={name: nbytes for part in parts for name, nbytes in part.files.items()},
+        fused_into=table.fused_into,
     )
 
 
@@ -435,6 +433,7 @@ def _require_filled(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> No
                 f"chunks that fill the {numel} elements of shape {shape} once",
                 f"{[chunk.region for chunk in chunks][:8]}",
                 where=f"'{key}'",
-                mend="Save from all ranks that hold the tensor, in one call",
+                mend="Save from all ranks that hold the tensor, in one call; declare which ranks "
+                "hold the same experts (ExpertRange)",
             )
         )

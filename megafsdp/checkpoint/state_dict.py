@@ -1,14 +1,15 @@
 """Canonical state: what a model and its optimizer hold, under names free of mesh and wrappers.
 
 The name of a parameter is its FQN in the user's module. Keys are ``model.<fqn>``,
-``optimizer.state.<fqn>.<state>``, ``optimizer.param_groups`` and so on. Tensors stay where they
-are: nothing is copied or gathered here, and a sharded tensor is listed as the DTensor it is.
+``optimizer.state.<fqn>.<state>``, ``optimizer.param_groups`` and so on; a fused parameter has a key
+for each part, an expert the index it has in its layer. Tensors stay where they are: nothing is
+copied or gathered here, and a sharded tensor is listed as the DTensor it is.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megafsdp.checkpoint.experts import name_of_group_member, names_elsewhere
+from megafsdp.checkpoint.fused import StoredForm, part_names, stored_form
+from megafsdp.checkpoint.regions import Stored
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.unit import units_below
 from megafsdp.mesh.annotation import FusedParts, annotation_of
@@ -47,19 +51,42 @@ class CanonicalState:
     """State by key, as it is spread over the ranks.
 
     Attributes:
-        tensors: Plain tensors and DTensors.
-        objects: Structures of plain values and small tensors, alike on all ranks.
-        fused: Declared parts of fused parameters.
+        tensors: Plain tensors, DTensors, and parts of them.
+        objects: Structures of plain values and small tensors, alike on all ranks that have them.
+        fused: Declared parts of fused parameters that are stored whole.
+        fused_into: Key of each fused tensor that is stored in parts -> its parts' keys in order
+            (``"parts"``) and the dim along which they lie (``"dim"``).
         aliases: Further names of tied parameters: key -> key in ``tensors``.
         rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are
             stored.
+        own: Keys that not all ranks have -> the ranks that have them.
+        elsewhere: Names of parameters that other ranks have and this one has not.
     """
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, Stored] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
     fused: dict[str, FusedParts] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    fused_into: dict[str, dict] = field(default_factory=dict)
     rank_zero: set[str] = field(default_factory=set)
+    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
+
+    def update(self, other: CanonicalState) -> None:
+        """Take over what another state lists, the optimizer's beside the model's."""
+        self.tensors.update(other.tensors)
+        self.objects.update(other.objects)
+        self.fused.update(other.fused)
+        self.aliases.update(other.aliases)
+        self.fused_into.update(other.fused_into)
+        self.rank_zero.update(other.rank_zero)
+        self.own.update(other.own)
+        self.elsewhere.update(other.elsewhere)
+
+    def claim(self, keys: Iterable[str], form: StoredForm) -> None:
+        """Note that only the ranks of a parameter have these keys, if that is so."""
+        if form.is_own and form.ranks is not None:
+            self.own.update(dict.fromkeys(keys, form.ranks))
 
 
 def canonical_name(fqn: str) -> str:
@@ -92,17 +119,26 @@ def model_state(model: nn.Module) -> CanonicalState:
     """
     _require_at_rest(_unwrapped(model))
     state = CanonicalState()
-    key_by_parameter: dict[nn.Parameter, str] = {}
+    keys_by_parameter: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
-        key = f"model.{canonical_name(fqn)}"
-        if parameter in key_by_parameter:
-            state.aliases[key] = key_by_parameter[parameter]
+        name = canonical_name(fqn)
+        form = stored_form(name, parameter)
+        keys = [f"model.{part}" for part in form.parts]
+        for key in keys:
+            _require_new(key, state)
+        state.claim(keys, form)
+        state.elsewhere.update(_names_elsewhere(name, parameter))
+        if form.fused is not None:
+            state.fused_into[f"model.{form.name}"] = {"parts": keys, "dim": form.fused.dim}
+        if parameter in keys_by_parameter:
+            state.aliases.update(zip(keys, keys_by_parameter[parameter], strict=True))
             continue
-        key_by_parameter[parameter] = key
-        state.tensors[key] = parameter
-        if (parts := annotation_of(parameter).fused) is not None:
-            state.fused[key] = parts
+        keys_by_parameter[parameter] = keys
+        state.tensors.update(zip(keys, form.pieces(parameter), strict=True))
+        if form.grouping is not None:
+            state.fused[keys[0]] = form.grouping
     for key, buffer in _persistent_buffers(model):
+        _require_new(key, state)
         state.tensors[key] = buffer
         state.rank_zero.add(key)
     for key, module in modules_with_extra_state(model):
@@ -126,35 +162,69 @@ def optimizer_state(
     state = CanonicalState()
     for group_names, group in named_groups(optimizer, names):
         for name, parameter in zip(group_names, group["params"], strict=True):
-            for state_name, value in _states_of(optimizer, parameter).items():
-                key = state_key(name, state_name)
+            form = stored_form(name, parameter)
+            for state_name, value in states_of(optimizer, parameter).items():
+                keys = [state_key(part, state_name) for part in form.parts]
+                state.claim(keys, form)
                 if isinstance(value, torch.Tensor):
-                    _require_global(key, value, parameter)
-                    state.tensors[key] = value
+                    _require_global(keys[0], value, parameter)
+                    state.tensors.update(zip(keys, form.pieces(value), strict=True))
+                    if form.fused is not None and (form.is_split(value) or value.ndim == 0):
+                        whole_key = state_key(form.name, state_name)
+                        state.fused_into[whole_key] = {"parts": keys, "dim": form.fused.dim}
                 else:
-                    state.objects[key] = plain(key, value)
+                    state.objects.update(dict.fromkeys(keys, plain(keys[0], value)))
     state.objects["optimizer.param_groups"] = [
-        {"names": group_names}
+        {"names": member_names}
         | {k: plain("optimizer.param_groups", v) for k, v in group.items() if k != "params"}
-        for group_names, group in named_groups(optimizer, names)
+        for member_names, group in _groups_of_all_ranks(optimizer, names)
     ]
     return state
 
 
+def member_names(group: dict, names: dict[nn.Parameter, str]) -> list[str]:
+    """Return the names that a parameter group lists on disk, a layer's experts under one."""
+    members = (name_of_group_member(names[p], annotation_of(p).experts) for p in group["params"])
+    return list(dict.fromkeys(members))
+
+
+def _groups_of_all_ranks(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+) -> list[tuple[list[str], dict]]:
+    found: dict[str, int] = {}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        groups.append((member_names(group, names), group))
+        for name in groups[-1][0]:
+            if found.setdefault(name, index) != index:
+                raise CheckpointError(
+                    expected(
+                        "all experts of a layer in one parameter group",
+                        f"some in group {found[name]} and some in group {index}",
+                        where=f"'{name}'",
+                        mend="Give the experts of a layer the same hyperparameters",
+                    )
+                )
+    return groups
+
+
 def canonical_weights(
     optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
-) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """Yield key, parameter and stored form of each weight that is not stored as it is; local."""
+) -> Iterator[tuple[str, nn.Parameter, Stored]]:
+    """Yield key, parameter and stored piece of each weight that is not stored as it is; local."""
     if not isinstance(optimizer, HasCanonicalState):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             weight = optimizer.canonical_weight(parameter)
             if weight is not parameter:
-                yield f"model.{names[parameter]}", parameter, weight
+                form = stored_form(names[parameter], parameter)
+                for part, piece in zip(form.parts, form.pieces(weight), strict=True):
+                    yield f"model.{part}", parameter, piece
 
 
-def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return a parameter's states in the form of checkpoints; local."""
     if isinstance(optimizer, HasCanonicalState):
         return optimizer.canonical_state(parameter)
     return optimizer.state.get(parameter, {})
@@ -243,6 +313,23 @@ def plain(where: str, value: object) -> object:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _names_elsewhere(name: str, parameter: torch.Tensor) -> Iterator[str]:
+    for other in names_elsewhere(name, annotation_of(parameter).experts):
+        yield from part_names(other, annotation_of(parameter).fused)
+
+
+def _require_new(key: str, state: CanonicalState) -> None:
+    if key in state.tensors or key in state.aliases:
+        raise CheckpointError(
+            expected(
+                "a name for each stored tensor",
+                "two tensors of this name",
+                where=f"'{key}'",
+                mend="Rename the parameter, or declare other stored_as templates or experts",
+            )
+        )
 
 
 def _require_at_rest(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.device.memory import poison
+from megafsdp.mesh.annotation import copy_annotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,4 +118,5 @@ def _unfilled_like(original: torch.Tensor, device: torch.device) -> torch.Tensor
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(made, requires_grad=original.requires_grad)
     copy_attributes(original, made)
+    copy_annotation(original, made)
     return made

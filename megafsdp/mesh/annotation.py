@@ -1,9 +1,10 @@
 """What a layer declares about its parameter, beside its values.
 
 A layer writes facts that no other room could know: which dimension tensor parallelism cuts, whether
-the parameter is an expert's, and which logical tensors are fused in it. ``megafsdp.fsdp`` carries
-the annotation from the original parameter to its sharded one, and ``megafsdp.checkpoint`` reads it,
-so neither matches parameters by name. This file holds declarations only; it moves no data.
+the parameter is an expert's and which one's, and which logical tensors are fused in it.
+``megafsdp.fsdp`` carries the annotation from the original parameter to its sharded one, and
+``megafsdp.checkpoint`` reads it, so neither matches parameters by name. This file holds
+declarations only; it moves no data.
 """
 
 from __future__ import annotations
@@ -13,59 +14,54 @@ from dataclasses import dataclass
 import torch
 
 from megafsdp.errors import expected
+from megafsdp.mesh.fused_parts import FusedParts
 
 _ATTRIBUTE = "_megafsdp_annotation"
 
 
 @dataclass(frozen=True, slots=True)
-class FusedParts:
-    """Logical tensors laid one after another along one dimension of a fused parameter.
+class ExpertRange:
+    """Which experts of a layer this rank has.
 
-    Example: a SwiGLU ``linear_fc1`` of shape (2I, H) is ``FusedParts(("gate", "up"), (I, I))``; an
-    attention ``linear_qkv`` whose rows repeat [q heads; k; v] for each of 2 query groups is
-    ``FusedParts(("query", "key", "value"), (hpg * hd, hd, hd), num_groups=2)``.
+    Example: of 8 experts on 4 expert-parallel ranks, rank 1 has ``ExpertRange(2, 2, 8)``. A stack
+    of shape (2, N, K) there is rows 2 and 3 of the layer's (8, N, K). A parameter
+    ``experts.0.linear_fc1.weight`` is the layer's ``experts.2.linear_fc1.weight``, which
+    ``name_component=-3`` says.
 
     Attributes:
-        names: One name a part.
-        sizes: Extent of each part along ``dim``, within one group.
-        dim: The dimension along which the parts lie.
-        num_groups: How often the sequence of parts repeats along ``dim``.
+        first: Index in the layer of this rank's first expert.
+        count: Number of experts on this rank.
+        total: Number of experts in the layer.
+        name_component: Position from the end of the component of the parameter's name that holds
+            the index on this rank; None for a stack of experts along dim 0.
+        ranks: Global ranks that hold the same experts, for a parameter that is not sharded; None
+            means this rank alone, or all ranks where it has all experts. A sharded parameter's mesh
+            says it.
     """
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    dim: int = 0
-    num_groups: int = 1
+    first: int
+    count: int
+    total: int
+    name_component: int | None = None
+    ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check the declaration against itself.
 
         Raises:
-            ValueError: Names and sizes differ in number, a size is not positive, or a name repeats.
+            ValueError: The range does not lie in the layer, or the position is not from the end.
         """
-        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
+        is_inside = self.first >= 0 and self.count > 0 and self.first + self.count <= self.total
+        if not is_inside or (self.name_component is not None and self.name_component >= 0):
             raise ValueError(
                 expected(
-                    "one distinct name for each part size",
-                    f"names {self.names} and sizes {self.sizes}",
-                    where="FusedParts",
-                    mend="Give as many names as sizes, each once",
+                    "a range inside the layer and a negative position in the name",
+                    f"experts {self.first} to {self.first + self.count - 1} of {self.total}, "
+                    f"name_component {self.name_component}",
+                    where="ExpertRange",
+                    mend="Give (first, count, total), and -1 for the last component of the name",
                 )
             )
-        if min(self.sizes, default=0) < 1 or self.num_groups < 1:
-            raise ValueError(
-                expected(
-                    "positive part sizes and a positive number of groups",
-                    f"sizes {self.sizes}, num_groups {self.num_groups}",
-                    where="FusedParts",
-                    mend="Leave out parts that have no rows",
-                )
-            )
-
-    @property
-    def extent(self) -> int:
-        """Return the size of the fused parameter along ``dim``."""
-        return sum(self.sizes) * self.num_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +72,13 @@ class ParameterAnnotation:
         tp_dim: Dimension that tensor parallelism cuts; None means replicated over tp.
         is_expert: True if the parameter belongs to one of several experts.
         fused: Logical tensors inside the parameter; None means it is one logical tensor.
+        experts: Which experts of the layer it holds; None means that all ranks have the same.
     """
 
     tp_dim: int | None = None
     is_expert: bool = False
     fused: FusedParts | None = None
+    experts: ExpertRange | None = None
 
 
 def annotate(
@@ -89,6 +87,7 @@ def annotate(
     tp_dim: int | None = None,
     is_expert: bool = False,
     fused: FusedParts | None = None,
+    experts: ExpertRange | None = None,
 ) -> None:
     """Write an annotation on a parameter, replacing an earlier one.
 
@@ -97,6 +96,7 @@ def annotate(
         tp_dim: Dimension that tensor parallelism cuts.
         is_expert: True if the parameter belongs to one of several experts.
         fused: Logical tensors inside the parameter.
+        experts: Which experts of the layer it holds; implies ``is_expert``.
 
     Raises:
         ValueError: The parts do not add up to the parameter's extent along their dimension.
@@ -112,7 +112,14 @@ def annotate(
                 mend="Declare sizes that add up to the parameter's extent",
             )
         )
-    setattr(parameter, _ATTRIBUTE, ParameterAnnotation(tp_dim, is_expert, fused))
+    is_expert = is_expert or experts is not None
+    setattr(parameter, _ATTRIBUTE, ParameterAnnotation(tp_dim, is_expert, fused, experts))
+
+
+def copy_annotation(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Write a parameter's annotation, if it has one, on the tensor that takes its place."""
+    if hasattr(source, _ATTRIBUTE):
+        setattr(target, _ATTRIBUTE, annotation_of(source))
 
 
 def annotation_of(parameter: torch.Tensor) -> ParameterAnnotation:

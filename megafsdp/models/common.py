@@ -270,6 +270,12 @@ class SelfAttention(nn.Module):
         return self.linear_proj(context_BNTD.transpose(1, 2).flatten(2))
 
 
+def _gate_and_up(width: int) -> FusedParts:
+    # The suffixes are those of NVIDIA's checkpoints.
+    stored_as = ("{module}.{parameter}_w", "{module}.{parameter}_v")
+    return FusedParts(("gate", "up"), (width, width), stored_as=stored_as)
+
+
 class MLP(nn.Module):
     """GELU (tanh form) MLP, or SwiGLU whose first matrix is [gate; up].
 
@@ -288,7 +294,7 @@ class MLP(nn.Module):
             init_std=config.init_std,
             has_bias=has_bias,
             tp_dim=0,
-            fused=FusedParts(("gate", "up"), (width, width)) if self.is_gated else None,
+            fused=_gate_and_up(width) if self.is_gated else None,
         )
         self.linear_fc2 = Linear(
             width,

@@ -175,9 +175,9 @@ def _damage(path: Path, kind: str) -> str:
     elif kind == "other format":
         manifest = path / "manifest.json"
         manifest.write_text(
-            manifest.read_text().replace('"format_version":1', '"format_version":99')
+            manifest.read_text().replace('"format_version":2', '"format_version":99')
         )
-        return "format version 1"
+        return "format version 2"
     return "__0_0.distcp"
 
 

@@ -120,7 +120,9 @@ def test_parameters_declare_what_cuts_them() -> None:
     assert declared[f"{layer}.mlp.linear_fc1.weight"].fused is None
     assert declared[f"{layer}.input_layernorm.weight"].tp_dim is None
     gated = build_model(ModelConfig(num_layers=1), seed=0).decoder.layers[0].mlp.linear_fc1
-    assert annotation_of(gated.weight).fused == FusedParts(("gate", "up"), (384, 384))
+    stored_as = ("{module}.{parameter}_w", "{module}.{parameter}_v")
+    gate_and_up = FusedParts(("gate", "up"), (384, 384), stored_as=stored_as)
+    assert annotation_of(gated.weight).fused == gate_and_up
 
 
 @pytest.mark.parametrize("convert", ["to_empty", "to"])

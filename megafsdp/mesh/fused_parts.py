@@ -1,0 +1,88 @@
+"""The logical tensors inside a fused parameter: their order, sizes and names on disk.
+
+A declaration only: who cuts by it is ``megafsdp.checkpoint``'s and the optimizers' business.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+from megafsdp.errors import expected
+
+
+@dataclass(frozen=True, slots=True)
+class FusedParts:
+    """Logical tensors laid one after another along one dimension of a fused parameter.
+
+    Example: a SwiGLU ``linear_fc1`` of shape (2I, H) is ``FusedParts(("gate", "up"), (I, I))``; an
+    attention ``linear_qkv`` whose rows repeat [q heads; k; v] for each of 2 query groups is
+    ``FusedParts(("query", "key", "value"), (hpg * hd, hd, hd), num_groups=2)``.
+
+    Attributes:
+        names: One name a part.
+        sizes: Extent of each part along ``dim``, within one group.
+        dim: The dimension along which the parts lie.
+        num_groups: How often the sequence of parts repeats along ``dim``.
+        stored_as: What checkpoints call each part, in place of the last two components of the
+            parameter's name: a template of ``{module}`` and ``{parameter}``, such as
+            ``"{module}.{parameter}_w"``. None means that checkpoints hold the parameter whole.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dim: int = 0
+    num_groups: int = 1
+    stored_as: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the declaration against itself.
+
+        Raises:
+            ValueError: Names and sizes differ in number, a size is not positive, a name repeats, or
+                the templates do not name each part.
+        """
+        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
+            raise ValueError(
+                expected(
+                    "one distinct name for each part size",
+                    f"names {self.names} and sizes {self.sizes}",
+                    where="FusedParts",
+                    mend="Give as many names as sizes, each once",
+                )
+            )
+        if min(self.sizes, default=0) < 1 or self.num_groups < 1:
+            raise ValueError(
+                expected(
+                    "positive part sizes and a positive number of groups",
+                    f"sizes {self.sizes}, num_groups {self.num_groups}",
+                    where="FusedParts",
+                    mend="Leave out parts that have no rows",
+                )
+            )
+        if self.stored_as is not None and not _name_each_part(self.stored_as, len(self.names)):
+            raise ValueError(
+                expected(
+                    "one distinct template of {module} and {parameter} for each part",
+                    repr(self.stored_as),
+                    where=f"stored_as of the fused parts {self.names}",
+                    mend="Write for example '{module}.{parameter}_w', or leave stored_as out",
+                )
+            )
+
+    @property
+    def extent(self) -> int:
+        """Return the size of the fused parameter along ``dim``."""
+        return sum(self.sizes) * self.num_groups
+
+
+def _name_each_part(templates: tuple[str, ...], num_parts: int) -> bool:
+    """Tell whether templates are distinct, as many as the parts, and of known fields."""
+    # A part that had the whole parameter's name could not be told from it.
+    if len({*templates, "{module}.{parameter}"}) != num_parts + 1 or len(templates) != num_parts:
+        return False
+    try:
+        fields = {f for t in templates for _, f, _, _ in string.Formatter().parse(t)}
+    except ValueError:
+        return False
+    return all(templates) and fields <= {"module", "parameter", None}
