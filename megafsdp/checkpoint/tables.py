@@ -52,6 +52,9 @@ def own_table(state: CanonicalState) -> Table:
 
 def _table(state: CanonicalState, keys: Iterable[str]) -> Table:
     chosen = dict.fromkeys(keys)
+    aliases = {alias: key for alias, key in state.aliases.items() if key in chosen}
+    # The parts of a tied fused tensor are further names, like the tensor itself.
+    known = chosen.keys() | aliases.keys()
     return Table(
         {
             key: TensorEntry(
@@ -63,8 +66,8 @@ def _table(state: CanonicalState, keys: Iterable[str]) -> Table:
             for key in chosen
             if (stored := state.tensors.get(key)) is not None
         },
-        {alias: key for alias, key in state.aliases.items() if key in chosen},
-        {k: v for k, v in state.fused_into.items() if not chosen.keys().isdisjoint(v["parts"])},
+        aliases,
+        {k: v for k, v in state.fused_into.items() if not known.isdisjoint(v["parts"])},
     )
 
 
