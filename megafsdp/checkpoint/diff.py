@@ -155,10 +155,14 @@ def diff(
         )
 
 
+def _aliases(side: CheckpointReader, other: CheckpointReader) -> dict[str, str]:
+    return side.manifest.aliases if side.fused == other.fused else side.whole_aliases()
+
+
 def _names(side: CheckpointReader, other: CheckpointReader, ignore: Sequence[str]) -> list[str]:
     # Where one side has parts and the other has not, both are comparable as wholes only.
     keys = side.keys() if side.fused == other.fused else side.whole_keys()
-    names = dict.fromkeys([*keys, *side.manifest.aliases, *side.manifest.objects])
+    names = dict.fromkeys([*keys, *_aliases(side, other), *side.manifest.objects])
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in ignore)]
 
 
@@ -179,8 +183,8 @@ def _difference(
     if any(are_objects):
         kinds = ["an object" if is_object else "a tensor" for is_object in are_objects]
         return f"{kinds[0]} in A and {kinds[1]} in B"
-    tied_to = a.manifest.aliases.get(key)
-    if tied_to is not None and tied_to == b.manifest.aliases.get(key):
+    tied_to = _aliases(a, b).get(key)
+    if tied_to is not None and tied_to == _aliases(b, a).get(key):
         # Its target is compared.
         return None
     if a.shape(key) != b.shape(key):

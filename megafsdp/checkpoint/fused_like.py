@@ -29,7 +29,7 @@ class FusedLike:
     def __init__(self, like: Path | None) -> None:
         self._like = None if like is None else read_manifest(like)
         self._where = f"'{like}'"
-        fused: dict[str, dict] = getattr(self._like, "fused_into", {})
+        fused = {} if self._like is None else self._like.fused_into
         self._fused = {k.removeprefix("model."): v for k, v in fused.items() if _is_model(k)}
 
     def names(self, key: str) -> list[str]:

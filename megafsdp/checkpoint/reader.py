@@ -42,7 +42,7 @@ class CheckpointReader:
         self.directory: Path = on_disk.find(Path(directory), step)
         self.manifest = read_manifest(self.directory)
         require_files(self.manifest, self.directory, self.manifest.files)
-        self.fused: dict[str, dict] = getattr(self.manifest, "fused_into", {})
+        self.fused = self.manifest.fused_into
         self._whole_by_part = {
             part: key for key, fused in self.fused.items() for part in fused["parts"]
         }

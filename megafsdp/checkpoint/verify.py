@@ -148,6 +148,7 @@ def verify(
         findings += _odd_records(path, manifest, places, bar)
     findings += _odd_chunks(manifest)
     findings += _odd_names(manifest)
+    findings += _odd_parts(manifest)
     findings += _odd_metadata(path, manifest)
     return VerifyReport(str(path), len(manifest.tensors), len(places), nbytes, tuple(findings))
 
@@ -277,6 +278,26 @@ def _odd_names(manifest: Manifest) -> Iterator[Finding]:
     for key in ("extra", "common"):
         if key not in manifest.objects:
             yield Finding(MANIFEST_FILE, key, "not stored, but every checkpoint has it")
+
+
+def _odd_parts(manifest: Manifest) -> Iterator[Finding]:
+    """Find fused parameters whose parts are not stored, or could not be joined."""
+    for key, fused in manifest.fused_into.items():
+        parts = [manifest.aliases.get(part, part) for part in fused["parts"]]
+        entries = [manifest.tensors[part] for part in parts if part in manifest.tensors]
+        for part in parts:
+            if part not in manifest.tensors:
+                yield Finding(MANIFEST_FILE, key, f"its part '{part}' is not stored")
+        if key in manifest.tensors:
+            yield Finding(MANIFEST_FILE, key, "stored both whole and in parts")
+        dim = fused["dim"]
+        others = {
+            (entry.dtype, entry.shape[:dim], entry.shape[dim + 1 :], len(entry.shape))
+            for entry in entries
+        }
+        if len(others) > 1 or any(0 < len(entry.shape) <= dim for entry in entries):
+            shapes = [[entry.dtype, list(entry.shape)] for entry in entries]
+            yield Finding(MANIFEST_FILE, key, f"parts {shapes} cannot be joined along dim {dim}")
 
 
 def _odd_metadata(path: Path, manifest: Manifest) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ the disk when it is added and can then be let go. Gathering a model's state is `
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -127,7 +127,7 @@ class CheckpointWriter:
             CheckpointError: The key is taken, or there is no such tensor.
         """
         self._require_new(key)
-        self._require_tensors(key, [target])
+        self._require_tensors(key, [target], self._tensors)
         self._aliases[key] = target
 
     def fuse(self, key: str, parts: Sequence[str], *, dim: int = 0) -> None:
@@ -142,7 +142,8 @@ class CheckpointWriter:
             CheckpointError: The key is taken, or a part was not written.
         """
         self._require_new(key)
-        self._require_tensors(key, parts)
+        # The parts of a tied parameter are tied names themselves.
+        self._require_tensors(key, parts, self._tensors.keys() | self._aliases.keys())
         self._fused_into[key] = {"parts": list(parts), "dim": dim}
 
     def publish(self) -> Path:
@@ -165,6 +166,7 @@ class CheckpointWriter:
             objects=self._objects,
             aliases=self._aliases,
             files={self._records.file_name: self._records.nbytes},
+            fused_into=self._fused_into,
         )
         described = write_dcp_metadata(manifest, self._temporary)
         on_disk.sync_file(described)
@@ -186,8 +188,8 @@ class CheckpointWriter:
                 )
             )
 
-    def _require_tensors(self, key: str, targets: Sequence[str]) -> None:
-        missing = [target for target in targets if target not in self._tensors]
+    def _require_tensors(self, key: str, targets: Sequence[str], known: Container[str]) -> None:
+        missing = [target for target in targets if target not in known]
         if missing:
             raise CheckpointError(
                 expected(

@@ -12,7 +12,9 @@ import torch
 from megafsdp.checkpoint import save
 from megafsdp.checkpoint.manifest import read_manifest, write_manifest
 from megafsdp.checkpoint.reader import CheckpointReader
+from megafsdp.checkpoint.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
+from tests.checkpoint.fused_toy import PARTS, TIED, save_fused
 from tests.checkpoint.sharding import (
     Toy,
     fill,
@@ -104,3 +106,42 @@ def test_chunks_must_be_those_of_the_manifest(tmp_path: Path) -> None:
             reader.tensor("model.embed.weight")
         with pytest.raises(CheckpointError, match=r"bfloat16.*float32"):
             reader.tensor("model.norm.weight")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_parts_are_joined_under_the_whole_name(
+    ranks: Ranks, tmp_path: Path, num_ranks: int
+) -> None:
+    """Weights and states of fused parameters are whole again; the parts stay readable."""
+    tensors = ranks(num_ranks).run(save_fused, tmp_path)[0]
+    with CheckpointReader(tmp_path) as reader:
+        names = {*reader.whole_keys(), *reader.whole_aliases()}
+        assert names == set(tensors)
+        assert reader.whole_aliases() == {"model.second.up.weight": "model.first.up.weight"}
+        for key, wanted in tensors.items():
+            assert reader.shape(key) == tuple(wanted.shape)
+            assert reader.dtype(key) == wanted.dtype
+            assert torch.equal(reader.tensor(key), wanted)
+            own_memory = torch.full_like(wanted, -1)
+            reader.read_into(own_memory, key)
+            assert torch.equal(own_memory, wanted)
+        for name, parts in (PARTS | TIED).items():
+            assert f"model.{name}" not in reader.manifest.tensors
+            dim = 1 if name == "across.weight" else 0
+            pieces = [reader.tensor(f"model.{part}") for part in parts]
+            assert torch.equal(torch.cat(pieces, dim), tensors[f"model.{name}"])
+
+
+def test_scalars_of_parts_must_agree(tmp_path: Path) -> None:
+    """A count of steps that differs between parts has no whole value."""
+    with CheckpointWriter(tmp_path, step=1) as writer:
+        for part, count in (("a", 3.0), ("b", 4.0)):
+            writer.add_tensor(f"optimizer.state.{part}.step", torch.tensor(count))
+        parts = ["optimizer.state.a.step", "optimizer.state.b.step"]
+        writer.fuse("optimizer.state.whole.step", parts)
+        writer.publish()
+    with (
+        CheckpointReader(tmp_path) as reader,
+        pytest.raises(CheckpointError, match=r"one value.*'optimizer\.state\.b\.step': 4\.0"),
+    ):
+        reader.tensor("optimizer.state.whole.step")

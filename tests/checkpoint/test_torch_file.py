@@ -17,6 +17,7 @@ from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.checkpoint.torch_file import from_torch, to_torch
 from megafsdp.checkpoint.verify import verify
 from megafsdp.errors import CheckpointError
+from tests.checkpoint.fused_toy import TIED, FusedToy, save_fused
 from tests.checkpoint.sharding import (
     Toy,
     differences,
@@ -205,3 +206,50 @@ def test_torch_itself_reads_the_directory(ranks: Ranks, tmp_path: Path, num_rank
         for state_name, tensor in state.items():
             assert torch.equal(by_torch["optimizer"]["state"][name][state_name], tensor)
     assert by_torch["extra"] == by_us["extra"] == {"consumed": 7}
+
+
+def test_fused_parameters_are_whole_in_the_file(tmp_path: Path) -> None:
+    """Plain torch finds the names of its modules; split like the original, all is as before."""
+    tensors = save_fused(tmp_path / "a")
+    file = to_torch(tmp_path / "a", tmp_path / "a.pt")
+    tree = torch.load(file, weights_only=True)
+    model = FusedToy()
+    model.load_state_dict(tree["model"])
+    assert all(torch.equal(tensors[f"model.{k}"], v) for k, v in tree["model"].items())
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(tree["optimizer"])
+    key = "optimizer.state.first.up.bias.exp_avg"
+    assert torch.equal(optimizer.state[model.first.up.bias]["exp_avg"], tensors[key])
+    for like in (tmp_path / "a", tmp_path / "a/iter_0000002"):
+        path = from_torch(file, tmp_path / "split", fused_like=like, step=len(str(like)))
+        assert diff(tmp_path / "a", path, ignore=["common"]).is_equal
+        with CheckpointReader(path) as found, CheckpointReader(tmp_path / "a") as wanted:
+            assert found.fused == wanted.fused
+            assert found.manifest.aliases == wanted.manifest.aliases
+            assert set(found.keys()) == set(wanted.keys())
+        assert verify(path).is_sound
+        other = FusedToy()
+        load(path, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+        assert torch.equal(other.across.weight, model.across.weight)
+
+
+def test_a_file_alone_is_stored_whole(tmp_path: Path) -> None:
+    """Nothing is split that nobody declared; the values are the same under the whole names."""
+    tensors = save_fused(tmp_path / "a")
+    path = from_torch(to_torch(tmp_path / "a", tmp_path / "a.pt"), tmp_path / "whole")
+    with CheckpointReader(path) as reader:
+        assert {*reader.keys(), *(f"model.{name}" for name in TIED)} == set(
+            tensors
+        ) and reader.fused == {}
+        assert reader.manifest.aliases == {"model.second.up.weight": "model.first.up.weight"}
+    report = diff(tmp_path / "a", path, ignore=["common"])
+    assert report.is_equal and report.num_equal >= len(tensors)
+
+
+def test_parts_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    """A file of another model is not split by force; both shapes are named."""
+    save_fused(tmp_path / "a")
+    torch.save({"first.up.weight": torch.ones(9, 6)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"shape \(10, 6\).*got \(9, 6\).*first\.up\.weight"):
+        from_torch(tmp_path / "a.pt", tmp_path / "b", fused_like=tmp_path / "a")
+    assert not list((tmp_path / "b").iterdir())

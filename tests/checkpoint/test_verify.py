@@ -21,6 +21,7 @@ from megafsdp.checkpoint.manifest import (
 )
 from megafsdp.checkpoint.verify import Finding, verify
 from megafsdp.errors import CheckpointError
+from tests.checkpoint.fused_toy import save_fused
 from tests.checkpoint.sharding import Toy, fill, make_optimizer, shard, train, whole_mesh
 from tests.ranks import RankPool
 
@@ -292,3 +293,37 @@ def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     """A folder without one is no faulty checkpoint."""
     with pytest.raises(CheckpointError, match="published steps"):
         verify(tmp_path)
+
+
+def _lost_part(manifest: Manifest) -> None:
+    manifest.fused_into["model.across.weight"]["parts"].append("model.nothing")
+
+
+def _other_dim(manifest: Manifest) -> None:
+    manifest.fused_into["model.across.weight"]["dim"] = 0
+
+
+def _stored_whole_too(manifest: Manifest) -> None:
+    manifest.fused_into["model.plain.weight"] = manifest.fused_into.pop("model.across.weight")
+
+
+@pytest.mark.parametrize(
+    ("edit", "key", "problem"),
+    [
+        (_lost_part, "model.across.weight", "'model.nothing' is not stored"),
+        (_other_dim, "model.across.weight", "cannot be joined along dim 0"),
+        (_stored_whole_too, "model.plain.weight", "both whole and in parts"),
+    ],
+)
+def test_parts_that_make_no_whole_are_found(
+    tmp_path: Path, edit: Callable[[Manifest], None], key: str, problem: str
+) -> None:
+    """A fused parameter whose parts are missing or do not fit is named; others are sound."""
+    save_fused(tmp_path)
+    assert verify(tmp_path).is_sound
+    path = tmp_path / "iter_0000002"
+    manifest = read_manifest(path)
+    edit(manifest)
+    write_manifest(manifest, path)
+    (finding,) = verify(path).findings
+    assert (finding.file, finding.key) == ("manifest.json", key) and problem in finding.problem
