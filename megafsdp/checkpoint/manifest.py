@@ -97,7 +97,8 @@ class Manifest:
         aliases: Further names of stored tensors (tied parameters): key -> stored key.
         files: Size in bytes of every other file.
         fused_into: Key of each fused tensor that is stored in parts -> ``{"parts": keys in order,
-            "dim": where they lie}``. Scalars, such as a count of steps, are equal in all parts.
+            "dim": where they lie}``, and ``"num_groups"`` if the saved module had the parts in
+            several groups. Scalars, such as a count of steps, are equal in all parts.
     """
 
     step: int
@@ -233,12 +234,19 @@ def _manifest_from_json(body: dict) -> Manifest:
 
 
 def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
-    """Write ``.metadata``, the same facts in torch DCP's words, and return its path."""
+    """Write ``.metadata``, the same facts in torch DCP's words, and return its path.
+
+    It describes fused tensors under their whole names too, by the records of their parts, so that
+    ``dcp.load`` of a module's own ``state_dict()`` finds them.
+    """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    stored = {key: key for key in manifest.tensors} | manifest.aliases
-    for key, target in stored.items():
-        entry = manifest.tensors[target]
+    stored = {key: manifest.tensors[key] for key in manifest.tensors}
+    stored |= {key: manifest.tensors[target] for key, target in manifest.aliases.items()}
+    for key, fused in manifest.fused_into.items():
+        if fused.get("num_groups", 1) == 1:
+            stored[key] = _joined([stored[part] for part in fused["parts"]], fused["dim"])
+    for key, entry in stored.items():
         chunks = [
             ChunkStorageMetadata(torch.Size(c.region.offsets), torch.Size(c.region.sizes))
             for c in entry.chunks
@@ -269,6 +277,22 @@ def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
         }
         pickler.dump(metadata)
     return path
+
+
+def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
+    """Describe the tensor that parts make one after another; scalars are equal, the first counts."""
+    first = parts[0]
+    if not first.shape:
+        return first
+    chunks, extent = [], 0
+    for part in parts:
+        for chunk in part.chunks:
+            offsets = list(chunk.region.offsets)
+            offsets[dim] += extent
+            chunks.append(Chunk(Region(tuple(offsets), chunk.region.sizes), chunk.record))
+        extent += part.shape[dim]
+    shape = (*first.shape[:dim], extent, *first.shape[dim + 1 :])
+    return TensorEntry(shape, first.dtype, tuple(chunks))
 
 
 def _place(record: Record) -> _StorageInfo:

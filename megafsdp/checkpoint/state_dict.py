@@ -55,7 +55,8 @@ class CanonicalState:
         objects: Structures of plain values and small tensors, alike on all ranks that have them.
         fused: Declared parts of fused parameters that are stored whole.
         fused_into: Key of each fused tensor that is stored in parts -> its parts' keys in order
-            (``"parts"``) and the dim along which they lie (``"dim"``).
+            (``"parts"``), the dim along which they lie (``"dim"``), and how often they repeat in
+            memory (``"num_groups"``) if they do.
         aliases: Further names of tied parameters: key -> key in ``tensors``.
         rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are
             stored.
@@ -129,7 +130,7 @@ def model_state(model: nn.Module) -> CanonicalState:
         state.claim(keys, form)
         state.elsewhere.update(_names_elsewhere(name, parameter))
         if form.fused is not None:
-            state.fused_into[f"model.{form.name}"] = {"parts": keys, "dim": form.fused.dim}
+            state.fused_into[f"model.{form.name}"] = _joining(keys, form.fused)
         if parameter in keys_by_parameter:
             state.aliases.update(zip(keys, keys_by_parameter[parameter], strict=True))
             continue
@@ -171,7 +172,7 @@ def optimizer_state(
                     state.tensors.update(zip(keys, form.pieces(value), strict=True))
                     if form.fused is not None and (form.is_split(value) or value.ndim == 0):
                         whole_key = state_key(form.name, state_name)
-                        state.fused_into[whole_key] = {"parts": keys, "dim": form.fused.dim}
+                        state.fused_into[whole_key] = _joining(keys, form.fused)
                 else:
                     state.objects.update(dict.fromkeys(keys, plain(keys[0], value)))
     state.objects["optimizer.param_groups"] = [
@@ -313,6 +314,11 @@ def plain(where: str, value: object) -> object:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _joining(keys: list[str], fused: FusedParts) -> dict[str, object]:
+    joining: dict[str, object] = {"parts": keys, "dim": fused.dim}
+    return joining if fused.num_groups == 1 else joining | {"num_groups": fused.num_groups}
 
 
 def _names_elsewhere(name: str, parameter: torch.Tensor) -> Iterator[str]:

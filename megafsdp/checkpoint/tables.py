@@ -42,32 +42,15 @@ def checksum_of_common(state: CanonicalState) -> int:
 
 def table_of(state: CanonicalState) -> Table:
     """Return everything that this rank has; local."""
-    return _table(state, state.tensors)
+    return Table(_entries(state, state.tensors), state.aliases, state.fused_into)
 
 
 def own_table(state: CanonicalState) -> Table:
     """Return what this rank has and not all ranks have; local."""
-    return _table(state, state.own)
-
-
-def _table(state: CanonicalState, keys: Iterable[str]) -> Table:
-    chosen = dict.fromkeys(keys)
-    aliases = {alias: key for alias, key in state.aliases.items() if key in chosen}
-    # The parts of a tied fused tensor are further names, like the tensor itself.
-    known = chosen.keys() | aliases.keys()
     return Table(
-        {
-            key: TensorEntry(
-                tuple(stored.shape),
-                str(stored.dtype).removeprefix("torch."),
-                (),
-                state.fused.get(key),
-            )
-            for key in chosen
-            if (stored := state.tensors.get(key)) is not None
-        },
-        aliases,
-        {k: v for k, v in state.fused_into.items() if not known.isdisjoint(v["parts"])},
+        _entries(state, state.own),
+        {alias: key for alias, key in state.aliases.items() if alias in state.own},
+        {k: v for k, v in state.fused_into.items() if not state.own.keys().isdisjoint(v["parts"])},
     )
 
 
@@ -96,3 +79,16 @@ def unite(own: Table, others: Iterable[Table]) -> Table:
         united.aliases.update(table.aliases)
         united.fused_into.update(table.fused_into)
     return united
+
+
+def _entries(state: CanonicalState, keys: Iterable[str]) -> dict[str, TensorEntry]:
+    return {
+        key: TensorEntry(
+            tuple(stored.shape),
+            str(stored.dtype).removeprefix("torch."),
+            (),
+            state.fused.get(key),
+        )
+        for key in keys
+        if (stored := state.tensors.get(key)) is not None
+    }

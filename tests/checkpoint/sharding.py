@@ -19,6 +19,7 @@ from megafsdp.buffer.uneven import UnevenDTensor
 from megafsdp.mesh.annotation import FusedParts, annotate
 
 VOCABULARY = 321
+GATE_AND_UP = ("{module}.{parameter}_w", "{module}.{parameter}_v")
 
 
 class Toy(nn.Module):
@@ -32,7 +33,7 @@ class Toy(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight
         self.norm.bias.requires_grad_(False)
-        annotate(self.fused.weight, fused=FusedParts(("gate", "up"), (5, 5)))
+        annotate(self.fused.weight, fused=FusedParts(("gate", "up"), (5, 5), stored_as=GATE_AND_UP))
         self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 

@@ -39,8 +39,8 @@ def test_the_text_names_tensors_parts_and_ties(tmp_path: Path) -> None:
     _saved(tmp_path)
     text = inspect.inspect(tmp_path).describe()
     assert "step 50, saved by 1 rank(s)" in text
-    assert "model.fused.weight  float32 [10, 6]  1 chunk = gate | up" in text
-    assert "optimizer: 6 tensors" in text
+    assert "model.fused.weight_w  float32 [5, 6]  1 chunk" in text
+    assert "optimizer: 9 tensors" in text
     assert "tied: model.head.weight = model.embed.weight" in text
     assert "lr_scheduler" not in text
 

@@ -66,7 +66,8 @@ def test_another_model_is_refused_with_its_names(tmp_path: Path) -> None:
     message = _refusal(tmp_path, _Other())
     assert "30 missing in the checkpoint: model.extra_layers.0.weight" in message
     assert "model.extra_layers.9.bias and 10 more" in message
-    assert "1 in the checkpoint but not asked for: model.fused.weight" in message
+    superfluous = "model.fused.weight_v, model.fused.weight_w"
+    assert f"2 in the checkpoint but not asked for: {superfluous}" in message
     for hint in ("ignore=", "allow_missing=", "strict='model'", "strict='none'"):
         assert hint in message
 

@@ -41,6 +41,7 @@ def _manifest() -> Manifest:
         objects={"extra": Record("__0_0.distcp", 100, 5, 3)},
         aliases={"model.b": "model.a"},
         files={"__0_0.distcp": 105, "__1_0.distcp": 98},
+        fused_into={"model.c": {"parts": ["model.c_w", "model.c_v"], "dim": 1}},
     )
 
 

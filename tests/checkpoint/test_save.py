@@ -78,7 +78,8 @@ def test_dcp_to_torch_save_gives_nested_states(ranks: Ranks, tmp_path: Path) -> 
         warnings.simplefilter("ignore", UserWarning)
         dcp_to_torch_save(path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    assert torch.equal(whole["model"]["fused.weight"], saved["fused.weight"])
+    parts = [whole["model"][f"fused.weight_{suffix}"] for suffix in "wv"]
+    assert torch.equal(torch.cat(parts), saved["fused.weight"])
     state = whole["optimizer"]["state"]["embed.weight"]
     assert torch.equal(state["exp_avg_sq"], saved["embed.weight/exp_avg_sq"])
     assert state["step"].item() == 2.0
@@ -94,9 +95,10 @@ def test_manifest_states_shapes_parts_ties_and_versions(ranks: Ranks, tmp_path: 
     manifest = read_manifest(path)
     assert (manifest.step, manifest.world_size) == (50, 2)
     assert manifest.versions["torch"] == str(torch.__version__)
-    entry = manifest.tensors["model.fused.weight"]
-    assert (entry.shape, entry.dtype) == ((10, 6), "float32")
-    assert entry.fused is not None and entry.fused.names == ("gate", "up")
+    entry = manifest.tensors["model.fused.weight_v"]
+    assert (entry.shape, entry.dtype) == ((5, 6), "float32")
+    parts = ["model.fused.weight_w", "model.fused.weight_v"]
+    assert manifest.fused_into["model.fused.weight"] == {"parts": parts, "dim": 0}
     assert manifest.aliases == {"model.head.weight": "model.embed.weight"}
     assert "model.scratch" not in manifest.tensors
     assert "optimizer.state.norm.weight.exp_avg" not in manifest.tensors
