@@ -58,13 +58,13 @@ class FusedLike:
         if name not in self._fused:
             self._add_whole(writer, key, tensor, tied_to)
             return
-        parts, dim = self.names(key), self._fused[name]["dim"]
+        parts, fused = self.names(key), self._fused[name]
         pieces, is_split = self._pieces(key, name, tensor)
         targets = [None] * len(parts) if tied_to is None else self.names(tied_to)
         for part, piece, target in zip(parts, pieces, targets, strict=True):
             self._add_whole(writer, part, piece, target)
         if is_split or not tensor.ndim:
-            writer.fuse(key, parts, dim=dim)
+            writer.fuse(key, parts, dim=fused["dim"], num_groups=fused.get("num_groups", 1))
 
     def _add_whole(
         self, writer: CheckpointWriter, key: str, tensor: torch.Tensor, tied_to: str | None
@@ -84,7 +84,10 @@ class FusedLike:
         sizes = [shape[dim] for shape in shapes]
         whole = (*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :])
         if tuple(tensor.shape) == whole:
-            return list(tensor.split(sizes, dim)), True
+            num_groups = fused.get("num_groups", 1)
+            groups = tensor.unflatten(dim, (num_groups, -1))
+            in_group = [size // num_groups for size in sizes]
+            return [p.flatten(dim, dim + 1) for p in groups.split(in_group, dim + 1)], True
         if _is_model(key):
             raise CheckpointError(
                 expected(

@@ -28,7 +28,8 @@ class CheckpointReader:
     Attributes:
         directory: The checkpoint's own directory.
         manifest: What it holds.
-        fused: Fused parameters stored in parts: key of the whole -> ``parts`` (keys) and ``dim``.
+        fused: Fused parameters stored in parts: key of the whole -> ``parts`` (keys), ``dim``, and
+            ``num_groups`` if they repeat.
 
     Args:
         directory: The save root, or one checkpoint's own directory.
@@ -188,11 +189,20 @@ class CheckpointReader:
 
     def _fill(self, tensor: torch.Tensor, stored: str, parts: list[str]) -> None:
         """Copy the chunks of a tensor, or of its parts one after another, to their places."""
-        start, dim = 0, self.fused[stored]["dim"] if stored in self.fused else 0
+        joining = self.fused.get(stored, {"dim": 0})
+        start, dim, num_groups = 0, joining["dim"], joining.get("num_groups", 1)
         for part in parts:
             entry = self._entry(part)
             self._require_filled(part)
             target = tensor
+            if num_groups > 1:
+                # The rows of one part are as many windows of the whole.
+                groups = tensor.unflatten(dim, (num_groups, -1))
+                size = entry.shape[dim] // num_groups
+                window = groups.narrow(dim + 1, start, size)
+                window.copy_(self.tensor(part).unflatten(dim, (num_groups, size)))
+                start += size
+                continue
             if len(parts) > 1:
                 target = tensor.narrow(dim, start, entry.shape[dim])
                 start += entry.shape[dim]

@@ -130,13 +130,14 @@ class CheckpointWriter:
         self._require_tensors(key, [target], self._tensors)
         self._aliases[key] = target
 
-    def fuse(self, key: str, parts: Sequence[str], *, dim: int = 0) -> None:
+    def fuse(self, key: str, parts: Sequence[str], *, dim: int = 0, num_groups: int = 1) -> None:
         """Say that written tensors are the parts of one fused parameter.
 
         Args:
             key: The key of the whole.
             parts: Keys of the parts, in their order along ``dim``.
             dim: The dimension along which they are joined.
+            num_groups: How often pieces of all parts follow each other in the whole.
 
         Raises:
             CheckpointError: The key is taken, or a part was not written.
@@ -145,6 +146,8 @@ class CheckpointWriter:
         # The parts of a tied parameter are tied names themselves.
         self._require_tensors(key, parts, self._tensors.keys() | self._aliases.keys())
         self._fused_into[key] = {"parts": list(parts), "dim": dim}
+        if num_groups > 1:
+            self._fused_into[key]["num_groups"] = num_groups
 
     def publish(self) -> Path:
         """Make the files durable and the directory the checkpoint of its step, and the latest.

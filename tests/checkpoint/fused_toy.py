@@ -22,7 +22,7 @@ TIED = {"second.up.weight": ["second.up.weight_w", "second.up.weight_v"]}
 
 
 class FusedToy(nn.Module):
-    """Uneven parts of rows, of a vector and of columns; a tied fused matrix; a plain one."""
+    """Uneven parts of rows, a vector, columns and groups; a tied fused matrix; a plain one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +35,9 @@ class FusedToy(nn.Module):
         rows = FusedParts(("gate", "up"), (7, 3), stored_as=templates)
         annotate(self.first.up.weight, fused=rows)
         annotate(self.first.up.bias, fused=rows)
+        self.grouped = nn.Linear(3, 12, bias=False)
+        groups = FusedParts(("gate", "up"), (4, 2), num_groups=2, stored_as=templates)
+        annotate(self.grouped.weight, fused=groups)
         names = ("left.{parameter}", "right.{parameter}")
         columns = FusedParts(("left", "right"), (4, 6), dim=1, stored_as=names)
         annotate(self.across.weight, fused=columns)

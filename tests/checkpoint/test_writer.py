@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megafsdp.checkpoint import latest_step, load, save
+from megafsdp.checkpoint.manifest import read_manifest
 from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.checkpoint.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
@@ -33,7 +34,10 @@ def test_a_copy_made_by_hand_loads_as_the_original(tmp_path: Path) -> None:
             writer.add_object(key, reader.object(key))
         for key, target in reader.manifest.aliases.items():
             writer.alias(key, target)
+        for key, joining in reader.fused.items():
+            writer.fuse(key, **joining)
         path = writer.publish()
+    assert read_manifest(path).fused_into == reader.fused != {}
     assert latest_step(tmp_path / "b") == 3
     assert {file.name for file in path.iterdir()} == {
         file.name for file in (tmp_path / "a" / path.name).iterdir()
@@ -70,7 +74,10 @@ def test_a_weights_only_checkpoint_loads_beside_an_optimizer(tmp_path: Path) -> 
     fill(model)
     with CheckpointWriter(tmp_path, step=0) as writer:
         for name, tensor in model.state_dict().items():
-            if name != "head.weight":
+            if name == "fused.weight":
+                writer.add_tensor("model.fused.weight_w", tensor[:5])
+                writer.add_tensor("model.fused.weight_v", tensor[5:])
+            elif name != "head.weight":
                 writer.add_tensor(f"model.{name}", tensor)
         writer.alias("model.head.weight", "model.embed.weight")
         writer.publish()
