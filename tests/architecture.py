@@ -129,6 +129,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "tracker",
         "resume",
         "loop",
+        "ckpt_cli",
         "cli",
     ),
 }

@@ -1,4 +1,4 @@
-"""The console entry ``megafsdp``: train, prep, doctor, ckpt inspect.
+"""The console entry ``megafsdp``: train, prep, doctor, ckpt.
 
 Errors of the caller's configuration, data and checkpoints end as one message and a code that is not
 0; other errors keep their traceback.
@@ -12,9 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megafsdp.checkpoint.inspect import inspect
 from megafsdp.data import PrepOptions, prepare
 from megafsdp.errors import CheckpointError, ConfigError, DataError
+from megafsdp.training.ckpt_cli import add_ckpt_commands
 from megafsdp.training.doctor import examine
 from megafsdp.training.dry_run import dry_run, split_options
 from megafsdp.training.loop import train
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _train(words[1:])
         else:
             options = _parser().parse_args(words)
-            options.run(options)
+            # Tools that look for something return a code; None is success like any other.
+            return options.run(options) or 0
     except (ConfigError, NotImplementedError) as error:
         return _fail(error, _CONFIG_EXIT_CODE)
     except (DataError, CheckpointError) as error:
@@ -63,13 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_prep(commands.add_parser("prep", help="turn text into token files"))
     doctor = commands.add_parser("doctor", help="say what works on this machine and what is lost")
     doctor.set_defaults(run=_doctor)
-    ckpt = commands.add_parser("ckpt", help="look at checkpoints")
-    tools = ckpt.add_subparsers(required=True, metavar="TOOL")
-    tool = tools.add_parser("inspect", help="list what a checkpoint holds")
-    tool.add_argument("directory", help="save root, or one checkpoint")
-    tool.add_argument("--step", type=int, help="step; the latest by default")
-    tool.add_argument("--json", action="store_true", help="print JSON")
-    tool.set_defaults(run=_inspect)
+    add_ckpt_commands(commands.add_parser("ckpt", help="look at checkpoints and convert them"))
     return parser
 
 
@@ -121,11 +116,6 @@ def _prep(options: argparse.Namespace) -> None:
 def _doctor(options: argparse.Namespace) -> None:
     for finding in examine():
         print(finding.describe())
-
-
-def _inspect(options: argparse.Namespace) -> None:
-    summary = inspect(options.directory, options.step)
-    print(summary.to_json() if options.json else summary.describe())
 
 
 def _configure_logging() -> None:

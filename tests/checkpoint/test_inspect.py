@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megafsdp.checkpoint import inspect, save
+from megafsdp.checkpoint.manifest import read_manifest
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import Toy, make_optimizer, train
 
@@ -43,6 +44,40 @@ def test_the_text_names_tensors_parts_and_ties(tmp_path: Path) -> None:
     assert "optimizer: 9 tensors" in text
     assert "tied: model.head.weight = model.embed.weight" in text
     assert "lr_scheduler" not in text
+    assert "fused: model.fused.weight = model.fused.weight_w | model.fused.weight_v" in text
+    whole = "optimizer.state.fused.weight.exp_avg"
+    assert f"fused: {whole} = optimizer.state.fused.weight_w.exp_avg | " in text
+
+
+def test_sections_have_their_sizes(tmp_path: Path) -> None:
+    """Tensors and objects are counted apart; the sections together are all keys."""
+    path = _saved(tmp_path)
+    summary = inspect.inspect(tmp_path)
+    manifest = read_manifest(path)
+    sections = summary.sections
+    assert list(sections) == ["model", "optimizer", "common", "extra", "rng"]
+    numel = sum(tensor.numel() for tensor in Toy().state_dict().values()) - 321 * 6
+    # The counts are int64, everything else is fp32.
+    assert sections["model"].nbytes == 4 * numel + 4 * 3
+    assert sum(s.num_tensors for s in sections.values()) == len(manifest.tensors)
+    assert sum(s.num_objects for s in sections.values()) == len(manifest.objects)
+    assert sections["rng"].object_nbytes == manifest.objects["rng.0"].nbytes
+    assert f"rng: 1 object, {manifest.objects['rng.0'].nbytes:,} bytes" in summary.describe()
+
+
+def test_keys_are_chosen_by_patterns(tmp_path: Path) -> None:
+    """A whole key finds its parts and a part its whole; sections are those of all keys."""
+    _saved(tmp_path)
+    everything = inspect.inspect(tmp_path)
+    whole = inspect.inspect(tmp_path, keys=["model.fused.weight"])
+    assert [t.name for t in whole.tensors] == ["model.fused.weight_v", "model.fused.weight_w"]
+    assert {t.part_of for t in whole.tensors} == {"model.fused.weight"}
+    part = inspect.inspect(tmp_path, keys=["model.*_w", "rng.*"])
+    assert [t.name for t in part.tensors] == ["model.fused.weight_w"]
+    assert list(part.fused_into) == ["model.fused.weight"] and list(part.objects) == ["rng.0"]
+    tied = inspect.inspect(tmp_path, keys=["model.head.weight"])
+    assert tied.aliases == {"model.head.weight": "model.embed.weight"} and tied.tensors == ()
+    assert part.sections == whole.sections == everything.sections
 
 
 def test_an_incomplete_checkpoint_is_not_described(tmp_path: Path) -> None:
