@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from megafsdp.mesh.annotation import FusedParts, ParameterAnnotation, annotate, annotation_of
+from megafsdp.mesh.annotation import (
+    ExpertRange,
+    FusedParts,
+    ParameterAnnotation,
+    annotate,
+    annotation_of,
+    copy_annotation,
+)
 
 
 def test_annotation_is_read_back() -> None:
@@ -74,3 +81,45 @@ def test_parts_may_lie_along_another_dimension() -> None:
     parameter = torch.zeros(2, 48)
     annotate(parameter, fused=FusedParts(("q", "k", "v"), (16, 16, 16), dim=1))
     assert annotation_of(parameter).fused.dim == 1
+
+
+@pytest.mark.parametrize(
+    "stored_as",
+    [
+        ("{module}.{parameter}_w",),
+        ("{module}.{parameter}_w", "{module}.{parameter}_w"),
+        ("{module}.{parameter}", "{module}.{parameter}_v"),
+        ("{name}_w", "{name}_v"),
+        ("{module}.{parameter}_w", ""),
+        ("{module}.{parameter_w", "{module}.{parameter}_v"),
+    ],
+)
+def test_templates_must_name_each_part(stored_as: tuple[str, ...]) -> None:
+    """As many as parts, distinct, of the two known fields, none of them the whole's name."""
+    with pytest.raises(ValueError, match="stored_as"):
+        FusedParts(("gate", "up"), (5, 5), stored_as=stored_as)
+    FusedParts(("gate", "up"), (5, 5), stored_as=("{module}.{parameter}_w", "up.{parameter}"))
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "total", "component"),
+    [(-1, 2, 4, None), (3, 2, 4, None), (0, 0, 4, None), (0, 2, 4, 0), (0, 2, 4, 1)],
+)
+def test_ranges_lie_inside_the_layer(
+    first: int, count: int, total: int, component: int | None
+) -> None:
+    """Experts of no layer, and positions counted from the front of a name, are refused."""
+    with pytest.raises(ValueError, match="ExpertRange"):
+        ExpertRange(first, count, total, component)
+    assert ExpertRange(2, 2, 4, -3).name_component == -3
+
+
+def test_a_range_of_experts_makes_the_parameter_an_experts() -> None:
+    """The general fact follows from the particular one; both can be handed on."""
+    parameter, other = torch.zeros(2, 3), torch.zeros(2, 3)
+    annotate(parameter, experts=ExpertRange(2, 2, 4))
+    assert annotation_of(parameter).is_expert
+    copy_annotation(parameter, other)
+    assert annotation_of(other) == annotation_of(parameter)
+    copy_annotation(torch.zeros(1), parameter)
+    assert annotation_of(other) == annotation_of(parameter)
