@@ -300,7 +300,8 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
                 ((record, key) for key in sorted(keys) for record in manifest.records([key])),
                 key=lambda pair: (pair[0].file, pair[0].offset),
             )
-            for record, key in records[ranks.index(rank) :: len(ranks)]:
+            share = ranks.index(rank) if rank in ranks else len(records)
+            for record, key in records[share :: len(ranks)]:
                 reader.verify(key, record)
         for key, source in objects.items():
             plan.objects[key] = reader.read_object(source, manifest.objects[source])

@@ -280,7 +280,7 @@ def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
 
 
 def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
-    """Describe the tensor that parts make one after another; scalars are equal, the first counts."""
+    """Describe the tensor that parts make one after another; of scalars, which are equal, one."""
     first = parts[0]
     if not first.shape:
         return first

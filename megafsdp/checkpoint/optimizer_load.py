@@ -141,15 +141,16 @@ def _planned_state(
 ) -> torch.Tensor:
     """Return the tensor that a state is read into, in all its parts."""
     keys = load.state[parameter][state_name]
-    part, key = next(
-        (part, key) for part, key in zip(form.parts, keys, strict=True) if key in manifest.tensors
-    )
-    entry, saved_parameter = manifest.tensors[key], manifest.tensors.get(f"model.{part}")
+    shapes = [
+        (manifest.tensors[key].shape, weight.shape)
+        for part, key in zip(form.parts, keys, strict=True)
+        if key in manifest.tensors and (weight := manifest.tensors.get(f"model.{part}")) is not None
+    ]
+    # With some optimizers a state beside a fused parameter has by chance the shape of one part.
     is_like_parameter = (
-        state_name not in _SCALARS
-        and saved_parameter is not None
-        and entry.shape == saved_parameter.shape
+        state_name not in _SCALARS and bool(shapes) and all(own == part for own, part in shapes)
     )
+    entry = next(manifest.tensors[key] for key in keys if key in manifest.tensors)
     current = load.optimizer.state.get(parameter, {}).get(state_name)
     state = _state_tensor(
         state_name,

@@ -270,6 +270,29 @@ def test_a_missing_expert_is_named_by_its_index_in_the_layer(ranks: Ranks, tmp_p
         assert "experts.3.fc1.weight_w" in messages[0] and "experts.2" not in messages[0]
 
 
+def _save_words(root: Path) -> None:
+    layer = _build(2, 0, is_sharded=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for name, parameter in layer.named_parameters():
+        _, *local = name.split(".")
+        index = str(dist.get_rank() % 2 * 2 + int(local[0])) if local[0].isdecimal() else "all"
+        optimizer.state[parameter]["note"] = f"{index} of {name.split('.')[-2]}"
+    save(root, step=2, model=layer, optimizer=optimizer)
+    again = torch.optim.SGD(layer.parameters(), lr=0.1)
+    load(root, model=layer, optimizer=again)
+    for parameter, state in optimizer.state.items():
+        assert again.state[parameter] == state
+
+
+def test_states_that_are_no_tensors_follow_their_expert(ranks: Ranks, tmp_path: Path) -> None:
+    """Each is written by a rank that has the expert, and read by all that have it."""
+    ranks(4).run(_save_words, tmp_path)
+    objects = read_manifest(tmp_path / "iter_0000002").objects
+    for expert in range(TOTAL):
+        for part in ("fc1.weight_w", "fc1.weight_v", "fc2.weight"):
+            assert f"optimizer.state.experts.{expert}.{part}.note" in objects
+
+
 def _save_undeclared(root: Path) -> str:
     rank = dist.get_rank()
     layer = _filled(Layer(rank % 2 * 2, 2), rank % 2 * 2, 0)

@@ -290,6 +290,27 @@ def test_a_part_of_narrow_states_can_be_left_out(
     assert own[5:].any() and not torch.equal(own[5:], saved[5:])
 
 
+@pytest.mark.parametrize("kind", ["Adafactor", "ASGD", "NAdam", "Rprop", "SGD"])
+def test_states_unlike_the_parameter_are_stored_with_each_part(tmp_path: Path, kind: str) -> None:
+    """Factors of second moments, by chance of a part's shape too, and scalars come back."""
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    model, other = Model(0), Model(1)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+    resumed = getattr(torch.optim, kind)(other.parameters(), lr=0.01, **options)
+    step(model, optimizer)
+    save(tmp_path, step=2, model=model, optimizer=optimizer)
+    load(tmp_path, model=other, optimizer=resumed)
+    assert differences(full_state(model, optimizer), full_state(other, resumed)) == []
+    for run in ((model, optimizer), (other, resumed)):
+        step(*run)
+    assert differences(full_state(model, optimizer), full_state(other, resumed)) == []
+    if kind == "Adafactor":
+        stored = read_manifest(tmp_path / "iter_0000002").tensors
+        beta = "layers.1.in_proj.weight.beta"
+        shape = stored[f"model.{beta}"].shape
+        assert shape == stored[f"optimizer.state.{beta}.col_var"].shape == (1, 6)
+
+
 def test_meta_models_receive_parts(tmp_path: Path) -> None:
     """A module without memory gets it for its whole parameters, and keeps the declaration."""
     source = Grouped()
