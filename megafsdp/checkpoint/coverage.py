@@ -52,6 +52,18 @@ def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[R
     return odd
 
 
+def is_filled(region: Region, pieces: Sequence[Region]) -> bool:
+    """Return whether pieces inside a region meet each of its elements exactly once."""
+    if len(pieces) == 1:
+        return pieces[0] == region
+    offsets = region.offsets
+    moved = [
+        Region(tuple(at - by for at, by in zip(piece.offsets, offsets, strict=True)), piece.sizes)
+        for piece in pieces
+    ]
+    return not odd_cells(region.sizes, moved)
+
+
 def _odd_scalar(counts: np.ndarray) -> list[tuple[()]]:
     """Return the one cell of a 0-d tensor if it is not met once; numpy has no indices for it."""
     return [] if int(counts) == 1 else [()]

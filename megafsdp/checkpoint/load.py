@@ -20,6 +20,7 @@ from torch import nn
 
 from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint.agreement import agree, attempt, rank_and_world_size
+from megafsdp.checkpoint.coverage import is_filled
 from megafsdp.checkpoint.in_flight import wait_for_end
 from megafsdp.checkpoint.manifest import Manifest, Record, read_manifest
 from megafsdp.checkpoint.matching import Match, Rules, as_patterns, match
@@ -265,7 +266,7 @@ def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored])
                 for chunk in manifest.tensors[source].chunks
                 if (piece := chunk.region.intersect(region)) is not None
             ]
-            if sum(copy.piece.numel for copy in pieces) != region.numel:
+            if not is_filled(region, [copy.piece for copy in pieces]):
                 raise CheckpointError(
                     expected(
                         f"stored chunks that fill {region} once",

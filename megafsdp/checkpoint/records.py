@@ -38,6 +38,7 @@ _STORAGE_CLASSES = {
     torch.bfloat16: torch.BFloat16Storage,
     torch.float16: torch.HalfStorage,
 }
+_MAX_NAMED = 20
 
 
 class RecordWriter:
@@ -272,7 +273,23 @@ def require_files(manifest: Manifest, directory: Path, names: Iterable[str]) -> 
                 expected(
                     f"a file of {manifest.files[name]} bytes",
                     "no such file" if found is None else f"{found} bytes",
-                    where=f"'{path}'",
+                    where=f"'{path}'{_lost(manifest, name, found or 0)}",
                     mend="The checkpoint is incomplete: load another step (step=...)",
                 )
             )
+
+
+def _lost(manifest: Manifest, name: str, nbytes: int) -> str:
+    """Name the tensors and objects that a file of so many bytes lacks, at most 20."""
+    keys = [
+        key
+        for key in (*manifest.tensors, *manifest.objects)
+        if any(
+            record.file == name and record.offset + record.nbytes > nbytes
+            for record in manifest.records([key])
+        )
+    ]
+    if not keys:
+        return ""
+    more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
+    return f", which lacks {', '.join(repr(key) for key in keys[:_MAX_NAMED])}{more}"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafsdp.checkpoint.coverage import odd_cells
+from megafsdp.checkpoint.coverage import is_filled, odd_cells
 from megafsdp.checkpoint.regions import Region
 
 
@@ -39,3 +39,12 @@ def test_a_region_outside_of_the_tensor_is_odd() -> None:
 def test_an_empty_tensor_needs_no_region(shape: tuple[int, ...]) -> None:
     """Nothing is left out of nothing."""
     assert odd_cells(shape, []) == []
+
+
+def test_pieces_fill_a_region_once() -> None:
+    """Neither a gap nor an overlap passes, nor both of the same size."""
+    region = Region((2, 1), (4, 3))
+    top, bottom = Region((2, 1), (2, 3)), Region((4, 1), (2, 3))
+    assert is_filled(region, [region]) and is_filled(region, [bottom, top])
+    for pieces in ([], [top], [top, top], [top, bottom, top], [top, Region((3, 1), (2, 3))]):
+        assert not is_filled(region, pieces)

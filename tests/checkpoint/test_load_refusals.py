@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from megafsdp.checkpoint import load, save
-from megafsdp.checkpoint.manifest import read_manifest, write_manifest
+from megafsdp.checkpoint.manifest import Manifest, Record, read_manifest, write_manifest
+from megafsdp.checkpoint.regions import Region
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,
@@ -224,6 +225,148 @@ def test_chunks_that_leave_elements_out_are_refused(tmp_path: Path) -> None:
     write_manifest(manifest, path)
     message = _refusal(tmp_path, Toy())
     assert "'model.embed.weight'" in message and "(320, 6)" in message
+
+
+def _saved_with_optimizer(root: Path) -> tuple[Path, Manifest]:
+    model, optimizer = _trained("adamw")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    extra = {"config": list(range(300))}
+    state = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler, "extra": extra}
+    path = save(root, step=2, **state)
+    return path, read_manifest(path)
+
+
+def _refused_resume(root: Path) -> str:
+    """Return the message of a resume that must fail and must touch nothing."""
+    model, optimizer = _trained("adamw")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    before, before_scheduler = full_state(model, optimizer), scheduler.state_dict()
+    random = torch.get_rng_state()
+    with pytest.raises(CheckpointError) as caught:
+        load(root, model=model, optimizer=optimizer, lr_scheduler=scheduler)
+    assert differences(before, full_state(model, optimizer)) == []
+    assert scheduler.state_dict() == before_scheduler
+    assert torch.equal(torch.get_rng_state(), random)
+    return str(caught.value)
+
+
+# Tensors and objects of every section.
+DAMAGED_KEYS = [
+    "model.embed.weight",
+    "model.fused.weight_v",
+    "model.count",
+    "optimizer.state.embed.weight.exp_avg",
+    "optimizer.state.embed.weight.step",
+    "optimizer.param_groups",
+    "lr_scheduler",
+    "extra",
+    "rng.0",
+]
+
+
+@pytest.mark.parametrize("key", DAMAGED_KEYS)
+@pytest.mark.parametrize("kind", ["flipped byte", "truncated file"])
+def test_damage_is_named_by_file_and_key(tmp_path: Path, key: str, kind: str) -> None:
+    """Whichever record is damaged, and wherever in it: nothing of the run is touched."""
+    path, manifest = _saved_with_optimizer(tmp_path)
+    (record,) = manifest.records([key])
+    data = path / record.file
+    content = bytearray(data.read_bytes())
+    for position in (0, record.nbytes // 2, record.nbytes - 1):
+        at = record.offset + position
+        if kind == "flipped byte":
+            content[at] ^= 1
+            data.write_bytes(content)
+            content[at] ^= 1
+        else:
+            data.write_bytes(content[:at])
+        message = _refused_resume(tmp_path)
+        assert f"'{key}'" in message and str(data) in message
+
+
+def test_a_missing_file_is_named_with_its_keys(tmp_path: Path) -> None:
+    """Of the tensors and objects that it held, twenty are named and the others counted."""
+    path, manifest = _saved_with_optimizer(tmp_path / "a")
+    (path / "__0_0.distcp").unlink()
+    message = _refused_resume(tmp_path / "a")
+    keys = [*manifest.tensors, *manifest.objects]
+    assert len(keys) == 20 and {*DAMAGED_KEYS} < {*keys}
+    assert str(path / "__0_0.distcp") in message and "no such file" in message
+    assert all(f"'{key}'" in message for key in keys) and "more" not in message
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(12))
+    (save(tmp_path / "b", step=1, model=model) / "__0_0.distcp").unlink()
+    message = _refusal(tmp_path / "b", model)
+    assert message.count("'model.") == 20 and "and 7 more" in message
+
+
+def _moved(manifest: Manifest, key: str) -> str:
+    (record,) = manifest.records([key])
+    _replace_record(manifest, key, replace(record, offset=record.offset + 64))
+    return "checksum"
+
+
+def _other_checksum(manifest: Manifest, key: str) -> str:
+    (record,) = manifest.records([key])
+    _replace_record(manifest, key, replace(record, crc32=record.crc32 ^ 1))
+    return "checksum"
+
+
+def _shorter(manifest: Manifest, key: str) -> str:
+    (record,) = manifest.records([key])
+    _replace_record(manifest, key, replace(record, nbytes=record.nbytes - 1))
+    return "checksum"
+
+
+def _replace_record(manifest: Manifest, key: str, record: Record) -> None:
+    if key in manifest.objects:
+        manifest.objects[key] = record
+    else:
+        entry = manifest.tensors[key]
+        (chunk,) = entry.chunks
+        manifest.tensors[key] = replace(entry, chunks=(replace(chunk, record=record),))
+
+
+@pytest.mark.parametrize("key", DAMAGED_KEYS)
+@pytest.mark.parametrize("edit", [_moved, _other_checksum, _shorter])
+def test_an_edited_manifest_is_named_by_file_and_key(
+    tmp_path: Path, key: str, edit: Callable[[Manifest, str], str]
+) -> None:
+    """Even with a checksum that was made to fit, what it says is compared with the records."""
+    path, manifest = _saved_with_optimizer(tmp_path)
+    problem = edit(manifest, key)
+    write_manifest(manifest, path)
+    message = _refused_resume(tmp_path)
+    assert problem in message and f"'{key}'" in message and "__0_0.distcp" in message
+
+
+@pytest.mark.parametrize("key", DAMAGED_KEYS)
+def test_an_edited_manifest_without_its_checksum_is_refused(tmp_path: Path, key: str) -> None:
+    """Whatever was edited, the manifest is not believed, and its file is named."""
+    path, manifest = _saved_with_optimizer(tmp_path)
+    (record,) = manifest.records([key])
+    place = f",{record.offset},{record.nbytes},{record.crc32}]"
+    file = path / "manifest.json"
+    text = file.read_text()
+    assert text.count(place) == 1
+    file.write_text(text.replace(place, f"{place[:-1]}0]"))
+    message = _refused_resume(tmp_path)
+    assert "checksum" in message and str(file) in message
+
+
+def test_a_chunk_twice_for_another_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Chunks that add up to the tensor's size but leave elements out are found."""
+    ranks(2).run(_save_sharded, tmp_path)
+    path = tmp_path / "iter_0000002"
+    manifest = read_manifest(path)
+    key = "model.norm.weight"
+    entry = manifest.tensors[key]
+    assert sum(chunk.region.numel for chunk in entry.chunks) == 6
+    first, *_ = entry.chunks
+    halves = [replace(first, region=Region((0,), (3,))) for _ in range(2)]
+    manifest.tensors[key] = replace(entry, chunks=tuple(halves))
+    write_manifest(manifest, path)
+    message = _refusal(tmp_path, Toy())
+    assert f"'{key}'" in message and "once" in message
 
 
 def _refused_on_rank(root: Path) -> str:
