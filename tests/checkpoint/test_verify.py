@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megafsdp.checkpoint import save
 from megafsdp.checkpoint.manifest import (
@@ -20,6 +21,7 @@ from megafsdp.checkpoint.manifest import (
     write_manifest,
 )
 from megafsdp.checkpoint.verify import Finding, verify
+from megafsdp.checkpoint.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.fused_toy import save_fused
 from tests.checkpoint.sharding import Toy, fill, make_optimizer, shard, train, whole_mesh
@@ -50,6 +52,19 @@ def _rewrite(path: Path, manifest: Manifest) -> None:
     described = write_dcp_metadata(manifest, path)
     manifest.files[described.name] = described.stat().st_size
     write_manifest(manifest, path)
+
+
+def test_large_tensors_are_sound(tmp_path: Path) -> None:
+    """Records of any size and dtype are read and described alike."""
+    for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.int8)):
+        with CheckpointWriter(tmp_path, step) as writer:
+            writer.add_tensor("model.a", torch.arange(700_000).view(7, -1).to(dtype), chunk_rows=4)
+            path = writer.publish()
+        report = verify(path)
+        assert report.findings == () and report.nbytes > 700_000 * dtype.itemsize
+        (_, last) = read_manifest(path).tensors["model.a"].chunks
+        _flip(path / last.record.file, last.record.offset + last.record.nbytes // 2)
+        assert [finding.key for finding in verify(path).findings] == ["model.a"]
 
 
 def _flip(path: Path, offset: int) -> None:
