@@ -13,7 +13,7 @@ import copyreg
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -233,11 +233,21 @@ def _manifest_from_json(body: dict) -> Manifest:
     )
 
 
-def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
+def write_dcp_metadata(
+    manifest: Manifest,
+    directory: Path,
+    *,
+    paths: Mapping[str, tuple[str | int, ...]] | None = None,
+) -> Path:
     """Write ``.metadata``, the same facts in torch DCP's words, and return its path.
 
     It describes fused tensors under their whole names too, by the records of their parts, so that
     ``dcp.load`` of a module's own ``state_dict()`` finds them.
+
+    Args:
+        manifest: The facts.
+        directory: Where the file goes.
+        paths: Nested path of each key; None means that of :func:`path_of`.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -261,7 +271,7 @@ def write_dcp_metadata(manifest: Manifest, directory: Path) -> Path:
         storage[MetadataIndex(key)] = _place(record)
     metadata = Metadata(
         state_dict_metadata=described,
-        planner_data={key: path_of(key) for key in described},
+        planner_data={key: paths[key] if paths else path_of(key) for key in described},
         storage_data=storage,
         storage_meta=StorageMeta(),
         version=CURRENT_DCP_VERSION,

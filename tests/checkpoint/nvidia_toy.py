@@ -1,0 +1,228 @@
+"""Directories as Megatron-LM writes them with ``fsdp_dtensor``, made by plain torch alone.
+
+Names are spelt out here a second time, on purpose: nothing of ``megafsdp.checkpoint`` is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import random
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megafsdp.models import ModelConfig, build_model
+
+STEP = 2
+SCHEDULE = {
+    "max_lr": 0.01,
+    "lr_warmup_steps": 4,
+    "num_steps": 16,
+    "lr_decay_style": "cosine",
+    "lr_decay_steps": 40,
+    "min_lr": 0.001,
+    "start_wd": 0.1,
+    "end_wd": 0.1,
+    "wd_incr_style": "constant",
+    "wd_incr_steps": 40,
+}
+FIELDS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-5, "bias_correction": True}
+IDENTITY = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+
+
+class Backend(enum.Enum):
+    """A class of the job that nobody else has."""
+
+    FLASH = 1
+
+
+def config(architecture: str) -> ModelConfig:
+    """Return the smallest model of an architecture."""
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=4,
+        ffn_hidden_size=12,
+        vocab_size=33,
+        max_sequence_length=16,
+        tie_embeddings=architecture == "gpt",
+        init_std=0.2,
+    )
+
+
+def build(architecture: str, seed: int) -> nn.Module:
+    """Build the model with random values."""
+    torch.manual_seed(seed)
+    model = build_model(config(architecture))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def groups(model: nn.Module) -> list[dict]:
+    """Return two parameter groups, matrices with decay and vectors without."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Return torch's optimizer with the hyperparameters of ``FIELDS``."""
+    return torch.optim.AdamW(groups(model), lr=0.01, betas=(0.9, 0.95), eps=1e-5)
+
+
+def tokens(step: int) -> torch.Tensor:
+    """Return a batch of two rows."""
+    return torch.randint(0, 33, (2, 9), generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Take steps on whole batches."""
+    for step in steps:
+        batch = tokens(step)
+        model(batch[:, :-1], batch[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(architecture: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a plain model and its optimizer after ``STEP`` steps."""
+    model = build(architecture, 0)
+    optimizer = adamw(model)
+    train(model, optimizer, range(STEP))
+    return model, optimizer
+
+
+def te_name(name: str) -> str:
+    """Return the name that a Transformer Engine layer gives a norm."""
+    name = re.sub(r"\.input_layernorm\.", ".self_attention.linear_qkv.layer_norm_", name)
+    return re.sub(r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_", name)
+
+
+def split(name: str, tensor: torch.Tensor, architecture: str) -> dict[str, torch.Tensor]:
+    """Return a tensor, or its two parts if it is SwiGLU's."""
+    if "linear_fc1" not in name or architecture == "gpt" or "layer_norm" in name:
+        return {name: tensor}
+    gate, up = tensor.chunk(2, dim=0)
+    return {f"{name}_w": gate, f"{name}_v": up}
+
+
+def arguments(**more: object) -> argparse.Namespace:
+    """Return the arguments of a job."""
+    return argparse.Namespace(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        group_query_attention=True,
+        num_query_groups=2,
+        kv_channels=4,
+        consumed_train_samples=16,
+        params_dtype=torch.bfloat16,
+        untie_embeddings_and_output_weights=False,
+        **more,
+    )
+
+
+def rng(seed: int) -> dict[str, object]:
+    """Return random states as a job gathers them."""
+    return {
+        "random_rng_state": random.Random(seed).getstate(),
+        "np_rng_state": np.random.RandomState(seed).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(seed).get_state(),
+        "cuda_rng_state": torch.arange(16, dtype=torch.uint8),
+        "rng_tracker_states": {"model-parallel-rng": torch.arange(8, dtype=torch.uint8)},
+    }
+
+
+def their_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    architecture: str,
+    *,
+    wrappers: int = 3,
+    is_te: bool = True,
+    has_step_in_group: bool = True,
+) -> dict:
+    """Return the nested dict that a job hands to torch DCP."""
+    rename = te_name if is_te else str
+    states: dict[str, dict] = {}
+    meta: dict[str, dict] = {}
+    names = {parameter: rename(name) for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            key = "module." * wrappers + names[parameter]
+            meta[key] = FIELDS | IDENTITY | {"weight_decay": group["weight_decay"]}
+            meta[key]["wd_mult"] = 1.0 if group["weight_decay"] else 0.0
+            if has_step_in_group:
+                meta[key]["step"] = STEP
+            for state, value in optimizer.state[parameter].items():
+                if state == "step" and has_step_in_group:
+                    continue
+                parts = split(key, parameter, architecture)
+                if state == "step":
+                    parts = dict.fromkeys(parts, value)
+                else:
+                    parts = split(key, value, architecture)
+                for part, tensor in parts.items():
+                    states.setdefault(part, {})[state] = tensor.clone()
+    weights: dict[str, object] = {}
+    for parameter, name in names.items():
+        parts = split(f"module.{name}", parameter.detach(), architecture)
+        weights |= {part: tensor.clone() for part, tensor in parts.items()}
+    if is_te:
+        weights["module.decoder.layers.0.mlp.linear_fc1._extra_state"] = b"scales"
+    return {
+        "model": weights,
+        "optimizer": {"state": states, "param_to_group_meta": meta},
+        "args": arguments(),
+        "checkpoint_version": 3.0,
+        "iteration": STEP,
+        "num_floating_point_operations_so_far": 1.5e9,
+        "opt_param_scheduler": dict(SCHEDULE),
+        "rng_state": {"(0, 0)": [rng(1), rng(2)]},
+    }
+
+
+def save(state: dict, root: Path) -> Path:
+    """Write the dict by torch DCP alone, with the tracker file; return the root."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=root / f"iter_{STEP:07d}", no_dist=True)
+    (root / "latest_checkpointed_iteration.txt").write_text(str(STEP))
+    return root
+
+
+def make(
+    root: Path, architecture: str, **options: object
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train, write the directory, and return what was written."""
+    model, optimizer = trained(architecture)
+    save(their_state(model, optimizer, architecture, **options), root)
+    return model, optimizer
+
+
+def read(directory: Path) -> dict[str, object]:
+    """Read every key of a directory by torch DCP alone."""
+    metadata = FileSystemReader(directory).read_metadata()
+    state: dict[str, object] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state
