@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import torch
-
 from megafsdp.checkpoint.nvidia_names import EMBEDDING, OUTPUT, TheirNames
 from megafsdp.checkpoint.reader import CheckpointReader
-from megafsdp.mesh.annotation import FusedParts
+from megafsdp.mesh.fused_parts import FusedParts
 
 _POSITIONS = "embedding.position_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\..*")
@@ -17,12 +15,14 @@ _QKV = re.compile(r".*self_attention\.linear_qkv\.(?:weight|bias)")
 _QKV_PARTS = ("query", "key", "value")
 
 
-def query_groups(name: str, tensor: torch.Tensor, args: Mapping[str, object]) -> FusedParts | None:
+def query_groups(
+    name: str, shape: tuple[int, ...], args: Mapping[str, object]
+) -> FusedParts | None:
     """Return the query groups inside a weight or bias; None if it has none that args explain.
 
     Args:
         name: Our name.
-        tensor: The stored tensor.
+        shape: The stored tensor's.
         args: The job's arguments.
     """
     heads = args.get("num_attention_heads")
@@ -35,7 +35,7 @@ def query_groups(name: str, tensor: torch.Tensor, args: Mapping[str, object]) ->
     if not (isinstance(groups, int) and isinstance(head_dim, int) and groups and head_dim):
         return None
     parts = FusedParts(_QKV_PARTS, (heads // groups * head_dim, head_dim, head_dim), 0, groups)
-    return parts if parts.extent == tensor.shape[0] else None
+    return parts if parts.extent == shape[0] else None
 
 
 def derived_args(ours: CheckpointReader, names: TheirNames) -> dict[str, object]:

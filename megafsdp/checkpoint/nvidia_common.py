@@ -41,7 +41,7 @@ _DECAY_SHAPES = {
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _RNG_KEY = re.compile(
-    r"rng_state\.\((?P<stage>\d+), (?P<tp>\d+)\)"
+    r"rng_state\.\((?P<stage>\d+), (?P<tensor>\d+)\)"
     r"(?:\.(?P<rank>\d+)\.(?P<field>\w+)(?:\.(?P<name>.+))?)?"
 )
 _TRACKERS = "rng_tracker_states"
@@ -230,7 +230,7 @@ def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], li
     unused = []
     for key, value in values:
         found = _RNG_KEY.fullmatch(key)
-        if found is None or (found["stage"], found["tp"]) != ("0", "0"):
+        if found is None or (found["stage"], found["tensor"]) != ("0", "0"):
             unused.append(key)
         elif found["rank"] is None and isinstance(value, list):
             ranks |= {rank: dict(state) for rank, state in enumerate(value)}

@@ -7,12 +7,14 @@ Names are ``nvidia_names``'s, values beside tensors ``nvidia_common``'s and ``nv
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint.manifest import (
@@ -31,13 +33,16 @@ from megafsdp.checkpoint.nvidia_common import (
     their_schedule,
 )
 from megafsdp.checkpoint.nvidia_names import FLOPS, SCHEDULER, VERSION, TheirNames
+from megafsdp.checkpoint.progress import bytes_bar
 from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.checkpoint.records import RecordWriter
 from megafsdp.checkpoint.regions import whole
+from megafsdp.errors import CheckpointError, expected
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
 _MAX_NAMED = 20
+_OWN_OBJECTS = frozenset({"extra", "lr_scheduler", "optimizer.param_groups"})
 
 
 def to_nvidia(
@@ -48,6 +53,7 @@ def to_nvidia(
     precision: str = "bf16",
     transformer_impl: str = "transformer_engine",
     args: Mapping[str, object] | None = None,
+    show_progress: bool = False,
 ) -> Path:
     """Write a checkpoint of ours as Megatron-LM's ``fsdp_dtensor`` does, for it to go on from.
 
@@ -66,6 +72,7 @@ def to_nvidia(
         transformer_impl: ``"transformer_engine"`` or ``"local"``, as ``--transformer-impl``: where
             the names of norms are.
         args: Further arguments of the job, which go before all others.
+        show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
         The published directory.
@@ -84,9 +91,14 @@ def to_nvidia(
         root = Path(target)
         temporary = on_disk.prepare(root, manifest.step)
         try:
-            with RecordWriter(temporary, 0) as records:
+            entries = manifest.tensors.values()
+            nbytes = sum(math.prod(e.shape) * e.torch_dtype.itemsize for e in entries)
+            with (
+                RecordWriter(temporary, 0) as records,
+                bytes_bar("convert", nbytes, is_wanted=show_progress) as bar,
+            ):
                 output = _Output(records, manifest.step)
-                _write_tensors(ours, output, their_names)
+                _write_tensors(ours, output, their_names, bar)
                 _write_rest(ours, output, their_names, given=args or {})
             on_disk.sync_file(output.describe(temporary))
             return on_disk.publish(temporary, root, manifest.step)
@@ -125,6 +137,15 @@ class _Output:
                 self.add((*path, index), item)
             return
         key = ".".join(map(str, path))
+        if key in self.paths:
+            raise CheckpointError(
+                expected(
+                    "each name once under the names of Megatron-LM",
+                    f"'{key}' again",
+                    where="the names of the model's parameters and buffers",
+                    mend="Pass transformer_impl='local', which renames nothing",
+                )
+            )
         self.paths[key] = path
         if isinstance(value, torch.Tensor):
             shape = tuple(value.shape)
@@ -140,14 +161,18 @@ class _Output:
         return write_dcp_metadata(manifest, directory, paths=self.paths)
 
 
-def _write_tensors(ours: CheckpointReader, output: _Output, their_names: TheirNames) -> None:
+def _write_tensors(
+    ours: CheckpointReader, output: _Output, their_names: TheirNames, bar: tqdm
+) -> None:
     for key in ours.manifest.tensors:
         if key.startswith("model."):
             path = their_names.model_key(key.removeprefix("model."))
         else:
             _, _, name, state = path_of(key)
             path = their_names.state_key(name, state)
-        output.add(path, ours.tensor(key))
+        tensor = ours.tensor(key)
+        output.add(path, tensor)
+        bar.update(tensor.nbytes)
 
 
 def _write_rest(
@@ -172,6 +197,10 @@ def _write_rest(
         schedule, schedule_args = their_schedule(
             own if isinstance(own, dict) else None, groups, num_samples=num_scheduled
         )
+    for key, value in objects.items():
+        if key.startswith("optimizer.state."):
+            _, _, name, state = path_of(key)
+            output.add(their_names.state_key(name, state), value)
     whole_keys = set(ours.whole_keys())
     for group in groups:
         fields = their_group(group, schedule)
@@ -199,7 +228,7 @@ def _objects(ours: CheckpointReader) -> Iterator[tuple[str, object]]:
     """Yield the objects that have a place in their format; the log names the others."""
     left_out = []
     for key in ours.manifest.objects:
-        if key in ("extra", "lr_scheduler", "optimizer.param_groups") or key.startswith("rng."):
+        if key in _OWN_OBJECTS or key.startswith(("optimizer.state.", "rng.")):
             yield key, ours.object(key)
         elif key != "common":
             left_out.append(key)

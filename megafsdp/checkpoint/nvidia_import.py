@@ -8,11 +8,15 @@ pickles are read as data.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from megafsdp.checkpoint.dcp_directory import DCPDirectory
 from megafsdp.checkpoint.matching import as_patterns
@@ -25,8 +29,10 @@ from megafsdp.checkpoint.nvidia_common import (
 )
 from megafsdp.checkpoint.nvidia_contents import Contents, listing, read_contents
 from megafsdp.checkpoint.nvidia_names import EMBEDDING, FLOPS, OUTPUT, SCHEDULER, VERSION
+from megafsdp.checkpoint.progress import bytes_bar
 from megafsdp.checkpoint.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError, expected
+from megafsdp.mesh.fused_parts import FusedParts
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
@@ -39,6 +45,7 @@ def from_nvidia(
     *,
     step: int | None = None,
     ignore: Sequence[str] = (),
+    show_progress: bool = False,
 ) -> Path:
     """Write a checkpoint of ours from one that Megatron-LM saved with ``fsdp_dtensor``.
 
@@ -52,6 +59,7 @@ def from_nvidia(
         root: Our save root.
         step: The iteration to read; None means the latest.
         ignore: Patterns (``fnmatch``) of their keys to leave out.
+        show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
         The published directory.
@@ -68,10 +76,16 @@ def from_nvidia(
         iteration = _checked_step(theirs.directory, common)
         args, foreign = _checked_args(theirs.directory, common.get("args"))
         rng = _rng_states(common)
-        with CheckpointWriter(root, iteration, world_size=len(rng)) as ours:
+        entries = theirs.tensors.values()
+        nbytes = sum(math.prod(e.shape) * e.torch_dtype.itemsize for e in entries)
+        with (
+            CheckpointWriter(root, iteration, world_size=len(rng)) as ours,
+            bytes_bar("convert", nbytes, is_wanted=show_progress) as bar,
+        ):
             groups, steps = our_groups(contents.fields)
-            _copy_weights(theirs, ours, contents=contents, args=args)
-            _copy_states(theirs, ours, contents=contents, steps=steps)
+            copy = _Copy(theirs, ours, contents, bar)
+            copy.weights(args)
+            copy.states(steps)
             if groups:
                 ours.add_object("optimizer.param_groups", groups)
             for rank, state in enumerate(rng):
@@ -135,46 +149,61 @@ def _rng_states(common: Mapping[str, object]) -> list[dict]:
     return states
 
 
-def _copy_weights(
-    theirs: DCPDirectory, ours: CheckpointWriter, *, contents: Contents, args: dict[str, object]
-) -> None:
-    for name, key in contents.weights.items():
-        tensor = theirs.tensor(key)
-        ours.add_tensor(f"model.{name}", tensor, fused=query_groups(name, tensor, args))
-    for name, parts in contents.parts.items():
-        ours.fuse(f"model.{name}", [f"model.{part}" for part in parts])
-    is_tied = args.get("untie_embeddings_and_output_weights") is False
-    if is_tied and EMBEDDING in contents.weights and OUTPUT not in contents.weights:
-        ours.alias(f"model.{OUTPUT}", f"model.{EMBEDDING}")
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The way of tensors from their directory into our checkpoint, one at a time."""
 
+    theirs: DCPDirectory
+    ours: CheckpointWriter
+    contents: Contents
+    bar: tqdm
 
-def _copy_states(
-    theirs: DCPDirectory,
-    ours: CheckpointWriter,
-    *,
-    contents: Contents,
-    steps: Mapping[str, object],
-) -> None:
-    written: dict[str, list[str]] = {}
-    for name in contents.weights:
-        if name not in contents.states:
-            continue
-        keys = contents.states[name]
-        tensors = {s: theirs.tensor(key) for s, key in keys.items() if key in theirs.tensors}
-        if "step" not in tensors:
-            step = theirs.value(keys["step"]) if "step" in keys else None
-            step = steps.get(contents.whole_name(name)) if step is None else step
-            if step is not None:
-                tensors["step"] = torch.tensor(float(step))  # type: ignore[arg-type]
-        for state, tensor in tensors.items():
-            ours.add_tensor(f"optimizer.state.{name}.{state}", tensor)
-        written[name] = list(tensors)
-    for name, parts in contents.parts.items():
-        for state in written.get(parts[0], []):
-            ours.fuse(
-                f"optimizer.state.{name}.{state}",
-                [f"optimizer.state.{part}.{state}" for part in parts],
-            )
+    def weights(self, args: Mapping[str, object]) -> None:
+        """Copy weights and buffers, and say what belongs together."""
+        for name, key in self.contents.weights.items():
+            entry = self.theirs.tensors[key]
+            self._tensor(f"model.{name}", key, query_groups(name, entry.shape, args))
+        for name, parts in self.contents.parts.items():
+            self.ours.fuse(f"model.{name}", [f"model.{part}" for part in parts])
+        is_tied = args.get("untie_embeddings_and_output_weights") is False
+        if is_tied and EMBEDDING in self.contents.weights and OUTPUT not in self.contents.weights:
+            self.ours.alias(f"model.{OUTPUT}", f"model.{EMBEDDING}")
+
+    def states(self, steps: Mapping[str, Any]) -> None:
+        """Copy optimizer states.
+
+        Args:
+            steps: The step of each parameter by its whole name, where groups count steps.
+        """
+        for name in self.contents.weights:
+            keys = self.contents.states.get(name, {})
+            step = steps.get(self.contents.whole_name(name))
+            for state, key in keys.items():
+                stored = f"optimizer.state.{name}.{state}"
+                if key in self.theirs.tensors:
+                    self._tensor(stored, key)
+                elif state == "step":
+                    step = self.theirs.value(key)
+                else:
+                    self.ours.add_object(stored, self.theirs.value(key))
+            if keys and step is not None and keys.get("step") not in self.theirs.tensors:
+                self.ours.add_tensor(f"optimizer.state.{name}.step", torch.tensor(float(step)))
+        self._fuse_states(steps)
+
+    def _fuse_states(self, steps: Mapping[str, Any]) -> None:
+        for name, parts in self.contents.parts.items():
+            states = [self.contents.states.get(part, {}) for part in parts]
+            shared = {s: None for s in states[0] if all(s in of_part for of_part in states)}
+            if states[0] and name in steps:
+                shared["step"] = None
+            for state in shared:
+                keys = [f"optimizer.state.{part}.{state}" for part in parts]
+                self.ours.fuse(f"optimizer.state.{name}.{state}", keys)
+
+    def _tensor(self, stored: str, key: str, fused: FusedParts | None = None) -> None:
+        tensor = self.theirs.tensor(key)
+        self.ours.add_tensor(stored, tensor, fused=fused)
+        self.bar.update(tensor.nbytes)
 
 
 def _add_schedule(

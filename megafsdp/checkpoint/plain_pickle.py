@@ -22,6 +22,23 @@ import torch
 
 _PLAIN_BUILTINS = {cls.__name__: cls for cls in (set, frozenset, complex)}
 _NUMBER_KINDS = frozenset("biuf")
+# Asking torch's storage classes for their dtype warns that they will go.
+_DTYPE_BY_STORAGE = {
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ShortStorage": torch.int16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    # The dtype then stands beside it.
+    "UntypedStorage": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,8 +197,7 @@ class _Storages:
         is_storage = isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == "storage"
         if not (is_storage and isinstance(pid[1], type) and issubclass(pid[1], _StandIn)):
             raise ValueError(f"an unknown reference {pid!r}")
-        typed = torch.__dict__.get(pid[1].name.rpartition(".")[2])
-        dtype = getattr(typed, "dtype", torch.uint8)
+        dtype = _DTYPE_BY_STORAGE[pid[1].name.rpartition(".")[2]]
         return _Storage(dtype, self._archive.read(f"{self._folder}/data/{pid[2]}"))
 
 
@@ -216,19 +232,22 @@ def _tensor(made: _StandIn) -> torch.Tensor:
     storage, offset, size, stride = made.arguments[:4]
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor without a storage")
+    named = [value for value in made.arguments[6:] if isinstance(value, torch.dtype)]
+    dtype = named[0] if named else storage.dtype
     shape = tuple(_resolve(size))
     if not math.prod(shape):
-        return torch.empty(shape, dtype=storage.dtype)
-    elements = torch.frombuffer(bytearray(storage.data), dtype=storage.dtype)
+        return torch.empty(shape, dtype=dtype)
+    elements = torch.frombuffer(bytearray(storage.data), dtype=dtype)
     return elements.as_strided(shape, tuple(stride), offset).clone()
 
 
-def _numpy_dtype(value: object) -> np.dtype:
+def _numpy_dtype(value: Any) -> np.dtype:
     name = value.arguments[0] if isinstance(value, _StandIn) and value.arguments else None
     dtype = np.dtype(name) if isinstance(name, str) else np.dtype(object)
     if dtype.kind not in _NUMBER_KINDS:
         raise ValueError(f"a numpy array of {name!r}")
-    return dtype
+    order = value.state[1] if isinstance(value.state, tuple) else "|"
+    return dtype.newbyteorder(">") if order == ">" else dtype
 
 
 def _array(made: _StandIn) -> np.ndarray:
@@ -264,6 +283,7 @@ _MAKERS: dict[str, Callable[[_StandIn], object]] = {
     "torch.Size": lambda made: tuple(_resolve(made.arguments[0])),
     "torch.device": lambda made: torch.device(*made.arguments),
     "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": lambda made: _resolve(made.arguments[0]),
     "collections.OrderedDict": _ordered,
     "_codecs.encode": _encoded,

@@ -306,23 +306,13 @@ def test_unknown_keys_can_be_left_out(tmp_path: Path) -> None:
         assert not any(key.startswith("rng.") for key in reader.manifest.objects)
 
 
-class Bomb:
-    """Runs a command when it is unpickled by an unwary reader."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
-
-
 def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pickled call in the arguments is described instead of made; torch's own reader makes it."""
     state = toy.their_state(*toy.trained("gpt"), "gpt")
     trap = tmp_path / "sprung"
-    state["args"] = toy.arguments(backend=toy.Backend.FLASH, hook=print, trap=[Bomb(trap)])
+    state["args"] = toy.arguments(backend=toy.Backend.FLASH, hook=print, trap=[toy.Bomb(trap)])
     toy.save(state, tmp_path / "theirs")
     from_nvidia(tmp_path / "theirs", tmp_path / "ours")
     assert not trap.exists()
