@@ -10,7 +10,9 @@ import enum
 import random
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -205,13 +207,30 @@ def their_state(
     }
 
 
+def without_extra_state(state: dict) -> None:
+    """Take out what no other program can use."""
+    for key in [key for key in state["model"] if key.endswith("_extra_state")]:
+        del state["model"][key]
+
+
+def quietly(function: Callable[..., None], *arguments: object, **options: object) -> None:
+    """Call torch DCP in one process without its warning that this is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        function(*arguments, **options)
+
+
 def save(state: dict, root: Path) -> Path:
     """Write the dict by torch DCP alone, with the tracker file; return the root."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=root / f"iter_{STEP:07d}", no_dist=True)
+    quietly(dcp.save, state, checkpoint_id=root / f"iter_{STEP:07d}", no_dist=True)
     (root / "latest_checkpointed_iteration.txt").write_text(str(STEP))
     return root
+
+
+def load(state: dict, directory: Path) -> dict:
+    """Fill a nested dict by torch DCP alone."""
+    quietly(dcp.load, state, checkpoint_id=directory, no_dist=True)
+    return state
 
 
 def make(
@@ -223,16 +242,13 @@ def make(
     return model, optimizer
 
 
-def read(directory: Path) -> dict[str, object]:
+def read(directory: Path) -> dict[str, Any]:
     """Read every key of a directory by torch DCP alone."""
     metadata = FileSystemReader(directory).read_metadata()
-    state: dict[str, object] = {
+    state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
         else None
         for key, entry in metadata.state_dict_metadata.items()
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
-    return state
+    return load(state, directory)

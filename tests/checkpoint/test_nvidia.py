@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megafsdp.checkpoint import load, save
+from megafsdp.checkpoint import load, nvidia_import, save
+from megafsdp.checkpoint.dcp_directory import DCPDirectory
 from megafsdp.checkpoint.nvidia import from_nvidia, to_nvidia
 from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.errors import CheckpointError
@@ -180,6 +184,56 @@ def test_torch_dcp_alone_reads_what_is_written(
     assert vars(was.pop("args")).items() <= args.items() and args["iteration"] == 2
     assert _differences(kept, was) == []
     assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+def _blank(value: object) -> object:
+    """Return a nested structure of the same form without its contents."""
+    if isinstance(value, dict):
+        return {name: _blank(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_blank(item) for item in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def test_a_job_loads_it_into_its_nested_state(tmp_path: Path) -> None:
+    """Torch DCP fills the nested dict that Megatron-LM asks for, and converts it to one file."""
+    model, optimizer = toy.make(tmp_path / "theirs", "qwen3")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    path = to_nvidia(tmp_path / "ours", tmp_path / "back")
+    wanted = toy.their_state(model, optimizer, "qwen3")
+    toy.without_extra_state(wanted)
+    state = toy.load(_blank(wanted), path)
+    assert vars(wanted.pop("args")).items() <= vars(state.pop("args")).items()
+    assert repr(state) == repr(wanted)
+    weight = "module.decoder.layers.1.mlp.linear_fc1.weight_w"
+    assert torch.equal(state["model"][weight], wanted["model"][weight])
+    toy.quietly(dcp_to_torch_save, path, tmp_path / "one.pt")
+    whole = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert set(whole["rng_state"]["(0, 0)"][1]) == set(toy.rng(2))
+    assert set(whole["model"]) == set(wanted["model"])
+
+
+class _Counting(DCPDirectory):
+    """Counts the tensors that are alive whenever one more is read."""
+
+    most_alive = 0
+    seen: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+
+    def tensor(self, key: str) -> torch.Tensor:
+        tensor = super().tensor(key)
+        if key.startswith(("model.", "optimizer.")):
+            type(self).seen.append(weakref.ref(tensor))
+            alive = sum(reference() is not None for reference in self.seen)
+            type(self).most_alive = max(self.most_alive, alive)
+        return tensor
+
+
+def test_two_tensors_at_most_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is written may live until the next one has been read."""
+    toy.make(tmp_path / "theirs", "qwen3")
+    monkeypatch.setattr(nvidia_import, "DCPDirectory", _Counting)
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    assert len(_Counting.seen) > 50 and _Counting.most_alive <= 2
 
 
 def _save(root: Path, architecture: str) -> dict[str, torch.Tensor]:
