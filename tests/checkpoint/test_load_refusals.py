@@ -301,19 +301,19 @@ def test_a_missing_file_is_named_with_its_keys(tmp_path: Path) -> None:
 
 def _moved(manifest: Manifest, key: str) -> str:
     (record,) = manifest.records([key])
-    _replace_record(manifest, key, replace(record, offset=record.offset + 64))
+    _replace_record(manifest, key, record._replace(offset=record.offset + 64))
     return "checksum"
 
 
 def _other_checksum(manifest: Manifest, key: str) -> str:
     (record,) = manifest.records([key])
-    _replace_record(manifest, key, replace(record, crc32=record.crc32 ^ 1))
+    _replace_record(manifest, key, record._replace(crc32=record.crc32 ^ 1))
     return "checksum"
 
 
 def _shorter(manifest: Manifest, key: str) -> str:
     (record,) = manifest.records([key])
-    _replace_record(manifest, key, replace(record, nbytes=record.nbytes - 1))
+    _replace_record(manifest, key, record._replace(nbytes=record.nbytes - 1))
     return "checksum"
 
 
@@ -323,7 +323,7 @@ def _replace_record(manifest: Manifest, key: str, record: Record) -> None:
     else:
         entry = manifest.tensors[key]
         (chunk,) = entry.chunks
-        manifest.tensors[key] = replace(entry, chunks=(replace(chunk, record=record),))
+        manifest.tensors[key] = replace(entry, chunks=(chunk._replace(record=record),))
 
 
 @pytest.mark.parametrize("key", DAMAGED_KEYS)
@@ -362,7 +362,7 @@ def test_a_chunk_twice_for_another_is_refused(ranks: Ranks, tmp_path: Path) -> N
     entry = manifest.tensors[key]
     assert sum(chunk.region.numel for chunk in entry.chunks) == 6
     first, *_ = entry.chunks
-    halves = [replace(first, region=Region((0,), (3,))) for _ in range(2)]
+    halves = [first._replace(region=Region((0,), (3,))) for _ in range(2)]
     manifest.tensors[key] = replace(entry, chunks=tuple(halves))
     write_manifest(manifest, path)
     message = _refusal(tmp_path, Toy())

@@ -96,7 +96,7 @@ def test_chunks_must_be_those_of_the_manifest(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     entry = manifest.tensors["model.embed.weight"]
     (chunk,) = entry.chunks
-    shorter = replace(chunk, region=replace(chunk.region, sizes=(320, 6)))
+    shorter = chunk._replace(region=chunk.region._replace(sizes=(320, 6)))
     manifest.tensors["model.embed.weight"] = replace(entry, chunks=(shorter,))
     norm = manifest.tensors["model.norm.weight"]
     manifest.tensors["model.norm.weight"] = replace(norm, dtype="bfloat16")

@@ -180,7 +180,7 @@ def test_a_chunk_that_is_there_twice_is_found(ranks: Ranks, tmp_path: Path) -> N
 def _overlapping(manifest: Manifest) -> None:
     entry = manifest.tensors[KEY]
     (chunk,) = entry.chunks
-    moved = Chunk(replace(chunk.region, offsets=(1, 0)), chunk.record)
+    moved = Chunk(chunk.region._replace(offsets=(1, 0)), chunk.record)
     manifest.tensors[KEY] = replace(entry, chunks=(moved,))
 
 
@@ -240,7 +240,7 @@ def test_metadata_that_says_something_else_is_found(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     (chunk,) = manifest.tensors[KEY].chunks
     other = replace(manifest, tensors=dict(manifest.tensors), objects=dict(manifest.objects))
-    moved = replace(chunk, record=replace(chunk.record, offset=chunk.record.offset + 64))
+    moved = chunk._replace(record=chunk.record._replace(offset=chunk.record.offset + 64))
     other.tensors[KEY] = replace(other.tensors[KEY], chunks=(moved,))
     norm = other.tensors["model.norm.weight"]
     other.tensors["model.norm.weight"] = replace(norm, dtype="int32")
