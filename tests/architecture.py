@@ -28,7 +28,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "fsdp": frozenset({"mesh", "quantize", "buffer"}),
     "models": frozenset({"mesh", "quantize", "parallel"}),
     "optimizer": frozenset({"_native", "mesh", "quantize", "buffer", "fsdp"}),
-    "checkpoint": frozenset({"_native", "mesh", "quantize", "buffer", "fsdp", "optimizer"}),
+    "checkpoint": frozenset(
+        {"_native", "mesh", "quantize", "buffer", "fsdp", "optimizer"}
+        # Hugging Face files are read and written by the config of the model.
+        | {"models"}
+    ),
     "training": frozenset(
         {"mesh", "quantize", "data", "buffer", "parallel", "fsdp", "models", "optimizer"}
         # megafsdp doctor says whether the compiled kernels are there.

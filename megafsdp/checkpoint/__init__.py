@@ -3,6 +3,8 @@
 from megafsdp.checkpoint import inspect
 from megafsdp.checkpoint.async_save import async_save, release_staging_memory
 from megafsdp.checkpoint.directory import latest_step
+from megafsdp.checkpoint.hf import export_hf
+from megafsdp.checkpoint.hf_load import import_hf
 from megafsdp.checkpoint.in_flight import PendingSave
 from megafsdp.checkpoint.in_flight import wait_for_end as wait_for_saves
 from megafsdp.checkpoint.load import load
@@ -11,6 +13,8 @@ from megafsdp.checkpoint.save import save
 __all__ = [
     "PendingSave",
     "async_save",
+    "export_hf",
+    "import_hf",
     "inspect",
     "latest_step",
     "load",

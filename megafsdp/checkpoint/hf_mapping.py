@@ -195,7 +195,7 @@ def weights_from_hugging_face(
     rows = list(mapping_rows(model_type, geometry))
     wanted = {name for row in rows for name in row.theirs}
     optional = {_THEIR_OUTPUT} if geometry.is_tied else set()
-    _expect_names(known.keys(), wanted, optional=optional, where="the Hugging Face state dict")
+    expect_names(known.keys(), wanted, optional=optional, where="the Hugging Face state dict")
     ours = {
         row.ours: row.rule.join([state[known[name]] for name in row.theirs], geometry)
         for row in rows
@@ -229,7 +229,7 @@ def weights_to_hugging_face(
     """
     rows = list(mapping_rows(model_type, geometry))
     optional = {_OUR_OUTPUT} if geometry.is_tied else set()
-    _expect_names(
+    expect_names(
         state.keys(), {row.ours for row in rows}, optional=optional, where="our state dict"
     )
     theirs: dict[str, Tensor] = {}
@@ -239,6 +239,34 @@ def weights_to_hugging_face(
         _expect_tied(state, _OUR_EMBEDDING, _OUR_OUTPUT)
         theirs[_THEIR_OUTPUT] = theirs[rows[0].theirs[0]]
     return theirs
+
+
+def is_mapped(names: Iterable[str]) -> bool:
+    """Tell whether names are those of our models, rather than Hugging Face's own."""
+    return _OUR_EMBEDDING in set(names)
+
+
+def our_vocabulary_rows(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the rows of our embedding, padding included."""
+    return shapes[_OUR_EMBEDDING][0]
+
+
+def their_vocabulary_name(names: Iterable[str], model_type: str) -> str | None:
+    """Return the stored name of the embedding among Hugging Face names; None without one."""
+    family = _family(model_type)
+    wanted = family.prefix + family.rows[0].theirs[0]
+    return next((name for name in names if _full_name(name, family) == wanted), None)
+
+
+def full_names(names: Iterable[str], model_type: str) -> dict[str, str]:
+    """Return stored Hugging Face names by full name, without buffers that no model needs.
+
+    Names of a type without a table are full already.
+    """
+    family = _FAMILIES.get(model_type)
+    if family is None:
+        return {name: name for name in names}
+    return {_full_name(name, family): name for name in names if not name.endswith(family.ignored)}
 
 
 def _family(model_type: str) -> _Family:
@@ -258,13 +286,18 @@ def _full_name(name: str, family: _Family) -> str:
     return name if name == _THEIR_OUTPUT or name.startswith(family.prefix) else family.prefix + name
 
 
-def _expect_names(
+def expect_names(
     names: Iterable[str],
     wanted: set[str],
     *,
     optional: set[str],
     where: str,
 ) -> None:
+    """Compare names both ways.
+
+    Raises:
+        CheckpointError: A wanted one is missing, or one is neither wanted nor optional.
+    """
     got = set(names)
     missing, unknown = sorted(wanted - got), sorted(got - wanted - optional)
     if missing or unknown:

@@ -1,0 +1,226 @@
+"""Hugging Face files from a model in memory, whatever its sharding.
+
+One tensor at a time is gathered to the rank that writes its file, mapped, and written at its known
+place; ranks write different files at the same time. The way back is ``hf_load``'s, checkpoints
+without a model are ``hf_checkpoint``'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from megafsdp.buffer.uneven import UnevenDTensor
+from megafsdp.checkpoint.agreement import agree, attempt, on_rank_zero, rank_and_world_size
+from megafsdp.checkpoint.hf_gather import Scratch, gather_to
+from megafsdp.checkpoint.hf_output import (
+    DEFAULT_SHARD_NBYTES,
+    Export,
+    FileSequence,
+    SavesPretrained,
+    plan_export,
+    prepare,
+    publish,
+    write_entry,
+)
+from megafsdp.checkpoint.hf_plan import ConfigLike, HasJson
+from megafsdp.checkpoint.state_dict import CanonicalState, model_state
+from megafsdp.device.memory import ByteLedger
+from megafsdp.errors import CheckpointError, expected
+from megafsdp.fsdp import FSDPModule
+from megafsdp.fsdp.full_state import device_below
+from megafsdp.fsdp.initialized import require_initialized
+from megafsdp.fsdp.unit import units_below
+from megafsdp.models.config import ModelConfig
+
+_log = logging.getLogger("megafsdp.checkpoint")
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+PREFIX = "model."
+_WRAPPERS = frozenset({"DistributedDataParallel", "OptimizedModule"})
+
+
+@runtime_checkable
+class _HasConfig(Protocol):
+    config: object
+
+
+@runtime_checkable
+class _HasGenerationConfig(Protocol):
+    generation_config: object
+
+
+def export_hf(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    config: ConfigLike | None = None,
+    dtype: torch.dtype | None = torch.bfloat16,
+    max_shard_nbytes: int = DEFAULT_SHARD_NBYTES,
+    tokenizer: SavesPretrained | None = None,
+) -> Path:
+    """Write a model as ``transformers`` reads it; collective over all ranks.
+
+    Safetensors files, their index, ``config.json`` and, where there is one, the generation config
+    appear at once, by a rename. One all-to-all a tensor; no rank holds more than two of the largest
+    tensors beside its shards.
+
+    Args:
+        model: One of ``megafsdp.models``, or a model of transformers; sharded or not.
+        directory: Made here, on a file system that all ranks share; must not exist, or be empty.
+        config: Goes to ``config.json``; None takes ``model.config``. Give Hugging Face fields (see
+            ``config_to_hugging_face``) to cut padding off the vocabulary or to name special tokens.
+        dtype: Of floating-point tensors in the files; None keeps that of the main weights.
+        max_shard_nbytes: Bytes in a file.
+        tokenizer: Saved beside the model, by rank 0.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: The model cannot be expressed, the directory is taken, or a rank could not
+            write; on all ranks. Nothing is left behind.
+    """
+    target = Path(directory)
+    found, error = attempt(
+        lambda: _plan(model, config, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
+    )
+    digest = None if found is None else zlib.crc32(repr(found[1].files).encode())
+    if len(set(agree(digest, error))) > 1:
+        raise CheckpointError(
+            expected(
+                "the same tensors on all ranks",
+                "different names, shapes or dtypes",
+                where="export_hf()",
+                mend="Build the same model on every rank and pass the same arguments",
+            )
+        )
+    assert found is not None, "ranks that failed to plan have raised"
+    state, export = found
+    temporary = on_rank_zero(lambda: prepare(target))
+    try:
+        agree(True, _write(model, state, export, temporary))
+        return on_rank_zero(
+            lambda: publish(temporary, target, export, _generation_config(model), tokenizer)
+        )
+    except CheckpointError:
+        if rank_and_world_size()[0] == 0 and temporary.exists():
+            shutil.rmtree(temporary)
+        raise
+
+
+def _plan(
+    model: nn.Module, config: ConfigLike | None, *, dtype: torch.dtype | None, max_shard_nbytes: int
+) -> tuple[CanonicalState, Export]:
+    require_initialized([model], where="export_hf()")
+    state, tied = state_of(model)
+    tensors = {key.removeprefix(PREFIX): tensor for key, tensor in state.tensors.items()}
+    for name, tensor in tensors.items():
+        _require_whole_box(name, tensor)
+    facts = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    chosen = config_of(model) if config is None else config
+    export = plan_export(facts, tied, chosen, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
+    if not export.plan.fields.get("architectures"):
+        named = {**export.plan.fields, "architectures": [_architecture(model)]}
+        export = replace(export, plan=replace(export.plan, fields=named))
+    return state, export
+
+
+def _write(
+    model: nn.Module, state: CanonicalState, export: Export, temporary: Path
+) -> Exception | None:
+    """Gather and write all files; every rank takes part in every gather, whatever fails.
+
+    Returns:
+        This rank's error.
+    """
+    rank, world_size = rank_and_world_size()
+    scratch = Scratch(_ledger_of(model), device_below(model))
+    queues = [
+        [
+            (file, entry, dtype)
+            for file in range(writer, len(export.files), world_size)
+            for entry, dtype in export.entries_of(file)
+        ]
+        for writer in range(world_size)
+    ]
+    mine, error = FileSequence(temporary, export.files), None
+    for turn in range(max(map(len, queues))):
+        whole = None
+        for writer, queue in enumerate(queues):
+            if turn >= len(queue):
+                continue
+            _, entry, dtype = queue[turn]
+            key = PREFIX + entry.ours
+            result = gather_to(
+                writer,
+                state.tensors[key],
+                dtype=dtype,
+                is_rank_zeros=key in state.rank_zero,
+                scratch=scratch,
+            )
+            whole = result if writer == rank else whole
+            scratch.free(kept=whole)
+        if whole is not None:
+            file, entry, _ = queues[rank][turn]
+            if error is None:
+                write = functools.partial(write_entry, mine, file, entry, whole, scratch)
+                _, error = attempt(write)
+            scratch.free()
+    _, closing = attempt(lambda: mine.close(error))
+    return error or closing
+
+
+def state_of(model: nn.Module) -> tuple[CanonicalState, dict[str, str]]:
+    """Return a model's state by key, and its tied names by name; local."""
+    state = model_state(model)
+    if state.objects:
+        _log.warning("Hugging Face files have no place for %s", sorted(state.objects)[:20])
+    named = {k.removeprefix(PREFIX): v.removeprefix(PREFIX) for k, v in state.aliases.items()}
+    return state, named
+
+
+def config_of(model: nn.Module) -> ConfigLike | None:
+    """Return the config that a model carries; None without one."""
+    config = model.config if isinstance(model, _HasConfig) else None
+    return config if isinstance(config, ModelConfig | Mapping | HasJson) else None
+
+
+def _ledger_of(model: nn.Module) -> ByteLedger:
+    units = list(units_below([model]).values())
+    return units[0].ledger if units else ByteLedger()
+
+
+def _architecture(model: nn.Module) -> str:
+    """Return the name of the class that the user built."""
+    built = next(m for m in model.modules() if type(m).__name__ not in _WRAPPERS)
+    return next(c.__name__ for c in type(built).__mro__ if not issubclass(c, FSDPModule))
+
+
+def _generation_config(model: nn.Module) -> dict[str, str]:
+    """Return the text of the generation config by file name; nothing without one."""
+    config = model.generation_config if isinstance(model, _HasGenerationConfig) else None
+    return {GENERATION_CONFIG_FILE: config.to_json_string()} if isinstance(config, HasJson) else {}
+
+
+def _require_whole_box(name: str, tensor: torch.Tensor) -> None:
+    layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
+    if layout is not None and layout.box_shape != layout.shape:
+        raise NotImplementedError(
+            expected(
+                "tensors that are sharded by data parallelism alone",
+                f"the part {layout.box_shape} of {layout.shape}",
+                where=f"'{name}', to be exported",
+                mend="Save a checkpoint and export that: megafsdp ckpt export-hf",
+            )
+        )
