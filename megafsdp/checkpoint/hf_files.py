@@ -47,7 +47,7 @@ _DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
 # Readers map the file and view it as tensors, which wants aligned data.
 _ALIGNMENT_NBYTES = 8
 # Bytes go from the tensor to the file in pieces of this size, so a GPU's tensor needs no host copy.
-_PIECE_NBYTES = 1 << 24
+_PIECE_NBYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)

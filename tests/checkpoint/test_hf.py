@@ -1,146 +1,46 @@
-"""Hugging Face files: transformers reads what we write, and we read what it writes, exactly."""
+"""Transformers reads what we export, bit by bit, from any sharding, in the promised memory."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
 
-from megafsdp import checkpoint, fully_shard_model, load_full_state_dict
-from megafsdp.checkpoint.hf_mapping import weights_from_hugging_face
-from megafsdp.checkpoint.hf_rules import WeightGeometry
-from megafsdp.models import (
-    LanguageModel,
-    ModelConfig,
-    build_model,
-    config_from_hugging_face,
-    unit_classes,
+from megafsdp import checkpoint, fully_shard_model
+from megafsdp.checkpoint import hf, hf_files
+from megafsdp.errors import CheckpointError
+from tests.checkpoint.hf_models import (
+    FAMILIES,
+    VOCABULARY,
+    assert_loads,
+    our_model,
+    read,
+    sharded,
+    their_config,
+    their_model,
 )
 from tests.ranks import Ranks
 
-VOCABULARY = 61
-FAMILIES = ("gpt2", "llama", "qwen3")
-_CONFIGS = {"gpt2": GPT2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
+# transformers warns of its own future.
+pytestmark = pytest.mark.filterwarnings("default")
+PIECE_NBYTES = 512
+SHARDINGS: dict[str, tuple[tuple[int, ...], dict[str, str]]] = {
+    "no_shard": ((2,), {"strategy": "no_shard"}),
+    "optim": ((2,), {"strategy": "optim"}),
+    "optim_grads": ((3,), {"strategy": "optim_grads"}),
+    "hsdp": ((2, 2), {"outer_strategy": "no_shard"}),
+    "hfsdp": ((2, 2), {"outer_strategy": "optim"}),
+}
 
 
-def their_config(family: str, is_tied: bool = False) -> PretrainedConfig:
-    """Describe a tiny model with distinct sizes, so that a wrong transposition shows."""
-    common = {"vocab_size": VOCABULARY, "tie_word_embeddings": is_tied, "initializer_range": 0.2}
-    special = {"bos_token_id": 1, "eos_token_id": 2}
-    if family == "gpt2":
-        sizes = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 80, "n_positions": 64}
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2Config(**common, **special, **sizes, **dropout)
-    sizes = {
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-    }
-    return _CONFIGS[family](**common, **special, **sizes)
-
-
-def their_model(family: str, is_tied: bool = False) -> PreTrainedModel:
-    """Build a tiny random model whose norms and biases are random as well."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(their_config(family, is_tied))
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return model.eval()
-
-
-def our_config(family: str, is_tied: bool = False, *, padding: int = 0) -> ModelConfig:
-    """Return the config of ours that is the same model, with padding rows in its vocabulary."""
-    fields = their_config(family, is_tied).to_dict()
-    return config_from_hugging_face(fields, padded_vocab_size=VOCABULARY + padding)
-
-
-def geometry(config: ModelConfig) -> WeightGeometry:
-    """Return what the mapping by whole state dicts needs."""
-    return WeightGeometry(
-        num_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        head_dim=config.head_dim,
-        vocab_size=VOCABULARY,
-        padded_vocab_size=config.vocab_size,
-        is_tied=config.tie_embeddings,
-    )
-
-
-def our_model(family: str, is_tied: bool = False, *, padding: int = 0) -> LanguageModel:
-    """Build ours with the weights of :func:`their_model`, by whole state dicts."""
-    config = our_config(family, is_tied, padding=padding)
-    model = build_model(config, seed=1)
-    state = their_model(family, is_tied).state_dict()
-    ours = weights_from_hugging_face(state, family, geometry=geometry(config))
-    model.load_state_dict(ours)
-    return model.eval()
-
-
-def sharded(model: nn.Module, *, strategy: str = "optim_grads_params") -> nn.Module:
-    """Shard ours over all ranks."""
-    assert isinstance(model, LanguageModel)
-    fully_shard_model(model, unit_classes(model.config), strategy=strategy)
-    return model
-
-
-def tokens() -> torch.Tensor:
-    """Return a fixed batch."""
-    return torch.arange(24).reshape(2, 12) * 7 % VOCABULARY
-
-
-def read(directory: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of a directory with the library alone."""
-    from safetensors.torch import load_file
-
-    return {
-        name: tensor
-        for path in sorted(directory.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-
-
-def assert_same_files(left: Path, right: Path) -> None:
-    """Compare the tensors of two directories bit by bit."""
-    a, b = read(left), read(right)
-    assert a.keys() == b.keys()
-    assert len(a) > 10
-    for name, tensor in a.items():
-        assert tensor.dtype == b[name].dtype, name
-        assert torch.equal(tensor, b[name]), name
-
-
-def assert_loads(directory: Path, family: str, is_tied: bool) -> None:
-    """Load an fp32 export with transformers and compare weights and logits with its origin."""
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        directory, output_loading_info=True, dtype=torch.float32
-    )
-    assert not any(report.values()), report
-    origin = their_model(family, is_tied)
-    assert loaded.state_dict().keys() == origin.state_dict().keys()
-    for name, tensor in origin.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(tokens()).logits, origin(tokens()).logits)
-
-
-def _export(family: str, is_tied: bool, padding: int, strategy: str, directory: str) -> None:
-    model = sharded(our_model(family, is_tied, padding=padding), strategy=strategy)
+def _export(family: str, is_tied: bool, directory: str, *sharding: object) -> None:
+    shape, options = sharding or ((), {})
+    model = sharded(our_model(family, is_tied, padding=3), shape, **options)
     fields = their_config(family, is_tied).to_dict()
     path = checkpoint.export_hf(
         model, directory, config=fields, dtype=None, max_shard_nbytes=40_000
@@ -148,15 +48,185 @@ def _export(family: str, is_tied: bool, padding: int, strategy: str, directory: 
     assert path == Path(directory)
 
 
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_what_we_export(
     ranks: Ranks, family: str, is_tied: bool, world_size: int, tmp_path: Path
 ) -> None:
-    """Equal weights and logits, no key missing or unexpected, in several files, unpadded."""
+    """Equal weights and logits, no key missing or unexpected; in several files, without padding."""
     target = tmp_path / "exported"
-    ranks(world_size).run(_export, family, is_tied, 3, "optim_grads_params", str(target))
+    ranks(world_size).run(_export, family, is_tied, str(target))
     assert len(list(target.glob("*.safetensors"))) > 3
     assert_loads(target, family, is_tied)
+
+
+@pytest.mark.parametrize("sharding", list(SHARDINGS))
+def test_every_sharding_exports_the_same_tensors(
+    ranks: Ranks, sharding: str, tmp_path: Path
+) -> None:
+    """Strategies and meshes, replicas and shards that do not lie in the order of the ranks."""
+    target = tmp_path / "exported"
+    shape, options = SHARDINGS[sharding]
+    world_size = torch.Size(shape).numel()
+    ranks(world_size).run(_export, "qwen3", True, str(target), shape, options)
+    assert_loads(target, "qwen3", True)
+
+
+def test_a_plain_model_exports_without_ranks(tmp_path: Path) -> None:
+    """By default in bf16, in one file without an index; the config is the model's own."""
+    target = checkpoint.export_hf(our_model("llama"), tmp_path / "exported")
+    assert sorted(p.name for p in target.iterdir()) == ["config.json", "model.safetensors"]
+    fields = json.loads((target / "config.json").read_text())
+    assert fields["architectures"] == ["LlamaForCausalLM"]
+    assert fields["torch_dtype"] == "bfloat16"
+    wanted = their_model("llama").state_dict()
+    got = read(target)
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name], tensor.to(torch.bfloat16)), name
+
+
+class _Tokenizer:
+    """Saves itself as transformers' tokenizers do."""
+
+    def save_pretrained(self, directory: str) -> None:
+        (Path(directory) / "tokenizer.json").write_text("{}")
+
+
+def _export_theirs(family: str, directory: str) -> None:
+    model = sharded(their_model(family, True))
+    checkpoint.export_hf(
+        model, directory, dtype=None, max_shard_nbytes=40_000, tokenizer=_Tokenizer()
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_exports_as_it_is(
+    ranks: Ranks, family: str, tmp_path: Path
+) -> None:
+    """Names, config and class are its own; generation config and tokenizer stand beside it."""
+    target = tmp_path / "exported"
+    ranks(2).run(_export_theirs, family, str(target))
+    assert_loads(target, family, True)
+    fields = json.loads((target / "config.json").read_text())
+    assert fields["architectures"] == [type(their_model(family)).__name__]
+    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert (target / "tokenizer.json").exists()
+
+
+class _Counting(nn.Module):
+    """Names of its own, and buffers of which each rank has another value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.register_buffer("count", torch.tensor(5 + dist.get_rank()))
+        self.register_buffer("mean", torch.full((3,), float(dist.get_rank())))
+
+
+def _export_buffers(directory: str) -> None:
+    model = fully_shard_model(nn.Sequential(_Counting(), _Counting()), [_Counting])
+    checkpoint.export_hf(model, directory, config={"model_type": "none"}, max_shard_nbytes=1)
+
+
+def test_buffers_are_rank_zeros_and_integers_stay(ranks: Ranks, tmp_path: Path) -> None:
+    """Whichever rank writes them; a scalar too."""
+    ranks(2).run(_export_buffers, str(tmp_path / "exported"))
+    got = read(tmp_path / "exported")
+    for index in range(2):
+        assert torch.equal(got[f"{index}.count"], torch.tensor(5))
+        assert torch.equal(got[f"{index}.mean"], torch.zeros(3, dtype=torch.bfloat16))
+
+
+def _peaks(family: str, directory: str, *sharding: object) -> dict[str, int]:
+    """Return bytes beyond what was alive: by the ledger, and by the CPU allocator's own events."""
+    shape, options = sharding or ((), {})
+    model = sharded(our_model(family, padding=3), shape, **options)
+    ledger = hf._ledger_of(model)
+    ledger.reset_peak()
+    before = ledger.total
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        mock.patch.object(hf_files, "_PIECE_NBYTES", PIECE_NBYTES),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
+        checkpoint.export_hf(model, directory, dtype=None, max_shard_nbytes=40_000)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert ledger.total == before
+    largest = 4 * max(parameter.numel() for parameter in model.parameters())
+    return {"ledger": ledger.peak_total - before, "allocator": peak, "largest": largest}
+
+
+@pytest.mark.parametrize("sharding", [(), SHARDINGS["hsdp"], SHARDINGS["hfsdp"]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_rank_holds_more_than_two_of_the_largest_tensors(
+    ranks: Ranks, family: str, sharding: tuple, tmp_path: Path
+) -> None:
+    """By the ledger, which sees the tensors, and by the allocator, which sees everything."""
+    num_ranks = torch.Size(sharding[0]).numel() if sharding else 2
+    found = ranks(num_ranks).run(_peaks, family, str(tmp_path / "exported"), *sharding)
+    assert max(peaks["ledger"] for peaks in found) >= found[0]["largest"]
+    for peaks in found:
+        assert peaks["ledger"] <= 2 * peaks["largest"], found
+        # One piece is on its way to the file, and small objects to other ranks.
+        assert peaks["allocator"] <= peaks["ledger"] + PIECE_NBYTES + 1024, found
+
+
+def _fail_on_rank_one(directory: str) -> str:
+    model = sharded(our_model("llama"))
+    original = hf_files.SafetensorsWriter.write
+
+    def failing(self: hf_files.SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        original(self, name, tensor)
+
+    with (
+        mock.patch.object(hf_files.SafetensorsWriter, "write", failing),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        checkpoint.export_hf(model, directory, max_shard_nbytes=20_000)
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Other ranks finish their gathers and learn of it; there is no half directory."""
+    for message in ranks(3).run(_fail_on_rank_one, str(tmp_path / "exported")):
+        assert "No space left on device" in message
+        assert "raised on 1 of 3 ranks" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    """An empty one is taken; what a killed export left beside it goes."""
+    model = our_model("llama")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / ".tmp-exported-0a1b2c3d").mkdir()
+    checkpoint.export_hf(model, tmp_path / "exported")
+    assert [p.name for p in tmp_path.iterdir()] == ["exported"]
+    with pytest.raises(CheckpointError, match="does not exist or is empty"):
+        checkpoint.export_hf(model, tmp_path / "exported")
+
+
+def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
+    """The message says what to pass."""
+    with pytest.raises(CheckpointError, match="Pass config="):
+        checkpoint.export_hf(nn.Linear(2, 2), tmp_path / "exported")
+
+
+def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Tensors that the config does not have are named, as are those that it has beyond."""
+    fields = {**their_config("llama").to_dict(), "num_hidden_layers": 4}
+    with pytest.raises(CheckpointError, match=r"missing \(decoder.layers.3"):
+        checkpoint.export_hf(our_model("llama"), tmp_path / "exported", config=fields)
+    fields = {**their_config("llama").to_dict(), "vocab_size": VOCABULARY + 1}
+    with pytest.raises(CheckpointError, match="vocab_size"):
+        checkpoint.export_hf(our_model("llama"), tmp_path / "exported", config=fields)
+    assert list(tmp_path.iterdir()) == []
