@@ -8,19 +8,15 @@ without a model are ``hf_checkpoint``'s.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from megafsdp.buffer.uneven import UnevenDTensor
 from megafsdp.checkpoint.agreement import agree, attempt, on_rank_zero, rank_and_world_size
 from megafsdp.checkpoint.hf_gather import Scratch, gather_to
 from megafsdp.checkpoint.hf_output import (
@@ -33,31 +29,21 @@ from megafsdp.checkpoint.hf_output import (
     publish,
     write_entry,
 )
-from megafsdp.checkpoint.hf_plan import ConfigLike, HasJson
-from megafsdp.checkpoint.state_dict import CanonicalState, model_state
+from megafsdp.checkpoint.hf_plan import ConfigLike
+from megafsdp.checkpoint.hf_state import (
+    HubState,
+    architecture_of,
+    config_of,
+    generation_config_of,
+    hub_state,
+)
 from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import CheckpointError, expected
-from megafsdp.fsdp import FSDPModule
 from megafsdp.fsdp.full_state import device_below
 from megafsdp.fsdp.initialized import require_initialized
 from megafsdp.fsdp.unit import units_below
-from megafsdp.models.config import ModelConfig
-
-_log = logging.getLogger("megafsdp.checkpoint")
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-PREFIX = "model."
-_WRAPPERS = frozenset({"DistributedDataParallel", "OptimizedModule"})
-
-
-@runtime_checkable
-class _HasConfig(Protocol):
-    config: object
-
-
-@runtime_checkable
-class _HasGenerationConfig(Protocol):
-    generation_config: object
 
 
 def export_hf(
@@ -110,9 +96,7 @@ def export_hf(
     temporary = on_rank_zero(lambda: prepare(target))
     try:
         agree(True, _write(model, state, export, temporary))
-        return on_rank_zero(
-            lambda: publish(temporary, target, export, _generation_config(model), tokenizer)
-        )
+        return on_rank_zero(lambda: publish(temporary, target, export, _beside(model), tokenizer))
     except CheckpointError:
         if rank_and_world_size()[0] == 0 and temporary.exists():
             shutil.rmtree(temporary)
@@ -121,24 +105,19 @@ def export_hf(
 
 def _plan(
     model: nn.Module, config: ConfigLike | None, *, dtype: torch.dtype | None, max_shard_nbytes: int
-) -> tuple[CanonicalState, Export]:
+) -> tuple[HubState, Export]:
     require_initialized([model], where="export_hf()")
-    state, tied = state_of(model)
-    tensors = {key.removeprefix(PREFIX): tensor for key, tensor in state.tensors.items()}
-    for name, tensor in tensors.items():
-        _require_whole_box(name, tensor)
-    facts = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    state = hub_state(model)
+    facts = {name: (tuple(t.shape), t.dtype) for name, t in state.tensors.items()}
     chosen = config_of(model) if config is None else config
-    export = plan_export(facts, tied, chosen, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
+    export = plan_export(facts, state.tied, chosen, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
     if not export.plan.fields.get("architectures"):
-        named = {**export.plan.fields, "architectures": [_architecture(model)]}
+        named = {**export.plan.fields, "architectures": [architecture_of(model)]}
         export = replace(export, plan=replace(export.plan, fields=named))
     return state, export
 
 
-def _write(
-    model: nn.Module, state: CanonicalState, export: Export, temporary: Path
-) -> Exception | None:
+def _write(model: nn.Module, state: HubState, export: Export, temporary: Path) -> Exception | None:
     """Gather and write all files; every rank takes part in every gather, whatever fails.
 
     Returns:
@@ -161,12 +140,11 @@ def _write(
             if turn >= len(queue):
                 continue
             _, entry, dtype = queue[turn]
-            key = PREFIX + entry.ours
             result = gather_to(
                 writer,
-                state.tensors[key],
+                state.tensors[entry.ours],
                 dtype=dtype,
-                is_rank_zeros=key in state.rank_zero,
+                is_rank_zeros=entry.ours in state.rank_zero,
                 scratch=scratch,
             )
             whole = result if writer == rank else whole
@@ -181,46 +159,12 @@ def _write(
     return error or closing
 
 
-def state_of(model: nn.Module) -> tuple[CanonicalState, dict[str, str]]:
-    """Return a model's state by key, and its tied names by name; local."""
-    state = model_state(model)
-    if state.objects:
-        _log.warning("Hugging Face files have no place for %s", sorted(state.objects)[:20])
-    named = {k.removeprefix(PREFIX): v.removeprefix(PREFIX) for k, v in state.aliases.items()}
-    return state, named
-
-
-def config_of(model: nn.Module) -> ConfigLike | None:
-    """Return the config that a model carries; None without one."""
-    config = model.config if isinstance(model, _HasConfig) else None
-    return config if isinstance(config, ModelConfig | Mapping | HasJson) else None
-
-
 def _ledger_of(model: nn.Module) -> ByteLedger:
     units = list(units_below([model]).values())
     return units[0].ledger if units else ByteLedger()
 
 
-def _architecture(model: nn.Module) -> str:
-    """Return the name of the class that the user built."""
-    built = next(m for m in model.modules() if type(m).__name__ not in _WRAPPERS)
-    return next(c.__name__ for c in type(built).__mro__ if not issubclass(c, FSDPModule))
-
-
-def _generation_config(model: nn.Module) -> dict[str, str]:
-    """Return the text of the generation config by file name; nothing without one."""
-    config = model.generation_config if isinstance(model, _HasGenerationConfig) else None
-    return {GENERATION_CONFIG_FILE: config.to_json_string()} if isinstance(config, HasJson) else {}
-
-
-def _require_whole_box(name: str, tensor: torch.Tensor) -> None:
-    layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
-    if layout is not None and layout.box_shape != layout.shape:
-        raise NotImplementedError(
-            expected(
-                "tensors that are sharded by data parallelism alone",
-                f"the part {layout.box_shape} of {layout.shape}",
-                where=f"'{name}', to be exported",
-                mend="Save a checkpoint and export that: megafsdp ckpt export-hf",
-            )
-        )
+def _beside(model: nn.Module) -> dict[str, str]:
+    """Return the text of further files by name."""
+    generation = generation_config_of(model)
+    return {} if generation is None else {GENERATION_CONFIG_FILE: generation}

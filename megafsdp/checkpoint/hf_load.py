@@ -6,7 +6,6 @@ found, and agreed on by all ranks, before a tensor of the model is touched.
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
@@ -14,17 +13,15 @@ import torch
 from torch import nn
 
 from megafsdp.checkpoint.agreement import agree, attempt, rank_and_world_size
-from megafsdp.checkpoint.hf import PREFIX, config_of, state_of
 from megafsdp.checkpoint.hf_files import SafetensorsReader
 from megafsdp.checkpoint.hf_plan import ConfigLike, Entry, HubPlan, plan_stored, stored_names
+from megafsdp.checkpoint.hf_state import config_of, hub_state
 from megafsdp.checkpoint.regions import Region, local_regions, local_view
-from megafsdp.checkpoint.state_dict import canonical_name, model_state
+from megafsdp.checkpoint.state_dict import canonical_name
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_state import device_below
 from megafsdp.fsdp.plain_tensors import give_memory_to_meta_tensors
-
-_log = logging.getLogger("megafsdp.checkpoint")
 
 # Tied tensors are compared in pieces of about this size.
 _PIECE_NUMEL = 1 << 22
@@ -63,10 +60,9 @@ class _Import:
     def __init__(self, model: nn.Module, directory: Path, config: ConfigLike | None) -> None:
         self._model = model
         self._reader = SafetensorsReader(directory)
-        state, tied = state_of(model)
-        shapes = {key.removeprefix(PREFIX): tuple(t.shape) for key, t in state.tensors.items()}
+        state = hub_state(model)
         chosen = config_of(model) if config is None else config
-        self._plan = plan_stored(shapes, tied, chosen, self._reader)
+        self._plan = plan_stored(state.shapes, state.tied, chosen, self._reader)
         self._stored = match_stored(self._plan, self._reader, share=rank_and_world_size())
 
     @torch.no_grad()
@@ -78,10 +74,10 @@ class _Import:
             device_below(self._model),
             is_wanted=lambda name: canonical_name(name) in names,
         )
-        tensors = model_state(self._model).tensors
+        tensors = hub_state(self._model).tensors
         with self._reader:
             for entry in self._plan.entries:
-                tensor = tensors[PREFIX + entry.ours]
+                tensor = tensors[entry.ours]
                 for region in local_regions(entry.ours, tensor):
                     self._fill(entry, region, local_view(tensor, region))
         mark_main_weights_changed(self._model, tensors.values())
