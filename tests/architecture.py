@@ -133,6 +133,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "tracker",
         "resume",
         "loop",
+        "hf_cli",
         "ckpt_cli",
         "cli",
     ),

@@ -4,6 +4,7 @@ from megafsdp.checkpoint import inspect
 from megafsdp.checkpoint.async_save import async_save, release_staging_memory
 from megafsdp.checkpoint.directory import latest_step
 from megafsdp.checkpoint.hf import export_hf
+from megafsdp.checkpoint.hf_checkpoint import export_hf_checkpoint, import_hf_checkpoint
 from megafsdp.checkpoint.hf_load import import_hf
 from megafsdp.checkpoint.in_flight import PendingSave
 from megafsdp.checkpoint.in_flight import wait_for_end as wait_for_saves
@@ -14,7 +15,9 @@ __all__ = [
     "PendingSave",
     "async_save",
     "export_hf",
+    "export_hf_checkpoint",
     "import_hf",
+    "import_hf_checkpoint",
     "inspect",
     "latest_step",
     "load",

@@ -90,6 +90,7 @@ class _Import:
         start, num_rows = region.offsets[0], region.sizes[0]
         columns = Region(region.offsets[1:], region.sizes[1:])
         all_columns = Region((0,) * len(entry.shape[1:]), entry.shape[1:])
+        inner = (slice(None), *columns.slices_in(all_columns))
         if entry.rule.is_padded:
             target.zero_()
         for run in entry.runs():
@@ -103,9 +104,7 @@ class _Import:
                 names[run.part], theirs, theirs + last - first, dim=int(is_transposed)
             )
             rows = rows.T if is_transposed else rows
-            target[first - start : last - start].copy_(
-                rows[(slice(None), *columns.slices_in(all_columns))]
-            )
+            target[first - start : last - start].copy_(rows[inner])
 
 
 def match_stored(

@@ -214,7 +214,8 @@ def _their_fields(config: ConfigLike | None) -> dict[str, object]:
             "a config to write as config.json",
             "none" if config is None else f"a {type(config).__name__}",
             where="a model to be exported to, or imported from, Hugging Face files",
-            mend="Pass config=: the fields of config.json, or for our models a ModelConfig",
+            mend="Pass config= (--config): the fields of config.json, or a ModelConfig for a model "
+            "of megafsdp.models",
         )
     )
 

@@ -1,6 +1,6 @@
-"""The commands ``megafsdp ckpt inspect``, ``verify``, ``diff`` and ``convert``.
+"""The commands ``megafsdp ckpt``: ``inspect``, ``verify``, ``diff`` and ``convert``.
 
-They run in one process without a GPU. Each prints text, or JSON with ``--json``; a progress bar
+Those for Hugging Face files are in ``hf_cli``. All run in one process without a GPU. Each prints text, or JSON with ``--json``; a progress bar
 goes to standard error, on a terminal only.
 """
 
@@ -13,6 +13,7 @@ from megafsdp.checkpoint.convert import Format, convert
 from megafsdp.checkpoint.diff import diff
 from megafsdp.checkpoint.inspect import inspect
 from megafsdp.checkpoint.verify import verify
+from megafsdp.training.hf_cli import add_hf_commands
 
 # As of diff(1): 0 is equal, 1 is different.
 _ODD_EXIT_CODE = 1
@@ -25,6 +26,7 @@ def add_ckpt_commands(parser: argparse.ArgumentParser) -> None:
     _add_verify(tools.add_parser("verify", help="read a whole checkpoint and list its faults"))
     _add_diff(tools.add_parser("diff", help="compare two checkpoints"))
     _add_convert(tools.add_parser("convert", help="write a checkpoint in another format"))
+    add_hf_commands(tools)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megafsdp import MixedPrecisionPolicy, checkpoint, full_state_dict, materialize
 from megafsdp.checkpoint.hf_files import SafetensorsReader
 from megafsdp.errors import CheckpointError
-from megafsdp.models import build_model
+from megafsdp.models import LanguageModel, build_model
 from tests.checkpoint.hf_models import (
     FAMILIES,
     VOCABULARY,
@@ -28,6 +29,7 @@ from tests.checkpoint.hf_models import (
     their_model,
     tokens,
 )
+from tests.end_to_end.strategy_cases import mesh_of_shape
 from tests.ranks import Ranks
 
 # transformers warns of its own future.
@@ -151,6 +153,45 @@ def test_each_rank_reads_only_what_it_holds(ranks: Ranks, tmp_path: Path) -> Non
     found = ranks(3).run(_rows_read, str(tmp_path))
     assert [read for read, _ in found] == [held for _, held in found]
     assert sum(held for _, held in found) == sum(p.numel() for p in our_model("llama").parameters())
+
+
+class _Halves(nn.Module):
+    """A matrix cut by columns, another by rows, and a vector, as torch's own DTensors."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        mesh = mesh_of_shape((2,))
+        self.columns = nn.Parameter(distribute_tensor(torch.randn(3, 4), mesh, [Shard(1)]))
+        self.rows = nn.Parameter(distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]))
+        self.vector = nn.Parameter(distribute_tensor(torch.randn(3), mesh, [Replicate()]))
+
+
+def _round_trip_of_dtensors(directory: str) -> None:
+    source, target = _Halves(1), _Halves(2)
+    checkpoint.export_hf(source, directory, config={}, dtype=None, max_shard_nbytes=1)
+    checkpoint.import_hf(target, directory)
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name].full_tensor(), tensor.full_tensor()), name
+
+
+def test_dtensors_of_torch_go_there_and_back(ranks: Ranks, tmp_path: Path) -> None:
+    """Cut along any dimension; the model needs no units and no config."""
+    ranks(2).run(_round_trip_of_dtensors, str(tmp_path / "exported"))
+
+
+def test_published_names_of_gpt2_are_taken(tmp_path: Path) -> None:
+    """Files of the bare model have no prefix, and old ones hold masks."""
+    their_model("gpt2", True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    for model in (build_model(our_config("gpt2", True), seed=7), their_model("gpt2", True)):
+        nn.init.zeros_(next(model.parameters()))
+        wanted = our_model("gpt2", True) if isinstance(model, LanguageModel) else None
+        checkpoint.import_hf(model, tmp_path)
+        _assert_same_state(model, wanted or their_model("gpt2", True))
 
 
 def _refused(source: str, is_tied: bool) -> str:
