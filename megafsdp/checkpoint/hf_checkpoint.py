@@ -131,7 +131,7 @@ def _plan_export(
     dtype: torch.dtype | None,
     max_shard_nbytes: int,
 ) -> Export:
-    aliases = {k: v for k, v in reader.manifest.aliases.items() if k.startswith(_PREFIX)}
+    aliases = {k: v for k, v in reader.whole_aliases().items() if k.startswith(_PREFIX)}
     tied = {k.removeprefix(_PREFIX): v.removeprefix(_PREFIX) for k, v in aliases.items()}
     keys = [key for key in reader.whole_keys() if key.startswith(_PREFIX) and key not in aliases]
     facts = {key.removeprefix(_PREFIX): (reader.shape(key), _dtype(reader, key)) for key in keys}
@@ -147,8 +147,7 @@ def stored_config(extra: object) -> dict[str, object] | None:
 
 
 def _dtype(reader: CheckpointReader, key: str) -> torch.dtype:
-    parts = reader.manifest.fused_into.get(key)
-    stored = key if parts is None else parts["parts"][0]
+    stored = reader.fused[key]["parts"][0] if key in reader.fused else key
     return reader.manifest.tensors[stored].torch_dtype
 
 
@@ -269,7 +268,7 @@ def _add(
     for key, piece in zip(keys, form.pieces(tensor), strict=True):
         writer.add_tensor(key, _plain(piece), fused=form.grouping)
     if form.fused is not None:
-        writer.fuse(_PREFIX + name, keys, dim=form.fused.dim)
+        writer.fuse(_PREFIX + name, keys, dim=form.fused.dim, num_groups=form.fused.num_groups)
 
 
 def _plain(piece: Stored) -> torch.Tensor:

@@ -197,9 +197,17 @@ def stored_names(plan: HubPlan, names: list[str]) -> dict[str, str]:
     return known
 
 
+def fields_of(config: ModelConfig) -> dict[str, object]:
+    """Return the ``config.json`` of one of our models, which knows no special tokens.
+
+    Left out, they would be transformers' defaults, which may lie outside of the vocabulary.
+    """
+    return config_to_hugging_face(config) | {"bos_token_id": None, "eos_token_id": None}
+
+
 def _our_config(config: ConfigLike | None, rows: int) -> tuple[ModelConfig, dict[str, object]]:
     if isinstance(config, ModelConfig):
-        return config, config_to_hugging_face(config)
+        return config, fields_of(config)
     fields = _their_fields(config)
     return config_from_hugging_face(fields, padded_vocab_size=rows), fields
 

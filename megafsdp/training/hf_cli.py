@@ -11,15 +11,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from megafsdp.checkpoint import export_hf_checkpoint, import_hf_checkpoint
 from megafsdp.checkpoint.hf_checkpoint import stored_config
+from megafsdp.checkpoint.hf_plan import fields_of
 from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.errors import ConfigError, expected
-from megafsdp.models import config_to_hugging_face
 from megafsdp.training.config import ModelSection
 
 _DTYPES = {
@@ -30,12 +29,7 @@ _DTYPES = {
 }
 
 
-class _Tools(Protocol):
-    def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:
-        """Return the parser of one more sub-command."""
-
-
-def add_hf_commands(tools: _Tools) -> None:
+def add_hf_commands(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add both commands to those of ``megafsdp ckpt``."""
     _add_export(tools.add_parser("export-hf", help="write a checkpoint's weights for transformers"))
     _add_import(tools.add_parser("import-hf", help="make a checkpoint from Hugging Face files"))
@@ -84,7 +78,7 @@ class _TokenizerFile:
         shutil.copyfile(self.path, Path(directory) / "tokenizer.json")
 
 
-def _export(options: argparse.Namespace) -> None:
+def _export(options: argparse.Namespace) -> int:
     tokenizer = None if options.tokenizer is None else _tokenizer_file(Path(options.tokenizer))
     made = export_hf_checkpoint(
         options.directory,
@@ -97,9 +91,10 @@ def _export(options: argparse.Namespace) -> None:
         show_progress=not options.no_progress,
     )
     print(made.to_json() if options.json else made.describe())
+    return 0
 
 
-def _import(options: argparse.Namespace) -> None:
+def _import(options: argparse.Namespace) -> int:
     made = import_hf_checkpoint(
         options.source,
         options.directory,
@@ -110,6 +105,7 @@ def _import(options: argparse.Namespace) -> None:
         show_progress=not options.no_progress,
     )
     print(made.to_json() if options.json else made.describe())
+    return 0
 
 
 def _config(options: argparse.Namespace) -> dict[str, object] | None:
@@ -143,7 +139,7 @@ def _config_of_run(options: argparse.Namespace) -> dict[str, object] | None:
         return stored_config(extra)
     known = {field.name for field in fields(ModelSection)}
     model = ModelSection(**{k: v for k, v in section.items() if k in known})
-    return config_to_hugging_face(model.resolve())
+    return fields_of(model.resolve())
 
 
 def _tokenizer_file(path: Path) -> _TokenizerFile:

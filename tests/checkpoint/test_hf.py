@@ -162,6 +162,17 @@ def _peaks(family: str, directory: str, *sharding: object) -> dict[str, int]:
     return {"ledger": ledger.peak_total - before, "allocator": peak, "largest": largest}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_is_a_tensor_and_its_largest_rearranged_part(
+    ranks: Ranks, family: str, tmp_path: Path
+) -> None:
+    """GPT-2 transposes all of query, key and value; in the others queries are half of it."""
+    rows_of_qkv, rows_of_part = (144, 144) if family == "gpt2" else (128, 64)
+    wanted = 4 * 48 * (rows_of_qkv + rows_of_part)
+    for peaks in ranks(2).run(_peaks, family, str(tmp_path / "exported")):
+        assert peaks["ledger"] == wanted
+
+
 @pytest.mark.parametrize("sharding", [(), SHARDINGS["hsdp"], SHARDINGS["hfsdp"]])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_rank_holds_more_than_two_of_the_largest_tensors(
