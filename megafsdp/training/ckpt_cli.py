@@ -1,7 +1,7 @@
 """The commands ``megafsdp ckpt``: ``inspect``, ``verify``, ``diff`` and ``convert``.
 
-Those for Hugging Face files are in ``hf_cli``. All run in one process without a GPU. Each prints text, or JSON with ``--json``; a progress bar
-goes to standard error, on a terminal only.
+Those for Hugging Face files are in ``hf_cli``. All run in one process without a GPU. Each prints
+text, or JSON with ``--json``; a progress bar goes to standard error, on a terminal only.
 """
 
 from __future__ import annotations

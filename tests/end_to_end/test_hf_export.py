@@ -13,7 +13,7 @@ from megafsdp.models import ModelConfig, build_model, unit_classes
 from megafsdp.training import Config, train
 from megafsdp.training.cli import main
 from tests.ranks import Ranks
-from tests.training.runs import MODEL, tiny, write_corpus
+from tests.training.runs import tiny, write_corpus
 
 # transformers warns of its own future.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -40,10 +40,9 @@ def test_a_trained_run_speaks_as_a_model_of_transformers(
 ) -> None:
     """Trained on 2 ranks, exported by the command line, loaded there, and imported on 3 ranks."""
     write_corpus(tmp_path)
-    shape = {"architecture": architecture}
-    if architecture == "gpt":
-        shape["num_query_groups"] = MODEL["num_attention_heads"]
-    config = tiny(tmp_path, model=shape)
+    num_groups = 4 if architecture == "gpt" else 2
+    heads = {"num_attention_heads": 4, "num_query_groups": num_groups, "head_dim": 8}
+    config = tiny(tmp_path, model={"architecture": architecture, **heads})
     ranks(2).run(_train, config)
     source, target = str(config.checkpoint_directory), str(tmp_path / "exported")
     assert main(["ckpt", "export-hf", source, target, "--dtype", "fp32"]) == 0
