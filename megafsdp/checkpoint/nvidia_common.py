@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
+from megafsdp.checkpoint.nvidia_names import group_member
 from megafsdp.checkpoint.plain_pickle import Foreign
 from megafsdp.errors import CheckpointError, expected
 
@@ -180,6 +181,7 @@ def our_groups(fields: Mapping[str, Mapping[str, object]]) -> tuple[list[dict], 
         ``step`` of each parameter whose group counts steps.
     """
     groups: dict[str, dict] = {}
+    seen: dict[str, set[str]] = {}
     steps: dict[str, object] = {}
     for name, of_parameter in fields.items():
         own = dict(of_parameter)
@@ -189,7 +191,10 @@ def our_groups(fields: Mapping[str, Mapping[str, object]]) -> tuple[list[dict], 
         if multiplier != 1.0:
             own[_OUR_MULTIPLIER] = multiplier
         key = repr(sorted(own.items()))
-        groups.setdefault(key, {"names": []} | own)["names"].append(name)
+        names = groups.setdefault(key, {"names": []} | own)["names"]
+        if (member := group_member(name)) not in seen.setdefault(key, set()):
+            seen[key].add(member)
+            names.append(member)
     return list(groups.values()), steps
 
 

@@ -6,6 +6,7 @@ Names are ``nvidia_names``'s, values beside tensors ``nvidia_common``'s and ``nv
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -32,7 +33,7 @@ from megafsdp.checkpoint.nvidia_common import (
     their_rng_state,
     their_schedule,
 )
-from megafsdp.checkpoint.nvidia_names import FLOPS, SCHEDULER, VERSION, TheirNames
+from megafsdp.checkpoint.nvidia_names import FLOPS, SCHEDULER, VERSION, TheirNames, group_members
 from megafsdp.checkpoint.progress import bytes_bar
 from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.checkpoint.records import RecordWriter
@@ -204,7 +205,8 @@ def _write_rest(
     whole_keys = set(ours.whole_keys())
     for group in groups:
         fields = their_group(group, schedule)
-        for name in group["names"]:
+        members = (group_members(name, their_names.names) for name in group["names"])
+        for name in itertools.chain.from_iterable(members):
             counted = f"optimizer.state.{name}.step"
             step = {"step": int(ours.tensor(counted).item())} if counted in whole_keys else {}
             for field_name, value in (fields | step).items():

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from megafsdp.checkpoint.experts import ANY_EXPERT
 from megafsdp.errors import CheckpointError, expected
 
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -51,6 +52,7 @@ _NORMS = sorted({norm for _, norm in _FUSED_NORMS})
 _LOCAL_NORM = re.compile(
     rf"(?P<layer>.*\.)(?P<norm>{'|'.join(map(re.escape, _NORMS))})\.(?P<leaf>weight|bias)"
 )
+_EXPERT = re.compile(r"(\.experts\.local_experts)\.\d+\.")
 _MTP_ON_DISK = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.transformer_layer\.")
 _MTP_IN_MODULE = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.mtp_model_layer\.")
 
@@ -172,6 +174,24 @@ class TheirNames:
             if norm == found["norm"] and f"{found['layer']}{linear}.weight" in self.names:
                 return f"{found['layer']}{linear}.layer_norm_{found['leaf']}"
         return name
+
+
+def group_member(name: str) -> str:
+    """Return the name by which our parameter groups list a parameter: one for all experts."""
+    return _EXPERT.sub(rf"\1.{ANY_EXPERT}.", name)
+
+
+def group_members(name: str, names: Collection[str]) -> list[str]:
+    """Return the parameters that a name in our parameter groups stands for.
+
+    Args:
+        name: A name of :func:`group_member`.
+        names: All parameters; of one that stands for all experts, those that it stands for.
+    """
+    if ANY_EXPERT not in name:
+        return [name]
+    pattern = re.compile(re.escape(name).replace(re.escape(ANY_EXPERT), r"\d+"))
+    return sorted(other for other in names if pattern.fullmatch(other))
 
 
 def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str, tuple[str, ...]]:

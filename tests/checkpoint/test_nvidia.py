@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megafsdp.checkpoint import load, nvidia_import, save
@@ -39,6 +40,12 @@ def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
         for state, value in optimizer.state[parameter].items():
             wanted[f"optimizer.state.{name}.{state}"] = value
     return wanted
+
+
+def _groups(reader: CheckpointReader) -> list[dict]:
+    groups = reader.object("optimizer.param_groups")
+    assert isinstance(groups, list)
+    return groups
 
 
 def _differences(left: dict, right: dict) -> list[str]:
@@ -78,7 +85,7 @@ def test_groups_schedule_samples_and_random_states_are_read(tmp_path: Path) -> N
     model, _ = toy.make(tmp_path / "theirs", "gpt")
     from_nvidia(tmp_path / "theirs", tmp_path / "ours")
     with CheckpointReader(tmp_path / "ours") as reader:
-        groups = reader.object("optimizer.param_groups")
+        groups = _groups(reader)
         extra = reader.object("extra")
         schedule = reader.object("lr_scheduler")
         rng = [reader.object(f"rng.{rank}") for rank in range(2)]
@@ -213,6 +220,43 @@ def test_a_job_loads_it_into_its_nested_state(tmp_path: Path) -> None:
     assert set(whole["model"]) == set(wanted["model"])
 
 
+def _add_experts(state: dict) -> dict[str, torch.Tensor]:
+    """Put a layer of four experts into their state; return what ours must hold of it."""
+    at = "decoder.layers.0.mlp.experts.local_experts"
+    wanted = {}
+    for expert in range(4):
+        name = f"{at}.{expert}.linear_fc1.weight"
+        gate, up = torch.full((3, 2), float(expert)), torch.full((3, 2), expert + 0.5)
+        for part, tensor in ((f"{name}_w", gate), (f"{name}_v", up)):
+            moments = {"exp_avg": tensor + 1, "exp_avg_sq": tensor + 2}
+            state["model"][f"module.{part}"] = tensor
+            state["optimizer"]["state"][f"module.module.module.{part}"] = moments
+        meta = state["optimizer"]["param_to_group_meta"]
+        meta[f"module.module.module.{name}"] = toy.FIELDS | {"weight_decay": 0.1, "step": 2}
+        wanted[f"model.{name}"] = torch.cat((gate, up))
+        wanted[f"optimizer.state.{name}.exp_avg"] = torch.cat((gate, up)) + 1
+    return wanted
+
+
+def test_experts_keep_their_index_in_the_layer(tmp_path: Path) -> None:
+    """Each is a tensor of its own on both sides; our groups have one name for all."""
+    state = toy.their_state(*toy.trained("qwen3"), "qwen3")
+    wanted = _add_experts(state)
+    toy.save(state, tmp_path / "theirs")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    found = _whole(tmp_path / "ours")
+    assert _differences({key: found[key] for key in wanted}, wanted) == []
+    with CheckpointReader(tmp_path / "ours") as reader:
+        names = [name for group in _groups(reader) for name in group["names"]]
+    experts = "decoder.layers.0.mlp.experts.local_experts.*.linear_fc1.weight"
+    assert names.count(experts) == 1 and not any(".local_experts.1." in name for name in names)
+    found = toy.read(to_nvidia(tmp_path / "ours", tmp_path / "back"))
+    before = toy.read(tmp_path / "theirs" / "iter_0000002")
+    keys = {key for key in before if ".experts." in key}
+    assert len(keys) == 4 * (2 + 4 + 6) and keys <= set(found)
+    assert _differences({key: found[key] for key in keys}, {key: before[key] for key in keys}) == []
+
+
 class _Counting(DCPDirectory):
     """Counts the tensors that are alive whenever one more is read."""
 
@@ -262,7 +306,7 @@ def test_ours_to_theirs_and_back_is_equal(ranks: Ranks, tmp_path: Path, architec
             )
             == []
         )
-        before, after = (r.object("optimizer.param_groups") for r in (ours, back))
+        before, after = map(_groups, (ours, back))
         assert [set(g["names"]) for g in after] == [set(g["names"]) for g in before]
         assert all(
             old.items() <= (new | {"names": old["names"]}).items()
@@ -348,7 +392,33 @@ def test_what_does_not_fit_is_named_and_nothing_is_published(
     with pytest.raises(CheckpointError) as caught:
         from_nvidia(tmp_path / "theirs", tmp_path / "ours")
     assert message in str(caught.value)
-    assert not list((tmp_path / "ours").glob("*")) or not (tmp_path / "ours").exists()
+    assert not (tmp_path / "ours").exists()
+
+
+def _zero_a_record(directory: Path, key: str) -> None:
+    """Overwrite one tensor's record, found as torch's reader finds it."""
+    place = next(
+        place
+        for index, place in FileSystemReader(directory).read_metadata().storage_data.items()
+        if index.fqn == key
+    )
+    with (directory / place.relative_path).open("r+b") as stream:
+        stream.seek(place.offset)
+        stream.write(bytes(place.length))
+
+
+def test_a_damaged_record_on_either_side_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The error names the key; the root that was written to is empty."""
+    toy.make(tmp_path / "theirs", "gpt")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    theirs, ours = (tmp_path / name / "iter_0000002" for name in ("theirs", "ours"))
+    _zero_a_record(theirs, "model.module.decoder.final_layernorm.bias")
+    with pytest.raises(CheckpointError, match=r"model\.module\.decoder\.final_layernorm\.bias"):
+        from_nvidia(tmp_path / "theirs", tmp_path / "other")
+    _zero_a_record(ours, "model.decoder.final_layernorm.bias")
+    with pytest.raises(CheckpointError, match=r"model\.decoder\.final_layernorm\.bias"):
+        to_nvidia(tmp_path / "ours", tmp_path / "back")
+    assert [*(tmp_path / "other").iterdir(), *(tmp_path / "back").iterdir()] == []
 
 
 def test_unknown_keys_can_be_left_out(tmp_path: Path) -> None:
