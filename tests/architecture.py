@@ -97,6 +97,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "reference",
         "cuda_kernels",
         "flat_checks",
+        "loaded_states",
         "square_sum",
         "kernels",
         "state",

@@ -22,6 +22,7 @@ from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.errors import expected
 
 Self = TypeVar("Self", bound="RowShardedDTensor")
+D = TypeVar("D", bound=DTensor)
 
 _NEW_EMPTY = "new_empty"
 # Their results have the source's shape, element by element, though torch does not tag them
@@ -52,6 +53,15 @@ _METADATA = frozenset(
 IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
 
 
+def wrapper(cls: type[D], local: torch.Tensor, spec: DTensorSpec) -> D:
+    """Make a DTensor of a class over a local tensor, which may lie anywhere in its storage."""
+    offset = local.storage_offset()
+    # A wrapper takes over the offset, and torch's staging an offset for the address of a storage.
+    result = cls(local.new_empty(0) if offset else local, spec, requires_grad=False)
+    result._local_tensor = local
+    return result
+
+
 class RowShardedDTensor(DTensor):
     """A DTensor whose local tensor is any range of its rows; it carries the true cuts."""
 
@@ -65,7 +75,7 @@ class RowShardedDTensor(DTensor):
         if meta.dtype != local.dtype:
             meta = TensorMeta(meta.shape, meta.stride, local.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-        result = cls(local, spec, requires_grad=False)
+        result = wrapper(cls, local, spec)
         result._uneven_layout = layout
         return result
 
@@ -278,5 +288,26 @@ def refuse(name: str, args: object) -> NoReturn:
             f"'{name}'",
             where=f"an unevenly sharded tensor of shape {shape}",
             mend="Call full_tensor() first, or work on .local, this rank's rows",
+        )
+    )
+
+
+def is_cut_alike(value: object, tensor: object) -> bool:
+    """Tell whether a value may be copied into an uneven DTensor row by row, or it is another."""
+    if not isinstance(tensor, RowShardedDTensor):
+        return True
+    return isinstance(value, RowShardedDTensor) and value._uneven_layout == tensor._uneven_layout
+
+
+def refuse_full_state(where: str) -> NoReturn:
+    """Raise the error of a loaded tensor that is whole, or that torch has cut by itself."""
+    raise NotImplementedError(
+        expected(
+            "a tensor cut like the parameter",
+            "a full one, or one that torch has cut",
+            where=where,
+            mend="Load a model by megafsdp.load_full_state_dict(); write full optimizer states by "
+            "torch_save_to_dcp(), and load them by torch.distributed.checkpoint.load() into what "
+            "get_optimizer_state_dict() returns",
         )
     )

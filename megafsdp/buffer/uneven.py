@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -34,9 +35,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.collectives import all_gather_equal
-from megafsdp.buffer.local_ops import IS_DISPATCH_BYPASSED, RowShardedDTensor, refuse
+from megafsdp.buffer.local_ops import (
+    IS_DISPATCH_BYPASSED,
+    RowShardedDTensor,
+    refuse,
+    refuse_full_state,
+    wrapper,
+)
 from megafsdp.errors import expected
 from megafsdp.mesh.parallel_dims import flat_group
+
+# It takes a full tensor apart as torch.chunk does and writes the chunk, or broadcasts a part of it,
+# over this rank's rows: an error on some ranks or none. Nothing else that it asks for tells.
+_TORCH_CHUNK_WRITER = "_distribute_tensors"
 
 
 class UnevenDTensor(RowShardedDTensor):
@@ -111,8 +122,11 @@ class UnevenDTensor(RowShardedDTensor):
         """Return this rank's rows within autograd; their gradient is cut like the tensor.
 
         Raises:
-            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts.
+            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts;
+                or ``torch.distributed.checkpoint`` is about to write a chunk of a full tensor.
         """
+        if sys._getframe(1).f_code.co_name == _TORCH_CHUNK_WRITER:
+            refuse_full_state(f"a tensor of shape {self._uneven_layout.shape}")
         if IS_DISPATCH_BYPASSED and self.requires_grad and torch.is_grad_enabled():
             refuse("to_local within autograd", [self])
         return _LocalRows.apply(self)
@@ -140,8 +154,11 @@ class UnevenDTensor(RowShardedDTensor):
         local = self.local.reshape(-1)
         padded = local.new_zeros(longest)
         padded[: local.numel()] = local
-        gathered = all_gather_equal(padded, group=self.dividing_ranks, label="full_tensor")
-        rows = dict(zip(self.shards_by_rank(), gathered, strict=True))
+        # As bytes: gloo gathers neither int16 nor FP8.
+        sent = padded.view(torch.uint8)
+        gathered = all_gather_equal(sent, group=self.dividing_ranks, label="full_tensor")
+        received = [shard.view(local.dtype) for shard in gathered]
+        rows = dict(zip(self.shards_by_rank(), received, strict=True))
         pieces = [rows[s][: stop - start] for s, (start, stop) in enumerate(ranges)]
         return torch.cat(pieces).view(layout.shape)
 
@@ -195,6 +212,8 @@ class UnevenDTensor(RowShardedDTensor):
             for box in self._uneven_layout.boxes():
                 region = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
                 flat[box.start : box.start + box.numel].view(box.sizes).copy_(full[region])
+        # Ranks without rows count it as well.
+        torch.autograd.graph.increment_version(self._local_tensor)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy the local rows and the gradient; the layout is shared."""
@@ -207,7 +226,12 @@ class UnevenDTensor(RowShardedDTensor):
         return copied
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes this rank stores, for ``torch.distributed.checkpoint``."""
+        """List the boxes this rank reads, for ``torch.distributed.checkpoint`` to load."""
+        # A load writes on some ranks only: one without rows counts it as well.
+        torch.autograd.graph.increment_version(self._local_tensor)
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             for box in self._uneven_layout.boxes()
@@ -224,7 +248,7 @@ class UnevenDTensor(RowShardedDTensor):
                     chunk=chunk, properties=properties, size=torch.Size(self._uneven_layout.shape)
                 ),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -300,6 +324,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def local_object(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the very tensor under a DTensor, whose version counts writes; or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Wrap other local elements, in any dtype, as a tensor is: sharded alike, or plain; aliases."""
     if isinstance(tensor, UnevenDTensor):
@@ -308,11 +337,11 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return wrapper(DTensor, local, spec)
 
 
 def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return wrapper(DTensor, local, spec)

@@ -34,7 +34,7 @@ from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
-from megafsdp.buffer.uneven import UnevenDTensor, make_replicated
+from megafsdp.buffer.uneven import UnevenDTensor, local_object, make_replicated
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.axes import DataParallelAxes
@@ -150,6 +150,8 @@ class ParameterGroup:
             self.main_weight.zero_gaps()
             for index, original in enumerate(originals):
                 self._make_faces(index, original)
+        self._shown = [local_object(p.sharded) for p in parameters]
+        self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
         self.release()
 
@@ -194,7 +196,8 @@ class ParameterGroup:
             setattr(sharded, name, value)
         tie_to_group(sharded, self)
         if self.dtypes.grad != self.dtypes.main:
-            sharded.grad_dtype = self.dtypes.grad
+            # Any dtype: torch's state dict helpers give a gradient of zeros in the main dtype.
+            sharded.grad_dtype = None
         full = self.compute_weight.assemble(index, parameter.shape)
         parameter.sharded = sharded
         parameter.unsharded = nn.Parameter(full, requires_grad=original.requires_grad)
@@ -241,6 +244,16 @@ class ParameterGroup:
     def mark_stale(self) -> None:
         """Note that main weights changed: the next unshard refreshes, once."""
         self.compute_weight.mark_stale()
+
+    def notice_writes(self) -> None:
+        """Mark the group stale if tensors of a state dict were written to, as loads do; local."""
+        num_writes = self._count_writes()
+        if num_writes != self._num_writes:
+            self._num_writes = num_writes
+            self.mark_stale()
+
+    def _count_writes(self) -> int:
+        return sum(tensor._version for tensor in self._shown)
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Make the unsharded parameters current: issue the gather, or refresh the replica.

@@ -122,6 +122,8 @@ class FSDPUnit:
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of all groups; collective."""
         self.is_kept = False
+        for group in self.groups:
+            group.notice_writes()
         if any(group.compute_weight.needs_statistics for group in self.groups):
             self.require_context().refresh_with_statistics()
         for group in self.groups:

@@ -9,7 +9,7 @@ how a parameter is stored does not change its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ from megafsdp.optimizer.adam_plan import GroupPlan
 from megafsdp.optimizer.capturable import CapturablePass
 from megafsdp.optimizer.clip import clip_coefficient
 from megafsdp.optimizer.grad_norms import total_norm
+from megafsdp.optimizer.loaded_states import (
+    check_loaded_states,
+    fill_options,
+    packed_parameters,
+)
 from megafsdp.optimizer.state import check_state_dtype
 from megafsdp.optimizer.state_store import REMAINDER, STATES, StateStore
 
@@ -205,7 +210,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
         With ``store_param_remainders`` the remainders are there too, in int16.
         """
         packed = super().state_dict()
-        for index, parameter in self._packed(packed):
+        for index, parameter in packed_parameters(packed, self.param_groups):
             if index in packed["state"]:
                 state = self.state[parameter]
                 kept = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
@@ -220,10 +225,13 @@ class FusedAdam(MarksMainWeights, Optimizer):
                 rank holds of them.
 
         Raises:
-            ValueError: Its groups or shapes are not this optimizer's.
+            ValueError: Its groups, options or shapes are not this optimizer's.
+            NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
         """
+        check_loaded_states(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
-        for index, parameter in self._packed(state_dict):
+        fill_options(self.param_groups, self.defaults)
+        for index, parameter in packed_parameters(state_dict, self.param_groups):
             given = state_dict["state"].get(index)
             if given is None:
                 continue
@@ -233,11 +241,6 @@ class FusedAdam(MarksMainWeights, Optimizer):
                 for name, value in given.items()
             }
             self._store.prepare(parameter, self.state[parameter])
-
-    def _packed(self, packed: dict[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each parameter with its number in a state dict."""
-        for group, own in zip(packed["param_groups"], self.param_groups, strict=True):
-            yield from zip(group["params"], own["params"], strict=True)
 
     def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's states as checkpoints hold them: moments in fp32; local.

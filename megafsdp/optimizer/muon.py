@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
 from megafsdp.errors import expected
+from megafsdp.optimizer.loaded_states import check_loaded_states, fill_options
 from megafsdp.optimizer.matrix_exchange import Round, choose_owners, choose_rounds, pieces
 from megafsdp.optimizer.muon_matrix import SPLITS, Matrix, is_for_muon, matrices_of
 from megafsdp.optimizer.newton_schulz import LR_RULES, MUON_COEFFICIENTS, Coefficients, lr_ratio
@@ -124,6 +125,17 @@ class Muon(Optimizer):
         except (ValueError, NotImplementedError):
             self.param_groups.pop()
             raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state dict of an optimizer of this class or of ``torch.optim.Muon``; local.
+
+        Raises:
+            ValueError: Its groups or shapes are not this optimizer's.
+            NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
+        """
+        check_loaded_states(state_dict, self.param_groups)
+        super().load_state_dict(state_dict)
+        fill_options(self.param_groups, self.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
