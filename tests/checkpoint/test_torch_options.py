@@ -1,0 +1,212 @@
+"""Options of torch's state dict helpers, asynchronous saves and converters on sharded models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from megafsdp import full_state_dict
+from tests.checkpoint.plain_torch import (
+    Run,
+    everything,
+    load,
+    logits,
+    run_of,
+    state_of,
+    train,
+    whole,
+)
+from tests.checkpoint.sharding import differences
+from tests.ranks import Ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
+FULL = StateDictOptions(full_state_dict=True)
+FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def _trained(kind: str, strategy: str, num_steps: int = 2) -> Run:
+    run = run_of(kind, strategy)
+    train(run, range(num_steps))
+    return run
+
+
+def _load_into_the_state_dict(directory: str) -> list[str]:
+    stale = []
+    for strategy in STRATEGIES:
+        run = _trained("adam", strategy)
+        path = f"{directory}/{strategy}"
+        dcp.save({"model": run.model.state_dict()}, checkpoint_id=path)
+        other = run_of("adam", strategy, salt=1)
+        before = logits(other)
+        dcp.load({"model": other.model.state_dict()}, checkpoint_id=path)
+        assert not torch.equal(logits(run), before)
+        if not torch.equal(logits(run), logits(other)):
+            stale.append(strategy)
+    return stale
+
+
+def test_a_load_into_a_state_dict_alone_refreshes_compute_weights(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """As with FSDP2, ``dcp.load(model.state_dict())`` is a load: nothing else need be called."""
+    assert ranks(4).run(_load_into_the_state_dict, str(tmp_path)) == [[]] * 4
+
+
+def _full_states(kind: str, strategy: str) -> None:
+    run = _trained(kind, strategy)
+    wanted = full_state_dict(run.model)
+    states = run.optimizer.state_dict()["state"]
+    moments = {i: {k: whole(v) for k, v in values.items()} for i, values in states.items()}
+    names = {p: name for name, p in run.model.named_parameters()}
+    ordered = [names[p] for group in run.optimizer.param_groups for p in group["params"]]
+    for options in (FULL, FULL_ON_CPU):
+        model, optimizer = get_state_dict(run.model, run.optimizer, options=options)
+        if options.cpu_offload and dist.get_rank() > 0:
+            assert not model and not optimizer, "torch gives full states to rank 0 alone"
+            continue
+        assert differences(model, wanted) == []
+        assert all(type(value) is torch.Tensor for value in model.values())
+        for index, name in enumerate(ordered):
+            assert differences(optimizer["state"][name], moments[index]) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("adamw", "optim"),
+        ("adam-bf16", "hsdp"),
+        ("adam-fp8", "hfsdp"),
+        ("adam-remainders", "optim_grads_params"),
+        ("muon", "no_shard"),
+    ],
+)
+def test_full_states_are_whole(ranks: Ranks, kind: str, strategy: str) -> None:
+    """full_state_dict=True gives plain tensors of the whole, moments in fp32; offloaded, too."""
+    ranks(4).run(_full_states, kind, strategy)
+
+
+def _full_states_set(kind: str) -> list[str]:
+    run = _trained(kind, "optim_grads_params")
+    model, optimizer = get_state_dict(run.model, run.optimizer, options=FULL)
+    before = everything(run)
+    messages = []
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for options in (FULL, broadcast):
+        with pytest.raises(NotImplementedError) as caught:
+            set_model_state_dict(run.model, dict(model), options=options)
+        messages.append(str(caught.value))
+    with pytest.raises(NotImplementedError) as caught:
+        run.model.load_state_dict(model)
+    messages.append(str(caught.value))
+    assert differences(everything(run), before) == [], "nothing has been written"
+    # torch's optimizers accept any states; they are told apart at the step.
+    with pytest.raises((NotImplementedError, ValueError), match="cut like the"):
+        set_optimizer_state_dict(run.model, run.optimizer, optimizer, options=FULL)
+        train(run, range(2, 3))
+    return messages
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw-fused", "sgd", "adam", "adam-fp8", "muon"])
+def test_setting_full_states_is_refused_on_all_ranks(ranks: Ranks, kind: str) -> None:
+    """Torch would cut them as torch.chunk does; the error names what loads them."""
+    for messages in ranks(3).run(_full_states_set, kind):
+        assert len(messages) == 3
+        assert all("load_full_state_dict()" in message for message in messages)
+
+
+def _options() -> None:
+    run, other = _trained("adam", "optim_grads_params"), run_of("adam", "optim", salt=1)
+    frozen = {n for n, p in run.model.named_parameters() if not p.requires_grad}
+    assert frozen == {"blocks.0.norm.bias", "blocks.1.norm.bias", "blocks.1.down.weight"}
+    fresh = full_state_dict(other.model)
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    state = get_model_state_dict(run.model, options=options)
+    assert set(run.model.state_dict()) - set(state) == frozen
+    result = set_model_state_dict(other.model, state, options=options)
+    assert set(result.missing_keys) == frozen
+    loaded, wanted = full_state_dict(other.model), full_state_dict(run.model)
+    assert set(differences(loaded, wanted)) == frozen
+    assert set(differences(loaded, fresh)) == set(wanted) - frozen
+    del state["blocks.0.up.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks\.0\.up\.weight"):
+        set_model_state_dict(other.model, state)
+    with pytest.warns(FutureWarning, match="submodules"):
+        for is_kept, prefix in ((True, "blocks.1."), (False, "")):
+            kept = StateDictOptions(keep_submodule_prefixes=is_kept)
+            block = get_model_state_dict(run.model, submodules={run.model.blocks[1]}, options=kept)
+            assert set(block) == {prefix + n for n in run.model.blocks[1].state_dict()}
+
+
+def test_options_of_the_helpers(ranks: Ranks) -> None:
+    """Frozen parameters left out, missing keys, prefixes of submodules: as documented."""
+    ranks(2).run(_options)
+
+
+def _save_asynchronously(directory: str, kind: str, strategy: str, form: str) -> Any:
+    run = _trained(kind, strategy)
+    wanted = everything(run)
+    response: Any = dcp.async_save(
+        state_of(run, "helpers"),
+        checkpoint_id=directory,
+        async_checkpointer_type=AsyncCheckpointerType[form],
+        # Training goes on meanwhile, on the same backend: the thread needs ranks of its own.
+        process_group=dist.new_group() if form == "THREAD" else None,
+    )
+    train(run, range(2, 4))
+    getattr(response, "upload_completion", response).result()
+    return wanted, everything(run)
+
+
+def _load(directory: str, kind: str, strategy: str) -> Any:
+    run = run_of(kind, strategy, salt=1)
+    load(run, "helpers", directory)
+    loaded = everything(run)
+    train(run, range(2, 4))
+    return loaded, everything(run)
+
+
+_ASYNCHRONOUS = [
+    ("adam", (2, "optim_grads_params"), (3, "optim")),
+    ("adam-remainders", (4, "hfsdp"), (2, "no_shard")),
+    ("adam-fp8", (3, "no_shard"), (4, "hsdp")),
+]
+
+
+@pytest.mark.parametrize(("kind", "saved_by", "loaded_by"), _ASYNCHRONOUS)
+def test_asynchronous_saves_hold_the_values_of_their_call(
+    ranks: Ranks, tmp_path: Path, kind: str, saved_by: Any, loaded_by: Any
+) -> None:
+    """Steps taken while a thread writes are not in the checkpoint; a loaded run takes them too."""
+    saved = ranks(saved_by[0]).run(
+        _save_asynchronously, str(tmp_path), kind, saved_by[1], "THREAD"
+    )[0]
+    for loaded in ranks(loaded_by[0]).run(_load, str(tmp_path), kind, loaded_by[1]):
+        assert differences(saved[0], loaded[0]) == []
+        assert differences(saved[1], loaded[1]) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "saved_by", "loaded_by"), _ASYNCHRONOUS[:2])
+def test_saves_by_another_process_hold_the_values_of_their_call(
+    ranks: Ranks, tmp_path: Path, kind: str, saved_by: Any, loaded_by: Any
+) -> None:
+    """Cuts travel with the tensors to the process that writes."""
+    saved = ranks(saved_by[0]).run(
+        _save_asynchronously, str(tmp_path), kind, saved_by[1], "PROCESS"
+    )[0]
+    for loaded in ranks(loaded_by[0]).run(_load, str(tmp_path), kind, loaded_by[1]):
+        assert differences(saved[0], loaded[0]) == []
+        assert differences(saved[1], loaded[1]) == []

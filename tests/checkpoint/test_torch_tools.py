@@ -1,0 +1,70 @@
+"""torch.distributed.checkpoint and its helpers on sharded models, without any preparation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from tests.checkpoint.plain_torch import everything, load, logits, run_of, state_of, train
+from tests.checkpoint.sharding import differences
+from tests.ranks import Ranks
+
+Saved = tuple[dict[str, object], dict[str, object]]
+
+
+def _save(directory: str, kind: str, strategy: str, way: str) -> Saved:
+    run = run_of(kind, strategy)
+    train(run, range(2))
+    dcp.save(state_of(run, way), checkpoint_id=directory)
+    saved = everything(run)
+    train(run, range(2, 4))
+    return saved, everything(run)
+
+
+def _load(directory: str, kind: str, strategy: str, way: str) -> Saved:
+    run = run_of(kind, strategy, salt=1)
+    if way in ("modules", "state dicts"):
+        # These show the states that there are; torch's helpers make them.
+        train(run, range(7, 8))
+    logits(run)
+    load(run, way, directory)
+    loaded = everything(run)
+    train(run, range(2, 4))
+    return loaded, everything(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "saved_by", "loaded_by"),
+    [
+        ("adamw", "helpers", (2, "optim_grads_params"), (3, "optim_grads_params")),
+        ("adamw-fused", "flat", (4, "hsdp"), (1, "no_shard")),
+        ("sgd", "stateful", (3, "optim"), (4, "hfsdp")),
+        ("adam", "helpers", (4, "hfsdp"), (2, "optim")),
+        ("adam", "modules", (2, "no_shard"), (3, "optim_grads")),
+        ("adam-bf16", "state dicts", (2, "optim_grads"), (4, "hsdp")),
+        ("adam-bf16", "helpers", (2, "hfsdp"), (2, "optim_grads_params")),
+        ("adam-fp8", "helpers", (3, "optim_grads_params"), (2, "no_shard")),
+        ("adam-fp8", "flat", (1, "optim"), (4, "hfsdp")),
+        ("adam-remainders", "helpers", (2, "optim_grads_params"), (3, "optim")),
+        ("adam-remainders", "stateful", (4, "hsdp"), (1, "no_shard")),
+        ("muon", "helpers", (2, "optim_grads_params"), (3, "optim_grads_params")),
+        ("muon", "on the cpu", (4, "hfsdp"), (2, "no_shard")),
+    ],
+)
+def test_a_loaded_run_goes_on_as_if_it_had_never_stopped(
+    ranks: Ranks,
+    tmp_path: Path,
+    kind: str,
+    way: str,
+    saved_by: tuple[int, str],
+    loaded_by: tuple[int, str],
+) -> None:
+    """State, logits right after the load and after two more steps are equal bit by bit."""
+    directory = str(tmp_path)
+    saved, continued = ranks(saved_by[0]).run(_save, directory, kind, saved_by[1], way)[0]
+    assert len(differences(saved, continued)) > 20
+    for loaded, resumed in ranks(loaded_by[0]).run(_load, directory, kind, loaded_by[1], way):
+        assert differences(saved, loaded) == []
+        assert differences(continued, resumed) == []
