@@ -9,23 +9,29 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from megafsdp import full_state_dict
+from megafsdp import FusedAdam, full_state_dict, fully_shard_model
 from tests.checkpoint.plain_torch import (
+    VOCABULARY,
+    WIDTH,
     Run,
     everything,
     load,
     logits,
     run_of,
     state_of,
+    tokens_of,
     train,
     whole,
 )
@@ -210,3 +216,122 @@ def test_saves_by_another_process_hold_the_values_of_their_call(
     for loaded in ranks(loaded_by[0]).run(_load, str(tmp_path), kind, loaded_by[1]):
         assert differences(saved[0], loaded[0]) == []
         assert differences(saved[1], loaded[1]) == []
+
+
+def test_converters_of_torch_read_and_write_whole_states(ranks: Ranks, tmp_path: Path) -> None:
+    """``dcp_to_torch_save`` gives whole tensors; ``torch_save_to_dcp`` gives what we load."""
+    sharded, whole_file, back = tmp_path / "sharded", tmp_path / "whole.pt", tmp_path / "back"
+    saved = ranks(3).run(_save, str(sharded), "adam-fp8", "optim")[0]
+    dcp_to_torch_save(sharded, whole_file)
+    states = torch.load(whole_file, weights_only=True)
+    model = {name: value for name, value in saved[0].items() if name in states["model"]}
+    assert len(model) == 16
+    assert differences(states["model"], model) == []
+    moment = states["optimizer"]["state"]["embed.weight"]["exp_avg"]
+    assert torch.equal(moment, saved[0]["0/exp_avg"])
+    torch_save_to_dcp(whole_file, back)
+    for loaded in ranks(4).run(_load, str(back), "adam-fp8", "hfsdp"):
+        assert differences(saved[0], loaded[0]) == []
+        assert differences(saved[1], loaded[1]) == []
+
+
+def _save(directory: str, kind: str, strategy: str) -> Any:
+    run = _trained(kind, strategy)
+    dcp.save(state_of(run, "helpers"), checkpoint_id=directory)
+    wanted = everything(run)
+    train(run, range(2, 4))
+    return wanted, everything(run)
+
+
+def _llama(strategy: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=36,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = fully_shard_model(LlamaForCausalLM(config), strategy=strategy)
+    return model, FusedAdam(model.parameters(), lr=0.01)
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    tokens = tokens_of(3)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _save_llama(directory: str) -> Any:
+    model, optimizer = _llama("optim_grads_params", 0)
+    _step(model, optimizer)
+    states = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=directory)
+    loss = _step(model, optimizer)
+    return loss, full_state_dict(model)
+
+
+def _load_llama(directory: str) -> Any:
+    model, optimizer = _llama("optim", 1)
+    names = ("model", "optimizer")
+    states = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=directory)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    loss = _step(model, optimizer)
+    return loss, full_state_dict(model)
+
+
+def test_a_transformers_model_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    """Saved by 2 ranks, loaded by 4 under another strategy: the same loss and the same step."""
+    # Ranks have equal batches: the mean of 2 or of 4 equal gradients is exact.
+    saved = ranks(2).run(_save_llama, str(tmp_path))[0]
+    for loss, weights in ranks(4).run(_load_llama, str(tmp_path)):
+        assert torch.equal(loss, saved[0])
+        assert differences(weights, saved[1]) == []
+
+
+def _states_of_another_class(kinds: tuple[str, str]) -> None:
+    first, second = _trained(kinds[0], "optim"), run_of(kinds[1], "optim")
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.scheduler.load_state_dict(first.scheduler.state_dict())
+    moments = [k for k in everything(first) if k.endswith(("/exp_avg", "/exp_avg_sq"))]
+    left, right = everything(first), everything(second)
+    assert moments and all(torch.equal(left[k], right[k]) for k in moments)
+    assert torch.equal(left["logits"], right["logits"])
+    train(second, range(2, 3))
+
+
+@pytest.mark.parametrize("kinds", [("adamw", "adam"), ("adam", "adamw"), ("adam-fp8", "adam")])
+def test_optimizers_take_each_others_states(ranks: Ranks, kinds: tuple[str, str]) -> None:
+    """FusedAdam loads a state dict of torch's AdamW and steps, and the other way round."""
+    ranks(2).run(_states_of_another_class, kinds)
+
+
+def _foreign_options() -> None:
+    run = run_of("adam", "optim")
+    for name in ("amsgrad", "maximize"):
+        odd = torch.optim.AdamW(run.model.parameters(), **{name: True})
+        mine = FusedAdam(run.model.parameters())
+        with pytest.raises(ValueError, match=f"without {name}"):
+            mine.load_state_dict(odd.state_dict())
+    train(run, range(1))
+    packed = run.optimizer.state_dict()
+    packed["state"][0]["exp_avg"] = torch.zeros(VOCABULARY, WIDTH)
+    with pytest.raises(ValueError, match="elements that this rank holds"):
+        run.optimizer.load_state_dict(packed)
+
+
+def test_what_fused_adam_would_ignore_is_refused(ranks: Ranks) -> None:
+    """Options with another arithmetic, and plain states of another length, are named."""
+    ranks(2).run(_foreign_options)
