@@ -243,13 +243,13 @@ class ParameterGroup:
 
     def mark_stale(self) -> None:
         """Note that main weights changed: the next unshard refreshes, once."""
+        # A step may write on some ranks only: what it wrote must not be noticed on those again.
+        self._num_writes = self._count_writes()
         self.compute_weight.mark_stale()
 
     def notice_writes(self) -> None:
         """Mark the group stale if tensors of a state dict were written to, as loads do; local."""
-        num_writes = self._count_writes()
-        if num_writes != self._num_writes:
-            self._num_writes = num_writes
+        if self._count_writes() != self._num_writes:
             self.mark_stale()
 
     def _count_writes(self) -> int:

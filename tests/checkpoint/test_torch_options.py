@@ -22,20 +22,25 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megafsdp import FusedAdam, full_state_dict, fully_shard_model
+from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.uneven import local_tensor
 from tests.checkpoint.plain_torch import (
+    BF16,
     VOCABULARY,
     WIDTH,
     Run,
+    divide,
     everything,
     load,
     logits,
+    optimizer_of,
     run_of,
     state_of,
     tokens_of,
     train,
     whole,
 )
-from tests.checkpoint.sharding import differences
+from tests.checkpoint.sharding import differences, fill
 from tests.ranks import Ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
@@ -69,6 +74,47 @@ def test_a_load_into_a_state_dict_alone_refreshes_compute_weights(
 ) -> None:
     """As with FSDP2, ``dcp.load(model.state_dict())`` is a load: nothing else need be called."""
     assert ranks(4).run(_load_into_the_state_dict, str(tmp_path)) == [[]] * 4
+
+
+def _few_rows(salt: int, strategy: str = "optim") -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 2, bias=False), torch.nn.Linear(2, WIDTH))
+    fill(model, salt)
+    return divide(model, list(model), strategy, BF16)
+
+
+def _load_few_rows(directory: str) -> int:
+    model, other, third = (_few_rows(salt) for salt in range(3))
+    dcp.save(model.state_dict(), checkpoint_id=directory)
+    whole = full_state_dict(model)
+    x = torch.ones(1, WIDTH)
+    with torch.no_grad():
+        wanted, stale = model(x), (other(x), third(x))
+        dcp.load(other.state_dict(), checkpoint_id=directory)
+        for name, parameter in third.named_parameters():
+            parameter.copy_from_full_(whole[name])
+        assert not any(torch.equal(wanted, each) for each in stale)
+        assert torch.equal(other(x), wanted) and torch.equal(third(x), wanted)
+    return sum(local_tensor(p).numel() for p in model[0].parameters())
+
+
+def test_ranks_without_rows_notice_a_load(ranks: Ranks, tmp_path: Path) -> None:
+    """All ranks gather again, those too that the load wrote nothing into."""
+    assert 0 in ranks(4).run(_load_few_rows, str(tmp_path))
+
+
+def _num_gathers(kind: str) -> int:
+    model = _few_rows(0, "hfsdp")
+    optimizer = optimizer_of(kind, model)
+    model(torch.ones(1, WIDTH)).float().square().mean().backward()
+    optimizer.step()
+    with record_collectives() as record, torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    return sum(record.calls.values())
+
+
+def test_what_a_step_wrote_is_gathered_once(ranks: Ranks) -> None:
+    """Muon writes into what state dicts show, torch's AdamW beside it; both mark their groups."""
+    assert ranks(4).run(_num_gathers, "muon") == ranks(4).run(_num_gathers, "adamw")
 
 
 def _full_states(kind: str, strategy: str) -> None:
