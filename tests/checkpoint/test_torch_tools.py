@@ -62,9 +62,44 @@ def test_a_loaded_run_goes_on_as_if_it_had_never_stopped(
     loaded_by: tuple[int, str],
 ) -> None:
     """State, logits right after the load and after two more steps are equal bit by bit."""
-    directory = str(tmp_path)
+    _check(ranks, str(tmp_path), kind, way, saved_by, loaded_by)
+
+
+def _check(
+    ranks: Ranks,
+    directory: str,
+    kind: str,
+    way: str,
+    saved_by: tuple[int, str],
+    loaded_by: tuple[int, str],
+) -> None:
     saved, continued = ranks(saved_by[0]).run(_save, directory, kind, saved_by[1], way)[0]
     assert len(differences(saved, continued)) > 20
     for loaded, resumed in ranks(loaded_by[0]).run(_load, directory, kind, loaded_by[1], way):
         assert differences(saved, loaded) == []
         assert differences(continued, resumed) == []
+
+
+_MESHES = [
+    (1, "no_shard"),
+    (2, "optim_grads_params"),
+    (3, "optim"),
+    (4, "hsdp"),
+    (4, "hfsdp"),
+]
+_KINDS = ("adamw", "sgd", "adam", "adam-bf16", "adam-fp8", "adam-remainders", "muon")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("saved_by", _MESHES)
+@pytest.mark.parametrize("loaded_by", _MESHES)
+def test_every_mesh_loads_what_every_mesh_saved(
+    ranks: Ranks,
+    tmp_path: Path,
+    kind: str,
+    saved_by: tuple[int, str],
+    loaded_by: tuple[int, str],
+) -> None:
+    """The same for all ordered pairs of meshes and all optimizers."""
+    _check(ranks, str(tmp_path), kind, "helpers", saved_by, loaded_by)
