@@ -126,7 +126,9 @@ class FlatStorage:
         ledger: ByteLedger,
         category: Category,
     ) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        # A tensor made in inference mode could never be written outside of it.
+        with torch.inference_mode(False):
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.tensor.untyped_storage().nbytes()
         self._ledger = ledger
         self._category = category

@@ -125,6 +125,22 @@ def test_gradients_of_inputs_alone_leave_parameters_without_any(ranks: Ranks) ->
     ranks(2).run(_gradients_of_inputs)
 
 
+def _inference_first_in_bf16(strategy: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    wanted, net = (pair(strategy=strategy, mp_policy=policy)[1] for _ in range(2))
+    optimizers = [adamw(wanted), adamw(net)]
+    for step in range(3):
+        batch = mine(batches(1, seed=step)[0])
+        with torch.inference_mode():
+            net(*batch)
+        for model, optimizer in zip((wanted, net), optimizers, strict=True):
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, parameter in zip(net.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(found.to_local(), parameter.to_local())
+
+
 def _inference_first(strategy: str) -> None:
     reference, net = pair(strategy=strategy)
     with torch.inference_mode():
@@ -142,9 +158,10 @@ def _inference_first(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
-def test_inference_mode_may_come_first(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("body", [_inference_first, _inference_first_in_bf16])
+def test_inference_mode_may_come_first(ranks: Ranks, body: object, strategy: str) -> None:
     """A forward in inference mode before and between steps changes nothing for training."""
-    ranks(2).run(_inference_first, strategy)
+    ranks(2).run(body, strategy)
 
 
 def _wrapped_after_inner_forward() -> None:
@@ -287,8 +304,8 @@ def test_a_model_frozen_whole_runs_and_may_be_thawed(ranks: Ranks) -> None:
     ranks(2).run(_all_frozen)
 
 
-def _optimizer_swapped() -> None:
-    reference, net = pair()
+def _optimizer_swapped(strategy: str) -> None:
+    reference, net = pair(strategy=strategy)
     train_both(reference, net, num_steps=2)
     train_both(
         reference,
@@ -300,9 +317,10 @@ def _optimizer_swapped() -> None:
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_the_optimizer_may_be_swapped(ranks: Ranks) -> None:
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_the_optimizer_may_be_swapped(ranks: Ranks, strategy: str) -> None:
     """A new optimizer over the same parameters goes on from where they are."""
-    ranks(2).run(_optimizer_swapped)
+    ranks(2).run(_optimizer_swapped, strategy)
 
 
 def _forward_without_backward() -> None:
