@@ -269,10 +269,10 @@ class FSDPUnit:
 
     @torch._disable_dynamo
     def _leave_forward(self, module: nn.Module, *unused: object) -> None:
-        """Return to rest if an exception cut the forward short; called after every forward."""
-        is_cut_short = self.phase is Phase.FORWARD and id(module) in self._to_run
-        # Recomputation is cut short on purpose, as soon as it has made what backward needs.
-        if not is_cut_short or _is_in_backward():
+        """Return to rest if the forward was cut short; called after every forward."""
+        # Recomputation is cut short on purpose, as soon as it has made what backward needs; a unit
+        # whose backward has not begun by then may have none, and rests meanwhile.
+        if self.phase is not Phase.FORWARD or id(module) not in self._to_run:
             return
         self.phase = Phase.RESTING
         self._to_run.clear()
@@ -282,7 +282,7 @@ class FSDPUnit:
         self.show_sharded()
         self.release()
         context = self.require_context()
-        if context.is_root(self):
+        if context.is_root(self) and not _is_in_backward():
             context.end_forward(is_graph_built=False)
 
     @torch._disable_dynamo

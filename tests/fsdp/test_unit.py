@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megafsdp import FSDPModule, full_tensor, fully_shard, mark_main_weights_changed
 from megafsdp.buffer.collectives import record_collectives
@@ -130,7 +131,7 @@ def _part_of_the_model() -> None:
     assert_same_grads(net.blocks[1], reference.blocks[1])
 
 
-def _recomputed(use_reentrant: bool) -> None:
+def _recomputed(use_reentrant: bool, stops_early: bool) -> None:
     reference, net = pair()
 
     def wrap(model: Net) -> None:
@@ -162,7 +163,9 @@ def _recomputed(use_reentrant: bool) -> None:
     root = fully_shard(Outside(fresh))
     for _ in range(2):
         with record_collectives() as record:
-            root(*mine(batch)).backward()
+            with set_checkpoint_early_stop(stops_early):
+                loss = root(*mine(batch))
+            loss.backward()
         assert_same_grads(fresh, reference)
         root.zero_grad()
     assert record.calls["all_gather"] <= 2 * 4 - 1, "one gather serves recompute and backward"
@@ -172,10 +175,48 @@ def _recomputed(use_reentrant: bool) -> None:
     assert_same_grads(net, reference)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activations_may_be_recomputed(ranks: Ranks, use_reentrant: bool) -> None:
-    """Checkpointing outside and inside units gives the same gradients, reentrant or not."""
-    ranks(2).run(_recomputed, use_reentrant)
+@pytest.mark.parametrize(
+    ("use_reentrant", "stops_early"), [(False, False), (False, True), (True, True)]
+)
+def test_activations_may_be_recomputed(
+    ranks: Ranks, use_reentrant: bool, stops_early: bool
+) -> None:
+    """Checkpointing outside and inside units gives the same gradients, in every manner."""
+    ranks(2).run(_recomputed, use_reentrant, stops_early)
+
+
+class TwoOutputs(nn.Module):
+    """Checkpoints two blocks together and uses the output of the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(12, 12)
+        self.first = Block()
+        self.second = Block()
+
+    def _both(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the first block's output."""
+        return checkpoint(self._both, self.stem(x), use_reentrant=False)[0].square().mean()
+
+
+def _recomputed_without_backward() -> None:
+    torch.manual_seed(0)
+    reference = TwoOutputs()
+    net = copy.deepcopy(reference)
+    for block in (net.first, net.second):
+        fully_shard(block)
+    fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    for _ in range(2):
+        reference(x).backward()
+        net(x[dist.get_rank()]).backward()
+        assert_same_grads(net, reference)
+        assert _shown(net) == {"sharded"}
+        assert not any(m._fsdp_unit().is_at_work for m in (net, net.first, net.second))
+        assert not any(m._fsdp_unit().is_unsharded for m in (net, net.first, net.second))
 
 
 class Guard(nn.Module):
@@ -233,6 +274,36 @@ def _retry(where: str, is_reset: bool) -> None:
     assert_same_grads(net, reference)
     assert _shown(net) == {"sharded"}
     assert not any(m._fsdp_unit().is_unsharded for m in (net, net[1], net[2]))
+
+
+def _gradients_of_a_failed_backward() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(12, 12), *(Guard() for _ in range(3)), nn.Linear(12, 1))
+    net = copy.deepcopy(reference)
+    for guard in net[1:4]:
+        fully_shard(guard)
+    fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    net[1].fail_in = "backward"
+    with pytest.raises(ValueError, match="asked to fail"):
+        net(x[dist.get_rank()]).mean().backward()
+    net[1].fail_in = ""
+    reference(x).mean().backward()
+    net.reset_iter_state()
+    # The second guard's reduction was under way, the third's was finished.
+    assert {n.split(".")[0] for n, p in net.named_parameters() if p.grad is not None} == {"3"}
+    assert_same_grads(net[3], reference[3])
+    net(x[dist.get_rank()]).mean().backward()
+    reference.zero_grad()
+    reference(x).mean().backward()
+    for parameter in reference[3].parameters():
+        parameter.grad.mul_(2)
+    assert_same_grads(net, reference)
+
+
+def test_a_failed_backward_keeps_what_was_reduced_before(ranks: Ranks) -> None:
+    """As in plain torch, where gradients add up; what was under way is dropped."""
+    ranks(2).run(_gradients_of_a_failed_backward)
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -314,6 +385,81 @@ def _structured() -> None:
     assert_same_grads(net, reference)
 
 
+class Triple(NamedTuple):
+    """An output with names."""
+
+    kept: torch.Tensor
+    changed: torch.Tensor
+    count: int
+
+
+class Contained(nn.Module):
+    """Takes and returns a container of one kind."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        self.kind = kind
+
+    def forward(self, inputs: Any) -> Any:
+        """Apply the linear layer to the second item."""
+        items = (inputs[0], self.linear(inputs[1]), inputs[2] + 1)
+        return self.kind(*items) if self.kind is Triple else self.kind(items)
+
+
+class Containers(nn.Module):
+    """Passes each kind of container through a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.units = nn.ModuleList(Contained(kind) for kind in (tuple, list, Triple))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of what all units made."""
+        passed: Any = (x, self.first(x), 0)
+        for unit in self.units:
+            passed = unit(passed)
+            assert type(passed) is unit.kind
+        assert passed.count == len(self.units)
+        return (passed.kept + passed.changed).square().mean()
+
+
+def _containers() -> None:
+    torch.manual_seed(0)
+    reference = Containers()
+    net = copy.deepcopy(reference)
+    for unit in net.units:
+        fully_shard(unit)
+    fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    for _ in range(2):
+        reference(x).backward()
+        with record_collectives() as record:
+            net(x[dist.get_rank()]).backward()
+        assert_same_grads(net, reference)
+    # A unit's backward ends at its own inputs, hence it reduces before the next but one gathers.
+    backward = record.events[record.events.index(("reduce_scatter", "units.2")) :]
+    assert ("all_gather", "units.0") in backward
+
+
+def _forward_kept_without_backward() -> None:
+    _, net = pair()
+    batch = mine(batches(1)[0])
+
+    def events() -> list[tuple[str, str]]:
+        with record_collectives() as record:
+            net(*batch).backward()
+        return record.events
+
+    events()
+    usual = events()
+    kept = net(*batch)
+    events()
+    assert events() == usual, "only the backward after it waits for it"
+    assert kept.requires_grad
+
+
 def _modules_as_one_unit() -> None:
     reference = Net()
     net = copy.deepcopy(reference)
@@ -370,6 +516,22 @@ def _two_roots() -> None:
     assert_same_grads(nets, reference)
 
 
+def _root_without_parameters() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Block(), Block(), Block())
+    net = copy.deepcopy(reference)
+    for block in net:
+        fully_shard(block)
+    fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    for _ in range(2):
+        with record_collectives() as record:
+            reference(x).square().mean().backward()
+            net(x[dist.get_rank()]).square().mean().backward()
+        assert_same_grads(net, reference)
+    assert record.calls == {"all_gather": 5, "reduce_scatter": 3, "all_reduce": 1}, "one root"
+
+
 def _explicit_unshard() -> None:
     _, net = pair()
     block = net.blocks[0]
@@ -418,9 +580,13 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
         _part_of_the_model,
         _frozen_and_detached,
         _structured,
+        _containers,
+        _recomputed_without_backward,
+        _forward_kept_without_backward,
         _modules_as_one_unit,
         _nested_units,
         _two_roots,
+        _root_without_parameters,
         _explicit_unshard,
     ],
 )
