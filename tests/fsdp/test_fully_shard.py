@@ -125,8 +125,15 @@ def _conversions() -> None:
     values = {n: p.local.clone() for n, p in before.items()}
     for same in (lambda: net.to(torch.float32), lambda: net.to("cpu"), net.float):
         assert same() is net
-    for change in (net.half, net.double, lambda: net.to(torch.bfloat16), net.blocks[0].half):
+    leaf = fully_shard(nn.BatchNorm1d(3))
+    for change in (
+        *(net.half, net.double, net.blocks[0].half, leaf.half),
+        *(lambda: net.to(torch.bfloat16), lambda: net.to("meta"), lambda: leaf.to("meta")),
+    ):
         _refused(change, RuntimeError, ["before fully_shard()", "MixedPrecisionPolicy"])
+    leaf.running_mean = leaf.running_mean.double()
+    _refused(leaf.float, RuntimeError, ["'running_mean'", "before fully_shard()"])
+    assert isinstance(leaf.weight, UnevenDTensor) and leaf.weight.dtype == torch.float32
     for copier in (lambda: copy.deepcopy(net), lambda: pickle.dumps(net)):
         _refused(copier, RuntimeError, ["full_state_dict"])
     state = net.state_dict()

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
-from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
-from tests.fsdp.toy import assert_same_grads, batches, full_grads, mine, pair
+from megafsdp.fsdp import agreement
+from tests.fsdp.toy import Net, assert_same_grads, batches, full_grads, mine, pair, shard
 from tests.ranks import Ranks
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
@@ -134,6 +135,90 @@ def test_unused_parameters_keep_no_gradient_unless_another_rank_used_them(
     never = ["never.weight", "never.bias"]
     other = {(0, 0): ["second.weight", "second.bias"]}.get(tuple(which), [])
     assert ranks(2).run(_usage, which) == [[*other, *never]] * 2
+
+
+def _in_some_backwards(orders: list[list[int]]) -> None:
+    reference = Branches()
+    net = fully_shard(copy.deepcopy(reference))
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = torch.arange(8.0 * world).view(world, 1, 8)
+    for which_of_rank in zip(*orders, strict=True):
+        for each, which in enumerate(which_of_rank):
+            (reference(inputs[each], which) / world).backward()
+        net(inputs[rank], which_of_rank[rank]).backward()
+        assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize(
+    "orders", [[[0, 1, 1, 0], [0, 1, 1, 0]], [[0, 1, 1, 0], [0, 0, 1, 1]]], ids=["alike", "apart"]
+)
+def test_gradients_outlast_backwards_that_do_not_use_their_parameters(
+    ranks: Ranks, orders: list[list[int]]
+) -> None:
+    """What a backward has left in ``.grad`` stays there until the user clears it."""
+    ranks(2).run(_in_some_backwards, orders)
+
+
+def _given_up_between_microbatches() -> None:
+    reference = Branches()
+    net = fully_shard(copy.deepcopy(reference))
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = torch.arange(8.0 * world).view(world, 1, 8)
+    with microbatch(net, is_last=False):
+        net(inputs[rank], rank).backward()
+    net.zero_grad()
+    for each in range(world):
+        (reference(inputs[each], 0) / world).backward()
+    net(inputs[rank], 0).backward()
+    assert_same_grads(net, reference)
+
+
+def test_clearing_between_microbatches_clears_what_only_other_ranks_used(ranks: Ranks) -> None:
+    """A sum that waits for the ranks to agree goes with the gradients that are shown."""
+    ranks(2).run(_given_up_between_microbatches)
+
+
+class Optional(nn.Module):
+    """A layer that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(8, 8)
+        self.sometimes = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, is_all_used: bool) -> torch.Tensor:
+        """Use one layer or both."""
+        y = self.always(x)
+        return (self.sometimes(y) if is_all_used else y).sum()
+
+
+def _waits_for_usage(is_all_used: list[bool]) -> list[int]:
+    net = fully_shard(Optional())
+    net.always.bias.requires_grad_(False)
+    waits: list[str] = []
+    original = agreement.start_all_reduce
+
+    class Noting(Pending):
+        def __init__(self, inner: Pending) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def wait(self) -> None:
+            waits.append("usage")
+            self.inner.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "start_all_reduce", lambda *a, **k: Noting(original(*a, **k)))
+        net(torch.ones(1, 8), is_all_used[dist.get_rank()]).backward()
+        num_in_backward = len(waits)
+        net(torch.ones(1, 8), True)
+    return [num_in_backward, len(waits)]
+
+
+def test_only_a_rank_that_left_a_parameter_unused_waits_for_the_others_usage(ranks: Ranks) -> None:
+    """Frozen parameters count as used; the next forward waits for the rest."""
+    assert ranks(2).run(_waits_for_usage, [True, True]) == [[0, 1], [0, 1]]
+    assert ranks(2).run(_waits_for_usage, [True, False]) == [[0, 1], [1, 1]]
 
 
 def _cleared_and_replaced() -> None:
@@ -337,6 +422,20 @@ def _flip() -> None:
         assert_same_grads(net, reference)
 
 
+def _thaw() -> None:
+    reference = Net()
+    reference.blocks[1].up.weight.requires_grad_(False)
+    net = shard(copy.deepcopy(reference))
+    for value in (False, True, False):
+        for model in (reference, net):
+            model.blocks[1].up.weight.requires_grad_(value)
+            model.zero_grad()
+        batch = batches(1)[0]
+        reference(*batch).backward()
+        net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+
+
 def _gaps() -> int:
     reference, net = pair()
     assert reference is not net
@@ -358,6 +457,7 @@ def test_gaps_of_main_weights_and_gradients_are_zero(ranks: Ranks) -> None:
     assert all(num_gaps > 0 for num_gaps in ranks(2).run(_gaps))
 
 
-def test_requires_grad_may_be_flipped_between_steps(ranks: Ranks) -> None:
-    """A parameter frozen after sharding gets no gradient, and one again when it is unfrozen."""
-    ranks(2).run(_flip)
+@pytest.mark.parametrize("body", [_flip, _thaw])
+def test_requires_grad_may_be_flipped_between_steps(ranks: Ranks, body: object) -> None:
+    """Frozen after or before sharding: no gradient, and one again when it is unfrozen."""
+    ranks(2).run(body)

@@ -15,7 +15,7 @@ from megafsdp.buffer import collectives, dbuffer
 from megafsdp.buffer.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.compute_weight import ComputeWeight
-from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, pair, shard
+from tests.fsdp.toy import WIDTH, Net, adamw, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
 
 NUM_BLOCKS = 4
@@ -42,6 +42,22 @@ def _no_grad_counts() -> list[int]:
 def test_forward_without_graph_gathers_each_unit_once(ranks: Ranks) -> None:
     """N all-gathers each time, and nothing is left unsharded."""
     assert ranks(2).run(_no_grad_counts) == [[NUM_BLOCKS + 1] * 2] * 2
+
+
+def _inner_unit_alone() -> None:
+    net = _net(reshard_after_forward=False)
+    net(*mine(batches(1)[0])).backward()
+    block = net.blocks[1]
+    with torch.no_grad():
+        block(torch.ones(1, WIDTH))
+    assert not block._fsdp_unit().is_unsharded
+    block(torch.ones(1, WIDTH))
+    assert block._fsdp_unit().is_unsharded, "kept for backward"
+
+
+def test_an_inner_unit_run_alone_without_graph_is_not_kept(ranks: Ranks) -> None:
+    """Whatever was chosen for the time between forward and backward."""
+    ranks(2).run(_inner_unit_alone)
 
 
 def _overlap() -> list[tuple[str, str]]:

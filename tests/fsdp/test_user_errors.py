@@ -88,9 +88,9 @@ def _parts_converted() -> None:
     for change in (part.half, part.double, lambda: part.to(torch.bfloat16), net.blocks.half):
         with pytest.raises(RuntimeError, match=r"before fully_shard\(\)"):
             change()
-    for copier in (lambda: copy.deepcopy(part), lambda: pickle.dumps(part)):
-        with pytest.raises(RuntimeError, match="full_state_dict"):
-            copier()
+    for name, copier in (("deepcopy", copy.deepcopy), ("pickle", pickle.dumps)):
+        with pytest.raises(RuntimeError, match=rf"{name}.*full_state_dict"):
+            copier(part)
     with pytest.raises(RuntimeError, match="assign=True"):
         part.load_state_dict(part.state_dict(), assign=True)
     assert all(p is before[n] for n, p in net.named_parameters())
@@ -199,11 +199,12 @@ class Fails(nn.Module):
         self.second = Block()
         self.fails = False
         self.catches = False
+        self.error: type[BaseException] = ValueError
         self.second.up.register_forward_hook(self._maybe_fail)
 
     def _maybe_fail(self, *unused: object) -> None:
         if self.fails:
-            raise ValueError("asked to fail")
+            raise self.error("asked to fail")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply both blocks, or the first alone."""
@@ -216,14 +217,18 @@ class Fails(nn.Module):
             return y.square().mean()
 
 
-def _after_an_exception() -> None:
+def _failing_pair() -> tuple[Fails, Fails]:
     torch.manual_seed(0)
     reference = Fails()
     net = Fails()
     net.load_state_dict(reference.state_dict())
     for unit in (net.first, net.second):
         fully_shard(unit)
-    fully_shard(net)
+    return reference, fully_shard(net)
+
+
+def _after_an_exception() -> None:
+    reference, net = _failing_pair()
     x = torch.randn(dist.get_world_size(), 3, 12)
     units = [m._fsdp_unit() for m in net.modules() if isinstance(m, FSDPModule)]
     for catches in (False, True):
@@ -232,7 +237,9 @@ def _after_an_exception() -> None:
             net.catches = reference.catches = catches
             if catches:
                 reference(x).backward()
-                net(x[dist.get_rank()]).backward()
+                loss = net(x[dist.get_rank()])
+                assert not net.second._fsdp_unit().is_unsharded
+                loss.backward()
             else:
                 with pytest.raises(ValueError, match="asked to fail"):
                     net(x[dist.get_rank()])
@@ -249,6 +256,53 @@ def _after_an_exception() -> None:
 def test_an_exception_in_forward_leaves_the_model_at_rest(ranks: Ranks) -> None:
     """At once, whether the root catches it or not; nothing stays unsharded."""
     ranks(2).run(_after_an_exception)
+
+
+def _after_an_interrupt() -> None:
+    reference, net = _failing_pair()
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    net.error = KeyboardInterrupt
+    for _ in range(2):
+        net.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            net(x[dist.get_rank()])
+        net.fails = False
+        for _ in range(2):
+            reference(x).backward()
+            net(x[dist.get_rank()]).backward()
+            assert_same_grads(net, reference)
+        assert _shown(net) == {"sharded"}
+        units = [m._fsdp_unit() for m in (net, net.first, net.second)]
+        assert not any(u.is_unsharded or u.is_at_work for u in units)
+
+
+def test_an_interrupted_forward_may_be_retried(ranks: Ranks) -> None:
+    """No hook hears of an interrupt; the next forward cleans up."""
+    ranks(2).run(_after_an_interrupt)
+
+
+def _exception_is_kept() -> None:
+    _, net = _failing_pair()
+    x = torch.randn(3, 12)
+
+    def events() -> list[tuple[str, str]]:
+        with record_collectives() as record:
+            net(x).backward()
+        return record.events
+
+    events()
+    usual = events()
+    net.fails = True
+    with pytest.raises(ValueError) as caught:
+        net(x)
+    net.fails = False
+    assert events() == usual
+    assert caught.tb is not None
+
+
+def test_a_unit_does_not_wait_for_a_forward_that_failed(ranks: Ranks) -> None:
+    """Though the exception keeps its graph alive."""
+    ranks(2).run(_exception_is_kept)
 
 
 def _exception_in_another_method() -> None:
