@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -279,12 +279,8 @@ def write_dcp_metadata(
     path = directory / DCP_METADATA_FILE
     with path.open("wb") as stream:
         pickler = pickle.Pickler(stream)
-        # There may be a million of these: built by one call each, not by way of their __dict__.
-        pickler.dispatch_table = copyreg.dispatch_table | {
-            _StorageInfo: lambda s: (_StorageInfo, (s.relative_path, s.offset, s.length)),
-            ChunkStorageMetadata: lambda c: (ChunkStorageMetadata, (c.offsets, c.sizes)),
-            MetadataIndex: lambda i: (MetadataIndex, (i.fqn, i.offset)),
-        }
+        # There may be a million of these, and their own __getstate__ is slow.
+        pickler.dispatch_table = copyreg.dispatch_table | {_StorageInfo: _reduce_place}
         pickler.dump(metadata)
     return path
 
@@ -303,6 +299,16 @@ def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
         extent += part.shape[dim]
     shape = (*first.shape[:dim], extent, *first.shape[dim + 1 :])
     return TensorEntry(shape, first.dtype, tuple(chunks))
+
+
+def _reduce_place(place: _StorageInfo) -> tuple[Any, tuple[Any, ...], Any]:
+    """Return what pickle makes of a place by itself."""
+    state = {
+        "relative_path": place.relative_path,
+        "offset": place.offset,
+        "length": place.length,
+    }
+    return copyreg.__newobj__, (_StorageInfo,), state  # type: ignore[attr-defined]
 
 
 def _place(record: Record) -> _StorageInfo:

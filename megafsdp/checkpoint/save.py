@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import logging
 import os
-import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,16 +31,15 @@ from megafsdp.checkpoint.agreement import (
     rank_and_world_size,
     values_of,
 )
+from megafsdp.checkpoint.describe import Written, describe, library_versions
 from megafsdp.checkpoint.in_flight import surface_failure
 from megafsdp.checkpoint.manifest import (
     Chunk,
-    Manifest,
-    Record,
     write_dcp_metadata,
     write_manifest,
 )
 from megafsdp.checkpoint.records import RecordWriter
-from megafsdp.checkpoint.regions import Region, ReplicaBalance, local_regions, local_view, whole
+from megafsdp.checkpoint.regions import Region, ReplicaBalance, local_regions, local_view
 from megafsdp.checkpoint.rng import rng_state
 from megafsdp.checkpoint.state_dict import (
     CanonicalState,
@@ -53,7 +49,7 @@ from megafsdp.checkpoint.state_dict import (
     parameter_names,
     plain,
 )
-from megafsdp.checkpoint.tables import Table, checksum_of_common, own_table, table_of, unite
+from megafsdp.checkpoint.tables import checksum_of_common, own_table
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.initialized import require_initialized
 
@@ -106,25 +102,6 @@ class BegunSave:
     tensors: list[OwnTensor]
     objects: dict[str, object]
     error: Exception | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What one rank wrote, for rank 0.
-
-    Attributes:
-        table_crc32: Checksum of the names, shapes and dtypes that are alike on all ranks.
-        own: What this rank has and not all ranks have.
-        chunks: Key and chunk of each tensor region.
-        objects: Records of non-tensor objects by key.
-        files: Size in bytes of each file.
-    """
-
-    table_crc32: int
-    own: Table
-    chunks: list[tuple[str, Chunk]] = field(default_factory=list)
-    objects: dict[str, Record] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
 
 
 def save(
@@ -290,20 +267,6 @@ def _require_counts(step: int, keep_last: int | None, keep_every: int | None) ->
             )
 
 
-def library_versions() -> dict[str, str]:
-    """Return the versions that a checkpoint records."""
-    try:
-        own = importlib.metadata.version("megafsdp")
-    except importlib.metadata.PackageNotFoundError:
-        own = "unknown"
-    return {
-        "megafsdp": own,
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def _collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -345,11 +308,11 @@ def _own_tensors(state: CanonicalState) -> list[OwnTensor]:
     return own
 
 
-def _write(begun: BegunSave) -> _Written:
+def _write(begun: BegunSave) -> Written:
     """Write this rank's share of the state to its own file."""
     assert begun.state is not None, "ranks that failed to collect do not write"
     rank, _ = rank_and_world_size()
-    written = _Written(checksum_of_common(begun.state), own_table(begun.state))
+    written = Written(checksum_of_common(begun.state), own_table(begun.state))
     with RecordWriter(begun.temporary, rank) as writer:
         on_disk.reached("file opened")
         for own in begun.tensors:
@@ -366,10 +329,10 @@ def _write(begun: BegunSave) -> _Written:
 def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
     """Describe what all ranks wrote and publish it; rank 0 alone."""
     assert outcomes is not None, "rank 0 gathers"
-    parts: list[_Written] = values_of(outcomes, begun.error)
+    parts: list[Written] = values_of(outcomes, begun.error)
     assert begun.state is not None, "ranks that failed to collect have raised"
     on_disk.reached("records gathered")
-    manifest = _describe(begun.step, begun.state, parts)
+    manifest = describe(begun.step, begun.state, parts)
     temporary = begun.temporary
     described = write_dcp_metadata(manifest, temporary)
     on_disk.sync_file(described)
@@ -382,58 +345,3 @@ def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
     removed = on_disk.prune(root, **begun.keep)
     _log.info("saved step %d to '%s'; removed steps %s", begun.step, final, removed)
     return final
-
-
-def _describe(step: int, state: CanonicalState, parts: list[_Written]) -> Manifest:
-    """Merge the ranks' parts into the manifest.
-
-    Raises:
-        CheckpointError: The ranks hold different models, or the chunks do not fill a tensor.
-    """
-    odd = [rank for rank, part in enumerate(parts) if part.table_crc32 != parts[0].table_crc32]
-    if odd:
-        raise CheckpointError(
-            expected(
-                "the same tensor names, shapes and dtypes on all ranks",
-                f"others on ranks {odd[:8]} than on rank 0",
-                where="checkpoint.save()",
-                mend="Build the same model and optimizer, in the same order, on every rank",
-            )
-        )
-    table = unite(table_of(state), (part.own for part in parts))
-    chunks: dict[str, list[Chunk]] = {key: [] for key in table.tensors}
-    for part in parts:
-        for key, chunk in part.chunks:
-            chunks[key].append(chunk)
-    for key, entry in table.tensors.items():
-        _require_filled(key, entry.shape, chunks[key])
-    return Manifest(
-        step=step,
-        world_size=len(parts),
-        versions=library_versions(),
-        tensors={
-            key: replace(
-                entry, chunks=tuple(sorted(chunks[key], key=lambda chunk: chunk.region.offsets))
-            )
-            for key, entry in table.tensors.items()
-        },
-        objects={key: record for part in parts for key, record in part.objects.items()},
-        aliases=table.aliases,
-        files={name: nbytes for part in parts for name, nbytes in part.files.items()},
-        fused_into=table.fused_into,
-    )
-
-
-def _require_filled(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    stored_numel = sum(chunk.region.numel for chunk in chunks)
-    numel = whole(shape).numel
-    if stored_numel != numel or len({chunk.region.offsets for chunk in chunks}) != len(chunks):
-        raise CheckpointError(
-            expected(
-                f"chunks that fill the {numel} elements of shape {shape} once",
-                f"{[chunk.region for chunk in chunks][:8]}",
-                where=f"'{key}'",
-                mend="Save from all ranks that hold the tensor, in one call; declare which ranks "
-                "hold the same experts (ExpertRange)",
-            )
-        )

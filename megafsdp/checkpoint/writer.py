@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 
 from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint.describe import library_versions
 from megafsdp.checkpoint.manifest import (
     Chunk,
     Manifest,
@@ -25,7 +26,6 @@ from megafsdp.checkpoint.manifest import (
 )
 from megafsdp.checkpoint.records import RecordWriter
 from megafsdp.checkpoint.regions import Region
-from megafsdp.checkpoint.save import library_versions
 from megafsdp.checkpoint.state_dict import plain
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.mesh.annotation import FusedParts

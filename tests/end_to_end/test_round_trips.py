@@ -1,0 +1,171 @@
+"""What any mesh and strategy saved, any other loads bit by bit, and saves again the same.
+
+Weights and the states of FusedAdam in every form it keeps them. The model has SwiGLU parts, tied
+embeddings of 321 rows, and a width that three ranks cannot divide evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megafsdp import MixedPrecisionPolicy, checkpoint, fully_shard_model
+from megafsdp.checkpoint.manifest import read_manifest
+from megafsdp.models import ModelConfig, build_model, unit_classes
+from megafsdp.optimizer.adam import FusedAdam
+from tests.checkpoint.sharding import differences
+from tests.end_to_end.strategy_cases import mesh_of_shape
+from tests.pairwise import pairwise
+from tests.ranks import Ranks
+from tests.training.runs import stored_tensors
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=20,
+    num_attention_heads=2,
+    num_query_groups=1,
+    head_dim=10,
+    ffn_hidden_size=28,
+    vocab_size=321,
+    max_sequence_length=16,
+)
+# Strategy and mesh; two axes are replicas (HSDP) or dividing ranks (HFSDP), then dividing ranks.
+Place = tuple[str, tuple[int, ...]]
+PLACES: list[Place] = [
+    ("optim", (1,)),
+    ("optim", (2,)),
+    ("optim", (4,)),
+    ("optim_grads", (1,)),
+    ("optim_grads", (2,)),
+    ("optim_grads", (3,)),
+    ("optim_grads_params", (1,)),
+    ("optim_grads_params", (2,)),
+    ("optim_grads_params", (3,)),
+    ("optim_grads_params", (4,)),
+    ("hsdp", (2, 2)),
+    ("hfsdp", (2, 2)),
+]
+MODES: dict[str, dict[str, object]] = {
+    "fp32": {},
+    "bf16": {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+    "fp16": {"exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16},
+    "fp8": {"exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
+    "mixed": {"exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP16},
+    "remainders": {"store_param_remainders": True},
+}
+STEP = 2
+Tensors = dict[str, torch.Tensor]
+
+
+def place_id(value: object) -> str:
+    """Name a place ``hsdp-2x2``."""
+    if not isinstance(value, tuple):
+        return str(value)
+    strategy, shape = value
+    return f"{strategy}-{'x'.join(map(str, shape))}"
+
+
+def _build(place: Place, mode: str, seed: int) -> tuple[nn.Module, FusedAdam]:
+    strategy, shape = place
+    outer = {"hsdp": "no_shard", "hfsdp": "optim"}.get(strategy)
+    remainders = MixedPrecisionPolicy(param_dtype=BF16, main_params_dtype=BF16)
+    model = fully_shard_model(
+        build_model(CONFIG, seed=seed),
+        unit_classes(CONFIG),
+        mesh=mesh_of_shape(shape),
+        strategy="optim_grads_params" if outer else strategy,
+        mp_policy=remainders if mode == "remainders" else MixedPrecisionPolicy(),
+        **({"outer_strategy": outer} if outer else {}),
+    )
+    return model, FusedAdam(model.parameters(), lr=0.01, eps=1e-5, **MODES[mode])
+
+
+def _canonical(model: nn.Module, optimizer: FusedAdam) -> Tensors:
+    """Return whole weights and states in the form of checkpoints, by name; collective."""
+    found: Tensors = {}
+    for name, parameter in model.named_parameters():
+        weight = optimizer.canonical_weight(parameter)
+        for key, tensor in {"": weight, **optimizer.canonical_state(parameter)}.items():
+            is_sharded = isinstance(tensor, DTensor)
+            found[f"{name}/{key}"] = (
+                (tensor.full_tensor() if is_sharded else tensor).detach().clone()
+            )
+    return found
+
+
+def _train_and_save(place: Place, mode: str, root: Path) -> Tensors:
+    model, optimizer = _build(place, mode, seed=1)
+    for step in range(STEP):
+        tokens = torch.randint(321, (2, 9), generator=torch.Generator().manual_seed(step))
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint.save(root, step=STEP, model=model, optimizer=optimizer)
+    return _canonical(model, optimizer)
+
+
+def _load_and_save(place: Place, mode: str, roots: list[tuple[Path, Path]]) -> list[Tensors]:
+    """Load each source into fresh objects and save it to its target."""
+    found = []
+    for source, target in roots:
+        model, optimizer = _build(place, mode, seed=2)
+        checkpoint.load(source, model=model, optimizer=optimizer)
+        checkpoint.save(target, step=STEP, model=model, optimizer=optimizer)
+        found.append(_canonical(model, optimizer))
+    return found
+
+
+def _size(place: Place) -> int:
+    return math.prod(place[1])
+
+
+def _on_disk(root: Path) -> Tensors:
+    stored = stored_tensors(root, STEP)
+    return {key: stored[key] for key in read_manifest(root / f"iter_{STEP:07d}").tensors}
+
+
+def _check(ranks: Ranks, folder: Path, mode: str, pairs: list[tuple[Place, Place]]) -> None:
+    """Save at every source; load and save again at every target, all its sources in one start."""
+    saved, files = {}, {}
+    for source in dict.fromkeys(source for source, _ in pairs):
+        root = folder / place_id(source)
+        saved[source] = ranks(_size(source)).run(_train_and_save, source, mode, root)[0]
+        files[source] = _on_disk(root)
+        assert any(t.any() for key, t in files[source].items() if key.endswith("exp_avg_sq"))
+    for target in dict.fromkeys(target for _, target in pairs):
+        sources = [source for source, aim in pairs if aim == target]
+        roots = [
+            (folder / place_id(s), folder / f"{place_id(s)}-{place_id(target)}") for s in sources
+        ]
+        for on_rank in ranks(_size(target)).run(_load_and_save, target, mode, roots):
+            for source, loaded in zip(sources, on_rank, strict=True):
+                assert differences(saved[source], loaded) == [], (source, target)
+        for source, (_, root) in zip(sources, roots, strict=True):
+            assert differences(files[source], _on_disk(root)) == [], (source, target)
+
+
+# Strategy and mesh of both sides and the form of the states.
+PAIRWISE = pairwise(
+    [(*source, *target, mode) for source in PLACES for target in PLACES for mode in MODES]
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_round_trips_are_exact(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    """Every two of strategy and mesh on both sides and the form of the states occur together."""
+    _check(
+        ranks, tmp_path, mode, [((a, b), (c, d)) for a, b, c, d, form in PAIRWISE if form == mode]
+    )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", MODES)
+def test_all_ordered_pairs_of_places_are_exact(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    """Each of a dozen places to each other one, and to itself."""
+    _check(ranks, tmp_path, mode, [(s, t) for s in PLACES for t in PLACES])
