@@ -158,6 +158,7 @@ def _build(shape: Shape) -> tuple[torch.nn.Module, FusedAdam]:
     device = device_type(dist.get_world_size())
     mesh = torch.distributed.init_device_mesh(device, (dist.get_world_size(),))
     megafsdp.fully_shard_model(model, unit_classes(config), mesh=mesh)
+    torch.manual_seed(0)
     megafsdp.materialize(model)
     optimizer = FusedAdam(model.parameters(), lr=1e-3)
     for parameter in model.parameters():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adam, exits, fsdp_step, optimizer_step
+from benchmarks import adam, checkpoint, exits, fsdp_step, optimizer_step
 from benchmarks.__main__ import main
 from benchmarks.record import CheckError
 from megafsdp._native import cuda_module, native_module
@@ -168,6 +168,22 @@ def test_steps_of_optimizers_are_timed_and_compared(
         sides[name] = optimizer_step.Side(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(CheckError, match="weights differ by"):
         optimizer_step.check(sides)
+
+
+def test_checkpoints_are_timed_beside_the_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Saving, loading, blocking and planning have their times on every side."""
+    sizes = ["--ranks", "2", "--layers", "1", "--hidden", "16", "--vocabulary", "32"]
+    plan = ["--plan-tensors", "30", "--plan-world", "16", "--plan-repeats", "1"]
+    main(["--records", str(tmp_path), "checkpoint", *sizes, "--repeats", "1", *plan])
+    assert "of raw" in capsys.readouterr().out
+    results = _only_record(tmp_path)["results"]
+    for act in ("save", "load"):
+        assert set(results[f"{act}_s"]) == set(checkpoint.SIDES) and results[f"{act}_of_raw"] > 0
+    assert results["async"]["of_sync"] > 0
+    assert results["plan"]["num_tensors"] == 30 and results["plan"]["num_chunks"] >= 30
+    assert all(set(s) == {"local", "global"} for s in results["plan"]["seconds"].values())
 
 
 @pytest.mark.gpu
