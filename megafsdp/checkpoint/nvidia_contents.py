@@ -81,7 +81,7 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...]) -> Contents:
         if meant is None or (meant.kind == "model" and key in theirs.objects):
             contents.complain("unknown", key)
         elif meant.kind == "group":
-            fields.setdefault(meant.name, {})[meant.field] = _group_field(theirs, key)
+            contents.dropped += _read_field(theirs, key, fields.setdefault(meant.name, {}))
         else:
             contents.add(key, meant)
     contents.parts = joined_parts(contents.weights, fields)
@@ -102,10 +102,13 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...]) -> Contents:
     return contents
 
 
-def _group_field(theirs: DCPDirectory, key: str) -> object:
+def _read_field(theirs: DCPDirectory, key: str, fields: dict[str, object]) -> list[str]:
+    """Add a field of a group; return its key instead if no optimizer here could be given it."""
     value = theirs.tensor(key) if key in theirs.tensors else theirs.value(key)
-    plain, _ = plain_args({key: value})
-    return plain[key]
+    plain, foreign = plain_args({key: value})
+    if not foreign:
+        fields[key.rpartition(".")[2]] = plain[key]
+    return [key] if foreign else []
 
 
 def _check_states(theirs: DCPDirectory, contents: Contents) -> None:
