@@ -144,7 +144,7 @@ class _Output:
                     "each name once under the names of Megatron-LM",
                     f"'{key}' again",
                     where="the names of the model's parameters and buffers",
-                    mend="Pass transformer_impl='local', which renames nothing",
+                    mend="Rename a module: theirs is the name of one thing only",
                 )
             )
         self.paths[key] = path

@@ -17,6 +17,7 @@ from megafsdp.checkpoint import load, nvidia_import, save
 from megafsdp.checkpoint.dcp_directory import DCPDirectory
 from megafsdp.checkpoint.nvidia import from_nvidia, to_nvidia
 from megafsdp.checkpoint.reader import CheckpointReader
+from megafsdp.checkpoint.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import fully_shard
 from megafsdp.optimizer.adam import FusedAdam
@@ -453,6 +454,34 @@ def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
     assert "backend" not in vars(toy.read(path)["args"])
     toy.read(tmp_path / "theirs" / "iter_0000002")
     assert trap.exists(), "the trap works where it is unpickled"
+
+
+def test_states_that_are_no_tensors_go_both_ways(tmp_path: Path) -> None:
+    """A word beside a weight, and a count of steps that is a plain number on their side."""
+    model, optimizer = toy.trained("gpt")
+    state = toy.their_state(model, optimizer, "gpt", has_step_in_group=False)
+    moments = state["optimizer"]["state"]["module.module.module.embedding.word_embeddings.weight"]
+    moments |= {"mode": "slow", "step": 2}
+    toy.save(state, tmp_path / "theirs")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    at = "optimizer.state.embedding.word_embeddings.weight"
+    with CheckpointReader(tmp_path / "ours") as reader:
+        assert reader.object(f"{at}.mode") == "slow"
+        assert torch.equal(reader.tensor(f"{at}.step"), torch.tensor(2.0))
+    found = toy.read(to_nvidia(tmp_path / "ours", tmp_path / "back"))
+    wrapped = at.replace("state.", "state.module.module.module.")
+    assert found[f"{wrapped}.mode"] == "slow"
+
+
+def test_two_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
+    """A model with both names of the inner layer of multi-token prediction."""
+    with CheckpointWriter(tmp_path / "ours", 1) as writer:
+        for inner in ("mtp_model_layer", "transformer_layer"):
+            writer.add_tensor(f"model.mtp.layers.0.{inner}.mlp.weight", torch.ones(2))
+        writer.publish()
+    with pytest.raises(CheckpointError, match=r"transformer_layer\.mlp\.weight' again"):
+        to_nvidia(tmp_path / "ours", tmp_path / "theirs")
+    assert list((tmp_path / "theirs").iterdir()) == []
 
 
 def test_choices_are_checked(tmp_path: Path) -> None:
