@@ -7,11 +7,14 @@ files of their converters.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 
 from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint.manifest import DCP_METADATA_FILE, MANIFEST_FILE
+from megafsdp.checkpoint.nvidia import from_nvidia, to_nvidia
 from megafsdp.checkpoint.torch_file import from_torch, to_torch
 from megafsdp.errors import CheckpointError, expected
 
@@ -61,13 +64,40 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What some conversions need to be told; None and nothing where they do not.
+
+    Attributes:
+        fused_like: A checkpoint of megafsdp that says which parameters of a torch file to split.
+        precision: What the Megatron-LM job will run in, for ``to_nvidia``; bf16 by default.
+        transformer_impl: Its ``--transformer-impl``, for ``to_nvidia``; transformer_engine by
+            default.
+        ignore: Patterns (``fnmatch``) of Megatron-LM's keys to leave out, for ``from_nvidia``.
+    """
+
+    fused_like: str | os.PathLike[str] | None = None
+    precision: str | None = None
+    transformer_impl: str | None = None
+    ignore: Sequence[str] = ()
+
+
+# Which options each conversion takes.
+_OPTIONS: dict[tuple[Format, Format], frozenset[str]] = {
+    (Format.MEGAFSDP, Format.TORCH): frozenset(),
+    (Format.TORCH, Format.MEGAFSDP): frozenset({"fused_like"}),
+    (Format.MEGAFSDP, Format.NVIDIA): frozenset({"precision", "transformer_impl"}),
+    (Format.NVIDIA, Format.MEGAFSDP): frozenset({"ignore"}),
+}
+
+
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     to: Format,
     step: int | None = None,
     *,
-    fused_like: str | os.PathLike[str] | None = None,
+    options: ConvertOptions | None = None,
     show_progress: bool = False,
 ) -> Path:
     """Write a checkpoint in another format; local, tensor by tensor.
@@ -77,27 +107,60 @@ def convert(
         destination: The file to write, or the save root to publish in.
         to: The format to write.
         step: The step to read, or to write where the source has none; None means the latest.
-        fused_like: A checkpoint of megafsdp that says which parameters of a torch file to split.
+        options: What the conversion needs to be told.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
         The file or the published directory.
 
     Raises:
-        CheckpointError: The source is no checkpoint, is damaged, or has the format already.
+        CheckpointError: The source is no checkpoint, is damaged, or has the format already; or an
+            option is not this conversion's.
     """
-    found = format_of(source, step)
-    if (found, to) == (Format.MEGAFSDP, Format.TORCH):
+    given = options or ConvertOptions()
+    pair = (format_of(source, step), to)
+    _require_sense(Path(source), pair, given)
+    if pair == (Format.MEGAFSDP, Format.TORCH):
         return to_torch(source, destination, step, show_progress=show_progress)
-    if (found, to) == (Format.TORCH, Format.MEGAFSDP):
-        return from_torch(
-            source, destination, step, fused_like=fused_like, show_progress=show_progress
+    if pair == (Format.TORCH, Format.MEGAFSDP):
+        like = given.fused_like
+        return from_torch(source, destination, step, fused_like=like, show_progress=show_progress)
+    if pair == (Format.MEGAFSDP, Format.NVIDIA):
+        return to_nvidia(
+            source,
+            destination,
+            step=step,
+            precision=given.precision or "bf16",
+            transformer_impl=given.transformer_impl or "transformer_engine",
+            show_progress=show_progress,
         )
-    raise CheckpointError(
-        expected(
-            f"a conversion between {Format.MEGAFSDP.value} and another format",
-            f"one from {found.value} to {to.value}",
-            where=f"'{source}'",
-            mend="Convert to megafsdp first, and from there",
-        )
+    return from_nvidia(
+        source, destination, step=step, ignore=given.ignore, show_progress=show_progress
     )
+
+
+def _require_sense(source: Path, pair: tuple[Format, Format], given: ConvertOptions) -> None:
+    names = " to ".join(part.value for part in pair)
+    if pair not in _OPTIONS:
+        raise CheckpointError(
+            expected(
+                f"a conversion between {Format.MEGAFSDP.value} and another format",
+                f"one from {names}",
+                where=f"'{source}'",
+                mend="Convert to megafsdp first, and from there",
+            )
+        )
+    wrong = [
+        field.name
+        for field in fields(ConvertOptions)
+        if getattr(given, field.name) and field.name not in _OPTIONS[pair]
+    ]
+    if wrong:
+        raise CheckpointError(
+            expected(
+                f"options of a conversion from {names}: {sorted(_OPTIONS[pair]) or 'none'}",
+                wrong,
+                where=f"'{source}'",
+                mend="Leave the others out",
+            )
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from megafsdp.checkpoint.convert import Format, convert
+from megafsdp.checkpoint.convert import ConvertOptions, Format, convert
 from megafsdp.checkpoint.diff import diff
 from megafsdp.checkpoint.inspect import inspect
 from megafsdp.checkpoint.verify import verify
@@ -75,6 +75,23 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         metavar="CKPT",
         help="split the fused parameters of a torch file as this checkpoint has them",
     )
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp16", "fp32"),
+        help="what the Megatron-LM job will run in; bf16 by default",
+    )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="its option of this name; transformer_engine by default",
+    )
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="leave out keys like these of a Megatron-LM checkpoint",
+    )
     _add_output(parser)
     parser.set_defaults(run=_convert)
 
@@ -120,7 +137,12 @@ def _convert(options: argparse.Namespace) -> int:
         options.destination,
         Format(options.to),
         options.step,
-        fused_like=options.fused_like,
+        options=ConvertOptions(
+            fused_like=options.fused_like,
+            precision=options.precision,
+            transformer_impl=options.transformer_impl,
+            ignore=options.ignore,
+        ),
         show_progress=not options.no_progress,
     )
     print(json.dumps({"written": str(written)}) if options.json else written)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from megafsdp.checkpoint import save
-from megafsdp.checkpoint.convert import Format, convert, format_of
+from megafsdp.checkpoint.convert import ConvertOptions, Format, convert, format_of
 from megafsdp.checkpoint.diff import diff
+from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.errors import CheckpointError
+from tests.checkpoint import nvidia_toy
 from tests.checkpoint.sharding import Toy, fill
 
 
@@ -44,6 +46,40 @@ def test_there_and_back_is_equal(tmp_path: Path) -> None:
     assert diff(tmp_path / "a", path, ignore=["common"]).is_equal
     path = convert(file, tmp_path / "b", Format.MEGAFSDP, 7)
     assert path.name == "iter_0000007"
+
+
+def test_megatron_lm_checkpoints_go_both_ways(tmp_path: Path) -> None:
+    """From their directory to ours, to theirs in another precision, and to ours again."""
+    model, _ = nvidia_toy.make(tmp_path / "theirs", "qwen3")
+    assert format_of(tmp_path / "theirs") == Format.NVIDIA
+    ours = convert(tmp_path / "theirs", tmp_path / "ours", Format.MEGAFSDP)
+    key = "model.decoder.layers.0.mlp.linear_fc1.weight"
+    with CheckpointReader(ours) as reader:
+        assert torch.equal(reader.tensor(key), model.get_parameter(key.removeprefix("model.")))
+    options = ConvertOptions(precision="fp32", transformer_impl="local")
+    back = convert(ours, tmp_path / "back", Format.NVIDIA, options=options)
+    again = convert(
+        back, tmp_path / "again", Format.MEGAFSDP, options=ConvertOptions(ignore=["no.such"])
+    )
+    # Their groups carry the schedule's bounds as well.
+    assert diff(ours, again, ignore=["extra", "common", "optimizer.param_groups"]).is_equal
+    names = nvidia_toy.read(back)
+    prefix = "optimizer.state.module.module.decoder"
+    assert any(name.startswith(prefix) for name in names)
+
+
+def test_options_of_other_conversions_are_refused(tmp_path: Path) -> None:
+    """Nothing that was asked for is ignored."""
+    path = _save(tmp_path / "a")
+    options = ConvertOptions(fused_like=path, ignore=["x"])
+    with pytest.raises(CheckpointError, match=r"megafsdp to torch: none, got \['fused_like', 'ig"):
+        convert(path, tmp_path / "a.pt", Format.TORCH, options=options)
+    file = convert(path, tmp_path / "a.pt", Format.TORCH)
+    with pytest.raises(CheckpointError, match=r"\['fused_like'\], got \['precision'\]"):
+        convert(file, tmp_path / "b", Format.MEGAFSDP, options=ConvertOptions(precision="fp32"))
+    split = convert(file, tmp_path / "b", Format.MEGAFSDP, options=ConvertOptions(fused_like=path))
+    with CheckpointReader(split) as reader:
+        assert "model.fused.weight" in reader.fused
 
 
 def test_what_no_converter_does_is_refused(tmp_path: Path) -> None:

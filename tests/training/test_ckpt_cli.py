@@ -110,6 +110,10 @@ def test_convert_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert written == str(back / "iter_0000007")
     assert main(["ckpt", "convert", str(back), str(file), "--to", "megafsdp"]) == 1
     assert "from megafsdp to megafsdp" in capsys.readouterr().err
+    words = ["convert", str(back), str(file), "--to", "torch"]
+    for option in ("precision", "fp16"), ("transformer-impl", "local"), ("ignore", "x"):
+        assert main(["ckpt", *words, f"--{option[0]}", option[1]]) == 1
+        assert option[0].replace("-", "_") in capsys.readouterr().err
 
 
 def test_inspect_lists_what_is_asked_for(
