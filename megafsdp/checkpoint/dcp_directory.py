@@ -22,6 +22,12 @@ from megafsdp.checkpoint.regions import Region, whole
 from megafsdp.errors import CheckpointError, expected
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+# Arguments of the classes that ``write_dcp_metadata`` has called rather than filled.
+_FIELDS = {
+    f"{_METADATA}.MetadataIndex": ("fqn", "offset"),
+    f"{_METADATA}.ChunkStorageMetadata": ("offsets", "sizes"),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": ("relative_path", "offset", "length"),
+}
 
 
 class DCPDirectory:
@@ -177,14 +183,22 @@ def _find(directory: Path, step: int | None) -> Path:
 
 def _attributes(value: Any, name: str) -> dict[str, Any]:
     is_it = isinstance(value, Foreign) and value.name == f"{_METADATA}.{name}"
-    attributes = value.attributes() if is_it else None
+    attributes = _set_or_given(value) if is_it else None
     if attributes is None:
         raise ValueError(f"no {name} where one belongs")
     return attributes
 
 
+def _set_or_given(value: Foreign) -> dict[str, Any] | None:
+    """Return the attributes of an object, be they set, as torch does, or given to its class."""
+    attributes = value.attributes()
+    if attributes is None and value.arguments and value.name in _FIELDS:
+        return dict(zip(_FIELDS[value.name], value.arguments, strict=False))
+    return attributes
+
+
 def _record(place: object) -> Record:
-    attributes = place.attributes() if isinstance(place, Foreign) else None
+    attributes = _set_or_given(place) if isinstance(place, Foreign) else None
     if attributes is None:
         raise ValueError("no place of a record")
     if attributes.get("transform_descriptors"):
