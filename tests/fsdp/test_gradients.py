@@ -221,6 +221,45 @@ def test_only_a_rank_that_left_a_parameter_unused_waits_for_the_others_usage(ran
     assert ranks(2).run(_waits_for_usage, [True, False]) == [[0, 1], [1, 1]]
 
 
+class Skippable(nn.Module):
+    """A layer that passes its input on instead when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.is_used = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer, or nothing."""
+        return self.linear(x) if self.is_used else x
+
+
+def _unit_without_gradients(is_used: list[bool]) -> list[bool]:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 8), Skippable(), nn.Linear(8, 1))
+    net = copy.deepcopy(reference)
+    fully_shard(net[1])
+    fully_shard(net)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world, 3, 8)
+    net[1].is_used = is_used[rank]
+    for _ in range(2):
+        for each in range(world):
+            reference[1].is_used = is_used[each]
+            (reference(x[each]).mean() / world).backward()
+        net(x[rank]).mean().backward()
+        assert_same_grads(net, reference)
+    return [p.grad is None for p in net[1].parameters()]
+
+
+@pytest.mark.parametrize("is_used", [[True, False], [False, True], [False, False]])
+def test_a_unit_that_runs_without_using_its_parameters_is_reduced_all_the_same(
+    ranks: Ranks, is_used: list[bool]
+) -> None:
+    """As a layer to which a rank has routed nothing: the others get their gradients."""
+    assert ranks(2).run(_unit_without_gradients, is_used) == [[not any(is_used)] * 2] * 2
+
+
 def _cleared_and_replaced() -> None:
     reference, net = pair()
     first, second = batches(2)
@@ -348,6 +387,27 @@ def test_bf16_gradients_travel_as_they_are_and_are_summed_in_fp32(
     """The wire loses nothing, and two ranks' sum is the exact one rounded once."""
     dtypes = ranks(2).run(_bf16, torch.float32, main_grads_dtype)
     assert dtypes == [main_grads_dtype or torch.float32] * 2
+
+
+def _reduced_in_bf16() -> None:
+    bf16 = torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
+    reference, net = pair(strategy="no_shard", mp_policy=policy)
+    batch = batches(1)[0]
+    partials = []
+    for rank in range(2):
+        one = copy.deepcopy(reference).to(bf16)
+        one(batch[0][2 * rank : 2 * rank + 2], batch[1][2 * rank : 2 * rank + 2]).backward()
+        partials.append({n: p.grad for n, p in one.named_parameters()})
+    net(*mine(batch)).backward()
+    for name, grad in full_grads(net).items():
+        assert grad.dtype == torch.float32
+        assert torch.equal(grad, 0.5 * (partials[0][name] + partials[1][name]).float()), name
+
+
+def test_the_sum_over_ranks_has_the_dtype_of_the_policy(ranks: Ranks) -> None:
+    """A sum in bf16 is rounded to it, and kept in fp32."""
+    ranks(2).run(_reduced_in_bf16)
 
 
 def _whole_and_odd() -> None:

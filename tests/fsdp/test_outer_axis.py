@@ -261,6 +261,13 @@ def _slices_are_freed() -> None:
     adamw(net).step()
     net(*mine(batches(1, seed=3)[0])).backward()
     assert live[Category.COMPUTE_WEIGHT] == 0
+    net.norm.register_forward_hook(lambda _, __, y: y.register_hook(lambda g: 1 / 0) and None)
+    loss = net(*mine(batches(1)[0]))
+    assert live[Category.COMPUTE_WEIGHT] > 0
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    net.reset_iter_state()
+    assert live[Category.COMPUTE_WEIGHT] == 0
 
 
 def test_slices_are_freed_by_backward_and_never_outlive_a_step(ranks: Ranks) -> None:

@@ -262,15 +262,20 @@ def _after_an_interrupt() -> None:
     reference, net = _failing_pair()
     x = torch.randn(dist.get_world_size(), 3, 12)
     net.error = KeyboardInterrupt
+    optimizers = [adamw(reference), adamw(net)]
     for _ in range(2):
+        reference(x).backward()
+        net(x[dist.get_rank()]).backward()
         net.fails = True
         with pytest.raises(KeyboardInterrupt):
             net(x[dist.get_rank()])
         net.fails = False
-        for _ in range(2):
-            reference(x).backward()
-            net(x[dist.get_rank()]).backward()
-            assert_same_grads(net, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        reference(x).backward()
+        net(x[dist.get_rank()]).backward()
+        assert_same_grads(net, reference)
         assert _shown(net) == {"sharded"}
         units = [m._fsdp_unit() for m in (net, net.first, net.second)]
         assert not any(u.is_unsharded or u.is_at_work for u in units)
