@@ -27,11 +27,13 @@ class ForwardToken:
 
     Args:
         inputs: The inputs that need a gradient, before they pass through the identity.
+        pass_number: Which forward of the root it is a part of.
     """
 
-    __slots__ = ("__weakref__", "outer_ids")
+    __slots__ = ("__weakref__", "outer_ids", "pass_number")
 
-    def __init__(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor] = (), pass_number: int = 0) -> None:
+        self.pass_number = pass_number
         self.outer_ids = frozenset(id(t if t._base is None else t._base) for t in inputs)
 
 

@@ -88,6 +88,8 @@ class FSDPContext:
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
+        self.pass_number = 0  # Forwards of the root so far.
+        self.passes_in_backward: set[int] = set()
         self.max_reductions_waiting = 1  # Beside the one that is being packed.
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
@@ -117,6 +119,7 @@ class FSDPContext:
         """Start a forward of the root: clean up after an exception, follow the recorded order."""
         self.abandon()
         self._finish_exchanges()
+        self.pass_number += 1
         self._forward.start()
         self._join_divided()
 
@@ -157,6 +160,7 @@ class FSDPContext:
         if self.is_last_microbatch:
             self._finish_exchanges()
             self._agree_on_usage()
+        self.passes_in_backward.clear()
         for unit in self.units:
             unit.forget_forwards()
 
@@ -187,6 +191,7 @@ class FSDPContext:
         if not self._is_backward_running and not any(unit.is_at_work for unit in self.units):
             return
         self._is_backward_running = False
+        self.passes_in_backward.clear()
         self._reductions.clear()
         self._outer_reductions.clear()
         for unit in self.units:
@@ -221,6 +226,9 @@ class FSDPContext:
 
     def add_reduction(self, reducer: GradientReducer, *, is_final: bool) -> None:
         """Issue a reduction and finish older ones, so that few inputs are alive."""
+        if reducer in self._reductions or reducer in self._outer_reductions:
+            # An earlier forward of the same unit ends in the same backward.
+            self._finish_reductions(keep=0)
         reducer.start_reduce(is_final=is_final and self.is_last_microbatch)
         self._reductions.append(reducer)
         self._finish_reductions(keep=self.max_reductions_waiting)

@@ -223,7 +223,7 @@ class FSDPUnit:
     def _watch_inputs(self, inputs: Any) -> Any:
         """Pass inputs that need a gradient through the identity that ends the unit's backward."""
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
-        self._token = token = ForwardToken(watched)
+        self._token = token = ForwardToken(watched, self.require_context().pass_number)
         if not watched:
             return inputs
         self.outstanding.add(token)
@@ -308,6 +308,7 @@ class FSDPUnit:
         """Start the unit's backward: called when a gradient of one of its outputs is there."""
         context = self.require_context()
         context.begin_backward()
+        context.passes_in_backward.add(token.pass_number)
         self.outstanding.add(token)
         if self.phase is Phase.BACKWARD:
             return
@@ -318,9 +319,14 @@ class FSDPUnit:
 
     @torch._disable_dynamo
     def inputs_done(self, token: ForwardToken) -> None:
-        """End the unit's backward if no forward of it waits for gradients any more."""
+        """End the unit's backward if no other forward of it waits in the passes under way.
+
+        Whether another pass is to follow is not asked: a graph that one rank alone keeps alive
+        would make that rank wait.
+        """
         self.outstanding.discard(token)
-        if not self.outstanding:
+        under_way = self.require_context().passes_in_backward
+        if not any(other.pass_number in under_way for other in self.outstanding):
             self.finish_backward()
 
     def finish_backward(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megafsdp import FSDPModule, full_tensor, fully_shard, mark_main_weights_changed, microbatch
 from megafsdp.buffer.collectives import record_collectives
+from megafsdp.device.memory import Category
 from tests.fsdp.toy import (
     Block,
     Net,
@@ -26,6 +27,7 @@ from tests.fsdp.toy import (
     batches,
     mine,
     pair,
+    shard,
 )
 from tests.ranks import Ranks
 
@@ -65,11 +67,17 @@ def test_modules_show_full_parameters_only_in_their_own_forward_and_backward(ran
 
 
 def _two_forwards() -> None:
-    reference, net = pair()
+    reference = Net(num_blocks=6)
+    net = shard(copy.deepcopy(reference))
     first, second = batches(2)
     (reference(*first) + reference(*second)).backward()
-    (net(*mine(first)) + net(*mine(second))).backward()
+    loss = net(*mine(first)) + net(*mine(second))
+    ledger = net._fsdp_unit().ledger
+    ledger.reset_peak()
+    loss.backward()
     assert_same_grads(net, reference)
+    # The root, the last unit, one at work and one gathered ahead, as after a single forward.
+    assert ledger.peak_num_live[Category.UNSHARDED] <= 4
 
 
 def _two_forwards_two_backwards() -> None:
@@ -496,21 +504,25 @@ def _containers() -> None:
     assert ("all_gather", "units.0") in backward
 
 
-def _forward_kept_without_backward() -> None:
-    _, net = pair()
+def _forward_kept_by_one_rank() -> None:
+    reference, net = pair()
     batch = mine(batches(1)[0])
 
     def events() -> list[tuple[str, str]]:
+        net.zero_grad()
+        loss = net(*batch)
         with record_collectives() as record:
-            net(*batch).backward()
+            loss.backward()
         return record.events
 
     events()
     usual = events()
     kept = net(*batch)
-    events()
-    assert events() == usual, "only the backward after it waits for it"
-    assert kept.requires_grad
+    if dist.get_rank() == 1:
+        del kept
+    assert events() == usual, "no unit waits for a graph that has no backward"
+    reference(*batches(1)[0]).backward()
+    assert_same_grads(net, reference)
 
 
 def _modules_as_one_unit() -> None:
@@ -635,7 +647,7 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
         _structured,
         _containers,
         _recomputed_without_backward,
-        _forward_kept_without_backward,
+        _forward_kept_by_one_rank,
         _modules_as_one_unit,
         _nested_units,
         _two_roots,
