@@ -78,6 +78,26 @@ def test_other_strategies_work_on_a_mesh_of_two_axes(ranks: Ranks, strategy: str
     assert ratios == pytest.approx([1.0] * 4, abs=1e-5)
 
 
+def _told_of_the_last_backward() -> None:
+    reference, net = pair(strategy="optim")
+    first, second = batches(2)
+    for batch in (first, second):
+        reference(*batch).backward()
+    net.set_is_last_backward(False)
+    with record_collectives() as record:
+        net(*mine(first)).backward()
+    assert not record.calls["reduce_scatter"]
+    assert set(full_grads(net).values()) == {None}
+    net.set_is_last_backward(True)
+    net(*mine(second)).backward()
+    assert_same_grads(net, reference)
+
+
+def test_reductions_wait_until_the_last_backward_is_told(ranks: Ranks) -> None:
+    """As torch's name for what ``microbatch()`` does."""
+    ranks(2).run(_told_of_the_last_backward)
+
+
 def _two_rank_reduction() -> bool:
     reference, net = pair()
     batch = batches(1)[0]

@@ -90,6 +90,19 @@ def _two_forwards_two_backwards() -> None:
     assert_same_grads(net, reference)
 
 
+def _two_forwards_of_one_unit() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(12, 12), Block())
+    net = copy.deepcopy(reference)
+    fully_shard(net[1])
+    fully_shard(net)
+    x = torch.randn(2, dist.get_world_size(), 12)
+    (reference(x[0]).mean() + reference(x[1]).mean()).backward()
+    own = x[:, dist.get_rank()]
+    (net(own[:1]).mean() + net(own[1:]).mean()).backward()
+    assert_same_grads(net, reference)
+
+
 def _retained_graph() -> None:
     reference, net = pair()
     batch = batches(1)[0]
@@ -639,6 +652,7 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
     [
         _two_forwards,
         _two_forwards_two_backwards,
+        _two_forwards_of_one_unit,
         _retained_graph,
         _unit_applied_twice,
         _train_after_eval,
