@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,39 @@ def test_a_model_of_transformers_goes_by_its_own_names(
     )
     assert_same_files(tmp_path / "pretrained", tmp_path / "exported")
     assert_loads(tmp_path / "exported", family, True)
+
+
+def _peak_nbytes(action: Callable[[], object]) -> int:
+    """Return the most bytes of tensors alive at once, by the CPU allocator's own events."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        action()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_pass_one_by_one(family: str, tmp_path: Path) -> None:
+    """A few times the largest tensor is in memory, however many layers there are."""
+    wide = dataclasses.replace(our_config(family), num_layers=12)
+    model = build_model(wide, seed=0)
+    nbytes = [4 * parameter.numel() for parameter in model.parameters()]
+    assert sum(nbytes) > 20 * max(nbytes)
+    checkpoint.save(tmp_path / "saved", step=1, model=model)
+    saved, files, root = (tmp_path / name for name in ("saved", "exported", "root"))
+    exporting = _peak_nbytes(
+        lambda: checkpoint.export_hf_checkpoint(saved, files, config=wide, dtype=None)
+    )
+    importing = _peak_nbytes(lambda: checkpoint.import_hf_checkpoint(files, root))
+    # What is read, what is made of it, and the piece on its way to the file.
+    assert max(nbytes) < exporting <= 3 * max(nbytes) + 4096
+    # The library maps the file, which the allocator counts whole though it is read page by page.
+    importing -= (files / "model.safetensors").stat().st_size
+    assert importing <= 3 * max(nbytes) + 4096
 
 
 def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megafsdp import MixedPrecisionPolicy, checkpoint, full_state_dict, materialize
+from megafsdp.buffer.collectives import record_collectives
 from megafsdp.checkpoint.hf_files import SafetensorsReader
 from megafsdp.errors import CheckpointError
 from megafsdp.models import LanguageModel, build_model
@@ -153,6 +154,28 @@ def test_each_rank_reads_only_what_it_holds(ranks: Ranks, tmp_path: Path) -> Non
     found = ranks(3).run(_rows_read, str(tmp_path))
     assert [read for read, _ in found] == [held for _, held in found]
     assert sum(held for _, held in found) == sum(p.numel() for p in our_model("llama").parameters())
+
+
+def _collectives(directory: str) -> tuple[dict[str, int], dict[str, int], int]:
+    model = sharded(our_model("llama"))
+    with record_collectives() as exporting:
+        checkpoint.export_hf(model, directory, max_shard_nbytes=40_000)
+    with record_collectives() as importing:
+        checkpoint.import_hf(model, directory)
+    return dict(exporting.calls), dict(importing.calls), len(list(model.parameters()))
+
+
+def test_collectives_are_one_a_tensor_on_export_and_two_on_import(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Beside its gathers an export agrees twice and announces two directories."""
+    for exporting, importing, num_tensors in ranks(2).run(_collectives, str(tmp_path / "exported")):
+        assert exporting == {
+            "all_to_all": num_tensors,
+            "all_gather_objects": 2,
+            "broadcast_object": 2,
+        }
+        assert importing == {"all_gather_objects": 2}
 
 
 class _Halves(nn.Module):
