@@ -8,7 +8,8 @@ so a load joins the parts in place. Which rank holds what of a piece is ``region
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,6 +49,23 @@ class StoredForm:
     experts: ExpertRange | None
     ranks: tuple[int, ...] | None
     is_own: bool
+
+    def as_in(self, stored: Container[str], section: str = "") -> StoredForm:
+        """Return this form, or the undivided one if a checkpoint has the parameter whole.
+
+        Who writes a checkpoint without the model, a converter say, may know nothing of parts.
+
+        Args:
+            stored: Names in the checkpoint.
+            section: What stands before the parameter's name there.
+        """
+        if self.fused is None or self.fused.num_groups > 1 or section + self.name not in stored:
+            return self
+        return self if any(section + part in stored for part in self.parts) else self.undivided()
+
+    def undivided(self) -> StoredForm:
+        """Return the form of the same parameter without parts."""
+        return replace(self, parts=(self.name,), fused=None, grouping=self.fused or self.grouping)
 
     def is_split(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor of the parameter is stored in parts, not with each part."""
@@ -143,6 +161,11 @@ def stored_form(name: str, parameter: torch.Tensor) -> StoredForm:
 
 def _with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ...]:
     return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def wholes_by_part(fused_into: dict[str, dict]) -> dict[str, str]:
+    """Return the key of the whole by the key of each part, from a manifest's map."""
+    return {part: key for key, fused in fused_into.items() for part in fused["parts"]}
 
 
 def part_names(name: str, fused: FusedParts | None) -> tuple[str, ...]:

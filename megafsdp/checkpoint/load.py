@@ -21,6 +21,7 @@ from torch import nn
 from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint.agreement import agree, attempt, rank_and_world_size
 from megafsdp.checkpoint.coverage import is_filled
+from megafsdp.checkpoint.fused import wholes_by_part
 from megafsdp.checkpoint.in_flight import wait_for_end
 from megafsdp.checkpoint.manifest import Manifest, Record, read_manifest
 from megafsdp.checkpoint.matching import Match, Rules, as_patterns, match
@@ -29,6 +30,7 @@ from megafsdp.checkpoint.optimizer_load import (
     OptimizerLoad,
     plan_optimizer_load,
     plan_param_groups,
+    require_equal_copies,
 )
 from megafsdp.checkpoint.records import RecordReader, require_files
 from megafsdp.checkpoint.regions import Region, Stored, local_regions, local_view, underlying
@@ -144,8 +146,7 @@ def load(
             fits is taken. ``"none"``: what fits is taken and dtypes are cast. Shapes must always
             match.
         ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as
-            ``"lm_head.*"``. The parts of a fused parameter have keys of their own; the parameter's
-            name means them all.
+            ``"lm_head.*"``; a fused parameter's name means all its parts.
         allow_missing: Patterns of requested keys that may keep their own values.
 
     Returns:
@@ -207,18 +208,20 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
     wanted: set[str] = set(targets.stateful)
     state = CanonicalState()
     if targets.model is not None:
-        state = model_state(targets.model)
+        state = model_state(targets.model, manifest.stored())
         names = parameter_names(targets.model)
         wanted.update(state.objects)
     tensors, own = dict(state.tensors), dict(state.own)
-    whole_of = _wholes(state.fused_into) | _wholes(manifest.fused_into)
+    whole_of = wholes_by_part(state.fused_into) | wholes_by_part(manifest.fused_into)
     optimizer = None
     if targets.optimizer is not None:
         optimizer = plan_optimizer_load(targets.optimizer, names, manifest)
         tensors.update(optimizer.tensors)
         own.update(optimizer.own)
         whole_of.update(optimizer.whole_of)
-        for key, parameter, weight in canonical_weights(targets.optimizer, names):
+        for key, parameter, weight in canonical_weights(
+            targets.optimizer, names, manifest.stored()
+        ):
             tensors[key], weights[key] = weight, parameter
         wanted.update(optimizer.objects, {GROUPS_KEY})
     matched = match(
@@ -244,10 +247,6 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
         is_strict = rules.is_strict(GROUPS_KEY)
         plan_param_groups(optimizer, names, stored_groups, is_strict=is_strict, warn=_log.warning)
     return plan
-
-
-def _wholes(fused_into: dict[str, dict]) -> dict[str, str]:
-    return {part: whole for whole, fused in fused_into.items() for part in fused["parts"]}
 
 
 def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored]) -> list[_Copy]:
@@ -304,6 +303,8 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
             share = ranks.index(rank) if rank in ranks else len(records)
             for record, key in records[share :: len(ranks)]:
                 reader.verify(key, record)
+        if plan.optimizer is not None:
+            require_equal_copies(plan.optimizer, plan.match.sources, manifest, reader)
         for key, source in objects.items():
             plan.objects[key] = reader.read_object(source, manifest.objects[source])
 
@@ -359,7 +360,7 @@ def _give_memory(plan: _Plan, model: nn.Module) -> None:
         device_below(model),
         is_wanted=wanted.__contains__,
     )
-    for key, tensor in model_state(model).tensors.items():
+    for key, tensor in model_state(model, plan.manifest.stored()).tensors.items():
         if key in plan.tensors and plan.tensors[key].is_meta:
             plan.tensors[key] = tensor
 

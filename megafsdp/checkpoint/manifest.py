@@ -110,6 +110,10 @@ class Manifest:
     files: dict[str, int]
     fused_into: dict[str, dict] = field(default_factory=dict)
 
+    def stored(self) -> set[str]:
+        """Return the keys of all tensors, tied names included."""
+        return self.tensors.keys() | self.aliases.keys()
+
     def records(self, keys: Iterable[str]) -> Iterator[Record]:
         """Yield the records of some keys, tensors and objects alike."""
         for key in keys:
@@ -254,7 +258,9 @@ def write_dcp_metadata(
     stored = {key: manifest.tensors[key] for key in manifest.tensors}
     stored |= {key: manifest.tensors[target] for key, target in manifest.aliases.items()}
     for key, fused in manifest.fused_into.items():
-        if fused.get("num_groups", 1) == 1:
+        # Of a manifest that lacks a part, which verifying one must survive, no whole is described.
+        is_complete = stored.keys() >= set(fused["parts"])
+        if is_complete and fused.get("num_groups", 1) == 1:
             stored[key] = _joined([stored[part] for part in fused["parts"]], fused["dim"])
     for key, entry in stored.items():
         chunks = [

@@ -17,6 +17,7 @@ from torch import nn
 
 from megafsdp.checkpoint.fused import StoredForm, stored_form
 from megafsdp.checkpoint.manifest import Manifest, TensorEntry, path_of
+from megafsdp.checkpoint.records import RecordReader
 from megafsdp.checkpoint.regions import Stored, underlying
 from megafsdp.checkpoint.state_dict import (
     EXECUTION_FLAGS,
@@ -111,7 +112,7 @@ def plan_optimizer_load(
     load = OptimizerLoad(optimizer)
     for group_names, group in named_groups(optimizer, names):
         for name, parameter in zip(group_names, group["params"], strict=True):
-            form = stored_form(name, parameter)
+            form = stored_form(name, parameter).as_in(stored)
             state_names = dict.fromkeys(s for part in form.parts for s in stored.get(part, {}))
             load.state[parameter] = {
                 state_name: [state_key(part, state_name) for part in form.parts]
@@ -142,9 +143,9 @@ def _planned_state(
     """Return the tensor that a state is read into, in all its parts."""
     keys = load.state[parameter][state_name]
     shapes = [
-        (manifest.tensors[key].shape, weight.shape)
-        for part, key in zip(form.parts, keys, strict=True)
-        if key in manifest.tensors and (weight := manifest.tensors.get(f"model.{part}")) is not None
+        (manifest.tensors[key].shape, manifest.tensors.get(f"model.{part}", piece).shape)
+        for part, key, piece in zip(form.parts, keys, form.pieces(parameter), strict=True)
+        if key in manifest.tensors
     ]
     # With some optimizers a state beside a fused parameter has by chance the shape of one part.
     is_like_parameter = (
@@ -166,6 +167,40 @@ def _planned_state(
         if own.shape == state.shape:
             state.copy_(own)
     return state
+
+
+def require_equal_copies(
+    load: OptimizerLoad, sources: Mapping[str, str], manifest: Manifest, reader: RecordReader
+) -> None:
+    """Check that scalars which are stored with each part of a parameter are equal.
+
+    Args:
+        load: The plan.
+        sources: Stored key of each key that is loaded.
+        manifest: What is stored.
+        reader: Reads it.
+
+    Raises:
+        CheckpointError: Parts differ in their count of steps, of which the parameter has one.
+    """
+    for keys in (keys for states in load.state.values() for keys in states.values()):
+        copies = [sources[key] for key in keys if key in sources and key in load.tensors]
+        if len(copies) < 2 or manifest.tensors[copies[0]].shape:
+            continue
+        values = {}
+        for key in copies:
+            (chunk,) = manifest.tensors[key].chunks
+            reader.verify(key, chunk.record)
+            values[key] = reader.read_tensor(chunk.record)
+        if any(not torch.equal(value, values[copies[0]]) for value in values.values()):
+            raise CheckpointError(
+                expected(
+                    "one value in all parts of a parameter",
+                    {key: value.item() for key, value in values.items()},
+                    where="the checkpoint's optimizer states",
+                    mend="Leave parts out with ignore=[patterns]",
+                )
+            )
 
 
 def plan_param_groups(

@@ -9,7 +9,7 @@ copied or gathered here, and a sharded tensor is listed as the DTensor it is.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -109,11 +109,13 @@ def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]
             yield ".".join(filter(None, ("model", canonical_name(fqn), EXTRA_STATE))), module
 
 
-def model_state(model: nn.Module) -> CanonicalState:
+def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState:
     """List a model's parameters, persistent buffers and extra states; local.
 
     Args:
         model: Any module, sharded or not, outside of its forward and backward.
+        stored: Keys of a checkpoint that is to be loaded; a fused parameter that it has whole is
+            listed whole.
 
     Raises:
         CheckpointError: It shows compute weights, of which main weights could not be restored.
@@ -123,7 +125,9 @@ def model_state(model: nn.Module) -> CanonicalState:
     keys_by_parameter: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
         name = canonical_name(fqn)
-        form = stored_form(name, parameter)
+        form = stored_form(name, parameter).as_in(stored, "model.")
+        if len(keys_by_parameter.get(parameter, form.parts)) < len(form.parts):
+            form = form.undivided()
         keys = [f"model.{part}" for part in form.parts]
         for key in keys:
             _require_new(key, state)
@@ -210,7 +214,7 @@ def _groups_of_all_ranks(
 
 
 def canonical_weights(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], stored: Container[str] = ()
 ) -> Iterator[tuple[str, nn.Parameter, Stored]]:
     """Yield key, parameter and stored piece of each weight that is not stored as it is; local."""
     if not isinstance(optimizer, HasCanonicalState):
@@ -219,7 +223,7 @@ def canonical_weights(
         for parameter in group["params"]:
             weight = optimizer.canonical_weight(parameter)
             if weight is not parameter:
-                form = stored_form(names[parameter], parameter)
+                form = stored_form(names[parameter], parameter).as_in(stored, "model.")
                 for part, piece in zip(form.parts, form.pieces(weight), strict=True):
                     yield f"model.{part}", parameter, piece
 
@@ -323,7 +327,7 @@ def _joining(keys: list[str], fused: FusedParts) -> dict[str, object]:
 
 def _names_elsewhere(name: str, parameter: torch.Tensor) -> Iterator[str]:
     for other in names_elsewhere(name, annotation_of(parameter).experts):
-        yield from part_names(other, annotation_of(parameter).fused)
+        yield from {other, *part_names(other, annotation_of(parameter).fused)}
 
 
 def _require_new(key: str, state: CanonicalState) -> None:

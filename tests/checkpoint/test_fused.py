@@ -24,8 +24,10 @@ from megafsdp.buffer.uneven import UnevenDTensor
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.fused import stored_form
 from megafsdp.checkpoint.manifest import read_manifest
+from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.checkpoint.regions import Region, local_regions, local_view, whole
 from megafsdp.checkpoint.state_dict import model_state
+from megafsdp.checkpoint.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import MixedPrecisionPolicy
 from megafsdp.mesh.annotation import FusedParts, annotate
@@ -309,6 +311,51 @@ def test_states_unlike_the_parameter_are_stored_with_each_part(tmp_path: Path, k
         beta = "layers.1.in_proj.weight.beta"
         shape = stored[f"model.{beta}"].shape
         assert shape == stored[f"optimizer.state.{beta}.col_var"].shape == (1, 6)
+
+
+def _write_whole(source: Path, target: Path) -> None:
+    """Write a checkpoint with fused tensors whole and no ties, as one who knows no model would."""
+    with CheckpointReader(source) as reader, CheckpointWriter(target, step=2) as writer:
+        for key in reader.whole_keys():
+            writer.add_tensor(key, reader.tensor(key))
+        writer.add_object("optimizer.param_groups", reader.object("optimizer.param_groups"))
+        writer.publish()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused-bf16", "remainders"])
+def test_wholes_of_a_foreign_writer_are_loaded(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """What was written without parts is taken whole and saved in parts again."""
+    saved = ranks(3).run(_save_first, tmp_path / "a", kind)[0]
+    _write_whole(tmp_path / "a", tmp_path / "b")
+    assert "model.layers.2.up" in read_manifest(tmp_path / "b/iter_0000002").tensors
+    for loaded, _ in ranks(2).run(_load_and_save, tmp_path / "b", tmp_path / "c", kind):
+        assert differences(saved, loaded) == []
+    assert differences(_as_stored(saved), _on_disk(tmp_path / "c")) == []
+
+
+def test_parts_of_different_steps_are_refused(tmp_path: Path) -> None:
+    """A parameter has one count of steps; parts put together from two runs have two."""
+    model = Model(0)
+    optimizer = _adam(model)
+    step(model, optimizer)
+    save(tmp_path / "a", step=2, model=model, optimizer=optimizer)
+    odd = "optimizer.state.layers.1.in_proj.weight.z.step"
+    with (
+        CheckpointReader(tmp_path / "a") as reader,
+        CheckpointWriter(tmp_path / "b", step=2) as writer,
+    ):
+        for key in reader.manifest.tensors:
+            writer.add_tensor(key, reader.tensor(key) + (5 if key == odd else 0))
+        for alias, target in reader.manifest.aliases.items():
+            writer.alias(alias, target)
+        writer.add_object("optimizer.param_groups", reader.object("optimizer.param_groups"))
+        writer.publish()
+    other = Model(1)
+    before = full_state(other, None)
+    with pytest.raises(CheckpointError, match=r"in_proj\.weight\.z\.step': 7\.0"):
+        load(tmp_path / "b", model=other, optimizer=_adam(other))
+    assert differences(before, full_state(other, None)) == []
+    load(tmp_path / "b", model=other, optimizer=_adam(other), ignore=["*.z.step"])
 
 
 def test_meta_models_receive_parts(tmp_path: Path) -> None:

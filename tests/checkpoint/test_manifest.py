@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megafsdp.checkpoint.manifest import (
     path_of,
     read_manifest,
     section_of,
+    write_dcp_metadata,
     write_manifest,
 )
 from megafsdp.checkpoint.regions import Region
@@ -49,6 +51,13 @@ def test_a_manifest_survives_its_file(tmp_path: Path) -> None:
     """Everything comes back equal, names outside ASCII included."""
     write_manifest(_manifest(), tmp_path)
     assert read_manifest(tmp_path) == _manifest()
+
+
+def test_a_whole_that_lacks_a_part_is_not_described(tmp_path: Path) -> None:
+    """What is there is told to torch; the rest of a damaged manifest stays readable."""
+    path = write_dcp_metadata(_manifest(), tmp_path)
+    described = pickle.loads(path.read_bytes()).state_dict_metadata
+    assert "model.a" in described and "model.c" not in described
 
 
 def test_a_manifest_is_plain_json(tmp_path: Path) -> None:
