@@ -53,7 +53,7 @@ def test_the_docs_show_what_comes_out(
     """Every sample of the page is reproduced, but for sizes and versions."""
     monkeypatch.chdir(tmp_path)
     results = run_docs(capsys)
-    assert len(results) == 7
+    assert len(results) == 8
     for shown, printed in results:
         assert _plain(printed) == _plain(shown)
 
