@@ -2,7 +2,7 @@
 
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
 by whether they require a gradient, and by whether they can be cut at all: parameters without
-dimensions or elements are kept whole on every rank. Everything that would make the engine wrong
+dimensions or elements, and frozen integers, are kept whole on every rank. Everything that would make the engine wrong
 later is refused here, before anything is changed.
 """
 
@@ -131,14 +131,17 @@ def group_parameters(
     groups: dict[GroupKey, list[FoundParameter]] = {}
     for item in found:
         parameter = item.parameter
-        grad = policy.grad_dtype(parameter.dtype)
-        dtypes = GroupDtypes(
-            compute=policy.compute_dtype(parameter.dtype, is_kept_fp32=item.is_kept_fp32),
-            main=policy.main_dtype(parameter.dtype),
-            grad=grad,
-            reduce=policy.reduce_dtype or grad,
-        )
         is_whole = parameter.ndim == 0 or parameter.numel() == 0
+        if parameter.is_floating_point():
+            grad = policy.grad_dtype(parameter.dtype)
+            dtypes = GroupDtypes(
+                compute=policy.compute_dtype(parameter.dtype, is_kept_fp32=item.is_kept_fp32),
+                main=policy.main_dtype(parameter.dtype),
+                grad=grad,
+                reduce=policy.reduce_dtype or grad,
+            )
+        else:
+            dtypes, is_whole = GroupDtypes(*[parameter.dtype] * 4), True
         key = GroupKey(dtypes, parameter.requires_grad, is_whole)
         groups.setdefault(key, []).append(item)
     return groups
@@ -245,10 +248,10 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 mend="Shard over data parallel ranks alone",
             )
         )
-    if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+    if parameter.is_complex() or (parameter.is_floating_point() and parameter.dtype.itemsize < 2):
         raise NotImplementedError(
             expected(
-                "floating-point parameters of at least 16 bits",
+                "floating-point parameters of at least 16 bits, or frozen integers",
                 f"'{name}' of {parameter.dtype}",
                 where="fully_shard()",
                 mend="Name it in ignored_params, or make it a buffer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import megafsdp
 from megafsdp import MixedPrecisionPolicy, fully_shard
 from tests.fsdp.toy import (
     Block,
@@ -302,6 +304,50 @@ def _all_frozen() -> None:
 def test_a_model_frozen_whole_runs_and_may_be_thawed(ranks: Ranks) -> None:
     """Without trainable parameters there is no backward; with them again there is."""
     ranks(2).run(_all_frozen)
+
+
+class _Indexed(nn.Module):
+    """A block whose rows are permuted by a frozen integer parameter, and masked by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.order = nn.Parameter(torch.tensor([2, 0, 1, 5, 4, 3]), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False] * 3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[:, self.order] * self.mask
+
+
+def _integer_parameters(strategy: str, root: Path) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(_Indexed(), _Indexed())
+    net = copy.deepcopy(reference)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in net:
+        fully_shard(block, strategy=strategy, mp_policy=policy)
+    fully_shard(net, strategy=strategy, mp_policy=policy)
+    x = torch.randn(4, 6)
+    net(x).float().square().sum().backward()
+    optimizer = megafsdp.FusedAdam(net.parameters(), lr=0.1)
+    optimizer.step()
+    wanted = reference.to(torch.bfloat16)
+    torch.testing.assert_close(net[0].order.full_tensor(), wanted[0].order, rtol=0, atol=0)
+    megafsdp.checkpoint.save(root, step=1, model=net, optimizer=optimizer)
+    with torch.no_grad():
+        net[1].order.to_local().zero_()
+    megafsdp.checkpoint.load(root, model=net, optimizer=optimizer)
+    assert net[1].order.full_tensor().tolist() == [2, 0, 1, 5, 4, 3]
+    assert net[1].mask.full_tensor().tolist() == [True, False] * 3
+    assert net[0].order.grad is None
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
+def test_frozen_integer_parameters_stay_as_they_are(
+    ranks: Ranks, strategy: str, tmp_path: Path
+) -> None:
+    """Used as an index and a mask under bf16, stepped over, saved and loaded."""
+    ranks(2).run(_integer_parameters, strategy, tmp_path)
 
 
 def _optimizer_swapped(strategy: str) -> None:
