@@ -2,8 +2,8 @@
 
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
 by whether they require a gradient, and by whether they can be cut at all: parameters without
-dimensions or elements, and frozen integers, are kept whole on every rank. Everything that would make the engine wrong
-later is refused here, before anything is changed.
+dimensions or elements, and frozen integers, are kept whole on every rank. Everything that would
+make the engine wrong later is refused here, before anything is changed.
 """
 
 from __future__ import annotations
