@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
+from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.checkpoint import load, save
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import MixedPrecisionPolicy, fully_shard, mark_main_weights_changed
@@ -153,6 +153,53 @@ def test_any_world_and_strategy_loads_the_same_state(
     for loaded, _, losses, _ in resumed:
         assert differences(saved, loaded) == []
         assert all(loss > 0 for loss in losses)
+
+
+def _finetune(root: Path, strategy: str) -> tuple[list[float], dict[str, object], list[str]]:
+    """Load the weights alone where others were gathered; also list stale compute weights."""
+    model = _build(1, strategy, BF16)
+    with torch.no_grad():
+        model(_tokens(9))
+    optimizer = _optimizer("adamw-fused", model)
+    load(root, model=model)
+    odd = []
+    mains = {name: full_tensor(p).bfloat16() for name, p in model.named_parameters()}
+    for unit in (*model.blocks, model):
+        unit.unshard()
+    for name, parameter in model.named_parameters():
+        assert not isinstance(parameter, DTensor)
+        odd += [name] if not torch.equal(parameter, mains[name]) else []
+    for unit in (*model.blocks, model):
+        unit.reshard()
+    return _train(model, optimizer, range(2)), full_state(model, optimizer), odd
+
+
+def _begin_with(weights: dict[str, torch.Tensor], strategy: str) -> tuple[list[float], object]:
+    """Train a model that had these weights before it was cut."""
+    model = _Language()
+    model.load_state_dict(weights)
+    for block in model.blocks:
+        fully_shard(block, strategy=strategy, mp_policy=BF16)
+    fully_shard(model, strategy=strategy, mp_policy=BF16)
+    optimizer = _optimizer("adamw-fused", model)
+    return _train(model, optimizer, range(2)), full_state(model, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
+def test_weights_alone_begin_a_run_as_if_they_had_been_there(
+    ranks: Ranks, tmp_path: Path, strategy: str
+) -> None:
+    """Right after the load compute weights are the cast main weights; two steps are equal."""
+    saved = ranks(2).run(_run_and_save, tmp_path, "adamw", "optim_grads_params", BF16)[0][0]
+    names = _Language().state_dict().keys()
+    weights = {name: saved[name] for name in names}
+    loaded = ranks(2).run(_finetune, tmp_path, strategy)
+    for (losses, state, odd), (wanted, state_of_start) in zip(
+        loaded, ranks(2).run(_begin_with, weights, strategy), strict=True
+    ):
+        assert odd == []
+        assert losses == wanted
+        assert differences(state, state_of_start) == []
 
 
 def _states_without_a_step(root: Path) -> tuple[list[str], list[bool]]:
