@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this half."""
     parser.add_argument("--plan-tensors", type=int, default=10_000)
     parser.add_argument("--plan-world", type=int, default=1024)
-    parser.add_argument("--plan-repeats", type=int, default=3)
+    parser.add_argument("--plan-repeats", type=int, default=2)
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:

@@ -262,11 +262,10 @@ def write_dcp_metadata(
         is_complete = stored.keys() >= set(fused["parts"])
         if is_complete and fused.get("num_groups", 1) == 1:
             stored[key] = _joined([stored[part] for part in fused["parts"]], fused["dim"])
+    # Layers, and weights and their states, are cut alike: one object stands, and is pickled, for all.
+    made: dict[Region, ChunkStorageMetadata] = {}
     for key, entry in stored.items():
-        chunks = [
-            ChunkStorageMetadata(torch.Size(c.region.offsets), torch.Size(c.region.sizes))
-            for c in entry.chunks
-        ]
+        chunks = [made.get(c.region) or _chunk(c.region, made) for c in entry.chunks]
         described[key] = TensorStorageMetadata(
             TensorProperties(dtype=entry.torch_dtype), torch.Size(entry.shape), chunks
         )
@@ -289,6 +288,12 @@ def write_dcp_metadata(
         pickler.dispatch_table = copyreg.dispatch_table | {_StorageInfo: _reduce_place}
         pickler.dump(metadata)
     return path
+
+
+def _chunk(region: Region, made: dict[Region, ChunkStorageMetadata]) -> ChunkStorageMetadata:
+    chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+    made[region] = chunk
+    return chunk
 
 
 def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
