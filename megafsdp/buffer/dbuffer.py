@@ -34,6 +34,7 @@ class DBuffer:
         device: Where the memory lies.
         ledger: Counts the bytes.
         category: What they are counted as.
+        memory: Memory of the right length and dtype to lie in; None allocates it.
 
     The storage is allocated on construction; its content is undefined.
     """
@@ -50,12 +51,15 @@ class DBuffer:
         device: torch.device,
         ledger: ByteLedger,
         category: Category,
+        memory: torch.Tensor | None = None,
     ) -> None:
         numel = layout.shard_numel if residence is Residence.SHARD else layout.gathered_numel
         self.layout = layout
         self.residence = residence
         self.shard = shard
-        self.storage = FlatStorage(numel, dtype, device=device, ledger=ledger, category=category)
+        self.storage = FlatStorage(
+            numel, dtype, device=device, ledger=ledger, category=category, memory=memory
+        )
         # Views outlive the release of the storage: made at the first use, once.
         self._full_views: list[torch.Tensor] | None = None
         self._gaps: list[torch.Tensor] | None = None

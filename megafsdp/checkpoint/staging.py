@@ -8,16 +8,13 @@ CPU the background thread copies, and who changes the originals waits for it.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Sequence
 
 import torch
 
+from megafsdp.device.host_memory import aligned_nbytes, host_bytes
 from megafsdp.device.streams import device_handle
-
-_ALIGNMENT = 256
-_HUGE_PAGE_NBYTES = 1 << 21
 
 
 class HostSlab:
@@ -39,7 +36,7 @@ class HostSlab:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += aligned_nbytes(tensor.nbytes)
         self._reserve(end, is_pinned=any(tensor.is_cuda for tensor in tensors))
         return [
             self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -54,13 +51,7 @@ class HostSlab:
         if nbytes <= self.nbytes and (self._memory.is_pinned() or not is_pinned):
             return
         self.release()
-        if is_pinned:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            return
-        rounded = -(-nbytes // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
-        pages = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = torch.frombuffer(pages, dtype=torch.uint8)
+        self._memory = host_bytes(nbytes, is_pinned=is_pinned)
 
 
 class Staging:

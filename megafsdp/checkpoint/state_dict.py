@@ -354,6 +354,8 @@ def _require_at_rest(model: nn.Module) -> None:
                     mend="Save and load outside of forward and backward, and after reshard()",
                 )
             )
+        for group in unit.groups:
+            group.wait_for_step()
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

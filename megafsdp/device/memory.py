@@ -109,6 +109,8 @@ class FlatStorage:
         device: Where the memory lies.
         ledger: Counts the bytes.
         category: What they are counted as.
+        memory: ``(numel,)`` memory to lie in, of which the storage is one part of several: it is
+            never released.
 
     The storage is allocated on construction, uninitialised, on the current stream. On CUDA it must
     be released on the stream that allocated it (the caching allocator reuses memory in stream
@@ -125,11 +127,14 @@ class FlatStorage:
         device: torch.device,
         ledger: ByteLedger,
         category: Category,
+        memory: torch.Tensor | None = None,
     ) -> None:
-        # A tensor made in inference mode could never be written outside of it.
-        with torch.inference_mode(False):
-            self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._nbytes = self.tensor.untyped_storage().nbytes()
+        if memory is None:
+            # A tensor made in inference mode could never be written outside of it.
+            with torch.inference_mode(False):
+                memory = torch.empty(numel, dtype=dtype, device=device)
+        self.tensor = memory
+        self._nbytes = memory.nbytes
         self._ledger = ledger
         self._category = category
         self._finalizer: weakref.finalize[[Category, int], FlatStorage] | None = None

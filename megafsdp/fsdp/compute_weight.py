@@ -8,7 +8,9 @@ from:
 * a temporary, filled at each gather, where it casts to another one,
 * a kept one, encoded once after each change of the main weight, for every other recipe,
 * a kept one too where an outer axis divides the main weight (HFSDP): encoded in pieces, which are
-  joined over the outer axis once after each change.
+  joined over the outer axis once after each change,
+* a kept one too, the *device copy*, where the main weight itself lies on the host; whoever changes
+  the main weight may write the copy as well.
 
 Under ZeRO-1 and ZeRO-2 the full buffers are kept and gathered once after each change of the main
 weight. A replicated group keeps them too and encodes them in place; nothing is gathered.
@@ -73,6 +75,7 @@ class ComputeWeight:
         self._encoding: DBuffer | None = None
         self._is_encoded = False
         self._casts: dict[str, DBuffer] = {}
+        self._device_copy: DBuffer | None = None
         self._sources: list[DBuffer] = []
         self._pieces: dict[str, DBuffer] = {}
         self._joining: Pending | None = None
@@ -143,7 +146,9 @@ class ComputeWeight:
             self._join(statistics)
             return
         targets = self._shards if self._axes.is_sharded else self._full
-        is_encoded = self._is_encoded and not self._axes.is_sharded
+        is_encoded = self._is_encoded and (
+            self._device_copy is not None or not self._axes.is_sharded
+        )
         is_done = is_encoded or self._is_main_itself or self._main in targets.values()
         if targets and not is_done:
             self._encode(targets, statistics)
@@ -173,8 +178,39 @@ class ComputeWeight:
         self._encoding.storage.allocate()
         return self._encoding.flat
 
+    @property
+    def can_be_copied(self) -> bool:
+        """Tell whether a copy of the main weight in one dtype is all that is read of it."""
+        return self._is_cast
+
+    def move_main_weight(self, main_weight: DBuffer) -> None:
+        """Take over a main weight elsewhere, and keep on the device what gathers read; local.
+
+        The memory of the main weight before is released unless forward reads it.
+        """
+        assert self.can_be_copied, "the recipe copies the main weight"
+        (spec,) = self.recipe.specs
+        before, self._main = self._main, main_weight
+        self._is_main_itself = False
+        self._device_copy = self._full[spec.name]
+        if self._axes.is_sharded:
+            self._device_copy = self._new_piece(spec)
+            if not self._axes.is_divided:
+                self._shards = {spec.name: self._device_copy}
+            before.storage.release()
+        self.mark_stale()
+
+    def start_copy(self) -> torch.Tensor:
+        """Return where the main weight is copied to, 1-D like it, on the device; local.
+
+        Only after :meth:`move_main_weight`; what is written counts after :meth:`finish_encoding`.
+        """
+        assert self._device_copy is not None, "the main weight is elsewhere"
+        self._finish_join()
+        return self._device_copy.flat
+
     def finish_encoding(self) -> None:
-        """Note that what :meth:`start_encoding` returned holds the cast of the main weight."""
+        """Note that what was returned to write to holds the cast of the main weight."""
         self._is_encoded = True
 
     def _take_encoding(self) -> DBuffer | None:
@@ -204,7 +240,11 @@ class ComputeWeight:
     def _join(self, statistics: torch.Tensor | None) -> None:
         """Encode this rank's piece and gather the others' into the shard."""
         specs = self.recipe.specs
-        if self._is_cast and specs[0].dtype == self._main.flat.dtype:
+        if self._device_copy is not None:
+            pieces = {specs[0].name: self._device_copy}
+            if not self._is_encoded:
+                self._encode(pieces, statistics)
+        elif self._is_cast and specs[0].dtype == self._main.flat.dtype:
             pieces = {specs[0].name: self._main}
         elif (encoded := self._take_encoding()) is not None:
             pieces = {specs[0].name: encoded}

@@ -8,7 +8,8 @@ once.
 =============  ==========================  ==================  =============================
 buffer         sharded group (ZeRO-1..3)   divided (HFSDP)     replicated group (no_shard)
 =============  ==========================  ==================  =============================
-main weight    1/N, main dtype             1/(N M)             full, main dtype
+main weight    1/N, main dtype, or on      1/(N M)             full, main dtype
+               the host
 compute shard  none, or the recipe's       1/N                 -
 unsharded      full, compute dtype;        full; released      full, compute dtype, kept; the
                ZeRO-3: released between    between uses        main weight itself if equal
@@ -26,6 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -35,6 +37,7 @@ from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.buffer.uneven import UnevenDTensor, local_object, make_replicated
+from megafsdp.device.host_memory import HostArena
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.axes import DataParallelAxes
@@ -84,6 +87,33 @@ class ManagedParameter:
             module = reference()
             if module is not None:
                 module._parameters[attribute] = parameter
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Where a main weight and its states lie that do not lie on the device.
+
+    Attributes:
+        arena: Memory for the group's main weight and states.
+        ledger: Counts their bytes, apart from the device's.
+    """
+
+    arena: HostArena
+    ledger: ByteLedger
+
+
+class StepInFlight(Protocol):
+    """A step that changes a main weight beside the calling thread."""
+
+    def wait_for_grads(self) -> None:
+        """Return when the step reads no gradients any more."""
+
+    def wait(self) -> None:
+        """Return when the main weight and its copy on the device are those after the step.
+
+        Raises:
+            RuntimeError: The step failed.
+        """
 
 
 class ParameterGroup:
@@ -150,6 +180,8 @@ class ParameterGroup:
             self.main_weight.zero_gaps()
             for index, original in enumerate(originals):
                 self._make_faces(index, original)
+        self.host_memory: HostMemory | None = None
+        self.step_in_flight: StepInFlight | None = None
         self._shown = [local_object(p.sharded) for p in parameters]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
@@ -170,6 +202,51 @@ class ParameterGroup:
             ledger=self.ledger,
             category=category,
         )
+
+    def new_state_buffer(self, residence: Residence, dtype: torch.dtype) -> DBuffer:
+        """Allocate a state of the optimizer: where the main weight is; its content is undefined."""
+        return self._new_beside_main_weight(residence, dtype, Category.OPTIMIZER_STATE)
+
+    def _new_beside_main_weight(
+        self, residence: Residence, dtype: torch.dtype, category: Category
+    ) -> DBuffer:
+        if self.host_memory is None:
+            return self.new_buffer(residence, dtype, category)
+        return DBuffer(
+            self.layout,
+            residence,
+            shard=max(self.axes.shard, 0),
+            dtype=dtype,
+            device=torch.device("cpu"),
+            ledger=self.host_memory.ledger,
+            category=category,
+            memory=self.host_memory.arena.take(self.main_weight.flat.numel(), dtype),
+        )
+
+    @torch.no_grad()
+    def offload_main_weight(self, memory: HostMemory) -> None:
+        """Move the main weight, and the states that are made from here on, to the host; local.
+
+        The sharded parameters stay the same objects over other memory. What forward reads stays on
+        the device: a copy in the compute dtype.
+        """
+        before, self.host_memory = self.main_weight, memory
+        dtype = self.dtypes.main
+        host = self._new_beside_main_weight(before.residence, dtype, Category.MAIN_WEIGHT)
+        host.flat.copy_(before.flat)
+        self.main_weight = host
+        for index, shown in enumerate(self._shown):
+            shown.data = host.tensor(index).view(shown.shape)
+        self.compute_weight.move_main_weight(host)
+
+    def wait_for_step(self) -> None:
+        """Wait for the step that changes the main weight beside this thread, if there is one.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        if self.step_in_flight is not None:
+            self.step_in_flight.wait()
 
     def new_gathered_shard(self, dtype: torch.dtype, category: Category) -> DBuffer:
         """Allocate what one rank of the inner axis holds; more than a main weight's if divided."""
@@ -261,6 +338,9 @@ class ParameterGroup:
         Collective over the group's ranks for a sharded group whose storage is not current. The
         unsharded parameters may be read after :meth:`finish_unshard`.
         """
+        self.wait_for_step()
+        # Here alone: what is gathered ahead depends on it and must be the same on all ranks.
+        self.step_in_flight = None
         self.compute_weight.start_unshard(in_backward=in_backward)
 
     def finish_unshard(self) -> None:

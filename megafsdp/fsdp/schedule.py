@@ -126,12 +126,14 @@ class FSDPContext:
     def _join_divided(self) -> None:
         """Issue what the outer axis gathers once a step, all at once and in one order.
 
-        Each unit waits for its own part when it is gathered.
+        Each unit waits for its own part when it is gathered. What comes from the host is not there
+        yet and is joined then.
         """
         for unit in self.units:
             for group in unit.groups:
                 weight = group.compute_weight
-                if group.axes.is_divided and weight.is_stale and not weight.needs_statistics:
+                is_ready = group.host_memory is None and not weight.needs_statistics
+                if group.axes.is_divided and weight.is_stale and is_ready:
                     weight.refresh()
 
     def end_forward(self, *, is_graph_built: bool) -> None:
@@ -218,6 +220,8 @@ class FSDPContext:
         upcoming = unit.prefetch_override(is_backward=in_backward)
         recorded = order.arrive(unit, unit.prefetch)
         for other in recorded if upcoming is None else upcoming:
+            if any(group.step_in_flight for group in other.groups):
+                break  # Its weights may be under way: this unit must not wait for them.
             if upcoming is not None or len(self._ahead) < unit.prefetch:
                 if not other.is_unsharded:
                     self._ahead.add(id(other))

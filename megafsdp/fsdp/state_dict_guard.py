@@ -57,6 +57,8 @@ def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
                 mend="Call it outside of the unit's forward and backward",
             )
         )
+    for group in unit.groups:
+        group.wait_for_step()
 
 
 def _after_state_dict(
@@ -93,6 +95,8 @@ def _before_load_state_dict(
                 "for full tensors",
             )
         )
+    for group in unit.groups:
+        group.wait_for_step()
     for name, parameter in module._parameters.items():
         given = state.get(f"{prefix}{name}")
         if given is not None and not is_cut_alike(given, parameter):

@@ -24,7 +24,7 @@ from megafsdp.optimizer.adam_checks import (
     check_remainders,
 )
 from megafsdp.optimizer.adam_pass import AdamPass
-from megafsdp.optimizer.adam_plan import GroupPlan
+from megafsdp.optimizer.adam_plan import Found, GroupPlan
 from megafsdp.optimizer.capturable import CapturablePass
 from megafsdp.optimizer.clip import clip_coefficient
 from megafsdp.optimizer.grad_norms import total_norm
@@ -161,6 +161,17 @@ class FusedAdam(MarksMainWeights, Optimizer):
         attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
         found = [plan.find(self.state, attribute=attribute) for plan in plans]
         scale = self._gradient_scale([grad for part in found for grad in part.grads])
+        self._step_found(found, scale=scale, found_inf=found_inf)
+        return loss
+
+    def _step_found(
+        self,
+        found: list[Found],
+        *,
+        scale: float | torch.Tensor,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Step what was found of each parameter group, and tell the owners of all parameters."""
         adam_pass: AdamPass | CapturablePass
         if self.capturable:
             adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf)
@@ -172,11 +183,10 @@ class FusedAdam(MarksMainWeights, Optimizer):
                 adam_pass.step_flat(states, grads, indices)
             for parameter, grad in part.singles:
                 adam_pass.step_one(parameter, grad, self.state[parameter])
-        for plan in plans:
+        for plan in self._plans.values():
             for owner in plan.owners():
                 owner.mark_stale()
         adam_pass.finish()
-        return loss
 
     def _plan(self, number: int) -> GroupPlan:
         parameters = self.param_groups[number]["params"]

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.uneven import local_tensor
-from megafsdp.device.memory import Category
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.mesh.placement import Residence
 
@@ -61,8 +60,7 @@ class FlatStates:
         self.layout = group.layout
         residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
         self.buffers: dict[str, DBuffer] = {
-            name: group.new_buffer(residence, dtype, Category.OPTIMIZER_STATE)
-            for name, dtype in dtypes.items()
+            name: group.new_state_buffer(residence, dtype) for name, dtype in dtypes.items()
         }
         for buffer in self.buffers.values():
             buffer.flat.zero_()

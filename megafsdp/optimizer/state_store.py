@@ -58,7 +58,7 @@ class StateStore:
         owner = group_of(parameter)
         if owner is None or owner.dtypes.main != self._main_dtype:
             return None
-        states = self._flat_states(owner)
+        states = self.flat_states(owner)
         index = states.indices.get(id(parameter))
         return None if index is None else (states, index)
 
@@ -88,7 +88,8 @@ class StateStore:
             else:
                 state[REMAINDER] = _by_itself(parameter, torch.int16, current)
 
-    def _flat_states(self, owner: ParameterGroup) -> FlatStates:
+    def flat_states(self, owner: ParameterGroup) -> FlatStates:
+        """Return the flat states of a parameter group, made at the first call; local."""
         states = self._flat.get(owner)
         if states is None:
             plain = {n: d for n, d in self.dtypes.items() if d in PLAIN_DTYPES}

@@ -1,0 +1,211 @@
+"""HybridDeviceOptimizer: FusedAdam with main weights and states of chosen units on the host.
+
+Units on the host are stepped there by a background thread, while the device steps the others and
+begins the next forward; each unit's next use waits for its own step only. Which units is the
+business of offload_plan.py, what happens to one of them that of offload_step.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from megafsdp.buffer.uneven import local_tensor, wrap_like
+from megafsdp.device.background import BackgroundThread
+from megafsdp.device.memory import ByteLedger
+from megafsdp.device.streams import device_handle
+from megafsdp.fsdp.parameter_group import group_of
+from megafsdp.optimizer.adam import FusedAdam
+from megafsdp.optimizer.adam_plan import Found
+from megafsdp.optimizer.flat_states import FlatStates
+from megafsdp.optimizer.hyper import AdamHyper
+from megafsdp.optimizer.kernels import AdamSegment
+from megafsdp.optimizer.offload_plan import check_fraction, groups_of, groups_to_offload, offload
+from megafsdp.optimizer.offload_step import Bucket, BucketStep, CopyStreams
+
+
+class HybridDeviceOptimizer(FusedAdam):
+    """Adam whose main weights and states live partly on the host, with the bits of FusedAdam.
+
+    Parameter groups, schedulers, closures, hooks, clipping, loss scalers, state dicts and
+    checkpoints are those of :class:`FusedAdam` whatever the fraction. Offloaded units keep a copy
+    of their weights in the compute dtype on the device.
+
+    ``step`` reads ``.grad`` and hyperparameters as they are when it is called. With ``overlap`` it
+    returns while gradients are still being copied: what the package does to them next waits
+    (``zero_grad``, another backward), a change by hand must call :meth:`synchronize` first, and so
+    must code that reads the memory of a parameter by itself. ``state``, state dicts and
+    checkpoints of model and optimizer, and the unit's next use wait on their own.
+
+    Args:
+        params: Parameters or parameter groups, in forward order, as ``model.parameters()`` has
+            them; those at the front stay on the device.
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        offload_fraction: The part of the local elements to keep on the host, brought to the nearest
+            boundary between parameter groups of units.
+        overlap: Return from ``step`` while the host is at work.
+        max_grad_norm: Clip by the norm of all gradients, as :class:`FusedAdam` does.
+        pin_cpu_params: Pin host weights and states. Without CUDA nothing is pinned.
+        pin_cpu_grads: Pin the host's gradients.
+
+    Attributes:
+        host_ledger: Bytes of the main weights and states on the host.
+
+    Raises:
+        ValueError: A hyperparameter or the fraction has no meaning.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        offload_fraction: float = 1.0,
+        overlap: bool = True,
+        max_grad_norm: float | None = None,
+        pin_cpu_params: bool = True,
+        pin_cpu_grads: bool = True,
+    ) -> None:
+        check_fraction(offload_fraction)
+        self._in_flight: list[BucketStep] = []
+        self._buckets: dict[FlatStates, Bucket] = {}
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+        )
+        self.overlap = overlap
+        self.host_ledger = ByteLedger()
+        self._worker = BackgroundThread("megafsdp-offload")
+        weakref.finalize(self, self._worker.close)
+        self._offload(offload_fraction, pins_params=pin_cpu_params, pins_grads=pin_cpu_grads)
+
+    def _offload(self, fraction: float, *, pins_params: bool, pins_grads: bool) -> None:
+        streams: dict[torch.device, CopyStreams] = {}
+        for group in groups_to_offload(self._parameters(), fraction):
+            has_cuda = group.device.type == "cuda"
+            offload(group, self.host_ledger, is_pinned=pins_params and has_cuda)
+            if group.device not in streams:
+                streams[group.device] = CopyStreams(device_handle(group.device.type))
+            self._buckets[self._store.flat_states(group)] = Bucket(
+                group,
+                streams[group.device],
+                is_grad_pinned=pins_grads and has_cuda,
+                is_param_pinned=pins_params and has_cuda,
+            )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for param_group in self.param_groups for p in param_group["params"]]
+
+    @property
+    def offloaded_fraction(self) -> float:
+        """Return the part of the local elements of sharded parameters that is on the host."""
+        numels = {g: g.main_weight.flat.numel() for g in groups_of(self._parameters())}
+        on_host = sum(numel for group, numel in numels.items() if group.host_memory is not None)
+        return on_host / max(sum(numels.values()), 1)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Return the bytes on the host: main weights, states, gradients, what is copied back."""
+        return self.host_ledger.total + sum(bucket.nbytes for bucket in self._buckets.values())
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """Return the states by parameter; waits for the step under way."""
+        self.synchronize()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self._state = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what ``load_state_dict`` of the base class has prepared."""
+        if "state" in state:
+            self.state = state["state"]
+        super().__setstate__({name: value for name, value in state.items() if name != "state"})
+
+    def synchronize(self) -> None:
+        """Wait for the step under way; afterwards all memory may be read and written; local.
+
+        Raises:
+            RuntimeError: The step failed on the host.
+        """
+        for step in self._in_flight:
+            step.wait()
+        self._in_flight = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, as torch does; in place only when the step has read them."""
+        if not set_to_none:
+            for step in self._in_flight:
+                step.wait_for_grads()
+        super().zero_grad(set_to_none)
+
+    def _step_found(
+        self,
+        found: list[Found],
+        *,
+        scale: float | torch.Tensor,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        steps = self._collect(found, scale)
+        for step in steps:
+            step.start()
+            self._worker.submit(step)
+        super()._step_found(self._on_device(found), scale=scale, found_inf=found_inf)
+        for step in steps:
+            step.finish()
+        self._in_flight = steps
+        if not self.overlap:
+            self.synchronize()
+
+    def _collect(self, found: list[Found], scale: float | torch.Tensor) -> list[BucketStep]:
+        """Return the steps of offloaded groups, in the order in which forward needs them."""
+        steps: dict[FlatStates, BucketStep] = {}
+        for param_group, part in zip(self.param_groups, found, strict=True):
+            hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
+            for states, grads, indices in part.flat:
+                if states not in self._buckets:
+                    continue
+                if states not in steps:
+                    steps[states] = BucketStep(
+                        self._buckets[states], states, scale, torch.get_num_threads(), self.ftz
+                    )
+                for count, counted in states.advance(indices).items():
+                    runs = states.runs(counted)
+                    segments = [AdamSegment(run.start, run.stop, hyper) for run in runs]
+                    numel = sum(run.numel for run in runs)
+                    steps[states].add(grads, segments, step=count, numel=numel)
+        return [steps[states] for states in self._buckets if states in steps]
+
+    def _on_device(self, found: list[Found]) -> list[Found]:
+        """Return what is left to step, with gradients where their parameters are."""
+        return [
+            Found(
+                [entry for entry in part.flat if entry[0] not in self._buckets],
+                [(parameter, _beside(parameter, grad)) for parameter, grad in part.singles],
+            )
+            for part in found
+        ]
+
+
+def _beside(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient where its parameter's main weight is."""
+    owner = group_of(parameter)
+    if owner is None or owner.host_memory is None:
+        return grad
+    return wrap_like(parameter, local_tensor(grad).to(owner.main_weight.flat.device))

@@ -1,0 +1,99 @@
+"""Which parameter groups of an optimizer are offloaded, by a fraction, and the move to the host.
+
+Those that run first in forward stay on the device: what a step brings back from the host must be
+there before its unit runs again, so the later a unit runs the more time its copies have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megafsdp.device.host_memory import HostArena, aligned_nbytes
+from megafsdp.device.memory import ByteLedger
+from megafsdp.errors import expected
+from megafsdp.fsdp.parameter_group import HostMemory, ParameterGroup, group_of
+
+
+def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
+    """Return how many units at the front stay on the device so that about ``fraction`` does not.
+
+    ::
+
+        numels 30 10 10 10, fraction 0.5:   | 30 | 10 10 10 |   one stays, exactly half is offloaded
+        numels 60 10 10 10, fraction 0.5:   | 60 | 10 10 10 |   a third, since all would be farther
+
+    Args:
+        numels: Elements of each in forward order.
+        fraction: The part of all elements to offload; of two choices equally near, the larger.
+    """
+    total, offloaded = sum(numels), sum(numels)
+    best, least = 0, abs(offloaded - fraction * total)
+    for count, numel in enumerate(numels, start=1):
+        offloaded -= numel
+        distance = abs(offloaded - fraction * total)
+        if distance < least:
+            best, least = count, distance
+    return best
+
+
+def check_fraction(fraction: float) -> None:
+    """Check an offload fraction.
+
+    Raises:
+        ValueError: It is no number from 0 to 1.
+    """
+    if isinstance(fraction, bool | str) or not 0.0 <= fraction <= 1.0:
+        raise ValueError(
+            expected(
+                "a number from 0 to 1",
+                repr(fraction),
+                where="offload_fraction of HybridDeviceOptimizer",
+                mend="Give the part of the elements that shall live on the host",
+            )
+        )
+
+
+def groups_of(parameters: Iterable[torch.Tensor]) -> list[ParameterGroup]:
+    """Return the parameter groups whose parameters are given, in the order of the first of each."""
+    found = {id(owner): owner for owner in map(group_of, parameters) if owner is not None}
+    return list(found.values())
+
+
+def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
+    """Choose the parameter groups to offload; local, the same on all ranks.
+
+    What cannot be offloaded stays on the device and counts: plain tensors, main weights that are
+    not fp32 or whose compute weights are more than a cast of them, and groups with a trainable
+    parameter that is not given. Groups that were offloaded before stay so.
+
+    Args:
+        parameters: The optimizer's, in forward order.
+        fraction: The part of all local elements to offload.
+    """
+    given = {id(parameter) for parameter in parameters}
+    groups = groups_of(parameters)
+    movable = [group for group in groups if _is_movable(group, given)]
+    numels = [group.main_weight.flat.numel() for group in movable]
+    others = sum(g.main_weight.flat.numel() for g in groups if g not in movable)
+    plain = sum(p.numel() for p in parameters if group_of(p) is None)
+    kept = num_kept_on_device([others + plain, *numels], fraction) if fraction < 1.0 else 0
+    chosen = movable[max(kept - 1, 0) :]
+    return [g for g in movable if g in chosen or g.host_memory is not None]
+
+
+def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
+    return (
+        group.dtypes.main == torch.float32
+        and group.compute_weight.can_be_copied
+        and all(id(p.sharded) in given for p in group.parameters if p.sharded.requires_grad)
+    )
+
+
+def offload(group: ParameterGroup, ledger: ByteLedger, *, is_pinned: bool) -> None:
+    """Move a group's main weight into a slab of the host with room for both moments; local."""
+    if group.host_memory is None:
+        numel = group.main_weight.flat.numel()
+        arena = HostArena(3 * aligned_nbytes(numel * torch.float32.itemsize), is_pinned=is_pinned)
+        group.offload_main_weight(HostMemory(arena, ledger))
