@@ -2,124 +2,47 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from megafsdp import FusedAdam, MixedPrecisionPolicy, clip_grad_norm_, full_tensor, microbatch
+from megafsdp import full_tensor
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload_plan import groups_of
 from tests.fsdp.toy import Net, batches, mine, shard
+from tests.optimizer.hybrid_runs import (
+    BF16,
+    FP32,
+    Case,
+    assert_same,
+    backward,
+    bits,
+    make_net,
+    make_optimizer,
+    train,
+)
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-FP32 = MixedPrecisionPolicy()
-ADAM = {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.01}
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hfsdp")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to train.
-
-    Attributes:
-        fraction: What is offloaded; None for FusedAdam.
-        overlap: Whether step() returns early.
-        max_grad_norm: The optimizer's clipping.
-        num_microbatches: Of each step.
-        strategy: What is sharded, or ``hfsdp``.
-        policy: Dtypes.
-    """
-
-    fraction: float | None = None
-    overlap: bool = True
-    max_grad_norm: float | None = None
-    num_microbatches: int = 1
-    strategy: str = "optim_grads_params"
-    policy: MixedPrecisionPolicy = BF16
-
-
-def _net(case: Case) -> Net:
-    options: dict[str, Any] = {"strategy": case.strategy}
-    if case.strategy == "hfsdp":
-        shape = (2, dist.get_world_size() // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
-        options = {"mesh": mesh, "outer_strategy": "optim"}
-    return shard(Net(), mp_policy=case.policy, **options)
-
-
-def _optimizer(net: nn.Module, case: Case) -> FusedAdam:
-    decays = [p for p in net.parameters() if p.ndim > 1]
-    others = [p for p in net.parameters() if p.ndim == 1]
-    groups = [{"params": decays}, {"params": others, "weight_decay": 0.0}]
-    if case.fraction is None:
-        return FusedAdam(groups, max_grad_norm=case.max_grad_norm, **ADAM)
-    return HybridDeviceOptimizer(
-        groups,
-        offload_fraction=case.fraction,
-        overlap=case.overlap,
-        max_grad_norm=case.max_grad_norm,
-        **ADAM,
-    )
-
-
-def _train(net: Net, optimizer: FusedAdam, case: Case, num_steps: int = 4) -> dict[str, Any]:
-    """Train with a schedule of the learning rate; return all that a run shows."""
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    losses, norms = [], []
-    for step in range(num_steps):
-        parts = batches(case.num_microbatches, seed=step)
-        for number, batch in enumerate(parts, start=1):
-            with microbatch(net, is_last=number == len(parts)):
-                loss = net(*mine(batch)) / len(parts)
-                loss.backward()
-                losses.append(loss.item())
-        optimizer.step()
-        norms.append(None if optimizer.grad_norm is None else optimizer.grad_norm.item())
-        optimizer.zero_grad()
-        schedule.step()
-    return {"losses": losses, "norms": norms} | _bits(net, optimizer)
-
-
-def _bits(net: Net, optimizer: FusedAdam) -> dict[str, Any]:
-    """Return every weight and state in full; collective."""
-    found: dict[str, Any] = {}
-    for name, parameter in net.named_parameters():
-        for state_name, value in optimizer.state[parameter].items():
-            found[f"{name}.{state_name}"] = full_tensor(value).clone()
-        found[name] = full_tensor(parameter.detach()).clone()
-    return found
-
-
-def _assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(found[name], value), name
-        else:
-            assert found[name] == value, name
 
 
 def _trajectories_agree(case: Case, reference: Case, is_partial: bool) -> float:
-    wanted_net = _net(reference)
-    wanted = _train(wanted_net, _optimizer(wanted_net, reference), reference)
-    net = _net(case)
+    wanted_net = make_net(reference)
+    wanted = train(wanted_net, make_optimizer(wanted_net, reference), reference)
+    net = make_net(case)
     before = [full_tensor(p.detach()).clone() for p in net.parameters()]
-    optimizer = _optimizer(net, case)
+    optimizer = make_optimizer(net, case)
     assert isinstance(optimizer, HybridDeviceOptimizer)
-    found = _train(net, optimizer, case)
-    _assert_same(found, wanted)
-    assert not any(torch.equal(found[n], b) for (n, _), b in zip(net.named_parameters(), before))
+    found = train(net, optimizer, case)
+    assert_same(found, wanted)
+    assert not any(
+        torch.equal(found[n], b) for (n, _), b in zip(net.named_parameters(), before, strict=True)
+    )
     on_host = [g for g in groups_of(net.parameters()) if g.host_memory is not None]
     assert bool(on_host) == (case.fraction != 0.0)
     assert (len(on_host) < len(groups_of(net.parameters()))) == is_partial
@@ -158,3 +81,107 @@ def test_a_run_has_the_bits_of_a_run_without_offload(ranks: Ranks, case: Case) -
     is_partial = case.fraction != 1.0
     fractions = ranks(2).run(_trajectories_agree, case, reference, is_partial)
     assert fractions[0] == fractions[1] == pytest.approx(case.fraction, abs=0.2)
+
+
+def test_a_run_on_four_ranks_with_an_outer_axis_has_the_same_bits(ranks: Ranks) -> None:
+    """HFSDP divides each bucket over two axes, the copy is joined over the outer one."""
+    case = Case(0.5, True, 0.5, 3, "hfsdp", BF16)
+    ranks(4).run(_trajectories_agree, case, replace(case, fraction=None), True)
+
+
+def _closures_and_found_inf() -> None:
+    net = make_net(Case())
+    optimizer = make_optimizer(net, Case(1.0))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(*mine(batches(1)[0]))
+        loss.backward()
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert second < first
+    before = bits(net, optimizer)
+    optimizer.found_inf = torch.ones(())  # As torch.amp.GradScaler sets it.
+    optimizer.step()
+    assert_same(bits(net, optimizer), before)
+
+
+def test_closures_are_called_and_overflows_skip_the_step(ranks: Ranks) -> None:
+    """A step that finds an overflow changes nothing."""
+    ranks(2).run(_closures_and_found_inf)
+
+
+def _memory() -> None:
+    net = make_net(Case())
+    groups = groups_of(net.parameters())
+    ledgers = list({id(g.ledger): g.ledger for g in groups}.values())
+    whole = sum(ledger.total for ledger in ledgers)
+    optimizer = make_optimizer(net, Case(1.0))
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    numel = sum(g.main_weight.flat.numel() for g in groups)
+    # fp32 main weight and moments; fp32 gradient and bf16 copy on their way.
+    assert optimizer.host_nbytes == numel * (3 * 4 + 4 + 2)
+    assert optimizer.offloaded_fraction == 1.0
+    # The device holds the bf16 copy in the place of the fp32 main weight.
+    assert sum(ledger.total for ledger in ledgers) == whole - numel * (4 - 2)
+    backward(net, 0)
+    optimizer.step()
+    for group in groups:
+        parameter = group.parameters[0].sharded
+        slab = local_tensor(parameter).untyped_storage().data_ptr()
+        for name in ("exp_avg", "exp_avg_sq"):
+            state = optimizer.state[parameter][name]
+            assert local_tensor(state).untyped_storage().data_ptr() == slab
+        assert not local_tensor(parameter).is_pinned(), "C2: nothing is pinned without CUDA"
+
+
+def test_each_bucket_is_one_slab_of_the_host(ranks: Ranks) -> None:
+    """C2: pinning is asked for by default and means nothing here."""
+    ranks(2).run(_memory)
+
+
+def _some_gradients_are_none() -> None:
+    """Gradients come and go; one parameter is frozen, one is assigned by hand; C14 in passing."""
+    found = []
+    for fraction in (None, 1.0, 0.5):
+        net = Net()
+        net.blocks[1].norm.requires_grad_(False)
+        net.extra = nn.Parameter(torch.ones(1, 4))  # One row: an empty shard on a rank.
+        net = shard(net, mp_policy=BF16)
+        optimizer = make_optimizer(net, Case(fraction))
+        generator = torch.Generator().manual_seed(3)
+        for seed in range(6):
+            backward(net, seed)
+            if seed in (1, 2):
+                net.blocks[0].up.weight.grad = None
+            if seed == 3:
+                net.blocks[2].norm.weight.grad = None
+                bias = net.blocks[2].down.bias
+                values = torch.randn(bias.shape, generator=generator)
+                bias.grad = bias.grad.clone()
+                bias.grad.mul_(values.mean())
+            if seed % 2:
+                rows = local_tensor(net.extra)
+                like = net.blocks[0].norm.weight
+                assert like.grad is not None
+                net.extra.grad = torch.ones_like(net.extra) if rows is not None else None
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(bits(net, optimizer))
+    assert (
+        any(
+            local_tensor(p).numel() == 0 and id(p) in {id(q) for q in optimizer.state}
+            for p in net.parameters()
+        )
+        or dist.get_rank() == 0
+    )
+    for other in found[1:]:
+        assert_same(other, found[0])
+    steps = found[0]["blocks.0.up.weight.step"].item()
+    assert steps == 4, "a step without a gradient moves no state"
+
+
+def test_gradients_that_are_none_frozen_parts_and_empty_shards(ranks: Ranks) -> None:
+    """C14: a parameter of which a rank holds no row belongs to its unit's part all the same."""
+    ranks(2).run(_some_gradients_are_none)

@@ -1,0 +1,111 @@
+"""Runs of the toy with and without offload, and all bits that they show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megafsdp import FusedAdam, MixedPrecisionPolicy, full_tensor, microbatch
+from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
+from tests.fsdp.toy import Net, batches, mine, shard
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+FP32 = MixedPrecisionPolicy()
+_ADAM = {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.01}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        fraction: What is offloaded; None for FusedAdam.
+        overlap: Whether step() returns early.
+        max_grad_norm: The optimizer's clipping.
+        num_microbatches: Of each step.
+        strategy: What is sharded, or ``hfsdp``.
+        policy: Dtypes.
+    """
+
+    fraction: float | None = None
+    overlap: bool = True
+    max_grad_norm: float | None = None
+    num_microbatches: int = 1
+    strategy: str = "optim_grads_params"
+    policy: MixedPrecisionPolicy = BF16
+
+
+def make_net(case: Case) -> Net:
+    """Return the toy as a case shards it, with the same values every time."""
+    options: dict[str, Any] = {"strategy": case.strategy}
+    if case.strategy == "hfsdp":
+        shape = (2, dist.get_world_size() // 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+        options = {"mesh": mesh, "outer_strategy": "optim"}
+    return shard(Net(), mp_policy=case.policy, **options)
+
+
+def make_optimizer(net: nn.Module, case: Case) -> FusedAdam:
+    """Return FusedAdam or the hybrid, with two groups of parameters."""
+    decays = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim == 1]
+    groups = [{"params": decays}, {"params": others, "weight_decay": 0.0}]
+    if case.fraction is None:
+        return FusedAdam(groups, max_grad_norm=case.max_grad_norm, **_ADAM)
+    return HybridDeviceOptimizer(
+        groups,
+        offload_fraction=case.fraction,
+        overlap=case.overlap,
+        max_grad_norm=case.max_grad_norm,
+        **_ADAM,
+    )
+
+
+def train(net: Net, optimizer: FusedAdam, case: Case, num_steps: int = 4) -> dict[str, Any]:
+    """Train with a schedule of the learning rate; return all that a run shows."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses, norms = [], []
+    for step in range(num_steps):
+        parts = batches(case.num_microbatches, seed=step)
+        for number, batch in enumerate(parts, start=1):
+            with microbatch(net, is_last=number == len(parts)):
+                loss = net(*mine(batch)) / len(parts)
+                loss.backward()
+                losses.append(loss.item())
+        optimizer.step()
+        norms.append(None if optimizer.grad_norm is None else optimizer.grad_norm.item())
+        optimizer.zero_grad()
+        schedule.step()
+    return {"losses": losses, "norms": norms} | bits(net, optimizer)
+
+
+def bits(net: Net, optimizer: FusedAdam) -> dict[str, Any]:
+    """Return every weight and state in full; collective."""
+    found: dict[str, Any] = {}
+    for name, parameter in net.named_parameters():
+        for state_name, value in optimizer.state[parameter].items():
+            found[f"{name}.{state_name}"] = full_tensor(value).clone()
+        found[name] = full_tensor(parameter.detach()).clone()
+    return found
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Assert that two runs agree in every bit."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
+
+
+def backward(net: Net, seed: int) -> float:
+    """Run forward and backward on a batch; return the loss."""
+    loss = net(*mine(batches(1, seed=seed)[0]))
+    loss.backward()
+    return loss.item()

@@ -1,0 +1,208 @@
+"""Steps on the host run beside the calling thread and are waited for where they must be."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from megafsdp.optimizer.offload_step import BucketStep
+from tests.optimizer.hybrid_runs import (
+    Case,
+    assert_same,
+    backward,
+    bits,
+    make_net,
+    make_optimizer,
+    train,
+)
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+class _Gate:
+    """Holds every step of the worker back at one of its places until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, place: str) -> None:
+        self.event = threading.Event()
+        self.passed: list[str] = []
+        inner = getattr(BucketStep, place)
+
+        def held_back(step: BucketStep) -> None:
+            assert self.event.wait(30), "the gate was opened"
+            inner(step)
+            self.passed.append(step.states.group.label)
+
+        patch.setattr(BucketStep, place, held_back)
+
+
+def _step_returns_first(place: str) -> None:
+    case = Case(1.0)
+    wanted_net = make_net(case)
+    wanted = train(wanted_net, make_optimizer(wanted_net, replace(case, fraction=None)), case)
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    losses = []
+    for seed in range(4):
+        losses.append(backward(net, seed))
+        with pytest.MonkeyPatch.context() as patch:
+            gate = _Gate(patch, place)
+            optimizer.step()
+            assert not gate.passed, "step() came back before the worker was done"
+            if seed % 2:
+                # Opened by another thread while this one waits for gradients to be read, in place.
+                threading.Timer(0.05, gate.event.set).start()
+                optimizer.zero_grad(set_to_none=False)
+                assert place != "_copy_grads" or gate.passed
+            else:
+                optimizer.zero_grad()
+            gate.event.set()
+            optimizer.synchronize()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+    # The schedule of the other run multiplies in another way: rates, not bits, are equal.
+    assert losses == pytest.approx(wanted["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("place", ["_copy_grads", "_update", "_upload"])
+def test_step_returns_while_the_worker_is_held_back(ranks: Ranks, place: str) -> None:
+    """At each of its three places; clearing gradients waits where it must."""
+    ranks(2).run(_step_returns_first, place)
+
+
+def _forward_waits_for_its_own_bucket() -> None:
+    net = make_net(Case())
+    optimizer = make_optimizer(net, Case(1.0))
+    backward(net, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(net, 1)
+    events: list[str] = []
+    inner = BucketStep._upload
+
+    def slowly(step: BucketStep) -> None:
+        if step.states.group.label == "blocks.2":
+            # The last block's bucket comes only after the first block has computed.
+            assert ran.wait(30), "block 0 ran without waiting for block 2"
+        inner(step)
+        events.append(f"uploaded {step.states.group.label}")
+
+    ran = threading.Event()
+
+    def note(*unused: object) -> None:
+        events.append("ran blocks.0")
+        ran.set()
+
+    net.blocks[0].register_forward_hook(note)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketStep, "_upload", slowly)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(net, 2)
+        optimizer.synchronize()
+    assert events.index("ran blocks.0") < events.index("uploaded blocks.2")
+    assert events.index("uploaded blocks.0") < events.index("ran blocks.0")
+
+
+def test_a_unit_waits_for_its_own_bucket_only(ranks: Ranks) -> None:
+    """The first block runs while the last one's bucket is on its way."""
+    ranks(2).run(_forward_waits_for_its_own_bucket)
+
+
+def _accumulates_after_a_step() -> None:
+    """Run two backwards, step, backward again without clearing, step."""
+    found = []
+    for fraction in (None, 1.0):
+        net = make_net(Case())
+        optimizer = make_optimizer(net, Case(fraction))
+        with pytest.MonkeyPatch.context() as patch:
+            gate = _Gate(patch, "_copy_grads")
+            for seed in range(3):
+                backward(net, seed)
+                gate.event.clear()
+                optimizer.step()
+                threading.Timer(0.05, gate.event.set).start()
+            optimizer.synchronize() if fraction else None
+        found.append(bits(net, optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_a_backward_that_adds_to_gradients_waits_until_they_are_read(ranks: Ranks) -> None:
+    """Nothing clears the gradients between the steps."""
+    ranks(2).run(_accumulates_after_a_step)
+
+
+def _failure_surfaces() -> list[str]:
+    net = make_net(Case())
+    optimizer = make_optimizer(net, Case(1.0))
+    backward(net, 0)
+
+    def fails(step: BucketStep) -> None:
+        raise MemoryError("no host memory")
+
+    raised = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketStep, "_update", fails)
+        optimizer.step()
+        for use in (optimizer.step, lambda: backward(net, 1), net.state_dict):
+            with pytest.raises(RuntimeError, match="no host memory") as error:
+                use()
+            assert isinstance(error.value.__cause__, MemoryError)
+            raised.append(type(error.value).__name__)
+    return raised
+
+
+def test_a_failure_of_the_worker_is_raised_with_its_cause(ranks: Ranks) -> None:
+    """In the next step, the next forward and the state dict."""
+    assert ranks(2).run(_failure_surfaces) == [["RuntimeError"] * 3] * 2
+
+
+def _no_thread_outlives() -> tuple[int, int]:
+    def count() -> int:
+        return sum(thread.name == "megafsdp-offload" for thread in threading.enumerate())
+
+    net = make_net(Case())
+    optimizer = make_optimizer(net, Case(1.0))
+    backward(net, 0)
+    optimizer.step()
+    alive = count()
+    del optimizer
+    return alive, count()
+
+
+def test_no_thread_outlives_the_optimizer(ranks: Ranks) -> None:
+    """The thread ends when the optimizer is collected."""
+    assert ranks(2).run(_no_thread_outlives) == [(1, 0)] * 2
+
+
+def _stressed(num_steps: int) -> None:
+    """Delay copies and steps at random: the bits of a run without offload, and without delays."""
+    case = Case(0.5, max_grad_norm=0.5)
+    wanted_net = make_net(case)
+    wanted = train(
+        wanted_net, make_optimizer(wanted_net, replace(case, fraction=None)), case, num_steps
+    )
+    net = make_net(case)
+    generator = random.Random(dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("_copy_grads", "_update", "_upload"):
+            inner = getattr(BucketStep, place)
+
+            def late(step: BucketStep, inner: Callable[[BucketStep], None] = inner) -> None:
+                time.sleep(generator.random() * 2e-3)
+                inner(step)
+
+            patch.setattr(BucketStep, place, late)
+        found = train(net, make_optimizer(net, case), case, num_steps)
+    assert_same(found, wanted)
+
+
+def test_random_delays_of_copies_and_steps_change_no_bit(ranks: Ranks) -> None:
+    """Two hundred steps with clipping, each place of each bucket delayed at random."""
+    ranks(2).run(_stressed, 200)
