@@ -348,8 +348,6 @@ class GradientReducer:
         self._working_grad = buffer
         if is_clear:
             return buffer, False
-        if group.step_in_flight is not None:
-            group.step_in_flight.wait_for_grads()
         with torch.no_grad():
             for i, grad in enumerate(grads):
                 if grad is not None and not self._is_shown(i, grad):

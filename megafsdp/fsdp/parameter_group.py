@@ -105,9 +105,6 @@ class HostMemory:
 class StepInFlight(Protocol):
     """A step that changes a main weight beside the calling thread."""
 
-    def wait_for_grads(self) -> None:
-        """Return when the step reads no gradients any more."""
-
     def wait(self) -> None:
         """Return when the main weight and its copy on the device are those after the step.
 

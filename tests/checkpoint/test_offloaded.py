@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from megafsdp import FusedAdam, full_tensor
 from megafsdp.buffer.collectives import record_collectives
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.checkpoint import load, save
+from megafsdp.optimizer.offload_step import BucketStep
 from tests.fsdp.toy import Net
 from tests.optimizer.hybrid_runs import (
     Case,
@@ -110,9 +112,17 @@ def _weights_only(path: str) -> None:
     net = make_net(Case())
     optimizer = make_optimizer(net, Case(1.0))
     backward(net, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    save(path, model=net, step=1)
+    inner = BucketStep._update
+
+    def late(step: BucketStep) -> None:
+        time.sleep(0.1)
+        inner(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketStep, "_update", late)
+        optimizer.step()
+        optimizer.zero_grad()
+        save(path, model=net, step=1)
     wanted = [backward(net, 5)]
     other = make_net(Case())
     restored = make_optimizer(other, Case(1.0))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import full_tensor
+from megafsdp import FusedAdam, clip_grad_norm_, full_tensor
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload_plan import groups_of
@@ -185,3 +185,65 @@ def _some_gradients_are_none() -> None:
 def test_gradients_that_are_none_frozen_parts_and_empty_shards(ranks: Ranks) -> None:
     """C14: a parameter of which a rank holds no row belongs to its unit's part all the same."""
     ranks(2).run(_some_gradients_are_none)
+
+
+def _plain_loop(clip: Callable[..., torch.Tensor]) -> None:
+    """Clip and edit gradients before the step, change the rate after it."""
+    found = []
+    for fraction in (None, 0.5, 1.0):
+        net = make_net(Case())
+        optimizer = make_optimizer(net, Case(fraction))
+        for seed in range(4):
+            backward(net, seed)
+            clip(net.parameters(), 0.5 if seed % 2 else 1e3)
+            for parameter in net.blocks[2].parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+            optimizer.step()
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = 1e-2 / (seed + 1)
+            optimizer.zero_grad()
+        found.append(bits(net, optimizer))
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, nn.utils.clip_grad_norm_])
+def test_a_plain_loop_clips_and_edits_gradients_as_ever(
+    ranks: Ranks, clip: Callable[..., torch.Tensor]
+) -> None:
+    """Ours or torch's clipping, a change by hand, a rate that changes while the worker steps."""
+    ranks(2).run(_plain_loop, clip)
+
+
+def _mixed_with_plain_tensors() -> None:
+    """Plain tensors and a group half of which another optimizer has stay on the device; C7."""
+    found = []
+    for fraction in (None, 1.0):
+        net = make_net(Case())
+        torch.manual_seed(5)
+        extra = nn.Parameter(torch.randn(7))
+        own = [p for name, p in net.named_parameters() if name != "blocks.1.up.weight"]
+        other = torch.optim.SGD([net.blocks[1].up.weight], lr=1e-2)
+        params = [{"params": own}, {"params": [extra]}]
+        optimizer = FusedAdam(params, lr=1e-2, eps=1e-5)
+        if fraction is not None:
+            optimizer = HybridDeviceOptimizer(params, lr=1e-2, eps=1e-5, offload_fraction=fraction)
+            host = [g.host_memory is not None for g in groups_of(net.parameters())]
+            assert any(host) and not all(host), "the shared group stays"
+        for seed in range(3):
+            backward(net, seed)
+            extra.grad = torch.full_like(extra, 0.5 + seed)
+            for stepped in (optimizer, other):
+                stepped.step()
+                stepped.zero_grad()
+        optimizer.synchronize() if isinstance(optimizer, HybridDeviceOptimizer) else None
+        named = dict(net.named_parameters())
+        found.append({n: full_tensor(p.detach()).clone() for n, p in named.items()})
+        found[-1]["extra"] = extra.detach().clone()
+    assert_same(found[1], found[0])
+
+
+def test_what_cannot_be_offloaded_stays_on_the_device(ranks: Ranks) -> None:
+    """C7: plain tensors, and groups that are shared with another optimizer."""
+    ranks(2).run(_mixed_with_plain_tensors)

@@ -87,9 +87,9 @@ def _forward_waits_for_its_own_bucket() -> None:
     inner = BucketStep._upload
 
     def slowly(step: BucketStep) -> None:
-        if step.states.group.label == "blocks.2":
-            # The last block's bucket comes only after the first block has computed.
-            assert ran.wait(30), "block 0 ran without waiting for block 2"
+        if step.states.group.label == "blocks.1":
+            # The next block's bucket, which is gathered ahead in other steps, comes only then.
+            assert ran.wait(10), "block 0 ran without waiting for block 1"
         inner(step)
         events.append(f"uploaded {step.states.group.label}")
 
@@ -106,12 +106,12 @@ def _forward_waits_for_its_own_bucket() -> None:
         optimizer.zero_grad()
         backward(net, 2)
         optimizer.synchronize()
-    assert events.index("ran blocks.0") < events.index("uploaded blocks.2")
+    assert events.index("ran blocks.0") < events.index("uploaded blocks.1")
     assert events.index("uploaded blocks.0") < events.index("ran blocks.0")
 
 
 def test_a_unit_waits_for_its_own_bucket_only(ranks: Ranks) -> None:
-    """The first block runs while the last one's bucket is on its way."""
+    """The first block runs while the next one's bucket is on its way."""
     ranks(2).run(_forward_waits_for_its_own_bucket)
 
 
@@ -206,3 +206,26 @@ def _stressed(num_steps: int) -> None:
 def test_random_delays_of_copies_and_steps_change_no_bit(ranks: Ranks) -> None:
     """Two hundred steps with clipping, each place of each bucket delayed at random."""
     ranks(2).run(_stressed, 200)
+
+
+def _blocking_step_ends() -> None:
+    net = make_net(Case())
+    optimizer = make_optimizer(net, Case(1.0, overlap=False))
+    backward(net, 0)
+    ended = []
+    inner = BucketStep._upload
+
+    def late(step: BucketStep) -> None:
+        time.sleep(0.02)
+        inner(step)
+        ended.append(step.states.group.label)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketStep, "_upload", late)
+        optimizer.step()
+        assert len(ended) == 4, "all units have been stepped"
+
+
+def test_a_step_without_overlap_ends_with_the_worker(ranks: Ranks) -> None:
+    """Nothing is under way when it returns."""
+    ranks(2).run(_blocking_step_ends)
