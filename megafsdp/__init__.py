@@ -17,6 +17,7 @@ from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.optimizer.adam import FusedAdam
 from megafsdp.optimizer.clip import clip_grad_norm_
 from megafsdp.optimizer.grad_norms import num_zero_grads, param_group_norms
+from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.local_parameters import local_parameters
 from megafsdp.optimizer.muon import Muon
 from megafsdp.optimizer.scale_rule import ScaleRule
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FSDPModule",
     "FusedAdam",
+    "HybridDeviceOptimizer",
     "LossScaler",
     "MixedPrecisionPolicy",
     "Muon",

@@ -10,6 +10,7 @@ from megafsdp import FSDPModule
 PROMISED = {
     "FSDPModule",
     "FusedAdam",
+    "HybridDeviceOptimizer",
     "LossScaler",
     "MixedPrecisionPolicy",
     "Muon",

@@ -33,7 +33,9 @@ class HybridDeviceOptimizer(FusedAdam):
 
     Parameter groups, schedulers, closures, hooks, clipping, loss scalers, state dicts and
     checkpoints are those of :class:`FusedAdam` whatever the fraction. Offloaded units keep a copy
-    of their weights in the compute dtype on the device.
+    of their weights in the compute dtype on the device. What cannot be offloaded stays there whole:
+    plain tensors, main weights that are not fp32, quantised compute weights, and parameter groups
+    that are shared with another optimizer.
 
     ``step`` reads ``.grad`` and hyperparameters as they are when it is called. With ``overlap`` it
     returns while gradients are still being copied: what the package does to them next waits
