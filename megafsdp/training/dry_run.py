@@ -239,9 +239,19 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
 
     Raises:
         ConfigError: The configuration cannot be run on so many ranks.
-        NotImplementedError: A strategy or degree that is not built.
+        NotImplementedError: A strategy or degree that is not built; or offload, which is not
+            counted.
     """
     start_s = time.perf_counter()
+    if config.optimizer.offload_fraction:
+        raise NotImplementedError(
+            expected(
+                "all memory on the device",
+                f"optimizer.offload_fraction {config.optimizer.offload_fraction}",
+                where="a dry run",
+                mend="Leave it out: main weights and states of that fraction live on the host",
+            )
+        )
     size = _world_size(config) if world_size is None else world_size
     validate_sharding(config, world_size=size)
     dims, parallel = config.parallel.dims().resolve(size), config.parallel

@@ -48,6 +48,9 @@ class OptimizerSection:
         store_param_remainders: Keep what bf16 main weights lack of fp32 in 16 bits beside them; for
             adamw and adam by megafsdp, with precision.main_params_dtype bf16.
         clip_norm: Largest norm of all gradients; null does not clip.
+        offload_fraction: The part of main weights and moments that lives on the host and is stepped
+            there, from 0 to 1; for adamw by megafsdp with fp32 states and fp32 main weights.
+        offload_overlap: Whether the host's part of a step runs beside the next forward.
     """
 
     kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
@@ -63,6 +66,8 @@ class OptimizerSection:
     exp_avg_sq_dtype: StateDtype = "fp32"
     store_param_remainders: bool = False
     clip_norm: float | None = 1.0
+    offload_fraction: float = 0.0
+    offload_overlap: bool = True
 
     @property
     def form(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megafsdp.optimizer.adam import FusedAdam
+from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.muon import Muon
 from megafsdp.training.optimization import MuonSection, OptimizerSection
 
@@ -31,6 +32,13 @@ def build_optimizer(
     if section.kind == "muon":
         dtype = None if muon.ns_dtype is None else _NS_DTYPES[muon.ns_dtype]
         return Muon(groups, lr=section.lr, ns_dtype=dtype, bucket_numel=muon.bucket_numel)
+    if section.offload_fraction:
+        return HybridDeviceOptimizer(
+            groups,
+            lr=section.lr,
+            offload_fraction=section.offload_fraction,
+            overlap=section.offload_overlap,
+        )
     if section.is_fused_adam:
         exp_avg_dtype, exp_avg_sq_dtype = section.state_dtypes
         return FusedAdam(

@@ -140,9 +140,27 @@ def _check_optimizer(config: Config) -> None:
             f"{main} with {optimizer.kind} in the {form} form",
             "Leave it out, or set precision.main_params_dtype to bf16",
         )
+    _check_offload(config)
     if optimizer.kind != "muon" and config.muon != MuonSection():
         raise _bad("muon", "its defaults, or optimizer.kind muon", optimizer.kind, "Leave it out")
     _check_lr_multipliers(config)
+
+
+def _check_offload(config: Config) -> None:
+    optimizer, main = config.optimizer, config.precision.main_params_dtype
+    fraction = optimizer.offload_fraction
+    if not 0.0 <= fraction <= 1.0:
+        raise _bad("optimizer.offload_fraction", "a number from 0 to 1", fraction, "Use 1 for all")
+    is_plain = optimizer.state_dtypes == (torch.float32, torch.float32)
+    is_built = optimizer.is_fused_adam and optimizer.kind == "adamw" and is_plain
+    if fraction and not (is_built and main == "fp32" and not optimizer.store_param_remainders):
+        raise _bad(
+            "optimizer.offload_fraction",
+            "0, or adamw in the megafsdp form with fp32 states and fp32 main weights",
+            f"{fraction} with {optimizer.kind} in the {optimizer.form} form, states in"
+            f" {optimizer.exp_avg_dtype} and {optimizer.exp_avg_sq_dtype}, weights in {main}",
+            "Leave it out, or leave the dtypes at their defaults",
+        )
 
 
 def _check_lr_multipliers(config: Config) -> None:

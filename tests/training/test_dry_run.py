@@ -391,3 +391,9 @@ def test_refusals_are_one_message(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_dry_run_refuses_offload(tmp_path: Path) -> None:
+    """Its bytes are the device's: it does not count what the host holds."""
+    with pytest.raises(NotImplementedError, match=r"offload_fraction 0\.5"):
+        dry_run(tiny(tmp_path, optimizer={"offload_fraction": 0.5}), 2)

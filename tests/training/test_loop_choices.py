@@ -19,7 +19,7 @@ from megafsdp.training import Config, loop, train
 from megafsdp.training.lr import Schedule
 from megafsdp.training.world import find_world
 from tests.ranks import Ranks
-from tests.training.runs import rows, tiny, write_corpus
+from tests.training.runs import rows, stored_tensors, tiny, write_corpus
 
 
 def _losses(ranks: Ranks, num_ranks: int, folder: Path, **sections: dict[str, Any]) -> list[float]:
@@ -294,6 +294,47 @@ def test_implementations_of_adamw_train_alike(ranks: Ranks, tmp_path: Path) -> N
         for a, b in zip(ours, theirs, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_offload_changes_no_bit_of_a_run(ranks: Ranks, tmp_path: Path, overlap: bool) -> None:
+    """Losses and norms of a run that clips, whatever the fraction; evaluation reads weights too."""
+    write_corpus(tmp_path)
+    options = {"precision": {"param_dtype": "bf16"}}
+    wanted = _rows_of(ranks, 2, tmp_path, optimizer={"clip_norm": 0.3}, **options)
+    for fraction in (0.5, 1.0):
+        section = {"clip_norm": 0.3, "offload_fraction": fraction, "offload_overlap": overlap}
+        found = _rows_of(ranks, 2, tmp_path, optimizer=section, **options)
+        for a, b in zip(found, wanted, strict=True):
+            assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
+def test_a_run_is_resumed_at_another_fraction(ranks: Ranks, tmp_path: Path) -> None:
+    """C12: saved in the background with all on the host, gone on with half of it there."""
+    write_corpus(tmp_path)
+
+    def run(name: str, fraction: float, steps: int) -> Path:
+        config = tiny(
+            tmp_path,
+            run={"directory": str(tmp_path / name)},
+            optimizer={"offload_fraction": fraction},
+            precision={"param_dtype": "bf16"},
+            schedule={"kind": "constant"},
+            train={"steps": steps},
+            checkpoint={"interval_steps": 4, "in_background": True},
+        )
+        ranks(2).run(train, config)
+        return Path(config.checkpoint_directory)
+
+    wanted = run("whole", 0.0, 8)
+    run("parts", 1.0, 4)
+    found = run("parts", 0.5, 8)
+    for step in (4, 8):
+        expected, stored = stored_tensors(wanted, step), stored_tensors(found, step)
+        assert stored.keys() == expected.keys()
+        assert any(key.endswith("exp_avg") for key in stored)
+        for key, value in expected.items():
+            assert torch.equal(stored[key], value), key
 
 
 def test_fp16_run_learns_and_its_schedule_waits_for_skipped_steps(

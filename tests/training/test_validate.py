@@ -75,6 +75,10 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("optimizer", {"exp_avg_sq_dtype": "fp8", "kind": "muon"}, "fp32 for muon"),
         ("optimizer", {"exp_avg_dtype": "fp16", "kind": "sgd"}, "fp32 for sgd"),
         ("optimizer", {"store_param_remainders": True}, "got fp32 with adamw in the megafsdp"),
+        ("optimizer", {"offload_fraction": 1.5}, "a number from 0 to 1, got 1.5"),
+        ("optimizer", {"offload_fraction": 0.5, "kind": "adam"}, "0.5 with adam in"),
+        ("optimizer", {"offload_fraction": 0.5, "implementation": "fused"}, "the fused form"),
+        ("optimizer", {"offload_fraction": 0.5, "exp_avg_dtype": "bf16"}, "states in bf16 and"),
         ("optimizer", {"lr_multipliers": {"*embedding*": -1.0}}, "got -1.*'[*]embedding[*]'"),
         (
             "optimizer",
