@@ -262,7 +262,7 @@ def write_dcp_metadata(
         is_complete = stored.keys() >= set(fused["parts"])
         if is_complete and fused.get("num_groups", 1) == 1:
             stored[key] = _joined([stored[part] for part in fused["parts"]], fused["dim"])
-    # Layers, and weights and their states, are cut alike: one object stands, and is pickled, for all.
+    # Layers, and weights and their states, are cut alike: one object stands for all, pickled once.
     made: dict[Region, ChunkStorageMetadata] = {}
     for key, entry in stored.items():
         chunks = [made.get(c.region) or _chunk(c.region, made) for c in entry.chunks]
