@@ -113,6 +113,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "adam",
         "offload_plan",
         "offload_step",
+        "offload_torch",
         "local_parameters",
         "scale_rule",
         "scaler",

@@ -42,11 +42,13 @@ class HostArena:
     """One piece of host memory that is handed out from its start to its end.
 
     Args:
-        nbytes: Bytes of all tensors that will be taken, each by :func:`aligned_nbytes`.
+        nbytes: Bytes of the tensors that will be taken, each by :func:`aligned_nbytes`. What does
+            not fit lies in memory of its own.
         is_pinned: As for :func:`host_bytes`.
     """
 
     def __init__(self, nbytes: int, *, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
         self._memory = host_bytes(nbytes, is_pinned=is_pinned)
         self._end = 0
 
@@ -54,6 +56,7 @@ class HostArena:
         """Return an uninitialised 1-D tensor behind those that were taken before."""
         nbytes = numel * dtype.itemsize
         start, stop = self._end, self._end + nbytes
-        assert stop <= self._memory.nbytes, "the arena was made for what is taken"
+        if stop > self._memory.nbytes:
+            return host_bytes(nbytes, is_pinned=self._is_pinned)[:nbytes].view(dtype)
         self._end += aligned_nbytes(nbytes)
         return self._memory[start:stop].view(dtype)

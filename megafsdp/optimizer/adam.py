@@ -250,7 +250,11 @@ class FusedAdam(MarksMainWeights, Optimizer):
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in given.items()
             }
-            self._store.prepare(parameter, self.state[parameter])
+            self._take_over(parameter)
+
+    def _take_over(self, parameter: torch.Tensor) -> None:
+        """Bring loaded states of a parameter, which :attr:`state` shows, into the form kept."""
+        self._store.prepare(parameter, self.state[parameter])
 
     def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's states as checkpoints hold them: moments in fp32; local.
@@ -281,7 +285,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
             if owner is not None:
                 owner.mark_stale()
         elif self.state.get(parameter):
-            self._store.prepare(parameter, self.state[parameter])
+            self._take_over(parameter)
 
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return a state's values in fp32, as a tensor like the parameter; a copy; local.

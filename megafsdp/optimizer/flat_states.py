@@ -138,6 +138,11 @@ class FlatStates:
             by_count.setdefault(counts[index], []).append(index)
         return by_count
 
+    def range_of(self, index: int) -> Run:
+        """Return where one parameter lies in the local buffer."""
+        start, stop = self._ranges[index]
+        return Run(start, stop, stop - start)
+
     def runs(self, indices: list[int]) -> list[Run]:
         """Join parameters that are neighbours in the local buffer."""
         key = tuple(indices)

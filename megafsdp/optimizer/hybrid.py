@@ -12,20 +12,27 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.buffer.uneven import local_tensor, wrap_like
 from megafsdp.device.background import BackgroundThread
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.streams import device_handle
-from megafsdp.fsdp.parameter_group import group_of
+from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam import FusedAdam
-from megafsdp.optimizer.adam_plan import Found
+from megafsdp.optimizer.adam_plan import Found, GroupPlan
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamSegment
 from megafsdp.optimizer.offload_plan import check_fraction, groups_of, groups_to_offload, offload
 from megafsdp.optimizer.offload_step import Bucket, BucketStep, CopyStreams
+from megafsdp.optimizer.offload_torch import (
+    HostOptimizer,
+    HostPlan,
+    TorchBucketStep,
+    check_host_optimizer,
+)
+from megafsdp.optimizer.state_store import STATES
 
 
 class HybridDeviceOptimizer(FusedAdam):
@@ -56,12 +63,17 @@ class HybridDeviceOptimizer(FusedAdam):
         max_grad_norm: Clip by the norm of all gradients, as :class:`FusedAdam` does.
         pin_cpu_params: Pin host weights and states. Without CUDA nothing is pinned.
         pin_cpu_grads: Pin the host's gradients.
+        cpu_optimizer_cls: Another torch optimizer for the host's part, whose update of an element
+            depends on that element alone; None for the kernel of :class:`FusedAdam`.
+        cpu_optimizer_kwargs: Its options. ``lr`` follows the parameter groups; ``betas``, ``eps``
+            and ``weight_decay`` too unless they are given here.
 
     Attributes:
         host_ledger: Bytes of the main weights and states on the host.
 
     Raises:
         ValueError: A hyperparameter or the fraction has no meaning.
+        TypeError: ``cpu_optimizer_cls`` is no class of optimizers.
     """
 
     def __init__(
@@ -77,8 +89,12 @@ class HybridDeviceOptimizer(FusedAdam):
         max_grad_norm: float | None = None,
         pin_cpu_params: bool = True,
         pin_cpu_grads: bool = True,
+        cpu_optimizer_cls: type[Optimizer] | None = None,
+        cpu_optimizer_kwargs: dict[str, Any] | None = None,
     ) -> None:
         check_fraction(offload_fraction)
+        check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
+        self._host: HostOptimizer | None = None
         self._in_flight: list[BucketStep] = []
         self._buckets: dict[FlatStates, Bucket] = {}
         super().__init__(
@@ -93,16 +109,29 @@ class HybridDeviceOptimizer(FusedAdam):
         self.host_ledger = ByteLedger()
         self._worker = BackgroundThread("megafsdp-offload")
         weakref.finalize(self, self._worker.close)
-        self._offload(offload_fraction, pins_params=pin_cpu_params, pins_grads=pin_cpu_grads)
+        groups = groups_to_offload(self._parameters(), offload_fraction)
+        for group in groups:
+            is_pinned = pin_cpu_params and group.device.type == "cuda"
+            num_states = 0 if cpu_optimizer_cls is not None else len(STATES)
+            offload(group, self.host_ledger, num_states=num_states, is_pinned=is_pinned)
+        if cpu_optimizer_cls is not None and groups:
+            moved = {id(p.sharded) for group in groups for p in group.parameters}
+            own = [[p for p in g["params"] if id(p) in moved] for g in self.param_groups]
+            self._host = HostOptimizer(cpu_optimizer_cls, cpu_optimizer_kwargs or {}, own)
+        self._make_buckets(groups, pins_params=pin_cpu_params, pins_grads=pin_cpu_grads)
 
-    def _offload(self, fraction: float, *, pins_params: bool, pins_grads: bool) -> None:
+    def _make_buckets(
+        self, groups: list[ParameterGroup], *, pins_params: bool, pins_grads: bool
+    ) -> None:
         streams: dict[torch.device, CopyStreams] = {}
-        for group in groups_to_offload(self._parameters(), fraction):
+        for group in groups:
             has_cuda = group.device.type == "cuda"
-            offload(group, self.host_ledger, is_pinned=pins_params and has_cuda)
             if group.device not in streams:
                 streams[group.device] = CopyStreams(device_handle(group.device.type))
-            self._buckets[self._store.flat_states(group)] = Bucket(
+            # Another optimizer has states of its own: only where parameters lie is used then.
+            is_ours = self._host is None
+            states = self._store.flat_states(group) if is_ours else FlatStates(group, {})
+            self._buckets[states] = Bucket(
                 group,
                 streams[group.device],
                 is_grad_pinned=pins_grads and has_cuda,
@@ -148,7 +177,29 @@ class HybridDeviceOptimizer(FusedAdam):
         """
         for step in self._in_flight:
             step.wait()
-        self._in_flight = []
+        stepped, self._in_flight = self._in_flight, []
+        if self._host is not None and stepped:
+            self._state.update({p: self._host.shown_state(p) for p in self._on_host()})
+
+    def _on_host(self) -> list[torch.Tensor]:
+        """Return the parameters that another optimizer steps on the host."""
+        host = self._host
+        return [] if host is None else [p for p in self._parameters() if host.holds(p)]
+
+    def _take_over(self, parameter: torch.Tensor) -> None:
+        if self._host is None or not self._host.holds(parameter):
+            super()._take_over(parameter)
+            return
+        self._host.take_over(parameter, self.state[parameter])
+        self.state[parameter] = self._host.shown_state(parameter)
+
+    def _plan(self, number: int) -> GroupPlan:
+        parameters = self.param_groups[number]["params"]
+        plan = self._plans.get(number)
+        if self._host is None or (plan is not None and plan.is_of(parameters)):
+            return super()._plan(number)
+        self._plans[number] = HostPlan(parameters, self._store, self._host)
+        return self._plans[number]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; in place only when the step has read them."""
@@ -164,7 +215,7 @@ class HybridDeviceOptimizer(FusedAdam):
         scale: float | torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:
-        steps = self._collect(found, scale)
+        steps = self._collect(found, scale) if self._host is None else self._collect_torch(scale)
         for step in steps:
             step.start()
             self._worker.submit(step)
@@ -193,6 +244,29 @@ class HybridDeviceOptimizer(FusedAdam):
                     numel = sum(run.numel for run in runs)
                     steps[states].add(grads, segments, step=count, numel=numel)
         return [steps[states] for states in self._buckets if states in steps]
+
+    def _collect_torch(self, scale: float | torch.Tensor) -> list[BucketStep]:
+        """Return the same for another optimizer on the host."""
+        assert self._host is not None, "it steps the host's part"
+        values = self._host.hyperparameters(self.param_groups)
+        steps: list[BucketStep] = []
+        given = {id(parameter): parameter for parameter in self._on_host()}
+        for states, bucket in self._buckets.items():
+            step = TorchBucketStep(
+                bucket,
+                states,
+                scale,
+                torch.get_num_threads(),
+                self.ftz,
+                host=self._host,
+                hyperparameters=values,
+            )
+            for parameter in (p.sharded for p in states.group.parameters):
+                if id(parameter) in given and parameter.grad is not None:
+                    step.add_parameter(parameter, parameter.grad)
+            if not step.is_empty:
+                steps.append(step)
+        return steps
 
     def _on_device(self, found: list[Found]) -> list[Found]:
         """Return what is left to step, with gradients where their parameters are."""

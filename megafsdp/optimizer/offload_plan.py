@@ -91,9 +91,10 @@ def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
     )
 
 
-def offload(group: ParameterGroup, ledger: ByteLedger, *, is_pinned: bool) -> None:
-    """Move a group's main weight into a slab of the host with room for both moments; local."""
+def offload(group: ParameterGroup, ledger: ByteLedger, *, num_states: int, is_pinned: bool) -> None:
+    """Move a group's main weight into a slab of the host with room for its fp32 states; local."""
     if group.host_memory is None:
         numel = group.main_weight.flat.numel()
-        arena = HostArena(3 * aligned_nbytes(numel * torch.float32.itemsize), is_pinned=is_pinned)
+        nbytes = aligned_nbytes(numel * torch.float32.itemsize)
+        arena = HostArena((1 + num_states) * nbytes, is_pinned=is_pinned)
         group.offload_main_weight(HostMemory(arena, ledger))

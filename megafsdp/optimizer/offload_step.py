@@ -114,15 +114,33 @@ class BucketStep:
 
     def add(self, grads: DBuffer, segments: list[AdamSegment], *, step: int, numel: int) -> None:
         """Note segments to step, with the elements of parameters in them."""
-        self._parts.append(_Part(grads.flat, segments, step))
+        self.add_part(grads.flat, segments, step=step, numel=numel)
+
+    def add_part(
+        self, grads: torch.Tensor, segments: list[AdamSegment], *, step: int, numel: int
+    ) -> None:
+        """Note segments, and a tensor with their gradients."""
+        self._parts.append(_Part(grads, segments, step))
         self._numel += numel
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to step."""
+        return not self._parts
+
+    @property
+    def factor(self) -> float:
+        """Return the factor on gradients; in the worker's thread, once they are there."""
+        scale = self.scale if self._host_scale is None else self._host_scale.item()
+        assert isinstance(scale, float), "a scale on a device was copied with the gradients"
+        return scale
 
     def start(self) -> None:
         """Take the buffers and queue the copies to the host, if the device copies on its own."""
         group, streams = self.states.group, self.bucket.streams
         self._name = group.label
         self._weight = group.main_weight.flat
-        self._moments = {n: self.states.buffers[n].flat for n in ("exp_avg", "exp_avg_sq")}
+        self._moments = {n: buffer.flat for n, buffer in self.states.buffers.items()}
         self._target = group.compute_weight.start_copy()
         group.step_in_flight = self
         handle = streams.handle
@@ -175,7 +193,7 @@ class BucketStep:
         """Step the weights and moments on the host, with a cast for the device."""
         kernel = AdamKernel(
             self._weight.device,
-            grad_scale=self.scale if self._host_scale is None else self._host_scale.item(),
+            grad_scale=self.factor,
             flush_denormals=self.ftz,
             num_threads=self.num_threads,
         )
