@@ -73,7 +73,7 @@ def _wrong_policies() -> None:
 
 def _wrong_parameters() -> None:
     block = Block()
-    block.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int64), False))
+    block.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
     _refused(lambda: fully_shard(block), NotImplementedError, ["'codes'", "ignored_params"])
     fully_shard(block, ignored_params=[block.codes])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
