@@ -151,7 +151,8 @@ class UnevenDTensor(RowShardedDTensor):
             )
         ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
         longest = max(stop - start for start, stop in ranges)
-        local = self.local.reshape(-1)
+        # What lies on the host is gathered on the mesh's device.
+        local = self.local.reshape(-1).to(self.device_mesh.device_type)
         padded = local.new_zeros(longest)
         padded[: local.numel()] = local
         # As bytes: gloo gathers neither int16 nor FP8.

@@ -26,9 +26,7 @@ from tests.optimizer.hybrid_runs import (
     make_optimizer,
     train,
 )
-from tests.ranks import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks import Ranks
 
 
 def _trajectories_agree(case: Case, reference: Case, is_partial: bool) -> float:
@@ -247,3 +245,34 @@ def _mixed_with_plain_tensors() -> None:
 def test_what_cannot_be_offloaded_stays_on_the_device(ranks: Ranks) -> None:
     """C7: plain tensors, and groups that are shared with another optimizer."""
     ranks(2).run(_mixed_with_plain_tensors)
+
+
+def _trains_on_cuda(strategy: str, fraction: float) -> None:
+    """The kernels of both devices have the same bits, so runs with and without offload do."""
+    found = []
+    for own in (None, fraction):
+        case = Case(own, max_grad_norm=0.5, strategy=strategy)
+        net = shard(Net().cuda(), strategy=strategy, mp_policy=BF16)
+        optimizer = make_optimizer(net, case)
+        for seed in range(4):
+            tokens, labels = (tensor.cuda() for tensor in mine(batches(1, seed=seed)[0]))
+            net(tokens, labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.synchronize()
+            on_host = [g for g in groups_of(net.parameters()) if g.host_memory is not None]
+            assert all(g.main_weight.flat.is_pinned() for g in on_host)
+            assert on_host
+        found.append({name: t.cpu() for name, t in bits(net, optimizer).items()})
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_a_run_on_cuda_has_the_bits_of_a_run_without_offload(
+    ranks: Ranks, strategy: str, fraction: float
+) -> None:
+    """Pinned slabs, copies on streams of their own, main weights beside the device."""
+    ranks(1, "nccl").run(_trains_on_cuda, strategy, fraction)
