@@ -56,6 +56,11 @@ class PendingSave:
         """Return whether the save has ended on this rank, well or not."""
         return not self._thread.is_alive()
 
+    @property
+    def published(self) -> Path | None:
+        """Return the published directory once it is there; None before, and after a failure."""
+        return self._published
+
     def result(self) -> Path:
         """Wait for the end and return the published directory; every rank may call it, or not.
 

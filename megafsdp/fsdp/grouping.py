@@ -100,7 +100,7 @@ def find_parameters(
     Raises:
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
             outer unit was made first), or has gradient hooks that its sharded face would not have.
-        NotImplementedError: A parameter is a DTensor, or not floating-point and trainable.
+        NotImplementedError: A parameter is a DTensor, complex, or floating-point of 8 bits.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}

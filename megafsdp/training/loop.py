@@ -165,6 +165,7 @@ class _Run:
             self._evaluate()
         while not (self._is_complete or self.stop.is_agreed):
             self._train_step()
+            self._tell_saved()
             if _is_due(self.config.checkpoint.interval_steps, state.step):
                 self._save()
             if self._is_evaluation_due and not self.stop.is_agreed:
@@ -224,6 +225,11 @@ class _Run:
         self.saved_step = self.state.step
         if self.pending is None:
             self._say_saved()
+
+    def _tell_saved(self) -> None:
+        """Say that the background save is there, if so; failures wait until all ranks ask."""
+        if self.pending is not None and self.pending.published is not None:
+            self._finish_save()
 
     def _finish_save(self) -> None:
         """Wait for the background save, if there is one, and raise what went wrong."""
