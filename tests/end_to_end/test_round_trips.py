@@ -169,3 +169,24 @@ def test_round_trips_are_exact(ranks: Ranks, tmp_path: Path, mode: str) -> None:
 def test_all_ordered_pairs_of_places_are_exact(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """Each of a dozen places to each other one, and to itself."""
     _check(ranks, tmp_path, mode, [(s, t) for s in PLACES for t in PLACES])
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16", "fp8", "mixed"])
+def test_states_are_loaded_into_another_format(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    """fp32 moments are rounded to the format alike on 1 and 3 ranks; what it holds fits fp32."""
+    two, three, one = PLACES[7], PLACES[8], PLACES[6]
+    saved = ranks(2).run(_train_and_save, two, "fp32", tmp_path / "fp32")[0]
+    pairs = [(tmp_path / "fp32", tmp_path / mode)]
+    rounded = ranks(3).run(_load_and_save, three, mode, pairs)[0][0]
+    alone = [(tmp_path / "fp32", tmp_path / "alone")]
+    assert differences(rounded, ranks(1).run(_load_and_save, one, mode, alone)[0][0]) == []
+    changed = differences(saved, rounded)
+    assert changed and all(name.endswith(("exp_avg", "exp_avg_sq")) for name in changed)
+    for name in changed:
+        if mode == "bf16":
+            assert torch.equal(rounded[name], saved[name].bfloat16().float()), name
+        # Three bits of mantissa beside a scale of at most 128 elements.
+        bound = saved[name].abs().max() * 2**-4
+        assert (rounded[name] - saved[name]).abs().max() <= bound, name
+    back = [(tmp_path / mode, tmp_path / "back")]
+    assert differences(rounded, ranks(2).run(_load_and_save, two, "fp32", back)[0][0]) == []
