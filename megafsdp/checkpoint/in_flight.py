@@ -33,7 +33,8 @@ class PendingSave:
 
     def __init__(self, step: int, staging: Staging, finish: Callable[[], Path]) -> None:
         self.step = step
-        self._staging, self._finish = staging, finish
+        self._staging = staging
+        self._finish: Callable[[], Path] | None = finish
         self._published: Path | None = None
         self._error: Exception | None = None
         self._is_observed = False
@@ -82,10 +83,13 @@ class PendingSave:
         return None if self._is_observed else self._error
 
     def _run(self) -> None:
+        # Held by this frame alone: what is saved need not outlive the save.
+        finish, self._finish = self._finish, None
+        assert finish is not None, "a save runs once"
         try:
             self._staging.copy()
             on_disk.reached("copies made")
-            self._published = self._finish()
+            self._published = finish()
         except Exception as error:
             self._error = error
         finally:

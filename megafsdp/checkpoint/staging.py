@@ -62,7 +62,7 @@ class Staging:
         slab: Holds the copies until the next save.
 
     Attributes:
-        copies: Host tensors, valid once :meth:`copy` has returned.
+        copies: Host tensors, valid once :meth:`copy` has returned; none after :meth:`abandon`.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], slab: HostSlab) -> None:
@@ -92,8 +92,9 @@ class Staging:
             self._event.synchronize()
 
     def abandon(self) -> None:
-        """Let nobody wait, as the save has ended."""
+        """Let nobody wait, and forget the copies, as the save has ended."""
         self._on_host.clear()
+        self.copies.clear()
         self._is_copied.set()
 
     def wait(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -288,3 +290,18 @@ def test_released_memory_is_taken_again(tmp_path: Path) -> None:
     release_staging_memory()
     assert pending.done()
     async_save(tmp_path, step=2, model=Toy()).result()
+
+
+def test_nothing_outlives_the_save(tmp_path: Path) -> None:
+    """Model, optimizer and staging memory are freed at once, while the save is remembered."""
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pending = async_save(tmp_path, step=1, model=model, optimizer=optimizer)
+    copies = [weakref.ref(copy) for copy in pending._staging.copies]
+    pending.result()
+    assert copies and all(copy() is None for copy in copies)
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert all(parameter() is None for parameter in parameters)
+    assert pending.published is not None
