@@ -46,7 +46,7 @@ OPEN_TO_ALL = frozenset({"errors", "device"})
 # Files of a folder from the bottom up: a file imports only from those before it. Files that are not
 # listed are held by the rule against cycles alone.
 FILE_ORDER: dict[str, tuple[str, ...]] = {
-    "device": ("streams", "profiling", "background", "host_memory", "memory"),
+    "device": ("streams", "profiling", "background", "link", "host_memory", "memory"),
     "mesh": ("parallel_dims", "placement", "strided", "fused_parts", "annotation"),
     "data": ("indexed", "samples", "loader"),
     "buffer": (

@@ -1,11 +1,10 @@
-"""A thread that runs jobs in the order in which they were given.
+"""A thread that runs jobs beside the caller, the most urgent of those that can begin.
 
 This file knows nothing of what the jobs do; a job keeps its own errors.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from typing import Protocol
 
@@ -13,12 +12,53 @@ from typing import Protocol
 class Job(Protocol):
     """What can be given to a :class:`BackgroundThread`."""
 
+    @property
+    def urgency(self) -> int:
+        """Return a number: among jobs that can begin the smallest runs first."""
+
+    @property
+    def can_begin(self) -> bool:
+        """Tell whether the job would begin at once, not wait for something else first."""
+
     def run(self) -> None:
         """Do the work; raises nothing."""
 
 
+class _Queue:
+    """Jobs that wait for the thread, in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._is_closed = False
+        self._has_changed = threading.Condition()
+
+    def put(self, job: Job) -> None:
+        with self._has_changed:
+            self._jobs.append(job)
+            self._has_changed.notify()
+
+    def close(self) -> None:
+        with self._has_changed:
+            self._is_closed = True
+            self._has_changed.notify()
+
+    def take(self) -> Job | None:
+        """Return the next job, waiting for one; None once the queue is closed and empty."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._jobs or self._is_closed)
+            if not self._jobs:
+                return None
+            # If none can begin, what the oldest waits for comes first.
+            ready = [job for job in self._jobs if job.can_begin] or self._jobs[:1]
+            chosen = min(ready, key=lambda job: job.urgency)
+            self._jobs.remove(chosen)
+            return chosen
+
+
 class BackgroundThread:
     """One thread, started by the first job, which ends with :meth:`close`.
+
+    Jobs of equal urgency that can begin run in the order in which they were given.
 
     Args:
         name: The thread's name.
@@ -26,29 +66,29 @@ class BackgroundThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue = _Queue()
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> None:
-        """Run a job behind those that were given before."""
+        """Have a job run; local, returns at once."""
         if self._thread is None:
             # Of the queue alone: the thread must not keep alive whoever waits to close it.
             self._thread = threading.Thread(
-                target=_serve, args=(self._jobs,), name=self._name, daemon=True
+                target=_serve, args=(self._queue,), name=self._name, daemon=True
             )
             self._thread.start()
-        self._jobs.put(job)
+        self._queue.put(job)
 
     def close(self) -> None:
         """Return when the jobs are done and the thread has ended; it takes no more."""
+        self._queue.close()
         if self._thread is not None:
-            self._jobs.put(None)
             self._thread.join()
             self._thread = None
 
 
-def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
-    while (job := jobs.get()) is not None:
+def _serve(jobs: _Queue) -> None:
+    while (job := jobs.take()) is not None:
         job.run()
         # What a job holds need not live until the next one comes.
         del job

@@ -111,6 +111,8 @@ class BucketStep:
     _read: torch.cuda.Event | None = None
     _host_scale: torch.Tensor | None = None
     _numel: int = 0
+    urgency = 0
+    can_begin = True
 
     def add(self, grads: DBuffer, segments: list[AdamSegment], *, step: int, numel: int) -> None:
         """Note segments to step, with the elements of parameters in them."""

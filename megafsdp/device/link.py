@@ -1,0 +1,220 @@
+"""Copies between a device and the host that run beside the calling thread, each way by itself.
+
+A :class:`StreamLink` is CUDA's: a stream each way. Where the device is a CPU a :class:`ThreadLink`
+makes the same copies between buffers of the host, in a thread each way, so that order and waits
+are those of a device; a speed may be given to it, which makes it the link of a simulated device.
+This file knows nothing of what is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from megafsdp.device.background import BackgroundThread
+from megafsdp.device.streams import DeviceHandle
+from megafsdp.errors import expected
+
+# Targets and sources of one shape, contiguous. A target may have another dtype on the host only.
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Transfer(Protocol):
+    """Copies in one direction that were issued together."""
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether the bytes are there."""
+
+    def wait(self) -> None:
+        """Return when the bytes are there; from any thread.
+
+        Raises:
+            RuntimeError: A copy failed.
+        """
+
+    def order(self) -> None:
+        """Make what the calling thread queues on the device from here on come after the copies.
+
+        Raises:
+            RuntimeError: A copy failed.
+        """
+
+
+class CopyLink(Protocol):
+    """Issues copies; those of one direction run in the order in which they were issued."""
+
+    def fence(self) -> None:
+        """Let copies issued from here on begin after what this thread has queued on the device."""
+
+    def to_host(self, copies: Copies) -> Transfer:
+        """Issue copies of device tensors into host tensors."""
+
+    def to_device(self, copies: Copies) -> Transfer:
+        """Issue copies of host tensors into device tensors."""
+
+    def close(self) -> None:
+        """Return when all copies are made; none may be issued afterwards."""
+
+
+class _StreamTransfer:
+    """Copies on a stream."""
+
+    def __init__(self, handle: DeviceHandle, event: torch.cuda.Event | None) -> None:
+        assert event is not None, "a stream records events"
+        self._handle, self._event = handle, event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def order(self) -> None:
+        self._handle.wait_event(self._event)
+
+
+class StreamLink:
+    """The link of a CUDA device; host tensors should be pinned.
+
+    Args:
+        handle: The device.
+    """
+
+    def __init__(self, handle: DeviceHandle) -> None:
+        self._handle = handle
+        self._streams = (handle.stream(), handle.stream())
+
+    def fence(self) -> None:
+        """Let copies issued from here on begin after what this thread has queued on the device."""
+        event = self._handle.record_event()
+        for stream in self._streams:
+            self._handle.wait_event(event, stream)
+
+    def to_host(self, copies: Copies) -> Transfer:
+        """Issue copies of device tensors into host tensors."""
+        return self._copy(copies, self._streams[0])
+
+    def to_device(self, copies: Copies) -> Transfer:
+        """Issue copies of host tensors into device tensors."""
+        return self._copy(copies, self._streams[1])
+
+    def _copy(self, copies: Copies, stream: torch.cuda.Stream | None) -> Transfer:
+        with self._handle.use(stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        return _StreamTransfer(self._handle, self._handle.record_event(stream))
+
+    def close(self) -> None:
+        """Return when all copies are made."""
+        for stream in self._streams:
+            if stream is not None:
+                stream.synchronize()
+
+
+class _ThreadTransfer:
+    """Copies by a thread; a job of it."""
+
+    urgency = 0
+    can_begin = True
+
+    def __init__(self, copies: Copies, bytes_per_s: float | None) -> None:
+        self._copies = list(copies)
+        self._bytes_per_s = bytes_per_s
+        self._has_ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._copies.clear()
+            self._has_ended.set()
+
+    def _run(self) -> None:
+        begin_s = time.perf_counter()
+        nbytes = 0
+        with torch.no_grad():
+            for target, source in self._copies:
+                target.copy_(source)
+                nbytes += source.nbytes
+        if self._bytes_per_s is not None:
+            # The copy itself is part of the time that the link would take.
+            time.sleep(max(0.0, begin_s + nbytes / self._bytes_per_s - time.perf_counter()))
+
+    @property
+    def is_done(self) -> bool:
+        return self._has_ended.is_set()
+
+    def wait(self) -> None:
+        self._has_ended.wait()
+        if self._error is not None:
+            raise RuntimeError(
+                expected(
+                    "a copy between device and host that ends",
+                    f"{type(self._error).__name__}: {self._error}",
+                    where="the link of a device that is a CPU",
+                    mend="Mend the cause; what was to be copied is not there",
+                )
+            ) from self._error
+
+    order = wait
+
+
+class ThreadLink:
+    """Copies between buffers of the host by a thread each way, at full speed or at a given one.
+
+    Args:
+        bytes_per_s: Simulate a link that moves so many bytes a second each way; None copies as fast
+            as the memory does. The time that a copy lacks is slept, so that the cores are free.
+
+    Raises:
+        ValueError: The speed is not positive.
+    """
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise ValueError(
+                expected(
+                    "a positive number of bytes a second",
+                    bytes_per_s,
+                    where="bytes_per_s of ThreadLink",
+                    mend="Give the speed of one direction, or None for no limit",
+                )
+            )
+        self._bytes_per_s = bytes_per_s
+        self._to_host = BackgroundThread("megafsdp-to-host")
+        self._to_device = BackgroundThread("megafsdp-to-device")
+
+    def fence(self) -> None:
+        """Return at once: a CPU has done what was queued."""
+
+    def to_host(self, copies: Copies) -> Transfer:
+        """Issue copies of device tensors into host tensors."""
+        return self._submit(self._to_host, copies)
+
+    def to_device(self, copies: Copies) -> Transfer:
+        """Issue copies of host tensors into device tensors."""
+        return self._submit(self._to_device, copies)
+
+    def _submit(self, thread: BackgroundThread, copies: Copies) -> Transfer:
+        transfer = _ThreadTransfer(copies, self._bytes_per_s)
+        thread.submit(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """Return when all copies are made and the threads have ended."""
+        self._to_host.close()
+        self._to_device.close()
+
+
+def link_of(handle: DeviceHandle) -> CopyLink:
+    """Make the link of a device."""
+    return StreamLink(handle) if handle.is_asynchronous else ThreadLink()
