@@ -26,7 +26,8 @@ void adam_step(uintptr_t weight, uintptr_t remainder, uintptr_t grad, uintptr_t 
                uintptr_t exp_avg_sq, uintptr_t copy_out, int64_t numel, std::string grad_dtype,
                std::string state_dtype, std::string copy_out_dtype,
                std::vector<std::tuple<int64_t, int64_t, std::array<double, 8>>> segments,
-               double grad_scale, bool flush_denormals, int64_t num_threads) {
+               double grad_scale, bool flush_denormals, int64_t num_threads, uintptr_t new_weight,
+               uintptr_t new_exp_avg, uintptr_t new_exp_avg_sq) {
   const megafsdp::AdamArguments arguments{weight,
                                           remainder,
                                           grad,
@@ -39,7 +40,10 @@ void adam_step(uintptr_t weight, uintptr_t remainder, uintptr_t grad, uintptr_t 
                                           std::move(copy_out_dtype),
                                           std::move(segments),
                                           grad_scale,
-                                          flush_denormals};
+                                          flush_denormals,
+                                          new_weight,
+                                          new_exp_avg,
+                                          new_exp_avg_sq};
   megafsdp::check_adam(arguments);
   megafsdp::check_positive("num_threads", num_threads);
   const megafsdp::Simd level = megafsdp::simd_level();
@@ -71,8 +75,10 @@ PYBIND11_MODULE(_csrc, module) {
              py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("copy_out"),
              py::arg("numel"), py::arg("grad_dtype"), py::arg("state_dtype"),
              py::arg("copy_out_dtype"), py::arg("segments"), py::arg("grad_scale"),
-             py::arg("flush_denormals"), py::arg("num_threads"),
-             "Update weights and moments in place, one pass; lets go of the GIL.");
+             py::arg("flush_denormals"), py::arg("num_threads"), py::arg("new_weight") = 0,
+             py::arg("new_exp_avg") = 0, py::arg("new_exp_avg_sq") = 0,
+             "Update weights and moments, in place or into new ones, in one pass; lets go of the "
+             "GIL.");
   module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
              py::arg("dtype"), py::arg("num_threads"),
              "Return the sum of squares in double, in a fixed order; lets go of the GIL.");

@@ -33,17 +33,24 @@ _BESIDE_FP32 = {
     "exp_avg": _STATE_DTYPES,
     "exp_avg_sq": _STATE_DTYPES,
     "copy_out": _COPY_DTYPES,
+    "new_weight": (torch.float32,),
+    "new_exp_avg": (torch.float32,),
+    "new_exp_avg_sq": (torch.float32,),
 }
 _BESIDE_REMAINDERS = _BESIDE_FP32 | {
     "weight": (torch.bfloat16,),
     "remainder": (torch.int16,),
     "copy_out": (),
 }
+_NEW = ("new_weight", "new_exp_avg", "new_exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class AdamBuffers:
     """Flat tensors of one length on one device, contiguous, none overlapping another.
+
+    A step is in place; or, where all three new ones are given, out of place: it only reads the old
+    weights and moments, so that it can be done again from them. The bits are the same.
 
     Attributes:
         weight: ``(numel,)`` fp32 main weights; bf16 if ``remainder`` is given.
@@ -53,6 +60,10 @@ class AdamBuffers:
         remainder: ``(numel,)`` int16; the low half of fp32 weights whose high half is ``weight``.
         copy_out: ``(numel,)`` bf16 or fp16; receives the new weights, rounded to nearest even. Not
             with ``remainder``, where ``weight`` is that copy already.
+        new_weight: ``(numel,)`` fp32; receives the new weights, ``weight`` keeping the old. On a
+            CPU, and neither with ``remainder`` nor with bf16 moments.
+        new_exp_avg: ``(numel,)`` fp32; as ``new_weight``.
+        new_exp_avg_sq: ``(numel,)`` fp32; as ``new_weight``.
     """
 
     weight: torch.Tensor
@@ -61,19 +72,57 @@ class AdamBuffers:
     exp_avg_sq: torch.Tensor
     remainder: torch.Tensor | None = None
     copy_out: torch.Tensor | None = None
+    new_weight: torch.Tensor | None = None
+    new_exp_avg: torch.Tensor | None = None
+    new_exp_avg_sq: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check the tensors.
 
         Raises:
-            ValueError: One has the wrong shape, dtype, device or strides.
+            ValueError: One has the wrong shape, dtype, device or strides. Or only some of the new
+                ones are given, or beside a remainder, bf16 moments, or on another device.
         """
+        if new := self.new_names():
+            self._check_out_of_place(new)
         wanted = _BESIDE_FP32 if self.remainder is None else _BESIDE_REMAINDERS
         numel, device = self.weight.numel(), self.weight.device
         for name, dtypes in wanted.items():
             tensor = getattr(self, name)
             if tensor is not None:
                 check_flat(name, tensor, dtypes, numel=numel, device=device)
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the weights and the two moments that a step writes."""
+        if self.new_weight is None or self.new_exp_avg is None or self.new_exp_avg_sq is None:
+            return self.weight, self.exp_avg, self.exp_avg_sq
+        return self.new_weight, self.new_exp_avg, self.new_exp_avg_sq
+
+    def new_names(self) -> list[str]:
+        """Return the names of what a step out of place writes; none for one in place."""
+        return [name for name in _NEW if getattr(self, name) is not None]
+
+    def _check_out_of_place(self, new: Sequence[str]) -> None:
+        moments = (self.exp_avg.dtype, self.exp_avg_sq.dtype)
+        if len(new) < len(_NEW):
+            wanted, got = f"all of {', '.join(_NEW)}", f"only {', '.join(new)}"
+        elif self.remainder is not None:
+            wanted, got = "fp32 weights", "bf16 weights and a remainder"
+        elif moments != (torch.float32, torch.float32):
+            wanted, got = "fp32 moments", f"{moments[0]} and {moments[1]}"
+        elif self.weight.device.type != "cpu":
+            wanted, got = "tensors on a CPU", f"tensors on {self.weight.device}"
+        else:
+            return
+        raise ValueError(
+            expected(
+                wanted,
+                got,
+                where="AdamBuffers of a step out of place",
+                mend="Give all three beside fp32 tensors on a CPU; or none, for a step in place",
+            )
+        )
 
     def narrow(self, start: int, stop: int) -> AdamBuffers:
         """Return elements ``start`` to ``stop`` of all buffers; aliases them."""
@@ -105,7 +154,7 @@ def adam_step(
     flush_denormals: bool = True,
     num_threads: int | None = None,
 ) -> None:
-    """Update weights and moments in place; local, elementwise, in one pass.
+    """Update weights and moments, in place or out of it; local, elementwise, in one pass.
 
     Elements of no segment are neither read nor written. Gradients that are not finite spoil what
     they touch, as in torch: look at :func:`sum_of_squares` first, or give ``found_inf``. The native
@@ -177,7 +226,7 @@ class AdamKernel:
     def __call__(
         self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], *, step: int
     ) -> None:
-        """Update weights and moments in place.
+        """Update weights and moments, in place or out of it.
 
         Raises:
             ValueError: As :func:`adam_step`.
@@ -245,7 +294,7 @@ def _call_native(
 def _native_arguments(
     buffers: AdamBuffers, table: Sequence[tuple[int, int, AdamConstants]]
 ) -> dict[str, Any]:
-    """Return the buffers and segments as the kernels of a CPU and of CUDA both take them."""
+    """Return the buffers and segments; what CUDA's kernel does not take only where it is there."""
     return {
         "weight": buffers.weight.data_ptr(),
         "grad": buffers.grad.data_ptr(),
@@ -258,6 +307,7 @@ def _native_arguments(
         "state_dtype": DTYPE_NAMES[buffers.exp_avg.dtype],
         "copy_out_dtype": "" if buffers.copy_out is None else DTYPE_NAMES[buffers.copy_out.dtype],
         "segments": [(start, stop, constants.row()) for start, stop, constants in table],
+        **{name: getattr(buffers, name).data_ptr() for name in buffers.new_names()},
     }
 
 
@@ -287,18 +337,18 @@ def _step_in_torch(
 ) -> None:
     stored = buffers.weight[chunk]
     low = None if buffers.remainder is None else buffers.remainder[chunk]
-    exp_avg, exp_avg_sq = buffers.exp_avg[chunk], buffers.exp_avg_sq[chunk]
     weight, *moments = reference.update(
         stored if low is None else reference.halves_to_fp32(stored, low),
         buffers.grad[chunk].float() * scale,
-        exp_avg.float(),
-        exp_avg_sq.float(),
+        buffers.exp_avg[chunk].float(),
+        buffers.exp_avg_sq[chunk].float(),
         constants,
     )
-    exp_avg.copy_(moments[0])
-    exp_avg_sq.copy_(moments[1])
+    into_weight, *into_moments = (output[chunk] for output in buffers.outputs)
+    into_moments[0].copy_(moments[0])
+    into_moments[1].copy_(moments[1])
     if low is None:
-        stored.copy_(weight)
+        into_weight.copy_(weight)
         if buffers.copy_out is not None:
             buffers.copy_out[chunk].copy_(weight)
     else:

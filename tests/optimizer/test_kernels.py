@@ -36,18 +36,6 @@ from tests.optimizer.flat_buffers import (
 BIG_NUMEL = (1 << 18) + 1000 + 77
 
 
-def _levels() -> list[str]:
-    native = native_module()
-    return list(native.simd_levels()) if native else []
-
-
-@pytest.fixture(params=_levels() or [pytest.param("", marks=pytest.mark.skip("not compiled"))])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Force one instruction set for the length of a test."""
-    monkeypatch.setenv("MEGAFSDP_SIMD", request.param)
-    return request.param
-
-
 def _step(buffers: AdamBuffers, **options: object) -> AdamBuffers:
     """Run a step on a copy, with what a test asks for instead of the usual options."""
     result = copy_of(buffers)

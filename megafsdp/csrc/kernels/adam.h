@@ -2,7 +2,7 @@
 //
 //   decode  gradient and 16-bit states to fp32
 //   update  adam_formula.h
-//   encode  to the stored types, and the 16-bit copy of the weights
+//   encode  to the stored types or, out of place, elsewhere; and the 16-bit copy of the weights
 //
 // The naive formula is the first comment of adam_formula.h. Elements do not touch each other, so
 // neither tiles, threads nor instruction sets show in a result.
@@ -59,6 +59,7 @@ struct PlainMath : IeeeMath {
 // Elements of a tile; a constant count lets the compiler drop the loops' ends.
 constexpr int64_t kTileNumel = 128;
 constexpr int64_t kPrefetchNumel = 512;
+constexpr int64_t kLineNbytes = 64;
 
 template <typename T>
 MEGAFSDP_INLINE void decode(const T* from, float* to, int64_t count) {
@@ -72,12 +73,14 @@ MEGAFSDP_INLINE void encode(const float* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = FromFloat<T>::convert(from[i]);
 }
 
-// Copies past the caches; the address need be aligned to 2 bytes only.
-MEGAFSDP_INLINE void stream(const uint16_t* from, uint16_t* to, int64_t count) {
+// Copies past the caches; the address need be aligned to an element only.
+template <typename T>
+MEGAFSDP_INLINE void stream(const T* from, T* to, int64_t count) {
   int64_t i = 0;
 #if defined(__x86_64__)
+  constexpr int64_t kPieceNumel = sizeof(__m128i) / sizeof(T);
   for (; i < count && (reinterpret_cast<uintptr_t>(to + i) & 15) != 0; ++i) to[i] = from[i];
-  for (; i + 8 <= count; i += 8) {
+  for (; i + kPieceNumel <= count; i += kPieceNumel) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
                      _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
   }
@@ -96,6 +99,14 @@ MEGAFSDP_INLINE void encode_copy(const float* from, T* to, int64_t count, bool s
   }
 }
 
+MEGAFSDP_INLINE void copy(const float* from, float* to, int64_t count, bool streams) {
+  if (streams) {
+    stream(from, to, count);
+  } else {
+    encode(from, to, count);
+  }
+}
+
 // Prefetches one tile; an address beyond the buffer's end is harmless to ask for.
 MEGAFSDP_INLINE void prefetch(const void* base, int64_t offset, int64_t itemsize) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(base) + offset * itemsize;
@@ -104,7 +115,7 @@ MEGAFSDP_INLINE void prefetch(const void* base, int64_t offset, int64_t itemsize
   }
 }
 
-// The fp32 faces of one tile: in place where a buffer is fp32, else in room.
+// The fp32 faces of one tile: in place where a buffer is fp32 and written, else in room.
 template <typename Math>
 MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& constants,
                                int64_t start, int64_t count) {
@@ -130,6 +141,13 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& cons
     decode(narrow_v, v = rooms[1], count);
   }
   float* p = static_cast<float*>(job.weight) + start;
+  const bool is_out_of_place = job.new_weight != nullptr;
+  if (is_out_of_place) {
+    decode(m, rooms[0], count);
+    decode(v, rooms[1], count);
+    decode(p, rooms[2], count);
+    m = rooms[0], v = rooms[1], p = rooms[2];
+  }
   auto* high = static_cast<uint16_t*>(job.weight) + start;
   int16_t* low = job.remainder + start;
   if (job.remainder != nullptr) {
@@ -147,6 +165,11 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& cons
     encode(m, narrow_m, count);
     encode(v, narrow_v, count);
   }
+  if (is_out_of_place) {
+    copy(p, job.new_weight + start, count, job.streams);
+    copy(m, job.new_exp_avg + start, count, job.streams);
+    copy(v, job.new_exp_avg_sq + start, count, job.streams);
+  }
   if (job.remainder != nullptr) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
@@ -157,15 +180,29 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& cons
       low[i] = static_cast<int16_t>(bits);
     }
   } else if (job.copy_out_dtype == Dtype::kBFloat16) {
-    encode_copy(p, static_cast<BFloat16*>(job.copy_out) + start, count, job.streams_copy_out);
+    encode_copy(p, static_cast<BFloat16*>(job.copy_out) + start, count, job.streams);
   } else if (job.copy_out_dtype == Dtype::kFloat16) {
-    encode_copy(p, static_cast<Float16*>(job.copy_out) + start, count, job.streams_copy_out);
+    encode_copy(p, static_cast<Float16*>(job.copy_out) + start, count, job.streams);
   }
+}
+
+// Returns the elements up to where streamed outputs begin a line, or two of copy_out's 16-bit ones.
+MEGAFSDP_INLINE int64_t numel_to_line(const AdamBuffers& job, int64_t start) {
+  if (!job.streams || job.new_weight == nullptr) return 0;
+  constexpr uintptr_t kNbytes = 2 * kLineNbytes;
+  const auto address = reinterpret_cast<uintptr_t>(job.new_weight + start);
+  return static_cast<int64_t>((kNbytes - address % kNbytes) % kNbytes / sizeof(float));
 }
 
 template <typename Math>
 MEGAFSDP_INLINE void adam_run(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
                               int64_t stop) {
+  // A line that two tiles write in part may leave the processor between them, as two transfers.
+  const int64_t head = numel_to_line(job, start);
+  if (head > 0 && start + head < stop) {
+    adam_tile<Math>(job, constants, start, head);
+    start += head;
+  }
   for (; start + kTileNumel <= stop; start += kTileNumel) {
     const int64_t ahead = start + kPrefetchNumel;
     prefetch(job.weight, ahead, job.remainder == nullptr ? 4 : 2);
@@ -220,7 +257,7 @@ inline void adam_at(Simd level, const AdamBuffers& job, const std::vector<AdamSe
     }
   }
 #if defined(__x86_64__)
-  if (job.streams_copy_out) _mm_sfence();
+  if (job.streams) _mm_sfence();
 #endif
 }
 

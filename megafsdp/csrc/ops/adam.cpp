@@ -27,17 +27,19 @@ int64_t cached_nbytes() {
 }
 
 int64_t touched_nbytes(const AdamBuffers& job, int64_t numel) {
-  return numel * (4 + itemsize_of(job.grad_dtype) + 2 * itemsize_of(job.state_dtype) + 2);
+  const int64_t new_nbytes = job.new_weight == nullptr ? 0 : 12;
+  return numel *
+         (4 + itemsize_of(job.grad_dtype) + 2 * itemsize_of(job.state_dtype) + 2 + new_nbytes);
 }
 
 }  // namespace
 
 void run_adam(const AdamArguments& arguments, int64_t num_threads, Simd level) {
   AdamBuffers job = buffers_of(arguments);
-  // Below this, the copy is likely to be read from the cache that streaming would bypass.
+  // Below this, what is written is likely to be read from the cache that streaming would bypass.
   static const int64_t cache_nbytes = cached_nbytes();
-  job.streams_copy_out =
-      job.copy_out_dtype != Dtype::kNone && touched_nbytes(job, arguments.numel) > cache_nbytes;
+  const bool writes_elsewhere = job.copy_out_dtype != Dtype::kNone || job.new_weight != nullptr;
+  job.streams = writes_elsewhere && touched_nbytes(job, arguments.numel) > cache_nbytes;
   const std::vector<AdamSegment> segments = segments_of(arguments);
   parallel_ranges(arguments.numel, kGrainNumel, kMinRangeNumel, num_threads,
                   [&](int64_t start, int64_t stop) {

@@ -13,8 +13,8 @@
 
 namespace megafsdp {
 
-// remainder and copy_out may be null; a segment is start, stop and the constants in the order of
-// AdamConstants.
+// remainder, copy_out and the new ones may be null, these all or none; a segment is start, stop and
+// the constants in the order of AdamConstants.
 struct AdamArguments {
   uintptr_t weight;
   uintptr_t remainder;
@@ -29,6 +29,9 @@ struct AdamArguments {
   std::vector<std::tuple<int64_t, int64_t, std::array<double, 8>>> segments;
   double grad_scale;
   bool flush_denormals;
+  uintptr_t new_weight = 0;
+  uintptr_t new_exp_avg = 0;
+  uintptr_t new_exp_avg_sq = 0;
 };
 
 struct SquareSumArguments {
@@ -76,6 +79,14 @@ inline void check_adam(const AdamArguments& arguments) {
     check(copy_out_dtype == Dtype::kBFloat16 || copy_out_dtype == Dtype::kFloat16,
           "copy_out_dtype: expected bfloat16 or float16, got " + arguments.copy_out_dtype);
   }
+  if (arguments.new_weight != 0 || arguments.new_exp_avg != 0 || arguments.new_exp_avg_sq != 0) {
+    check(!has_remainder, "new_weight: expected null beside a remainder");
+    check(state_dtype == Dtype::kFloat32,
+          "state_dtype: expected float32 beside new_weight, got " + arguments.state_dtype);
+    check_address("new_weight", arguments.new_weight, 4);
+    check_address("new_exp_avg", arguments.new_exp_avg, 4);
+    check_address("new_exp_avg_sq", arguments.new_exp_avg_sq, 4);
+  }
   check_segments(arguments);
 }
 
@@ -90,7 +101,10 @@ inline AdamBuffers buffers_of(const AdamArguments& arguments) {
           dtype_of(arguments.state_dtype),
           arguments.copy_out == 0 ? Dtype::kNone : dtype_of(arguments.copy_out_dtype),
           static_cast<float>(arguments.grad_scale),
-          false};
+          false,
+          reinterpret_cast<float*>(arguments.new_weight),
+          reinterpret_cast<float*>(arguments.new_exp_avg),
+          reinterpret_cast<float*>(arguments.new_exp_avg_sq)};
 }
 
 inline std::vector<AdamSegment> segments_of(const AdamArguments& arguments) {
