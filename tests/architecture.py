@@ -64,6 +64,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "fsdp": (
         "policy",
+        "steps_beside",
         "axes",
         "compute_weight",
         "parameter_group",

@@ -69,6 +69,12 @@ class DBuffer:
         """Return the whole storage as one 1-D tensor."""
         return self.storage.tensor
 
+    def exchange(self, other: DBuffer) -> None:
+        """Let the memory of two buffers that are alike change places; views stay where it was."""
+        assert self.flat.shape == other.flat.shape, "the buffers are alike"
+        self.storage, other.storage = other.storage, self.storage
+        self._full_views = self._gaps = other._full_views = other._gaps = None
+
     def tensor(self, index: int) -> torch.Tensor:
         """Return the 1-D view of what this rank holds of tensor ``index``; empty if nothing."""
         if self.residence is Residence.SHARD:

@@ -127,7 +127,9 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
 
     Without it every backward is complete by itself, which is always right. Inside
     ``microbatch(model, is_last=False)`` reductions that can wait do: replicated gradients are
-    summed locally and all-reduced in the last microbatch.
+    summed locally and all-reduced in the last microbatch. Inside
+    ``microbatch(model, is_last=True)`` an optimizer that was told how to clip may begin to step
+    parameters whose gradients are complete: nobody changes them before its ``step``.
 
     Args:
         model: The outermost module given to ``fully_shard``, or one that contains such modules.
@@ -135,12 +137,12 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     """
     contexts = {id(c): c for c in (u.require_context() for u in _outermost(model))}.values()
     for context in contexts:
-        context.is_last_microbatch = is_last
+        context.is_last_microbatch = context.is_handed_over = is_last
     try:
         yield
     finally:
         for context in contexts:
-            context.is_last_microbatch = True
+            context.is_last_microbatch, context.is_handed_over = True, False
 
 
 def _outermost(model: nn.Module) -> list[FSDPUnit]:

@@ -78,6 +78,7 @@ class GradientReducer:
         self._idle: dict[torch.dtype, DBuffer] = {}
         self._inner_sum: DBuffer | None = None
         self._is_final = True
+        self._is_handed_over = False
         self._is_at_outer_axis = False
         self._pending: Pending | None = None
 
@@ -117,12 +118,13 @@ class GradientReducer:
         has_inner_sum = is_final and self._inner_sum is not None
         return self._pending is None and (self._accumulated is not None or has_inner_sum)
 
-    def start_reduce(self, *, is_final: bool) -> None:
+    def start_reduce(self, *, is_final: bool, is_handed_over: bool = False) -> None:
         """Pack the gradients and issue the reduction; collective over the group's ranks.
 
         Args:
             is_final: False leaves the sum over the outer axis, if there is one, for a later
                 backward.
+            is_handed_over: Whether the user has said that the optimizer's step comes next.
         """
         assert self._pending is None, "the reduction before is finished"
         partial, self._accumulated = self._accumulated, None
@@ -133,6 +135,7 @@ class GradientReducer:
             self._add(partial)
         axes = self.group.axes
         self._is_final = is_final
+        self._is_handed_over = is_final and is_handed_over
         self._is_at_outer_axis = False
         target, is_accumulating = self._target_of_sum()
         self._partial = partial
@@ -235,8 +238,11 @@ class GradientReducer:
 
     def _let_go(self) -> None:
         """Leave the main gradient to the gradients shown, unless some are still to be shown."""
-        if not self.has_pending:
-            self._working_grad = None
+        if self.has_pending:
+            return
+        grads, self._working_grad = self._working_grad, None
+        if self._is_handed_over and self.group.work_ahead is not None and grads is not None:
+            self.group.work_ahead.grads_are_final(grads.flat)
 
     def usage(self) -> list[bool]:
         """Tell for each parameter whether this rank shows its ``.grad``."""
@@ -348,6 +354,8 @@ class GradientReducer:
         self._working_grad = buffer
         if is_clear:
             return buffer, False
+        if group.work_ahead is not None:
+            group.work_ahead.grads_will_change()
         with torch.no_grad():
             for i, grad in enumerate(grads):
                 if grad is not None and not self._is_shown(i, grad):

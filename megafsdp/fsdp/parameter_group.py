@@ -27,7 +27,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -43,6 +42,7 @@ from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.fsdp.compute_weight import ComputeWeight
 from megafsdp.fsdp.policy import Strategy
+from megafsdp.fsdp.steps_beside import StepInFlight, WorkAhead
 from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import CastRecipe, Recipe
 
@@ -100,17 +100,6 @@ class HostMemory:
 
     arena: HostArena
     ledger: ByteLedger
-
-
-class StepInFlight(Protocol):
-    """A step that changes a main weight beside the calling thread."""
-
-    def wait(self) -> None:
-        """Return when the main weight and its copy on the device are those after the step.
-
-        Raises:
-            RuntimeError: The step failed.
-        """
 
 
 class ParameterGroup:
@@ -179,6 +168,8 @@ class ParameterGroup:
                 self._make_faces(index, original)
         self.host_memory: HostMemory | None = None
         self.step_in_flight: StepInFlight | None = None
+        self.work_ahead: WorkAhead | None = None
+        self.num_changes = 0  # Of the main weight, as far as this rank was told.
         self._shown = [local_object(p.sharded) for p in parameters]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
@@ -237,13 +228,21 @@ class ParameterGroup:
         self.compute_weight.move_main_weight(host)
 
     def wait_for_step(self) -> None:
-        """Wait for the step that changes the main weight beside this thread, if there is one.
+        """Have the main weight to oneself: wait for the step that changes it beside this thread.
 
         Raises:
             RuntimeError: It failed.
         """
+        if self.work_ahead is not None:
+            self.work_ahead.call_off()
         if self.step_in_flight is not None:
             self.step_in_flight.wait()
+
+    def exchange_main_weight(self, other: DBuffer) -> None:
+        """Let the main weight and a buffer like it change places; local, copies nothing."""
+        self.main_weight.exchange(other)
+        for index, shown in enumerate(self._shown):
+            shown.data = self.main_weight.tensor(index).view(shown.shape)
 
     def new_gathered_shard(self, dtype: torch.dtype, category: Category) -> DBuffer:
         """Allocate what one rank of the inner axis holds; more than a main weight's if divided."""
@@ -319,6 +318,7 @@ class ParameterGroup:
         """Note that main weights changed: the next unshard refreshes, once."""
         # A step may write on some ranks only: what it wrote must not be noticed on those again.
         self._num_writes = self._count_writes()
+        self.num_changes += 1
         self.compute_weight.mark_stale()
 
     def notice_writes(self) -> None:
@@ -335,7 +335,8 @@ class ParameterGroup:
         Collective over the group's ranks for a sharded group whose storage is not current. The
         unsharded parameters may be read after :meth:`finish_unshard`.
         """
-        self.wait_for_step()
+        if self.step_in_flight is not None:
+            self.step_in_flight.wait()
         # Here alone: what is gathered ahead depends on it and must be the same on all ranks.
         self.step_in_flight = None
         self.compute_weight.start_unshard(in_backward=in_backward)

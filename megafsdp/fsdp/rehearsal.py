@@ -165,7 +165,7 @@ class RehearsedReducer(GradientReducer):
         self._meter.ledger.debit(Category.PARTIAL_GRAD, nbytes)
         return nbytes
 
-    def start_reduce(self, *, is_final: bool) -> None:
+    def start_reduce(self, *, is_final: bool, is_handed_over: bool = False) -> None:
         """Note the reduction, and allocate what it reads and writes."""
         numel, dtypes = self.planned.layout.gathered_numel, self.planned.dtypes
         nbytes, self._accumulated_nbytes = self._accumulated_nbytes, None

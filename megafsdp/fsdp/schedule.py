@@ -88,6 +88,7 @@ class FSDPContext:
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
+        self.is_handed_over = False  # The user has said so of the microbatch.
         self.pass_number = 0  # Forwards of the root so far.
         self.passes_in_backward: set[int] = set()
         self.max_reductions_waiting = 1  # Beside the one that is being packed.
@@ -161,13 +162,10 @@ class FSDPContext:
         self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
             self._finish_exchanges()
-            self._agree_on_usage()
+            self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
         self.passes_in_backward.clear()
         for unit in self.units:
             unit.forget_forwards()
-
-    def _agree_on_usage(self) -> None:
-        self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
 
     def _finish_exchanges(self) -> None:
         """Wait for what the last backward exchanged and nobody here reads."""
@@ -233,7 +231,8 @@ class FSDPContext:
         if reducer in self._reductions or reducer in self._outer_reductions:
             # An earlier forward of the same unit ends in the same backward.
             self._finish_reductions(keep=0)
-        reducer.start_reduce(is_final=is_final and self.is_last_microbatch)
+        is_final = is_final and self.is_last_microbatch
+        reducer.start_reduce(is_final=is_final, is_handed_over=self.is_handed_over)
         self._reductions.append(reducer)
         self._finish_reductions(keep=self.max_reductions_waiting)
 

@@ -9,6 +9,7 @@ how a parameter is stored does not change its values.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -159,10 +160,14 @@ class FusedAdam(MarksMainWeights, Optimizer):
         if any(plan.has_originals() for plan in plans):
             fully_shard_optimizer(self)
         attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
-        found = [plan.find(self.state, attribute=attribute) for plan in plans]
+        found = [plan.find(self._states_to_step(), attribute=attribute) for plan in plans]
         scale = self._gradient_scale([grad for part in found for grad in part.grads])
         self._step_found(found, scale=scale, found_inf=found_inf)
         return loss
+
+    def _states_to_step(self) -> defaultdict[torch.Tensor, Any]:
+        """Return :attr:`state` for the use of a step."""
+        return self.state
 
     def _step_found(
         self,
@@ -182,7 +187,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
             for states, grads, indices in part.flat:
                 adam_pass.step_flat(states, grads, indices)
             for parameter, grad in part.singles:
-                adam_pass.step_one(parameter, grad, self.state[parameter])
+                adam_pass.step_one(parameter, grad, self._states_to_step()[parameter])
         for plan in self._plans.values():
             for owner in plan.owners():
                 owner.mark_stale()

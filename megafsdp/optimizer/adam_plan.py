@@ -155,6 +155,32 @@ class GroupPlan:
                 self._add_single(found, parameter, grad, states_by_parameter[parameter])
         return found
 
+    def find_all(
+        self,
+        states: FlatStates,
+        grads: torch.Tensor,
+        states_by_parameter: dict[torch.Tensor, dict[str, Any]],
+    ) -> list[int] | None:
+        """Return the parameters in one group's flat buffers, and give them states; local.
+
+        Args:
+            states: The group's flat states.
+            grads: A flat main gradient of the group.
+            states_by_parameter: What the optimizer shows as states.
+
+        Returns:
+            Their indices; None unless each has its gradient there.
+        """
+        found: list[int] = []
+        for members in self._members:
+            if members.states is states:
+                buffer = members.common_buffer(_read(members.parameters, "grad"))
+                if buffer is None or buffer.flat is not grads:
+                    return None
+                members.prepare(states_by_parameter, self._store)
+                found += members.indices
+        return found
+
     def _find_some(
         self,
         found: Found,

@@ -119,10 +119,7 @@ class FlatStates:
         Returns:
             The parameters by their new counts.
         """
-        if self._steps._version != self._counted_version:
-            # A load has written into the counts.
-            self._counts = [int(count) for count in self._steps.tolist()]
-        counts = self._counts
+        counts = self._current_counts()
         if len(indices) == len(counts):
             self._steps.add_(1)
             counts = self._counts = [count + 1 for count in counts]
@@ -131,12 +128,18 @@ class FlatStates:
             for index in indices:
                 counts[index] += 1
         self._counted_version = self._steps._version
-        if counts.count(counts[0]) == len(counts):
-            return {counts[0]: indices}
-        by_count: dict[int, list[int]] = {}
-        for index in indices:
-            by_count.setdefault(counts[index], []).append(index)
-        return by_count
+        return _by_count(indices, counts)
+
+    def upcoming(self, indices: list[int]) -> dict[int, list[int]]:
+        """Return what :meth:`advance` would, without counting."""
+        return _by_count(indices, [count + 1 for count in self._current_counts()])
+
+    def _current_counts(self) -> list[int]:
+        if self._steps._version != self._counted_version:
+            # A load has written into the counts.
+            self._counts = [int(count) for count in self._steps.tolist()]
+            self._counted_version = self._steps._version
+        return self._counts
 
     def range_of(self, index: int) -> Run:
         """Return where one parameter lies in the local buffer."""
@@ -172,3 +175,13 @@ class FlatStates:
     def numel(self) -> int:
         """Return the elements of parameters that this rank holds."""
         return sum(stop - start for start, stop in self._ranges)
+
+
+def _by_count(indices: list[int], counts: list[int]) -> dict[int, list[int]]:
+    """Divide parameters by their counts of steps."""
+    if counts.count(counts[0]) == len(counts):
+        return {counts[0]: indices}
+    by_count: dict[int, list[int]] = {}
+    for index in indices:
+        by_count.setdefault(counts[index], []).append(index)
+    return by_count

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.buffer.uneven import local_tensor, wrap_like
 from megafsdp.device.background import BackgroundThread
+from megafsdp.device.link import CopyLink, link_of
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
@@ -24,8 +25,11 @@ from megafsdp.optimizer.adam_plan import Found, GroupPlan
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamSegment
+from megafsdp.optimizer.offload_ahead import BucketListener, StepsAhead
+from megafsdp.optimizer.offload_bucket import Bucket
+from megafsdp.optimizer.offload_guess import Guesser, LateNumber, Speculate, check_speculate
 from megafsdp.optimizer.offload_plan import check_fraction, groups_of, groups_to_offload, offload
-from megafsdp.optimizer.offload_step import Bucket, BucketStep, CopyStreams
+from megafsdp.optimizer.offload_step import BucketStep, HostThreads, OffloadCounts, Stretch
 from megafsdp.optimizer.offload_torch import (
     HostOptimizer,
     HostPlan,
@@ -86,13 +90,16 @@ class HybridDeviceOptimizer(FusedAdam):
         *,
         offload_fraction: float = 1.0,
         overlap: bool = True,
+        speculate: Speculate = "auto",
         max_grad_norm: float | None = None,
         pin_cpu_params: bool = True,
         pin_cpu_grads: bool = True,
         cpu_optimizer_cls: type[Optimizer] | None = None,
         cpu_optimizer_kwargs: dict[str, Any] | None = None,
+        link: CopyLink | None = None,
     ) -> None:
         check_fraction(offload_fraction)
+        check_speculate(speculate)
         check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
         self._host: HostOptimizer | None = None
         self._in_flight: list[BucketStep] = []
@@ -107,9 +114,13 @@ class HybridDeviceOptimizer(FusedAdam):
         )
         self.overlap = overlap
         self.host_ledger = ByteLedger()
-        self._worker = BackgroundThread("megafsdp-offload")
-        weakref.finalize(self, self._worker.close)
         groups = groups_to_offload(self._parameters(), offload_fraction)
+        self._link = link or link_of(device_handle(groups[0].device.type if groups else "cpu"))
+        self._worker = BackgroundThread("megafsdp-offload")
+        weakref.finalize(self, _close, self._worker, self._link)
+        self._counts = OffloadCounts()
+        self._guesser = Guesser(speculate)
+        self._ahead = StepsAhead(self._guesser, self._worker, self._counts)
         for group in groups:
             is_pinned = pin_cpu_params and group.device.type == "cuda"
             num_states = 0 if cpu_optimizer_cls is not None else len(STATES)
@@ -123,20 +134,21 @@ class HybridDeviceOptimizer(FusedAdam):
     def _make_buckets(
         self, groups: list[ParameterGroup], *, pins_params: bool, pins_grads: bool
     ) -> None:
-        streams: dict[torch.device, CopyStreams] = {}
-        for group in groups:
+        for position, group in enumerate(groups):
             has_cuda = group.device.type == "cuda"
-            if group.device not in streams:
-                streams[group.device] = CopyStreams(device_handle(group.device.type))
             # Another optimizer has states of its own: only where parameters lie is used then.
             is_ours = self._host is None
             states = self._store.flat_states(group) if is_ours else FlatStates(group, {})
-            self._buckets[states] = Bucket(
-                group,
-                streams[group.device],
+            bucket = Bucket(
+                states,
+                self._link,
+                position=position,
+                ledger=self.host_ledger,
                 is_grad_pinned=pins_grads and has_cuda,
                 is_param_pinned=pins_params and has_cuda,
             )
+            self._buckets[states] = bucket
+            group.work_ahead = BucketListener(self, bucket)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for param_group in self.param_groups for p in param_group["params"]]
@@ -154,6 +166,11 @@ class HybridDeviceOptimizer(FusedAdam):
         return self.host_ledger.total + sum(bucket.nbytes for bucket in self._buckets.values())
 
     @property
+    def offload_counts(self) -> OffloadCounts:
+        """Return how many steps of buckets ran ahead of ``step()``, and what became of them."""
+        return self._counts
+
+    @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
         """Return the states by parameter; waits for the step under way."""
         self.synchronize()
@@ -162,6 +179,11 @@ class HybridDeviceOptimizer(FusedAdam):
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         self._state = value
+
+    def _states_to_step(self) -> defaultdict[torch.Tensor, Any]:
+        """Return the states for the use of a step, which takes what was begun ahead of it."""
+        self._wait_for_steps()
+        return self._state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what ``load_state_dict`` of the base class has prepared."""
@@ -172,14 +194,52 @@ class HybridDeviceOptimizer(FusedAdam):
     def synchronize(self) -> None:
         """Wait for the step under way; afterwards all memory may be read and written; local.
 
+        What was begun for the next step is dropped, and done by that step itself.
+
         Raises:
             RuntimeError: The step failed on the host.
         """
+        self._ahead.call_off_all()
+        self._wait_for_steps()
+
+    def _wait_for_steps(self) -> None:
         for step in self._in_flight:
             step.wait()
         stepped, self._in_flight = self._in_flight, []
         if self._host is not None and stepped:
             self._state.update({p: self._host.shown_state(p) for p in self._on_host()})
+
+    def begin_ahead(self, bucket: Bucket, grads: torch.Tensor) -> None:
+        """Begin what can be done for the coming step; called when a bucket's gradients are there.
+
+        Args:
+            bucket: The bucket.
+            grads: Its main gradient, 1-D.
+        """
+        if self.max_grad_norm is None or not self.overlap:
+            return
+        bucket.group.wait_for_step()
+        speculates = self._host is None and self._ahead.wants_more(self.max_grad_norm)
+        bucket.copy_grads(grads, has_norm=speculates)
+        if not speculates:
+            return
+        stretches: list[Stretch] = []
+        for number, param_group in enumerate(self.param_groups):
+            indices = self._plan(number).find_all(bucket.states, grads, self._state)
+            if indices is None:
+                return
+            if indices:
+                hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
+                counts = bucket.states.upcoming(indices)
+                stretches += _stretches(bucket.states, counts, hyper)
+        self._ahead.begin(bucket, stretches, self._threads())
+
+    def call_off_ahead(self, bucket: Bucket) -> None:
+        """Drop what was begun for the coming step of a bucket, which others will read or write."""
+        self._ahead.call_off(bucket)
+
+    def _threads(self) -> HostThreads:
+        return HostThreads(torch.get_num_threads(), self.ftz)
 
     def _on_host(self) -> list[torch.Tensor]:
         """Return the parameters that another optimizer steps on the host."""
@@ -202,10 +262,13 @@ class HybridDeviceOptimizer(FusedAdam):
         return self._plans[number]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, as torch does; in place only when the step has read them."""
-        if not set_to_none:
-            for step in self._in_flight:
-                step.wait_for_grads()
+        """Clear gradients, as torch does; in place only when the host has read them."""
+        self._ahead.call_off_all()
+        for bucket in self._buckets.values():
+            if set_to_none:
+                bucket.forget_grads()
+            else:
+                bucket.let_go_of_grads()
         super().zero_grad(set_to_none)
 
     def _step_found(
@@ -215,10 +278,17 @@ class HybridDeviceOptimizer(FusedAdam):
         scale: float | torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:
-        steps = self._collect(found, scale) if self._host is None else self._collect_torch(scale)
+        late_scale = LateNumber(scale, self._link)
+        self._guesser.note_step(self.grad_norm, self._of_scaler("grad_scale"), self._link)
+        collect = self._collect if self._host is None else self._collect_torch
+        steps = collect(found, late_scale)
+        ahead = self._ahead.take()
         for step in steps:
-            step.start()
+            if step.start(ahead.pop(step.bucket, None)):
+                step.bucket.exchange(self._state)
             self._worker.submit(step)
+        for unused in ahead.values():
+            unused.call_off()
         super()._step_found(self._on_device(found), scale=scale, found_inf=found_inf)
         for step in steps:
             step.finish()
@@ -226,7 +296,7 @@ class HybridDeviceOptimizer(FusedAdam):
         if not self.overlap:
             self.synchronize()
 
-    def _collect(self, found: list[Found], scale: float | torch.Tensor) -> list[BucketStep]:
+    def _collect(self, found: list[Found], scale: LateNumber) -> list[BucketStep]:
         """Return the steps of offloaded groups, in the order in which forward needs them."""
         steps: dict[FlatStates, BucketStep] = {}
         for param_group, part in zip(self.param_groups, found, strict=True):
@@ -235,36 +305,31 @@ class HybridDeviceOptimizer(FusedAdam):
                 if states not in self._buckets:
                     continue
                 if states not in steps:
-                    steps[states] = BucketStep(
-                        self._buckets[states], states, scale, torch.get_num_threads(), self.ftz
-                    )
-                for count, counted in states.advance(indices).items():
-                    runs = states.runs(counted)
-                    segments = [AdamSegment(run.start, run.stop, hyper) for run in runs]
-                    numel = sum(run.numel for run in runs)
-                    steps[states].add(grads, segments, step=count, numel=numel)
+                    bucket = self._buckets[states]
+                    steps[states] = BucketStep(bucket, scale, self._threads(), self._counts)
+                for stretch in _stretches(states, states.advance(indices), hyper):
+                    steps[states].add(grads.flat, stretch)
         return [steps[states] for states in self._buckets if states in steps]
 
-    def _collect_torch(self, scale: float | torch.Tensor) -> list[BucketStep]:
+    def _collect_torch(self, found: list[Found], scale: LateNumber) -> list[BucketStep]:
         """Return the same for another optimizer on the host."""
         assert self._host is not None, "it steps the host's part"
         values = self._host.hyperparameters(self.param_groups)
         steps: list[BucketStep] = []
-        given = {id(parameter): parameter for parameter in self._on_host()}
+        given = {id(parameter) for parameter in self._on_host()}
         for states, bucket in self._buckets.items():
             step = TorchBucketStep(
                 bucket,
-                states,
                 scale,
-                torch.get_num_threads(),
-                self.ftz,
+                self._threads(),
+                self._counts,
                 host=self._host,
                 hyperparameters=values,
             )
             for parameter in (p.sharded for p in states.group.parameters):
                 if id(parameter) in given and parameter.grad is not None:
                     step.add_parameter(parameter, parameter.grad)
-            if not step.is_empty:
+            if step.stretches:
                 steps.append(step)
         return steps
 
@@ -277,6 +342,22 @@ class HybridDeviceOptimizer(FusedAdam):
             )
             for part in found
         ]
+
+
+def _stretches(states: FlatStates, counts: dict[int, list[int]], hyper: AdamHyper) -> list[Stretch]:
+    """Return what is stepped of one group's parameters, by their counts of steps."""
+    stretches = []
+    for count, counted in counts.items():
+        runs = states.runs(counted)
+        segments = tuple(AdamSegment(run.start, run.stop, hyper) for run in runs)
+        stretches.append(Stretch(segments, count, sum(run.numel for run in runs)))
+    return stretches
+
+
+def _close(worker: BackgroundThread, link: CopyLink) -> None:
+    """End the threads, those first that give work to the others."""
+    worker.close()
+    link.close()
 
 
 def _beside(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -1,90 +1,169 @@
 """One step of one bucket on the host: gradients in, Adam, compute weights out, and who waits.
 
-A *bucket* is what this rank holds of a parameter group. Its step passes three places::
+::
 
     device   main gradient ----+                        +----> device copy -> next gather
     copies                     | to the host            | to the device
     host                       +----> Adam, cast -------+
 
-Between submission and :meth:`BucketStep.wait` the host's main weight and moments belong to the
-worker. Where the device is a CPU the copies are real ones between buffers of the host. This file
-does not know which parameters are stepped, nor who runs the step.
+A :class:`BucketStep` is what ``step()`` asks for. Between its submission and
+:meth:`BucketStep.wait` the host's main weight and moments belong to the worker. An
+:class:`AheadStep` is its middle part run before ``step()`` is called, with a guessed factor on the
+gradients, from one slab into the other: the step takes the result, or makes it anew from the first
+slab, which nobody has written.
+
+This file does not know which parameters are stepped, nor who runs the step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.device.host_memory import HostArena, aligned_nbytes
-from megafsdp.device.streams import DeviceHandle
 from megafsdp.errors import expected
-from megafsdp.fsdp.parameter_group import ParameterGroup
-from megafsdp.optimizer.flat_states import FlatStates
+from megafsdp.optimizer.hyper import round_to_fp32
 from megafsdp.optimizer.kernels import AdamBuffers, AdamKernel, AdamSegment
-
-
-class CopyStreams:
-    """The streams that copies of one device run on: one each way.
-
-    Args:
-        handle: The device.
-    """
-
-    def __init__(self, handle: DeviceHandle) -> None:
-        self.handle = handle
-        self.to_host = handle.stream()
-        self.to_device = handle.stream()
-
-
-class Bucket:
-    """Host memory of one offloaded parameter group besides its main weight and states.
-
-    Args:
-        group: The group, whose main weight is on the host.
-        streams: Of its device.
-        is_grad_pinned: Whether the host's gradients are pinned.
-        is_param_pinned: Whether what is copied to the device is pinned.
-    """
-
-    def __init__(
-        self,
-        group: ParameterGroup,
-        streams: CopyStreams,
-        *,
-        is_grad_pinned: bool,
-        is_param_pinned: bool,
-    ) -> None:
-        self.streams = streams
-        numel, dtypes = group.main_weight.flat.numel(), group.dtypes
-        self.grad = _host_tensor(numel, dtypes.grad, is_pinned=is_grad_pinned)
-        self.copy_out: torch.Tensor | None = None
-        if dtypes.compute != dtypes.main:
-            self.copy_out = _host_tensor(numel, dtypes.compute, is_pinned=is_param_pinned)
-        self.uploaded: torch.cuda.Event | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the memory."""
-        return self.grad.nbytes + (0 if self.copy_out is None else self.copy_out.nbytes)
-
-
-def _host_tensor(numel: int, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:
-    arena = HostArena(aligned_nbytes(numel * dtype.itemsize), is_pinned=is_pinned)
-    return arena.take(numel, dtype)
+from megafsdp.optimizer.offload_bucket import Bucket, GradientCopy
+from megafsdp.optimizer.offload_guess import LateNumber, Outlook
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Segments of a bucket whose gradients lie in one buffer and whose counts of steps agree."""
+class Stretch:
+    """Segments of a bucket whose counts of steps agree.
 
-    grads: torch.Tensor
-    segments: list[AdamSegment]
+    Attributes:
+        segments: Where they lie, in rising order, with their hyperparameters.
+        step: This step, counted from 1.
+        numel: Elements of parameters in them.
+    """
+
+    segments: tuple[AdamSegment, ...]
     step: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostThreads:
+    """How the kernel runs on the host: its threads, and whether denormals are flushed."""
+
+    num_threads: int
+    ftz: bool
+
+    def update(self, buffers: AdamBuffers, stretches: list[Stretch], scale: float) -> None:
+        """Step a bucket's weights and moments, with a cast for the device."""
+        kernel = AdamKernel(
+            buffers.weight.device,
+            grad_scale=scale,
+            flush_denormals=self.ftz,
+            num_threads=self.num_threads,
+        )
+        for stretch in stretches:
+            kernel(buffers, stretch.segments, step=stretch.step)
+
+
+@dataclass(slots=True)
+class OffloadCounts:
+    """How many steps of buckets ran ahead of ``step()``, and what became of them.
+
+    Attributes:
+        speculated: Ran ahead.
+        committed: Of these, taken as they were.
+        replayed: Of these, made anew with another factor or other hyperparameters.
+    """
+
+    speculated: int = 0
+    committed: int = 0
+    replayed: int = 0
+
+
+@dataclass(eq=False)
+class AheadStep:
+    """Adam on one bucket before ``step()`` is called, into the spare slab; a job of the worker.
+
+    Attributes:
+        bucket: The bucket.
+        copy: Its gradients.
+        stretches: What is stepped.
+        outlook: The guess.
+        threads: Of the kernel.
+        counts: Where it is counted.
+    """
+
+    bucket: Bucket
+    copy: GradientCopy
+    stretches: list[Stretch]
+    outlook: Outlook
+    threads: HostThreads
+    counts: OffloadCounts
+    is_done: bool = field(init=False, default=False)
+    error: BaseException | None = field(init=False, default=None)
+    _num_changes: int = field(init=False)
+    _is_cancelled: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        """Take the buffers."""
+        self._num_changes = self.bucket.group.num_changes
+        self.buffers = self.bucket.buffers_aside()
+
+    @property
+    def urgency(self) -> int:
+        """Return the place in forward: what runs first there is needed first."""
+        return self.bucket.position
+
+    @property
+    def can_begin(self) -> bool:
+        """Tell whether the gradients are there."""
+        return self.copy.transfer.is_done
+
+    def run(self) -> None:
+        """Do it; in the worker's thread. An error is kept for the step."""
+        if self._is_cancelled:
+            return
+        try:
+            with torch.no_grad():
+                self._run()
+        except BaseException as error:
+            self.error = error
+
+    def _run(self) -> None:
+        self.copy.wait()
+        self.outlook.see(self.copy.norm)
+        if self.outlook.is_hopeless:
+            return
+        self.bucket.wait_for_upload()
+        self.threads.update(self.buffers, self.stretches, self.outlook.scale)
+        self.is_done = True
+        self.counts.speculated += 1
+
+    def call_off(self) -> None:
+        """Do not begin if it is not too late; nobody takes the result. Returns at once.
+
+        The slab that is shown may be written meanwhile: what is made of it goes to the spare one.
+        """
+        self._is_cancelled = True
+
+    def has_ended(self) -> bool:
+        """Tell whether the spare slab holds the guessed step; in the worker's thread.
+
+        Raises:
+            BaseException: What made it fail.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+    def is_of(self, copy: GradientCopy, stretches: list[Stretch]) -> bool:
+        """Tell whether it steps the weights as they are, so far, with these gradients."""
+        group = self.bucket.group
+        group.notice_writes()
+        is_alike = self.copy is copy and self.stretches == stretches
+        return is_alike and self._num_changes == group.num_changes and not self._is_cancelled
+
+    def has_guessed(self, scale: float) -> bool:
+        """Tell whether this is the factor that was guessed."""
+        return round_to_fp32(self.outlook.scale) == round_to_fp32(scale)
 
 
 @dataclass(eq=False)
@@ -93,74 +172,80 @@ class BucketStep:
 
     Attributes:
         bucket: The bucket.
-        states: Its moments.
-        scale: Factor on the gradients: a number, or 0-dim fp32 on the device.
-        num_threads: Threads of the kernel.
-        ftz: Whether denormal numbers are flushed.
+        scale: Factor on the gradients.
+        threads: Of the kernel.
+        counts: Where it is counted what became of a step ahead.
     """
 
     bucket: Bucket
-    states: FlatStates
-    scale: float | torch.Tensor
-    num_threads: int
-    ftz: bool
-    _parts: list[_Part] = field(default_factory=list)
-    _has_read: threading.Event = field(default_factory=threading.Event)
-    _has_ended: threading.Event = field(default_factory=threading.Event)
-    _error: BaseException | None = None
-    _read: torch.cuda.Event | None = None
-    _host_scale: torch.Tensor | None = None
-    _numel: int = 0
-    urgency = 0
-    can_begin = True
+    scale: LateNumber
+    threads: HostThreads
+    counts: OffloadCounts
+    stretches: list[Stretch] = field(init=False, default_factory=list)
+    _grads: list[torch.Tensor] = field(init=False, default_factory=list)
+    _ahead: AheadStep | None = field(init=False, default=None)
+    _takes_ahead: bool = field(init=False, default=False)
+    _has_ended: threading.Event = field(init=False, default_factory=threading.Event)
+    _error: BaseException | None = field(init=False, default=None)
 
-    def add(self, grads: DBuffer, segments: list[AdamSegment], *, step: int, numel: int) -> None:
-        """Note segments to step, with the elements of parameters in them."""
-        self.add_part(grads.flat, segments, step=step, numel=numel)
-
-    def add_part(
-        self, grads: torch.Tensor, segments: list[AdamSegment], *, step: int, numel: int
-    ) -> None:
-        """Note segments, and a tensor with their gradients."""
-        self._parts.append(_Part(grads, segments, step))
-        self._numel += numel
+    def add(self, grads: torch.Tensor, stretch: Stretch) -> None:
+        """Note a stretch to step, and the main gradient that has its gradients, 1-D."""
+        self._grads.append(grads)
+        self.stretches.append(stretch)
 
     @property
-    def is_empty(self) -> bool:
-        """Tell whether there is nothing to step."""
-        return not self._parts
+    def urgency(self) -> int:
+        """Return the place in forward: what runs first there is needed first."""
+        return self.bucket.position
 
     @property
-    def factor(self) -> float:
-        """Return the factor on gradients; in the worker's thread, once they are there."""
-        scale = self.scale if self._host_scale is None else self._host_scale.item()
-        assert isinstance(scale, float), "a scale on a device was copied with the gradients"
-        return scale
+    def can_begin(self) -> bool:
+        """Tell whether the gradients are there."""
+        return self._copy.transfer.is_done
 
-    def start(self) -> None:
-        """Take the buffers and queue the copies to the host, if the device copies on its own."""
-        group, streams = self.states.group, self.bucket.streams
+    def start(self, ahead: AheadStep | None = None) -> bool:
+        """Take the buffers and what was begun ahead, and issue the copy that was not.
+
+        Returns:
+            Whether the weights and states after the step are those in the spare slab.
+        """
+        group = self.bucket.group
         self._name = group.label
-        self._weight = group.main_weight.flat
-        self._moments = {n: buffer.flat for n, buffer in self.states.buffers.items()}
         self._target = group.compute_weight.start_copy()
         group.step_in_flight = self
-        handle = streams.handle
-        # Behind the reductions of the gradients, and the gathers from the copy to be overwritten.
-        before = handle.record_event()
-        for stream in (streams.to_host, streams.to_device):
-            handle.wait_event(before, stream)
-        if handle.is_asynchronous:
-            with handle.use(streams.to_host):
-                self._copy_grads()
-                if isinstance(self.scale, torch.Tensor):
-                    self._host_scale = self.scale.to("cpu", non_blocking=True)
-            self._read = handle.record_event(streams.to_host)
+        self._copy = self._issue_copy()
+        self._grads = []
+        self._ahead = ahead
+        if ahead is not None and ahead.is_of(self._copy, self.stretches):
+            # A factor that is on its way is compared by the worker.
+            self._takes_ahead = not self.scale.is_there or ahead.has_guessed(self.scale.value())
+        if ahead is not None and not self._takes_ahead:
+            ahead.call_off()
+        self._take_buffers(ahead.buffers if ahead and self._takes_ahead else None)
+        return self._takes_ahead
+
+    def _take_buffers(self, aside: AdamBuffers | None) -> None:
+        """Take the memory to step, in place or from one slab into the other."""
+        self._buffers = self.bucket.buffers() if aside is None else aside
+        new_weight = self._buffers.new_weight
+        self._result = self._buffers.weight if new_weight is None else new_weight
+
+    def _issue_copy(self) -> GradientCopy:
+        """Return the gradients on their way to the host."""
+        first, *others = self._grads
+        if all(other is first for other in others):
+            return self.bucket.copy_grads(first)
+        pieces = [
+            (segment.start, grads[segment.start : segment.stop])
+            for grads, stretch in zip(self._grads, self.stretches, strict=True)
+            for segment in stretch.segments
+        ]
+        return self.bucket.copy_pieces(pieces)
 
     def finish(self) -> None:
         """Tell the group, which has been told that its main weight changed, what needs no cast."""
-        if self._numel == self.states.numel:
-            self.states.group.compute_weight.finish_encoding()
+        if sum(stretch.numel for stretch in self.stretches) == self.bucket.states.numel:
+            self.bucket.group.compute_weight.finish_encoding()
 
     def run(self) -> None:
         """Do the step; in the worker's thread. An error is kept for :meth:`wait`."""
@@ -170,65 +255,45 @@ class BucketStep:
         except BaseException as error:
             self._error = error
         finally:
-            # Gradients need not outlive their copies.
-            self._parts.clear()
-            self._has_read.set()
+            self._ahead = None
             self._has_ended.set()
 
     def _run(self) -> None:
-        if self._read is not None:
-            self._read.synchronize()
-        else:
-            self._copy_grads()
-        self._has_read.set()
-        if self.bucket.uploaded is not None:
-            self.bucket.uploaded.synchronize()
-        self._update()
+        self._copy.wait()
+        scale = self.scale.value()
+        if not self._is_done_ahead(scale):
+            self.bucket.wait_for_upload()
+            self._update(scale)
         self._upload()
 
-    def _copy_grads(self) -> None:
-        for part in self._parts:
-            for own, there in self._ranges(part, self.bucket.grad, part.grads):
-                own.copy_(there, non_blocking=True)
+    def _is_done_ahead(self, scale: float) -> bool:
+        """Tell whether the step was made ahead, with this factor; count what becomes of it."""
+        ahead = self._ahead
+        if ahead is None or not ahead.has_ended():
+            return False
+        if self._takes_ahead and ahead.has_guessed(scale):
+            self.counts.committed += 1
+            return True
+        self.counts.replayed += 1
+        return False
 
-    def _update(self) -> None:
+    def _update(self, scale: float) -> None:
         """Step the weights and moments on the host, with a cast for the device."""
-        kernel = AdamKernel(
-            self._weight.device,
-            grad_scale=self.factor,
-            flush_denormals=self.ftz,
-            num_threads=self.num_threads,
-        )
-        buffers = AdamBuffers(
-            self._weight, self.bucket.grad, **self._moments, copy_out=self.bucket.copy_out
-        )
-        for part in self._parts:
-            kernel(buffers, part.segments, step=part.step)
+        self.threads.update(self._buffers, self.stretches, scale)
 
     def _upload(self) -> None:
         """Copy the new compute weights to the device."""
-        streams = self.bucket.streams
         copy_out = self.bucket.copy_out
-        source = self._weight if copy_out is None else copy_out
+        source = self._result if copy_out is None else copy_out
         # The version counter of what forward reads belongs to the thread that runs it.
         target = self._target.data
-        with streams.handle.use(streams.to_device):
-            for part in self._parts:
-                for there, own in self._ranges(part, target, source):
-                    there.copy_(own, non_blocking=True)
-        self.bucket.uploaded = streams.handle.record_event(streams.to_device)
-
-    @staticmethod
-    def _ranges(part: _Part, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        for segment in part.segments:
-            yield tuple(tensor[segment.start : segment.stop] for tensor in tensors)
-
-    def wait_for_grads(self) -> None:
-        """Return when gradients may change: by the host, or by work queued after this call."""
-        if self._read is not None:
-            self.bucket.streams.handle.wait_event(self._read)
-        else:
-            self._has_read.wait()
+        self.bucket.uploaded = self.bucket.link.to_device(
+            [
+                (target[segment.start : segment.stop], source[segment.start : segment.stop])
+                for stretch in self.stretches
+                for segment in stretch.segments
+            ]
+        )
 
     def wait(self) -> None:
         """Return when the host's memory, and for work queued after it the device's, is current.
@@ -246,4 +311,5 @@ class BucketStep:
                     mend="Mend the cause and load the last checkpoint: weights are half stepped",
                 )
             ) from self._error
-        self.bucket.streams.handle.wait_event(self.bucket.uploaded)
+        assert self.bucket.uploaded is not None, "the step has ended"
+        self.bucket.uploaded.order()

@@ -16,12 +16,14 @@ from torch.optim.optimizer import Optimizer
 
 from megafsdp.buffer.uneven import local_tensor, wrap_like
 from megafsdp.errors import expected
+from megafsdp.fsdp.gradients import place_of_grad
 from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam_checks import check_grad
 from megafsdp.optimizer.adam_plan import Found, GroupPlan
 from megafsdp.optimizer.hyper import AdamHyper
-from megafsdp.optimizer.kernels import AdamSegment
-from megafsdp.optimizer.offload_step import BucketStep
+from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment
+from megafsdp.optimizer.offload_bucket import GradientCopy
+from megafsdp.optimizer.offload_step import BucketStep, Stretch
 from megafsdp.optimizer.state_store import StateStore
 
 # What follows the parameter groups of the optimizer that users see.
@@ -147,39 +149,52 @@ class TorchBucketStep(BucketStep):
 
     host: HostOptimizer = field(kw_only=True)
     hyperparameters: list[dict[str, Any]] = field(kw_only=True)
-    _stepped: list[torch.nn.Parameter] = field(default_factory=list)
+    _stepped: list[torch.nn.Parameter] = field(init=False, default_factory=list)
 
     def add_parameter(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Note a parameter to step and its gradient."""
-        index = self.states.indices[id(parameter)]
-        run = self.states.range_of(index)
+        states = self.bucket.states
+        index = states.indices[id(parameter)]
+        run = states.range_of(index)
         segment = AdamSegment(run.start, run.stop, AdamHyper())
-        self.add_part(local_tensor(grad).reshape(-1), [segment], step=1, numel=run.numel)
+        place = place_of_grad(grad)
+        is_like = place is not None and place[1] == index and place[0].layout is states.layout
+        grads = place[0].flat if place and is_like else local_tensor(grad).reshape(-1)
+        self.add(grads, Stretch((segment,), step=1, numel=run.numel))
         self._stepped.append(self.host.plain[id(parameter)])
 
-    def _copy_grads(self) -> None:
-        for part in self._parts:
-            (segment,) = part.segments
-            own = self.bucket.grad[segment.start : segment.stop]
-            own.copy_(part.grads, non_blocking=True)
+    def _issue_copy(self) -> GradientCopy:
+        numel = self.bucket.grad.numel()
+        if all(grads.numel() == numel for grads in self._grads):
+            return super()._issue_copy()
+        pieces = []
+        for grads, stretch in zip(self._grads, self.stretches, strict=True):
+            (segment,) = stretch.segments
+            is_flat = grads.numel() == numel
+            piece = grads[segment.start : segment.stop] if is_flat else grads
+            pieces.append((segment.start, piece))
+        return self.bucket.copy_pieces(pieces)
 
-    def _update(self) -> None:
+    def _take_buffers(self, aside: AdamBuffers | None) -> None:
+        assert aside is None, "only Adam is run ahead of the step"
+        self._result = self.bucket.group.main_weight.flat
+
+    def _update(self, scale: float) -> None:
         optimizer = self.host.optimizer
         for group, values in zip(optimizer.param_groups, self.hyperparameters, strict=True):
             group.update(values)
-        for plain, part in zip(self._stepped, self._parts, strict=True):
-            (segment,) = part.segments
-            grad = self.bucket.grad[segment.start : segment.stop].to(plain.dtype)
-            plain.grad = grad if self.factor == 1.0 else grad * self.factor
+        ranges = [(s.start, s.stop) for stretch in self.stretches for s in stretch.segments]
+        for plain, (start, stop) in zip(self._stepped, ranges, strict=True):
+            grad = self.bucket.grad[start:stop].to(plain.dtype)
+            plain.grad = grad if scale == 1.0 else grad * scale
         try:
             optimizer.step()
         finally:
             for plain in self._stepped:
                 plain.grad = None
         if self.bucket.copy_out is not None:
-            for part in self._parts:
-                for out, weight in self._ranges(part, self.bucket.copy_out, self._weight):
-                    out.copy_(weight)
+            for start, stop in ranges:
+                self.bucket.copy_out[start:stop].copy_(self._result[start:stop])
 
 
 def check_host_optimizer(kind: object, options: object) -> None:

@@ -114,9 +114,9 @@ def _weights_only(path: str) -> None:
     backward(net, 0)
     inner = BucketStep._update
 
-    def late(step: BucketStep) -> None:
+    def late(step: BucketStep, scale: float) -> None:
         time.sleep(0.1)
-        inner(step)
+        inner(step, scale)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketStep, "_update", late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class Case:
         num_microbatches: Of each step.
         strategy: What is sharded, or ``hfsdp``.
         policy: Dtypes.
+        speculate: Whether Adam runs ahead of step().
+        is_handed_over: Whether the loop says which microbatch is the last.
     """
 
     fraction: float | None = None
@@ -38,6 +41,8 @@ class Case:
     num_microbatches: int = 1
     strategy: str = "optim_grads_params"
     policy: MixedPrecisionPolicy = BF16
+    speculate: bool | str = "auto"
+    is_handed_over: bool = True
 
 
 def make_net(case: Case) -> Net:
@@ -50,7 +55,7 @@ def make_net(case: Case) -> Net:
     return shard(Net(), mp_policy=case.policy, **options)
 
 
-def make_optimizer(net: nn.Module, case: Case) -> FusedAdam:
+def make_optimizer(net: nn.Module, case: Case, **options: Any) -> FusedAdam:
     """Return FusedAdam or the hybrid, with two groups of parameters."""
     decays = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim == 1]
@@ -61,8 +66,10 @@ def make_optimizer(net: nn.Module, case: Case) -> FusedAdam:
         groups,
         offload_fraction=case.fraction,
         overlap=case.overlap,
+        speculate=case.speculate,
         max_grad_norm=case.max_grad_norm,
         **_ADAM,
+        **options,
     )
 
 
@@ -73,7 +80,8 @@ def train(net: Net, optimizer: FusedAdam, case: Case, num_steps: int = 4) -> dic
     for step in range(num_steps):
         parts = batches(case.num_microbatches, seed=step)
         for number, batch in enumerate(parts, start=1):
-            with microbatch(net, is_last=number == len(parts)):
+            is_last = number == len(parts)
+            with microbatch(net, is_last=is_last) if case.is_handed_over else nullcontext():
                 loss = net(*mine(batch)) / len(parts)
                 loss.backward()
                 losses.append(loss.item())

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from megafsdp.optimizer.offload_step import BucketStep
+from megafsdp.device.link import _ThreadTransfer
+from megafsdp.optimizer.offload_step import AheadStep, BucketStep
 from tests.optimizer.hybrid_runs import (
     Case,
     assert_same,
@@ -26,21 +27,26 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 
+_PLACES = {"copy": (_ThreadTransfer, "run"), "update": (BucketStep, "_update")}
+_PLACES["upload"] = (BucketStep, "_upload")
+
+
 class _Gate:
-    """Holds every step of the worker back at one of its places until it is opened."""
+    """Holds work beside this thread back at one of its places until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch, place: str) -> None:
         self.event = threading.Event()
-        self.passed: list[str] = []
-        inner = getattr(BucketStep, place)
+        self.num_passed = 0
+        owner, name = _PLACES[place]
+        inner = getattr(owner, name)
 
-        def held_back(step: BucketStep) -> None:
+        def held_back(step: object, *arguments: object) -> None:
             assert self.event.wait(30), "the gate was opened"
             # Before the place itself: who waits for what happens there may look right after it.
-            self.passed.append(step.states.group.label)
-            inner(step)
+            self.num_passed += 1
+            inner(step, *arguments)
 
-        patch.setattr(BucketStep, place, held_back)
+        patch.setattr(owner, name, held_back)
 
 
 def _step_returns_first(place: str) -> None:
@@ -55,12 +61,12 @@ def _step_returns_first(place: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             gate = _Gate(patch, place)
             optimizer.step()
-            assert not gate.passed, "step() came back before the worker was done"
+            assert not gate.num_passed, "step() came back before the worker was done"
             if seed % 2:
                 # Opened by another thread while this one waits for gradients to be read, in place.
                 threading.Timer(0.05, gate.event.set).start()
                 optimizer.zero_grad(set_to_none=False)
-                assert place != "_copy_grads" or gate.passed
+                assert place != "copy" or gate.num_passed
             else:
                 optimizer.zero_grad()
             gate.event.set()
@@ -71,7 +77,7 @@ def _step_returns_first(place: str) -> None:
     assert losses == pytest.approx(wanted["losses"], rel=1e-6)
 
 
-@pytest.mark.parametrize("place", ["_copy_grads", "_update", "_upload"])
+@pytest.mark.parametrize("place", list(_PLACES))
 def test_step_returns_while_the_worker_is_held_back(ranks: Ranks, place: str) -> None:
     """At each of its three places; clearing gradients waits where it must."""
     ranks(2).run(_step_returns_first, place)
@@ -88,11 +94,11 @@ def _forward_waits_for_its_own_bucket() -> None:
     inner = BucketStep._upload
 
     def slowly(step: BucketStep) -> None:
-        if step.states.group.label == "blocks.1":
+        if step.bucket.group.label == "blocks.1":
             # The next block's bucket, which is gathered ahead in other steps, comes only then.
             assert ran.wait(10), "block 0 ran without waiting for block 1"
         inner(step)
-        events.append(f"uploaded {step.states.group.label}")
+        events.append(f"uploaded {step.bucket.group.label}")
 
     ran = threading.Event()
 
@@ -123,7 +129,7 @@ def _accumulates_after_a_step() -> None:
         net = make_net(Case())
         optimizer = make_optimizer(net, Case(fraction))
         with pytest.MonkeyPatch.context() as patch:
-            gate = _Gate(patch, "_copy_grads")
+            gate = _Gate(patch, "copy")
             for seed in range(3):
                 backward(net, seed)
                 gate.event.clear()
@@ -144,7 +150,7 @@ def _failure_surfaces() -> list[str]:
     optimizer = make_optimizer(net, Case(1.0))
     backward(net, 0)
 
-    def fails(step: BucketStep) -> None:
+    def fails(step: BucketStep, scale: float) -> None:
         raise MemoryError("no host memory")
 
     raised = []
@@ -192,14 +198,14 @@ def _stressed(num_steps: int) -> None:
     net = make_net(case)
     generator = random.Random(dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("_copy_grads", "_update", "_upload"):
-            inner = getattr(BucketStep, place)
+        for owner, name in [*_PLACES.values(), (AheadStep, "_run")]:
+            inner = getattr(owner, name)
 
-            def late(step: BucketStep, inner: Callable[[BucketStep], None] = inner) -> None:
+            def late(step: object, *given: object, inner: Callable[..., None] = inner) -> None:
                 time.sleep(generator.random() * 2e-3)
-                inner(step)
+                inner(step, *given)
 
-            patch.setattr(BucketStep, place, late)
+            patch.setattr(owner, name, late)
         found = train(net, make_optimizer(net, case), case, num_steps)
     assert_same(found, wanted)
 
@@ -219,7 +225,7 @@ def _blocking_step_ends() -> None:
     def late(step: BucketStep) -> None:
         time.sleep(0.02)
         inner(step)
-        ended.append(step.states.group.label)
+        ended.append(step.bucket.group.label)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketStep, "_upload", late)
