@@ -128,6 +128,7 @@ def _reduce(
         # An empty shard has no largest element: it would raise on some ranks and hang the rest.
         refuse(f"{name} of infinite order", (args, kwargs))
     result = func(*args, **kwargs)
+    _count_writes(func, args, kwargs)
     for leaf in tree_flatten(result)[0]:
         if isinstance(leaf, DTensor) and any(p.is_shard() for p in leaf.placements):
             # One value a row: sharded like the rows, which no plain DTensor can say.
@@ -190,6 +191,7 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     local_args = [_local_operands(arg) for arg in args]
     local_kwargs = {name: _local_operands(arg) for name, arg in kwargs.items()}
     result = func(*local_args, **local_kwargs)
+    _count_writes(func, local_args, local_kwargs)
     if isinstance(result, (list, tuple)):
         firsts = lists[0] if lists else sources
         return type(result)(_wrap_result(r, s) for r, s in zip(result, firsts, strict=False))
@@ -197,6 +199,34 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         if result is leaf._local_tensor:
             return leaf
     return _wrap_result(result, sources[0])
+
+
+def _count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[str, Any]) -> None:
+    """Bump the version counters of what was written, which below autograd nobody else does."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return
+    written = _leaves_of(
+        [args[place] for place in _places_written(func) if place < len(args)]
+        + [value for name, value in kwargs.items() if name in _names_written(func)]
+    )
+    tensors = [w._local_tensor if isinstance(w, DTensor) else w for w in written]
+    counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
+
+
+@functools.cache
+def _places_written(func: torch._ops.OpOverload) -> tuple[int, ...]:
+    return tuple(
+        place
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def _names_written(func: torch._ops.OpOverload) -> frozenset[str]:
+    return frozenset(func._schema.arguments[place].name for place in _places_written(func))
 
 
 # Operators nest tensors in flat lists alone: torch's general trees cost ten times as much, which

@@ -216,7 +216,9 @@ class HybridDeviceOptimizer(FusedAdam):
             bucket: The bucket.
             grads: Its main gradient, 1-D.
         """
-        if self.max_grad_norm is None or not self.overlap:
+        # Of replicated gradients, which are plain DTensors, changes cannot be told.
+        is_told = bucket.group.axes.is_sharded
+        if self.max_grad_norm is None or not self.overlap or not is_told:
             return
         bucket.group.wait_for_step()
         speculates = self._host is None and self._ahead.wants_more(self.max_grad_norm)

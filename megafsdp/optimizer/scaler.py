@@ -85,6 +85,8 @@ class LossScaler:
             found = torch.zeros(1, dtype=torch.float32, device=kind)
             inverse = torch.tensor(1.0 / self._state.scale, dtype=torch.float32, device=kind)
             torch._amp_foreach_non_finite_check_and_unscale_(locals_, found, inverse)
+            # The operator does not count what it writes.
+            torch.autograd.graph.increment_version(locals_)
             is_bad += found.to(device)
         all_reduce(is_bad, op="max", group=self._group, label="found inf")
         self._unscaled, self._is_finite = optimizers, not is_bad.item()
