@@ -10,15 +10,13 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "adam_buffers.h"
 #include "float16.h"
 #include "simd.h"
-
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
+#include "stream.h"
 
 namespace megafsdp {
 
@@ -56,10 +54,17 @@ struct PlainMath : IeeeMath {
   }
 };
 
+#if defined(__x86_64__)
+template <Simd level>
+using MathOf = std::conditional_t<level == Simd::kScalar, PlainMath, FusedMath>;
+#else
+template <Simd level>
+using MathOf = FusedMath;
+#endif
+
 // Elements of a tile; a constant count lets the compiler drop the loops' ends.
 constexpr int64_t kTileNumel = 128;
 constexpr int64_t kPrefetchNumel = 512;
-constexpr int64_t kLineNbytes = 64;
 
 template <typename T>
 MEGAFSDP_INLINE void decode(const T* from, float* to, int64_t count) {
@@ -73,35 +78,21 @@ MEGAFSDP_INLINE void encode(const float* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = FromFloat<T>::convert(from[i]);
 }
 
-// Copies past the caches; the address need be aligned to an element only.
-template <typename T>
-MEGAFSDP_INLINE void stream(const T* from, T* to, int64_t count) {
-  int64_t i = 0;
-#if defined(__x86_64__)
-  constexpr int64_t kPieceNumel = sizeof(__m128i) / sizeof(T);
-  for (; i < count && (reinterpret_cast<uintptr_t>(to + i) & 15) != 0; ++i) to[i] = from[i];
-  for (; i + kPieceNumel <= count; i += kPieceNumel) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-  }
-#endif
-  for (; i < count; ++i) to[i] = from[i];
-}
-
-template <typename T>
+template <Simd level, typename T>
 MEGAFSDP_INLINE void encode_copy(const float* from, T* to, int64_t count, bool streams) {
   if (streams) {
     T rounded[kTileNumel];
     encode(from, rounded, count);
-    stream(&rounded[0].bits, &to->bits, count);
+    stream<level>(&rounded[0].bits, &to->bits, count);
   } else {
     encode(from, to, count);
   }
 }
 
+template <Simd level>
 MEGAFSDP_INLINE void copy(const float* from, float* to, int64_t count, bool streams) {
   if (streams) {
-    stream(from, to, count);
+    stream<level>(from, to, count);
   } else {
     encode(from, to, count);
   }
@@ -116,9 +107,10 @@ MEGAFSDP_INLINE void prefetch(const void* base, int64_t offset, int64_t itemsize
 }
 
 // The fp32 faces of one tile: in place where a buffer is fp32 and written, else in room.
-template <typename Math>
+template <Simd level>
 MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& constants,
                                int64_t start, int64_t count) {
+  using Math = MathOf<level>;
   float grads[kTileNumel], rooms[3][kTileNumel];
   const auto* grad16 = static_cast<const uint16_t*>(job.grad) + start;
   switch (job.grad_dtype) {
@@ -166,9 +158,9 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& cons
     encode(v, narrow_v, count);
   }
   if (is_out_of_place) {
-    copy(p, job.new_weight + start, count, job.streams);
-    copy(m, job.new_exp_avg + start, count, job.streams);
-    copy(v, job.new_exp_avg_sq + start, count, job.streams);
+    copy<level>(p, job.new_weight + start, count, job.streams);
+    copy<level>(m, job.new_exp_avg + start, count, job.streams);
+    copy<level>(v, job.new_exp_avg_sq + start, count, job.streams);
   }
   if (job.remainder != nullptr) {
 #pragma GCC ivdep
@@ -180,9 +172,9 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& cons
       low[i] = static_cast<int16_t>(bits);
     }
   } else if (job.copy_out_dtype == Dtype::kBFloat16) {
-    encode_copy(p, static_cast<BFloat16*>(job.copy_out) + start, count, job.streams);
+    encode_copy<level>(p, static_cast<BFloat16*>(job.copy_out) + start, count, job.streams);
   } else if (job.copy_out_dtype == Dtype::kFloat16) {
-    encode_copy(p, static_cast<Float16*>(job.copy_out) + start, count, job.streams);
+    encode_copy<level>(p, static_cast<Float16*>(job.copy_out) + start, count, job.streams);
   }
 }
 
@@ -194,13 +186,13 @@ MEGAFSDP_INLINE int64_t numel_to_line(const AdamBuffers& job, int64_t start) {
   return static_cast<int64_t>((kNbytes - address % kNbytes) % kNbytes / sizeof(float));
 }
 
-template <typename Math>
+template <Simd level>
 MEGAFSDP_INLINE void adam_run(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
                               int64_t stop) {
   // A line that two tiles write in part may leave the processor between them, as two transfers.
   const int64_t head = numel_to_line(job, start);
   if (head > 0 && start + head < stop) {
-    adam_tile<Math>(job, constants, start, head);
+    adam_tile<level>(job, constants, start, head);
     start += head;
   }
   for (; start + kTileNumel <= stop; start += kTileNumel) {
@@ -210,31 +202,25 @@ MEGAFSDP_INLINE void adam_run(const AdamBuffers& job, const AdamConstants& const
     prefetch(job.grad, ahead, itemsize_of(job.grad_dtype));
     prefetch(job.exp_avg, ahead, itemsize_of(job.state_dtype));
     prefetch(job.exp_avg_sq, ahead, itemsize_of(job.state_dtype));
-    adam_tile<Math>(job, constants, start, kTileNumel);
+    adam_tile<level>(job, constants, start, kTileNumel);
   }
-  if (start < stop) adam_tile<Math>(job, constants, start, stop - start);
+  if (start < stop) adam_tile<level>(job, constants, start, stop - start);
 }
-
-#if defined(__x86_64__)
-using ScalarMath = PlainMath;
-#else
-using ScalarMath = FusedMath;
-#endif
 
 // Runs elements start to stop, all with the same constants.
 inline void adam_scalar(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
                         int64_t stop) {
-  adam_run<ScalarMath>(job, constants, start, stop);
+  adam_run<Simd::kScalar>(job, constants, start, stop);
 }
 
 MEGAFSDP_AVX2 inline void adam_avx2(const AdamBuffers& job, const AdamConstants& constants,
                                     int64_t start, int64_t stop) {
-  adam_run<FusedMath>(job, constants, start, stop);
+  adam_run<Simd::kAvx2>(job, constants, start, stop);
 }
 
 MEGAFSDP_AVX512 inline void adam_avx512(const AdamBuffers& job, const AdamConstants& constants,
                                         int64_t start, int64_t stop) {
-  adam_run<FusedMath>(job, constants, start, stop);
+  adam_run<Simd::kAvx512>(job, constants, start, stop);
 }
 
 // Runs what segments have between start and stop.
@@ -256,9 +242,7 @@ inline void adam_at(Simd level, const AdamBuffers& job, const std::vector<AdamSe
         break;
     }
   }
-#if defined(__x86_64__)
-  if (job.streams) _mm_sfence();
-#endif
+  if (job.streams) fence_streams();
 }
 
 }  // namespace megafsdp
