@@ -63,7 +63,7 @@ using MathOf = FusedMath;
 #endif
 
 // Elements of a tile; a constant count lets the compiler drop the loops' ends.
-constexpr int64_t kTileNumel = 128;
+constexpr int64_t kTileNumel = 64;
 constexpr int64_t kPrefetchNumel = 512;
 
 template <typename T>
@@ -133,13 +133,6 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& cons
     decode(narrow_v, v = rooms[1], count);
   }
   float* p = static_cast<float*>(job.weight) + start;
-  const bool is_out_of_place = job.new_weight != nullptr;
-  if (is_out_of_place) {
-    decode(m, rooms[0], count);
-    decode(v, rooms[1], count);
-    decode(p, rooms[2], count);
-    m = rooms[0], v = rooms[1], p = rooms[2];
-  }
   auto* high = static_cast<uint16_t*>(job.weight) + start;
   int16_t* low = job.remainder + start;
   if (job.remainder != nullptr) {
@@ -149,10 +142,17 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& cons
       p[i] = float_of((static_cast<uint32_t>(high[i]) << 16) + static_cast<uint32_t>(low[i]));
     }
   }
+  const float *old_m = m, *old_v = v, *old_p = p;
+  const bool is_out_of_place = job.new_weight != nullptr;
+  if (is_out_of_place) m = rooms[0], v = rooms[1], p = rooms[2];
   const float scale = job.grad_scale;
   const AdamConstants c = constants;
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) adam_update<Math>(c, grads[i] * scale, p[i], m[i], v[i]);
+  for (int64_t i = 0; i < count; ++i) {
+    float new_p = old_p[i], new_m = old_m[i], new_v = old_v[i];
+    adam_update<Math>(c, grads[i] * scale, new_p, new_m, new_v);
+    p[i] = new_p, m[i] = new_m, v[i] = new_v;
+  }
   if (has_narrow_states) {
     encode(m, narrow_m, count);
     encode(v, narrow_v, count);
