@@ -9,25 +9,24 @@ how a parameter is stored does not change its values.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megafsdp.errors import expected
 from megafsdp.fsdp.main_weights import MarksMainWeights, fully_shard_optimizer
 from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.adam_checks import (
     check_capturable,
     check_hyperparameters,
     check_remainders,
+    check_scaled_state,
 )
 from megafsdp.optimizer.adam_pass import AdamPass
-from megafsdp.optimizer.adam_plan import Found, GroupPlan
+from megafsdp.optimizer.adam_plan import Found, GroupPlan, gradients_of
 from megafsdp.optimizer.capturable import CapturablePass
-from megafsdp.optimizer.clip import clip_coefficient
+from megafsdp.optimizer.clip import gradient_factor
 from megafsdp.optimizer.grad_norms import total_norm
 from megafsdp.optimizer.loaded_states import (
     check_loaded_states,
@@ -64,7 +63,8 @@ class FusedAdam(MarksMainWeights, Optimizer):
         use_decoupled_grad: Read ``p.decoupled_grad`` instead of ``p.grad``; it may have another
             dtype than the parameter.
         max_grad_norm: Clip by the norm of all gradients, which :attr:`grad_norm` shows after each
-            step; the gradients themselves are left as they are. Makes ``step`` collective.
+            step; gradients are left as they are. ``math.inf`` never clips. Makes ``step`` or
+            :meth:`measure_grad_norm` before it collective.
         capturable: Let a CUDA graph capture ``step``: counts of steps, a learning rate given as a
             tensor, the factor on gradients and their finiteness stay on the device. Slower outside
             of a graph; moments in fp32 or bf16. A replay tells nobody that weights changed: call
@@ -104,6 +104,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
+        self._measured: torch.Tensor | None = None
         self.capturable = capturable
         self.ftz = ftz
         if capturable:
@@ -130,14 +131,43 @@ class FusedAdam(MarksMainWeights, Optimizer):
             ValueError: As the constructor.
         """
         super().add_param_group(param_group)
+        self._measured = None
         if self._store.has_remainders:
             check_remainders(self.param_groups[-1]["params"])
+
+    @torch.no_grad()
+    def measure_grad_norm(self, *, loss_scale: float = 1.0) -> torch.Tensor:
+        """Measure the norm of the gradients that the next ``step`` reads; it will clip by this one.
+
+        The step has the bits of one that measures by itself. Gradients must not change in between;
+        ``step``, ``zero_grad`` and another measurement drop the norm. Collective: one small
+        all-reduce for each process group.
+
+        Args:
+            loss_scale: What the loss was multiplied by. It is taken off the norm alone: ``step``
+                unscales by the ``grad_scale`` that ``torch.amp.GradScaler`` or the loop sets.
+
+        Returns:
+            The norm before clipping, 0-dim fp32, equal on all ranks; :attr:`grad_norm` too.
+
+        Raises:
+            ValueError: A parameter is the original that ``fully_shard`` has replaced.
+        """
+        self._ready_plans()
+        self._measured = total_norm(gradients_of(self.param_groups, self._attribute))
+        self.grad_norm = (self._measured.double() * (1.0 / loss_scale)).float()
+        return self.grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, as torch does, and drop the norm that was measured of them."""
+        self._measured = None
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step every parameter that has a gradient.
 
-        Collective only with ``max_grad_norm``: one small all-reduce for each process group.
+        Collective only with ``max_grad_norm``, as :meth:`measure_grad_norm` if that did not come.
 
         Args:
             closure: Re-evaluates the model and returns the loss.
@@ -150,22 +180,21 @@ class FusedAdam(MarksMainWeights, Optimizer):
             RuntimeError: A gradient is not kept as its parameter is.
         """
         loss = None
+        measured, self._measured = self._measured, None
         if closure is not None:
+            measured = None
             with torch.enable_grad():
                 loss = closure()
         found_inf = self._of_scaler("found_inf")
         if found_inf is not None and not self.capturable and bool(found_inf.item()):
             return loss
-        plans = [self._plan(number) for number in range(len(self.param_groups))]
-        if any(plan.has_originals() for plan in plans):
-            fully_shard_optimizer(self)
-        attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
-        found = [plan.find(self._states_to_step(), attribute=attribute) for plan in plans]
-        scale = self._gradient_scale([grad for part in found for grad in part.grads])
+        plans = self._ready_plans()
+        found = [plan.find(self._states_to_step(), attribute=self._attribute) for plan in plans]
+        scale = self._gradient_scale(measured)
         self._step_found(found, scale=scale, found_inf=found_inf)
         return loss
 
-    def _states_to_step(self) -> defaultdict[torch.Tensor, Any]:
+    def _states_to_step(self) -> dict[torch.Tensor, Any]:
         """Return :attr:`state` for the use of a step."""
         return self.state
 
@@ -178,10 +207,9 @@ class FusedAdam(MarksMainWeights, Optimizer):
     ) -> None:
         """Step what was found of each parameter group, and tell the owners of all parameters."""
         adam_pass: AdamPass | CapturablePass
+        adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
         if self.capturable:
             adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf)
-        else:
-            adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
         for group, part in zip(self.param_groups, found, strict=True):
             adam_pass.begin(group, adam_w_mode=self.adam_w_mode)
             for states, grads, indices in part.flat:
@@ -192,6 +220,17 @@ class FusedAdam(MarksMainWeights, Optimizer):
             for owner in plan.owners():
                 owner.mark_stale()
         adam_pass.finish()
+
+    @property
+    def _attribute(self) -> str:
+        return "decoupled_grad" if self.use_decoupled_grad else "grad"
+
+    def _ready_plans(self) -> list[GroupPlan]:
+        """Return the plans of all parameter groups, none of which holds replaced originals."""
+        plans = [self._plan(number) for number in range(len(self.param_groups))]
+        if any(plan.has_originals() for plan in plans):
+            fully_shard_optimizer(self)
+        return plans
 
     def _plan(self, number: int) -> GroupPlan:
         parameters = self.param_groups[number]["params"]
@@ -204,20 +243,16 @@ class FusedAdam(MarksMainWeights, Optimizer):
         """Return what torch.amp.GradScaler sets on the optimizer for the time of a step."""
         return getattr(self, name, None)
 
-    def _gradient_scale(self, grads: list[torch.Tensor]) -> float | torch.Tensor:
-        """Return the factor on gradients, unscaling times clipping; on a device it stays there."""
+    def _gradient_scale(self, norm: torch.Tensor | None) -> float | torch.Tensor:
+        """Return the factor on gradients, by this norm if one was measured; kept where they are."""
         loss_scale = self._of_scaler("grad_scale")
-        device = grads[0].device if grads else torch.device("cpu")
         if loss_scale is None and self.max_grad_norm is None:
             return 1.0
-        scale = torch.ones((), dtype=torch.float64, device=device)
-        if loss_scale is not None:
-            scale /= loss_scale.to(device)
-        if self.max_grad_norm is not None:
-            norm = total_norm(grads)
-            self.grad_norm = (norm * scale).float()
-            scale *= clip_coefficient(self.grad_norm, self.max_grad_norm)
-        return scale.item() if device.type == "cpu" and not self.capturable else scale.float()
+        grads = gradients_of(self.param_groups, self._attribute)
+        factor = gradient_factor(grads, norm, self.max_grad_norm, loss_scale)
+        self.grad_norm = self.grad_norm if self.max_grad_norm is None else factor.norm
+        is_number = factor.scale.device.type == "cpu" and not self.capturable
+        return factor.scale.item() if is_number else factor.scale.float()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's Adam would: moments in fp32, whatever they are kept in; local.
@@ -310,14 +345,6 @@ class FusedAdam(MarksMainWeights, Optimizer):
         Raises:
             ValueError: The values are not fp32, or the state has no such name.
         """
-        if values.dtype != torch.float32 or name not in STATES:
-            raise ValueError(
-                expected(
-                    f"fp32 values of one of {STATES}",
-                    f"{values.dtype} for '{name}'",
-                    where="FusedAdam.set_scaled_state()",
-                    mend="Cast the values, or set optimizer.state[parameter] directly",
-                )
-            )
+        check_scaled_state(name, values)
         self.state[parameter][name] = values
         self._store.prepare(parameter, self.state[parameter])

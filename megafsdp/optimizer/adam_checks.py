@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
 from megafsdp.optimizer.state import is_scaled
+from megafsdp.optimizer.state_store import STATES
 
 
 def check_hyperparameters(
@@ -97,5 +98,22 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
                 f"a {type(grad).__name__}",
                 where=f"a parameter of shape {tuple(parameter.shape)}",
                 mend="Assign a tensor made with torch.zeros_like(parameter), filled by copy_()",
+            )
+        )
+
+
+def check_scaled_state(name: str, values: torch.Tensor) -> None:
+    """Check what a state is to be set to.
+
+    Raises:
+        ValueError: The values are not fp32, or no state has this name.
+    """
+    if values.dtype != torch.float32 or name not in STATES:
+        raise ValueError(
+            expected(
+                f"fp32 values of one of {STATES}",
+                f"{values.dtype} for '{name}'",
+                where="FusedAdam.set_scaled_state()",
+                mend="Cast the values, or set optimizer.state[parameter] directly",
             )
         )

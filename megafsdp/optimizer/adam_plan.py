@@ -34,12 +34,16 @@ class Found:
     Attributes:
         flat: Flat states, the buffer of the gradients, and the parameters' indices there.
         singles: Other parameters and their gradients.
-        grads: All gradients.
     """
 
     flat: list[tuple[FlatStates, DBuffer, list[int]]] = field(default_factory=list)
     singles: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
+
+
+def gradients_of(param_groups: list[dict[str, Any]], attribute: str) -> list[torch.Tensor]:
+    """Return an optimizer's gradients, always in one order, in which norms are added up; local."""
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    return [grad for grad in _read(parameters, attribute) if grad is not None]
 
 
 def _read(parameters: list[torch.Tensor], attribute: str) -> list[torch.Tensor | None]:
@@ -147,7 +151,6 @@ class GroupPlan:
                 self._find_some(found, members, grads, states_by_parameter)
                 continue
             members.prepare(states_by_parameter, self._store)
-            found.grads += [grad for grad in grads if grad is not None]
             found.flat.append((members.states, buffer, members.indices))
         for parameter in self._others:
             grad = getattr(parameter, attribute, None)
@@ -199,7 +202,6 @@ class GroupPlan:
                 self._add_single(found, parameter, grad, states_by_parameter[parameter])
                 continue
             self._store.prepare(parameter, states_by_parameter[parameter])
-            found.grads.append(grad)
             by_buffer.setdefault(place[0], []).append(index)
         found.flat += [(members.states, buffer, indices) for buffer, indices in by_buffer.items()]
 
@@ -208,5 +210,4 @@ class GroupPlan:
     ) -> None:
         check_grad(parameter, grad)
         self._store.prepare(parameter, state)
-        found.grads.append(grad)
         found.singles.append((parameter, grad))

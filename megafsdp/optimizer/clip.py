@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megafsdp.errors import expected
-from megafsdp.optimizer.grad_norms import device_of, norms_of_parts
+from megafsdp.optimizer.grad_norms import device_of, norms_of_parts, total_norm
 from megafsdp.optimizer.grad_parts import parts_of
 
 _EPSILON = 1e-6
@@ -65,3 +67,44 @@ def clip_grad_norm_(
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the factor that clips gradients of this norm, a 0-dim tensor; local."""
     return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+
+
+class GradientFactor(NamedTuple):
+    """What gradients are multiplied by in a step.
+
+    Attributes:
+        scale: Unscaling times clipping, 0-dim fp64.
+        norm: Norm of the unscaled gradients, 0-dim fp32; None without a limit.
+    """
+
+    scale: torch.Tensor
+    norm: torch.Tensor | None
+
+
+def gradient_factor(
+    grads: Sequence[torch.Tensor],
+    norm: torch.Tensor | None,
+    max_norm: float | None,
+    loss_scale: torch.Tensor | None,
+) -> GradientFactor:
+    """Return the factor that unscales and clips gradients, on their device.
+
+    Collective as :func:`clip_grad_norm_` if there is a limit but no norm, else local.
+
+    Args:
+        grads: The gradients, each once.
+        norm: Theirs as they are, 0-dim fp32, if it has been measured.
+        max_norm: The largest norm of unscaled gradients; None does not clip.
+        loss_scale: The factor on the loss; None for 1.
+    """
+    device = device_of(grads)
+    scale = torch.ones((), dtype=torch.float64, device=device)
+    if loss_scale is not None:
+        scale /= loss_scale.to(device)
+    if max_norm is None:
+        return GradientFactor(scale, None)
+    norm = ((total_norm(grads) if norm is None else norm) * scale).float()
+    # An infinite norm under an infinite limit would give no number.
+    if max_norm < math.inf:
+        scale *= clip_coefficient(norm, max_norm)
+    return GradientFactor(scale, norm)

@@ -128,13 +128,12 @@ class HostPlan(GroupPlan):
     def find(
         self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
     ) -> Found:
-        """Collect gradients; those on the host count for the norm, and have no states here."""
+        """Collect gradients; those on the host are checked alone, and have no states here."""
         found = super().find(states_by_parameter, attribute=attribute)
         for parameter in self.on_host:
             grad = getattr(parameter, attribute, None)
             if grad is not None:
                 check_grad(parameter, grad)
-                found.grads.append(grad)
         return found
 
 

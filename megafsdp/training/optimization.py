@@ -6,6 +6,7 @@ The optimizer, Muon's own options, and the loss scale of fp16. The learning rate
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,6 +79,11 @@ class OptimizerSection:
     def is_fused_adam(self) -> bool:
         """Tell whether FusedAdam takes the steps."""
         return self.kind in ("adamw", "adam") and self.form == "megafsdp"
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Return the clipping of an optimizer that clips by itself, which measures in any case."""
+        return math.inf if self.clip_norm is None else self.clip_norm
 
     @property
     def state_dtypes(self) -> tuple[torch.dtype, torch.dtype]:

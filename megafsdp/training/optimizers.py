@@ -25,8 +25,8 @@ def build_optimizer(
     """Return an optimizer over a model's trainable parameters; call it after sharding.
 
     Parameters of one dimension (norms, biases) form a group without weight decay, unless the
-    section says otherwise; so do those of each factor on the learning rate. Gradients are not
-    clipped by it: see :mod:`megafsdp.training.update`.
+    section says otherwise; so do those of each factor on the learning rate. FusedAdam clips in
+    its step; for the others :mod:`megafsdp.training.update` does it before.
     """
     groups = parameter_groups(model, section, muon)
     if section.kind == "muon":
@@ -36,6 +36,7 @@ def build_optimizer(
         return HybridDeviceOptimizer(
             groups,
             lr=section.lr,
+            max_grad_norm=section.max_grad_norm,
             offload_fraction=section.offload_fraction,
             overlap=section.offload_overlap,
         )
@@ -48,6 +49,7 @@ def build_optimizer(
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             store_param_remainders=section.store_param_remainders,
+            max_grad_norm=section.max_grad_norm,
         )
     flags = {"fused": section.form == "fused", "foreach": section.form == "foreach"}
     if section.kind == "sgd":

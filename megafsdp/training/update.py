@@ -1,8 +1,9 @@
 """What becomes of a global batch's gradients: their norm, and one clipped step of the optimizer.
 
-With FusedAdam the factors of unscaling and clipping ride in the step's own pass over the gradients,
-which are left as they are; elsewhere gradients are unscaled and clipped in place first. Both give
-the same weights, bit for bit where main gradients are fp32 and the loss scale a power of two.
+FusedAdam measures the norm and clips by it: the factors of unscaling and clipping ride in the
+step's own pass over the gradients, which are left as they are. Elsewhere gradients are unscaled and
+clipped in place first. Both give the same weights, bit for bit where main gradients are fp32 and
+the loss scale a power of two.
 Whether a step is taken is decided by :mod:`megafsdp.training.step`, between the norm and the step.
 """
 
@@ -13,9 +14,9 @@ import math
 import torch
 from torch import nn
 
+from megafsdp.errors import expected
 from megafsdp.optimizer.adam import FusedAdam
-from megafsdp.optimizer.clip import clip_coefficient, clip_grad_norm_
-from megafsdp.optimizer.grad_norms import total_norm
+from megafsdp.optimizer.clip import clip_grad_norm_
 from megafsdp.optimizer.scaler import LossScaler
 
 
@@ -24,9 +25,13 @@ class WeightUpdate:
 
     Args:
         model: Whose gradients are clipped together.
-        optimizer: Over the model's parameters.
+        optimizer: Over the model's trainable parameters; a FusedAdam clips by itself, by its
+            ``max_grad_norm``.
         clip_norm: Largest norm of all gradients; None does not clip.
         scaler: Scales the loss; None for none.
+
+    Raises:
+        ValueError: A FusedAdam clips otherwise, or lacks a trainable parameter.
     """
 
     def __init__(
@@ -41,7 +46,8 @@ class WeightUpdate:
         self._optimizer = optimizer
         self._max_norm = math.inf if clip_norm is None else clip_norm
         self._scaler = scaler
-        self._norm = torch.zeros(())
+        if isinstance(optimizer, FusedAdam):
+            _check_clipping(optimizer, model, self._max_norm)
 
     @property
     def loss_scale(self) -> float | None:
@@ -62,14 +68,11 @@ class WeightUpdate:
 
     def measure(self) -> float:
         """Return the norm of the unscaled, unclipped gradients; collective over all ranks."""
-        if not isinstance(self._optimizer, FusedAdam):
-            if self._scaler is not None:
-                self._scaler.unscale_(self._optimizer)
-            self._norm = clip_grad_norm_(self._model, self._max_norm)
-        else:
-            grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-            self._norm = total_norm(grads) / (self.loss_scale or 1.0)
-        return float(self._norm)
+        if isinstance(self._optimizer, FusedAdam):
+            return float(self._optimizer.measure_grad_norm(loss_scale=self.loss_scale or 1.0))
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        return float(clip_grad_norm_(self._model, self._max_norm))
 
     def finish(self, *, is_finite: bool) -> None:
         """Step if all ranks found the step finite, tell the scaler, and drop the gradients."""
@@ -80,16 +83,41 @@ class WeightUpdate:
             self._scaler.update(is_finite=is_finite)
 
     def _step(self) -> None:
-        optimizer = self._optimizer
-        if not isinstance(optimizer, FusedAdam):
+        optimizer, loss_scale = self._optimizer, self.loss_scale
+        if loss_scale is None or not isinstance(optimizer, FusedAdam):
             optimizer.step()
             return
-        coefficient = float(clip_coefficient(self._norm, self._max_norm))
-        # torch's protocol of optimizers that unscale by themselves. In fp64, so that the reciprocal
-        # of the reciprocal is the fp32 coefficient again.
-        inverse = (self.loss_scale or 1.0) / coefficient
-        optimizer.grad_scale = torch.tensor(inverse, dtype=torch.float64)  # type: ignore[attr-defined]
+        # torch's protocol of optimizers that unscale by themselves.
+        optimizer.grad_scale = torch.tensor(loss_scale, dtype=torch.float64)  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
             del optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+def _check_clipping(optimizer: FusedAdam, model: nn.Module, max_norm: float) -> None:
+    """Check that an optimizer measures all gradients of a model, and clips as it is told.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if optimizer.max_grad_norm != max_norm:
+        raise ValueError(
+            expected(
+                f"an optimizer with max_grad_norm={max_norm}",
+                optimizer.max_grad_norm,
+                where=f"{type(optimizer).__name__} in a training step",
+                mend="Give both the same limit; math.inf where the step's clip_norm is None",
+            )
+        )
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise ValueError(
+                expected(
+                    "an optimizer of all trainable parameters, whose norm clips them together",
+                    "one without this",
+                    where=f"parameter '{name}'",
+                    mend="Give it to the optimizer, or call requires_grad_(False) on it",
+                )
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from megafsdp import FusedAdam
 from megafsdp.models import ModelConfig, build_model
+from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.muon import Muon
 from megafsdp.training.optimization import MuonSection, OptimizerSection
 from megafsdp.training.optimizers import apply_hyperparameters, build_optimizer
@@ -80,7 +82,8 @@ def test_our_adam_steps_as_torchs(kind: str) -> None:
     for form in ("megafsdp", "loop"):
         torch.manual_seed(3)
         models.append(_model())
-        section = OptimizerSection(kind=kind, implementation=form, lr=0.1, eps=1e-5)  # type: ignore[arg-type]
+        # Only ours clips in its step.
+        section = OptimizerSection(kind, 0.1, eps=1e-5, implementation=form, clip_norm=None)  # type: ignore[arg-type]
         optimizer = build_optimizer(models[-1], section)
         for step in range(3):
             models[-1](torch.full((1, 2), float(step))).sum().backward()
@@ -158,3 +161,13 @@ def test_configured_hyperparameters_replace_loaded_ones() -> None:
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.2, 0.0]
     assert [g["lr_multiplier"] for g in (matrices, others, vectors)] == [1.0, 3.0, 1.0]
     assert (matrices["betas"], matrices["eps"], matrices["lr"]) == ((0.8, 0.9), 1e-6, 5.0)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize(("clip_norm", "limit"), [(0.25, 0.25), (None, math.inf)])
+def test_our_adam_clips_by_itself(fraction: float, clip_norm: float | None, limit: float) -> None:
+    """By the configured norm; without one it measures all the same."""
+    section = OptimizerSection(clip_norm=clip_norm, offload_fraction=fraction)
+    optimizer = build_optimizer(_model(), section)
+    assert isinstance(optimizer, HybridDeviceOptimizer) == bool(fraction)
+    assert optimizer.max_grad_norm == limit

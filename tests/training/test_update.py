@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megafsdp import FusedAdam, MixedPrecisionPolicy, full_state_dict
+from megafsdp.buffer.collectives import record_collectives
 from megafsdp.buffer.uneven import local_tensor
+from megafsdp.optimizer.clip import clip_coefficient
 from megafsdp.optimizer.scale_rule import ScaleRule
 from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.signals import StopRequest
@@ -33,18 +35,23 @@ class _Apart(FusedAdam):
     """Steps on gradients that were scaled in place before."""
 
     def step(self, closure: None = None) -> None:
-        """Take the factor that rides in the step off the gradients first."""
-        factor = torch.tensor(1.0 / float(self.grad_scale), dtype=torch.float32)
+        """Put the factors that ride in the step into the gradients first."""
+        limit, self.max_grad_norm = self.max_grad_norm, None
+        scale = getattr(self, "grad_scale", None)
+        factor = clip_coefficient(self.grad_norm, limit) / (1.0 if scale is None else scale)
+        if scale is not None:
+            self.grad_scale = torch.ones(())
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         torch._foreach_mul_([local_tensor(g) for g in grads if g is not None], factor)
-        self.grad_scale = torch.ones(())
         super().step()
+        self.max_grad_norm = limit
 
 
 def _steps(kind: type[FusedAdam], clip_norm: float | None, scale: float | None) -> Weights:
     model = sharded_model()
     scaler = None if scale is None else LossScaler(ScaleRule.constant(scale))
-    optimizer = kind(model.parameters(), lr=LR, eps=EPS)
+    max_norm = math.inf if clip_norm is None else clip_norm
+    optimizer = kind(model.parameters(), lr=LR, eps=EPS, max_grad_norm=max_norm)
     update = WeightUpdate(model, optimizer, clip_norm=clip_norm, scaler=scaler)
     for k in range(3):
         for batch in batches_of(k, dist.get_rank(), dist.get_world_size()):
@@ -74,7 +81,8 @@ def test_factors_in_the_step_are_factors_before_it(
 
 def _make(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if kind == "megafsdp":
-        return FusedAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.01)
+        options = {"weight_decay": 0.01, "max_grad_norm": 0.5}
+        return FusedAdam(model.parameters(), lr=LR, eps=EPS, **options)
     return torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.01)
 
 
@@ -192,3 +200,42 @@ def test_overflows_that_no_smaller_scale_mends_end_the_run(ranks: Ranks, rule: S
     with pytest.raises(RanksError, match="for 3 steps in a row") as failure:
         ranks(2).run(_train, *options, "!!!")
     assert set(failure.value.failures) == {0, 1}
+
+
+def _refused(max_norm: float | None, leaves_one_out: bool) -> None:
+    model = sharded_model()
+    parameters = list(model.parameters())[leaves_one_out:]
+    optimizer = FusedAdam(parameters, max_grad_norm=max_norm)
+    match = "without this.*embedding" if leaves_one_out else "max_grad_norm=0.5, got"
+    with pytest.raises(ValueError, match=match):
+        WeightUpdate(model, optimizer, clip_norm=0.5, scaler=None)
+    next(model.parameters()).requires_grad_(False)
+    if leaves_one_out:
+        WeightUpdate(model, optimizer, clip_norm=0.5, scaler=None)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "leaves_one_out"), [(None, False), (1.0, False), (math.inf, False), (0.5, True)]
+)
+def test_an_optimizer_that_clips_otherwise_is_refused(
+    ranks: Ranks, max_norm: float | None, leaves_one_out: bool
+) -> None:
+    """By another limit, or by the norm of some of what is trained; frozen ones may be missing."""
+    ranks(2).run(_refused, max_norm, leaves_one_out)
+
+
+def _norms_are_reduced_once() -> list[str]:
+    model = sharded_model()
+    optimizer = FusedAdam(model.parameters(), max_grad_norm=0.5)
+    update = WeightUpdate(model, optimizer, clip_norm=0.5, scaler=None)
+    for batch in batches_of(0, dist.get_rank(), dist.get_world_size()):
+        model(batch.tokens, batch.labels, batch.loss_mask).backward()
+    with record_collectives() as record:
+        update.measure()
+        update.finish(is_finite=True)
+    return [label for _, label in record.events]
+
+
+def test_the_norm_is_reduced_once_a_step(ranks: Ranks) -> None:
+    """The optimizer clips by what was measured to decide on the step."""
+    assert ranks(2).run(_norms_are_reduced_once) == [["grad norm"]] * 2
