@@ -29,7 +29,7 @@ class Case:
         overlap: Whether step() returns early.
         max_grad_norm: The optimizer's clipping.
         num_microbatches: Of each step.
-        strategy: What is sharded, or ``hfsdp``.
+        strategy: What is sharded, or ``hsdp`` or ``hfsdp`` over two mesh axes.
         policy: Dtypes.
         speculate: Whether Adam runs ahead of step().
         is_handed_over: Whether the loop says which microbatch is the last.
@@ -48,10 +48,12 @@ class Case:
 def make_net(case: Case) -> Net:
     """Return the toy as a case shards it, with the same values every time."""
     options: dict[str, Any] = {"strategy": case.strategy}
-    if case.strategy == "hfsdp":
+    if case.strategy in ("hsdp", "hfsdp"):
         shape = (2, dist.get_world_size() // 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
-        options = {"mesh": mesh, "outer_strategy": "optim"}
+        options = {"mesh": mesh}
+        if case.strategy == "hfsdp":
+            options["outer_strategy"] = "optim"
     return shard(Net(), mp_policy=case.policy, **options)
 
 
@@ -92,7 +94,7 @@ def train(net: Net, optimizer: FusedAdam, case: Case, num_steps: int = 4) -> dic
     return {"losses": losses, "norms": norms} | bits(net, optimizer)
 
 
-def bits(net: Net, optimizer: FusedAdam) -> dict[str, Any]:
+def bits(net: nn.Module, optimizer: FusedAdam) -> dict[str, Any]:
     """Return every weight and state in full; collective."""
     found: dict[str, Any] = {}
     for name, parameter in net.named_parameters():

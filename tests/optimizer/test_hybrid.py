@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import FusedAdam, clip_grad_norm_, full_tensor
+from megafsdp import clip_grad_norm_, full_tensor
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload_plan import groups_of
@@ -81,12 +80,6 @@ def test_a_run_has_the_bits_of_a_run_without_offload(ranks: Ranks, case: Case) -
     assert fractions[0] == fractions[1] == pytest.approx(case.fraction, abs=0.2)
 
 
-def test_a_run_on_four_ranks_with_an_outer_axis_has_the_same_bits(ranks: Ranks) -> None:
-    """HFSDP divides each bucket over two axes, the copy is joined over the outer one."""
-    case = Case(0.5, True, 0.5, 3, "hfsdp", BF16)
-    ranks(4).run(_trajectories_agree, case, replace(case, fraction=None), True)
-
-
 def _closures_and_found_inf() -> None:
     net = make_net(Case())
     optimizer = make_optimizer(net, Case(1.0))
@@ -131,16 +124,15 @@ def _memory() -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             state = optimizer.state[parameter][name]
             assert local_tensor(state).untyped_storage().data_ptr() == slab
-        assert not local_tensor(parameter).is_pinned(), "C2: nothing is pinned without CUDA"
 
 
 def test_each_bucket_is_one_slab_of_the_host(ranks: Ranks) -> None:
-    """C2: pinning is asked for by default and means nothing here."""
+    """Main weights and moments lie in one piece of memory, and nothing else is on the host."""
     ranks(2).run(_memory)
 
 
 def _some_gradients_are_none() -> None:
-    """Gradients come and go; one parameter is frozen, one is assigned by hand; C14 in passing."""
+    """Gradients come and go; some are frozen, assigned by hand, or empty on a rank."""
     found = []
     for fraction in (None, 1.0, 0.5):
         net = Net()
@@ -181,7 +173,7 @@ def _some_gradients_are_none() -> None:
 
 
 def test_gradients_that_are_none_frozen_parts_and_empty_shards(ranks: Ranks) -> None:
-    """C14: a parameter of which a rank holds no row belongs to its unit's part all the same."""
+    """A parameter of which a rank holds no row gets its gradient by hand on some steps."""
     ranks(2).run(_some_gradients_are_none)
 
 
@@ -212,39 +204,6 @@ def test_a_plain_loop_clips_and_edits_gradients_as_ever(
 ) -> None:
     """Ours or torch's clipping, a change by hand, a rate that changes while the worker steps."""
     ranks(2).run(_plain_loop, clip)
-
-
-def _mixed_with_plain_tensors() -> None:
-    """Plain tensors and a group half of which another optimizer has stay on the device; C7."""
-    found = []
-    for fraction in (None, 1.0):
-        net = make_net(Case())
-        torch.manual_seed(5)
-        extra = nn.Parameter(torch.randn(7))
-        own = [p for name, p in net.named_parameters() if name != "blocks.1.up.weight"]
-        other = torch.optim.SGD([net.blocks[1].up.weight], lr=1e-2)
-        params = [{"params": own}, {"params": [extra]}]
-        optimizer = FusedAdam(params, lr=1e-2, eps=1e-5)
-        if fraction is not None:
-            optimizer = HybridDeviceOptimizer(params, lr=1e-2, eps=1e-5, offload_fraction=fraction)
-            host = [g.host_memory is not None for g in groups_of(net.parameters())]
-            assert any(host) and not all(host), "the shared group stays"
-        for seed in range(3):
-            backward(net, seed)
-            extra.grad = torch.full_like(extra, 0.5 + seed)
-            for stepped in (optimizer, other):
-                stepped.step()
-                stepped.zero_grad()
-        optimizer.synchronize() if isinstance(optimizer, HybridDeviceOptimizer) else None
-        named = dict(net.named_parameters())
-        found.append({n: full_tensor(p.detach()).clone() for n, p in named.items()})
-        found[-1]["extra"] = extra.detach().clone()
-    assert_same(found[1], found[0])
-
-
-def test_what_cannot_be_offloaded_stays_on_the_device(ranks: Ranks) -> None:
-    """C7: plain tensors, and groups that are shared with another optimizer."""
-    ranks(2).run(_mixed_with_plain_tensors)
 
 
 def _trains_on_cuda(strategy: str, fraction: float) -> None:
