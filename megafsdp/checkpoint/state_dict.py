@@ -370,7 +370,7 @@ def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> N
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
         raise CheckpointError(
             expected(
-                "a DTensor like its sharded parameter, or a scalar, as optimizer state",
+                f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",
                 f"a plain tensor of shape {tuple(value.shape)}",
                 where=f"'{key}'",
                 mend="Create the state with torch.zeros_like(parameter)",

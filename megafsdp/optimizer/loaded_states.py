@@ -62,7 +62,7 @@ def _check_state(parameter: torch.Tensor, where: str, value: torch.Tensor) -> No
     if local_tensor(value).numel() != own.numel():
         raise ValueError(
             expected(
-                f"the {own.numel()} elements that this rank holds, or a DTensor",
+                f"the {own.numel()} elements that this rank holds, {(*own.shape,)}, or a DTensor",
                 f"a tensor of shape {tuple(value.shape)}",
                 where=where,
                 mend="Load full states by torch_save_to_dcp() and torch.distributed.checkpoint",
