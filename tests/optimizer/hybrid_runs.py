@@ -119,3 +119,33 @@ def backward(net: Net, seed: int) -> float:
     loss = net(*mine(batches(1, seed=seed)[0]))
     loss.backward()
     return loss.item()
+
+
+def go_on(net: Net, optimizer: FusedAdam, seeds: range) -> list[float]:
+    """Train a step on each batch; return the losses."""
+    losses = []
+    for seed in seeds:
+        losses.append(backward(net, seed))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def make_host_adamw(net: nn.Module, fraction: float = 1.0) -> HybridDeviceOptimizer:
+    """Return a hybrid whose part on the host is stepped by an optimizer of torch."""
+    return HybridDeviceOptimizer(
+        net.parameters(),
+        lr=1e-2,
+        eps=1e-5,
+        weight_decay=0.01,
+        offload_fraction=fraction,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        cpu_optimizer_kwargs={"foreach": False},
+    )
+
+
+def make_kind(net: nn.Module, kind: str, fraction: float = 1.0) -> FusedAdam:
+    """Return the hybrid with ``"ours"`` or ``"torch's"`` optimizer on the host."""
+    if kind == "ours":
+        return make_optimizer(net, Case(fraction))
+    return make_host_adamw(net, fraction)
