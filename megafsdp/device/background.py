@@ -5,8 +5,11 @@ This file knows nothing of what the jobs do; a job keeps its own errors.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Protocol
+
+_log = logging.getLogger("megafsdp.device")
 
 
 class Job(Protocol):
@@ -42,6 +45,9 @@ class _Queue:
             self._is_closed = True
             self._has_changed.notify()
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     def take(self) -> Job | None:
         """Return the next job, waiting for one; None once the queue is closed and empty."""
         with self._has_changed:
@@ -62,10 +68,12 @@ class BackgroundThread:
 
     Args:
         name: The thread's name.
+        patience_s: How long :meth:`close` waits for one job.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, patience_s: float = 10.0) -> None:
         self._name = name
+        self._patience_s = patience_s
         self._queue = _Queue()
         self._thread: threading.Thread | None = None
 
@@ -80,11 +88,27 @@ class BackgroundThread:
         self._queue.put(job)
 
     def close(self) -> None:
-        """Return when the jobs are done and the thread has ended; it takes no more."""
+        """Return when the jobs are done and the thread has ended; it takes no more.
+
+        A job that does not end in time is left behind with a warning, and the thread with it: what
+        it waits for may never come, a collective that another rank does not enter, say, and the
+        process must end all the same.
+        """
         self._queue.close()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread, self._thread = self._thread, None
+        # A garbage collection in the thread itself may be what closes it.
+        if thread is None or thread is threading.current_thread():
+            return
+        num_left = -1
+        while thread.is_alive() and len(self._queue) != num_left:
+            num_left = len(self._queue)
+            thread.join(self._patience_s)
+        if thread.is_alive():
+            _log.warning(
+                "A job of the thread '%s' has not ended in %g s and is left behind.",
+                self._name,
+                self._patience_s,
+            )
 
 
 def _serve(jobs: _Queue) -> None:
