@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -204,6 +205,61 @@ def test_a_plain_loop_clips_and_edits_gradients_as_ever(
 ) -> None:
     """Ours or torch's clipping, a change by hand, a rate that changes while the worker steps."""
     ranks(2).run(_plain_loop, clip)
+
+
+def _states_rest_without_gradients(fraction: float) -> None:
+    net = Net()
+    net.blocks[1].norm.requires_grad_(False)
+    net = shard(net, mp_policy=BF16)
+    frozen = {n: full_tensor(p.detach()).clone() for n, p in net.blocks[1].norm.named_parameters()}
+    optimizer = make_optimizer(net, Case(fraction))
+    resting = {"one parameter": ["blocks.0.up.weight"]}
+    resting["a unit"] = [n for n, p in net.named_parameters() if n.startswith("blocks.2.")]
+    resting["all"] = [n for n, _ in net.named_parameters()]
+    backward(net, 0)
+    optimizer.step()
+    for seed, (what, names) in enumerate(resting.items(), start=1):
+        optimizer.zero_grad()
+        backward(net, seed)
+        before = bits(net, optimizer)
+        for name in names:
+            net.get_parameter(name).grad = None
+        optimizer.step()
+        after = bits(net, optimizer)
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            rests = key in names or key.rpartition(".")[0] in names or "blocks.1.norm" in key
+            assert torch.equal(after[key], value) == rests, (what, key)
+    for name, parameter in net.blocks[1].norm.named_parameters():
+        assert parameter not in optimizer.state or not optimizer.state[parameter]
+        assert torch.equal(full_tensor(parameter.detach()), frozen[name])
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_what_gets_no_gradient_is_not_moved(ranks: Ranks, fraction: float) -> None:
+    """Weights, moments and counts of a parameter, of a whole unit, of the model; frozen parts."""
+    ranks(2).run(_states_rest_without_gradients, fraction)
+
+
+def _trains_alike_on_axes(case: Case) -> float:
+    found = []
+    for fraction in (None, case.fraction):
+        own = replace(case, fraction=fraction)
+        net = make_net(own)
+        optimizer = make_optimizer(net, own)
+        found.append(train(net, optimizer, own))
+    assert_same(found[1], found[0])
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    return optimizer.offloaded_fraction
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_two_mesh_axes_change_no_bit(ranks: Ranks, strategy: str, fraction: float) -> None:
+    """Replicated or divided over the outer axis, by four ranks, with clipping and microbatches."""
+    found = ranks(4).run(_trains_alike_on_axes, Case(fraction, True, 0.5, 3, strategy))
+    assert len(set(found)) == 1
+    assert found[0] == pytest.approx(fraction, abs=0.2)
 
 
 def _trains_on_cuda(strategy: str, fraction: float) -> None:
