@@ -83,8 +83,7 @@ class FSDPContext:
     """
 
     def __init__(self, root: ScheduledUnit, units: Iterable[ScheduledUnit]) -> None:
-        # Units own their context: weak references here let a deleted model free its buffers at
-        # once.
+        # Units own their context: weak references let a deleted model free its buffers at once.
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
@@ -162,16 +161,18 @@ class FSDPContext:
         self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
             self._finish_exchanges()
-            self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
+            self._agree_on_usage()
         self.passes_in_backward.clear()
         for unit in self.units:
             unit.forget_forwards()
 
+    def _agree_on_usage(self) -> None:
+        self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
+
     def _finish_exchanges(self) -> None:
         """Wait for what the last backward exchanged and nobody here reads."""
-        exchanges, self._exchanges = self._exchanges, []
-        for exchange in exchanges:
-            exchange.wait()
+        while self._exchanges:
+            self._exchanges.pop().wait()
 
     def _reduce_leftovers(self) -> None:
         """Issue the reductions that waited for this backward, of units that it did not run."""
