@@ -282,7 +282,17 @@ def start_all_reduce(
     if not dist.is_initialized():
         return Pending()
     _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
-    return Pending([dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group, async_op=True)])
+    everyone = group or dist.group.WORLD
+    assert everyone is not None, "a collective has a process group"
+    # Gradients on the host give a figure there, which NCCL alone cannot reduce.
+    is_there = tensor.device.type in _backends(everyone)
+    sent = tensor if is_there else tensor.to(_small_device(everyone))
+    work = dist.all_reduce(sent, op=_REDUCE_OPS[op], group=group, async_op=True)
+
+    def bring_back() -> None:
+        tensor.copy_(sent)
+
+    return Pending([work], None if sent is tensor else bring_back)
 
 
 def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> torch.Tensor:

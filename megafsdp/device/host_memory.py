@@ -45,10 +45,13 @@ class HostArena:
         nbytes: Bytes of the tensors that will be taken, each by :func:`aligned_nbytes`. What does
             not fit lies in memory of its own.
         is_pinned: As for :func:`host_bytes`.
+
+    Attributes:
+        is_pinned: As given.
     """
 
     def __init__(self, nbytes: int, *, is_pinned: bool) -> None:
-        self._is_pinned = is_pinned
+        self.is_pinned = is_pinned
         self._memory = host_bytes(nbytes, is_pinned=is_pinned)
         self._end = 0
 
@@ -57,6 +60,6 @@ class HostArena:
         nbytes = numel * dtype.itemsize
         start, stop = self._end, self._end + nbytes
         if stop > self._memory.nbytes:
-            return host_bytes(nbytes, is_pinned=self._is_pinned)[:nbytes].view(dtype)
+            return host_bytes(nbytes, is_pinned=self.is_pinned)[:nbytes].view(dtype)
         self._end += aligned_nbytes(nbytes)
         return self._memory[start:stop].view(dtype)

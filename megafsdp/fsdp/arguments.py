@@ -95,10 +95,11 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
 
     Raises:
         TypeError: The value is neither.
-        NotImplementedError: The policy asks for offloaded parameters.
     """
+    if isinstance(policy, TorchCPUOffloadPolicy):
+        return OffloadPolicy(params=True, pin_memory=policy.pin_memory)
     if isinstance(policy, TorchOffloadPolicy):
-        policy = OffloadPolicy(params=isinstance(policy, TorchCPUOffloadPolicy))
+        return OffloadPolicy()
     if not isinstance(policy, OffloadPolicy):
         raise TypeError(
             expected(
@@ -106,15 +107,6 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
                 type(policy).__name__,
                 where="offload_policy of fully_shard()",
                 mend="Build megafsdp.OffloadPolicy()",
-            )
-        )
-    if policy.params:
-        raise NotImplementedError(
-            expected(
-                "OffloadPolicy(params=False)",
-                "params=True",
-                where="offload_policy of fully_shard()",
-                mend="Leave the parameters on the device",
             )
         )
     return policy

@@ -16,7 +16,7 @@ from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import claim, find_parameters, find_units, group_parameters
-from megafsdp.fsdp.parameter_group import GroupDtypes
+from megafsdp.fsdp.managed_parameter import GroupDtypes
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, Strategy
 
 

@@ -9,14 +9,19 @@ from:
 * a kept one, encoded once after each change of the main weight, for every other recipe,
 * a kept one too where an outer axis divides the main weight (HFSDP): encoded in pieces, which are
   joined over the outer axis once after each change,
-* a kept one too, the *device copy*, where the main weight itself lies on the host; whoever changes
-  the main weight may write the copy as well.
+* a kept one too, the *device copy*, where an optimizer has moved the main weight to the host;
+  whoever changes the main weight may write the copy as well,
+* a temporary, copied from the host at each gather, where the main weight lives there
+  (:mod:`megafsdp.fsdp.host_weight`), whatever its dtype.
 
 Under ZeRO-1 and ZeRO-2 the full buffers are kept and gathered once after each change of the main
 weight. A replicated group keeps them too and encodes them in place; nothing is gathered.
 """
 
 from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -25,7 +30,8 @@ from megafsdp.buffer.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.fsdp.axes import DataParallelAxes
-from megafsdp.mesh.placement import Residence
+from megafsdp.fsdp.host_weight import HostWeight
+from megafsdp.fsdp.weight_buffers import WeightBuffers
 from megafsdp.quantize.recipe import BufferSpec, CastRecipe, Recipe
 
 
@@ -39,6 +45,7 @@ class ComputeWeight:
         is_kept: True to keep the full buffers between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
+        host_weight: The main weight as it is read if it lives on the host; the recipe is a cast.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class ComputeWeight:
         is_kept: bool,
         device: torch.device,
         ledger: ByteLedger,
+        host_weight: HostWeight | None = None,
     ) -> None:
         self.recipe = recipe
         self.is_stale = True
@@ -57,18 +65,20 @@ class ComputeWeight:
         self._main = main_weight
         self._axes = axes
         self._is_kept = is_kept or not axes.is_sharded
-        self._device, self._ledger = device, ledger
+        self._buffers = WeightBuffers(main_weight, axes, device=device, ledger=ledger)
         self._is_cast = isinstance(recipe, CastRecipe)
+        self._host_weight = host_weight
         is_same = self._is_cast and recipe.specs[0].dtype == main_weight.flat.dtype
+        self._is_same = is_same = is_same and host_weight is None
         self._is_main_itself = is_same and not axes.is_sharded
         self._shards: dict[str, DBuffer] = {}
         if is_same and axes.is_sharded and not axes.is_divided:
             self._shards = {recipe.specs[0].name: main_weight}
         elif axes.is_divided or (axes.is_sharded and not self._is_cast):
-            self._shards = {s.name: self._new_shard(s) for s in recipe.specs}
+            self._shards = {s.name: self._buffers.new_shard(s) for s in recipe.specs}
         category = Category.COMPUTE_WEIGHT if self._is_kept else Category.UNSHARDED
         self._full = {
-            s.name: main_weight if self._is_main_itself else self._new_full(s, category)
+            s.name: main_weight if self._is_main_itself else self._buffers.new_full(s, category)
             for s in recipe.specs
         }
         self._outdated: set[str] = set()
@@ -83,31 +93,6 @@ class ComputeWeight:
         self._in_flight: list[tuple[DBuffer, int]] = []
         self._slice_group: dist.ProcessGroup | None = None
         self._slices: dict[str, DBuffer] = {}
-
-    def _new_piece(self, spec: BufferSpec) -> DBuffer:
-        """Make a buffer that lies like the main weight."""
-        return self._new_buffer(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, 1, self._main.shard)
-
-    def _new_shard(self, spec: BufferSpec) -> DBuffer:
-        """Make what this rank of the inner axis gathers from."""
-        merged, shard = self._axes.num_pieces, self._axes.gathered_shard
-        return self._new_buffer(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, shard)
-
-    def _new_full(self, spec: BufferSpec, category: Category) -> DBuffer:
-        return self._new_buffer(spec, Residence.REPLICATE, category, self._axes.num_pieces, 0)
-
-    def _new_buffer(
-        self, spec: BufferSpec, residence: Residence, category: Category, merged: int, shard: int
-    ) -> DBuffer:
-        return DBuffer(
-            self._main.layout.with_block(spec.block).merged(merged),
-            residence,
-            shard=shard,
-            dtype=spec.dtype,
-            device=self._device,
-            ledger=self._ledger,
-            category=category,
-        )
 
     def assemble(self, index: int, shape: torch.Size) -> torch.Tensor:
         """Return tensor ``index`` in full, as the recipe reads it; aliases the full buffers."""
@@ -157,6 +142,8 @@ class ComputeWeight:
         """Note that the main weight changed: the next unshard refreshes, once."""
         self.is_stale = True
         self._is_encoded = False
+        if self._host_weight is not None:
+            self._host_weight.mark_stale()
 
     def start_encoding(self) -> torch.Tensor | None:
         """Return where a cast of the main weight may be written while it is changed; local.
@@ -165,6 +152,8 @@ class ComputeWeight:
             1-D like the main weight's flat buffer, in the compute dtype; None where casting when
             the weight is gathered is as good: it needs no cast, or it is gathered several times.
         """
+        if self._host_weight is not None:
+            return self._host_weight.start_encoding()
         (spec, *others) = self.recipe.specs
         if not self._is_cast or others or spec.dtype == self._main.flat.dtype:
             return None
@@ -174,7 +163,7 @@ class ComputeWeight:
             return None
         self._finish_join()
         if self._encoding is None:
-            self._encoding = self._new_piece(spec)
+            self._encoding = self._buffers.new_piece(spec)
         self._encoding.storage.allocate()
         return self._encoding.flat
 
@@ -194,7 +183,7 @@ class ComputeWeight:
         self._is_main_itself = False
         self._device_copy = self._full[spec.name]
         if self._axes.is_sharded:
-            self._device_copy = self._new_piece(spec)
+            self._device_copy = self._buffers.new_piece(spec)
             if not self._axes.is_divided:
                 self._shards = {spec.name: self._device_copy}
             before.storage.release()
@@ -211,7 +200,10 @@ class ComputeWeight:
 
     def finish_encoding(self) -> None:
         """Note that what was returned to write to holds the cast of the main weight."""
-        self._is_encoded = True
+        if self._host_weight is not None:
+            self._host_weight.finish_encoding()
+        else:
+            self._is_encoded = True
 
     def _take_encoding(self) -> DBuffer | None:
         """Return the cast that was written beside the main weight, once, if it was."""
@@ -227,6 +219,10 @@ class ComputeWeight:
 
     def _encode(self, targets: dict[str, DBuffer], statistics: torch.Tensor | None) -> None:
         with torch.no_grad(), _versions_kept(list(targets.values())):
+            if self._host_weight is not None:
+                (target,) = targets.values()
+                self._host_weight.copy_to(target.flat)
+                return
             if self.recipe.is_elementwise:
                 outputs = {name: buffer.flat for name, buffer in targets.items()}
                 self.recipe.encode(self._main.flat, outputs, statistics)
@@ -244,22 +240,30 @@ class ComputeWeight:
             pieces = {specs[0].name: self._device_copy}
             if not self._is_encoded:
                 self._encode(pieces, statistics)
-        elif self._is_cast and specs[0].dtype == self._main.flat.dtype:
+        elif self._is_same:
             pieces = {specs[0].name: self._main}
         elif (encoded := self._take_encoding()) is not None:
             pieces = {specs[0].name: encoded}
         else:
-            pieces = self._pieces = self._pieces or {s.name: self._new_piece(s) for s in specs}
+            if not self._pieces:
+                self._pieces = {s.name: self._buffers.new_piece(s) for s in specs}
+            pieces = self._pieces
             for piece in pieces.values():
                 piece.storage.allocate()
             self._encode(pieces, statistics)
         assert self._axes.outer_group is not None, "a divided group has an outer axis"
-        self._joining = gather_buffers(
-            [self._shards[name] for name in pieces],
-            list(pieces.values()),
-            group=self._axes.outer_group,
-            label=self.label,
-        )
+        with self._behind_copies():
+            self._joining = gather_buffers(
+                [self._shards[name] for name in pieces],
+                list(pieces.values()),
+                group=self._axes.outer_group,
+                label=self.label,
+            )
+
+    def _behind_copies(self) -> AbstractContextManager[None]:
+        """Return a context for what reads what was copied from the host."""
+        host_weight = self._host_weight
+        return contextlib.nullcontext() if host_weight is None else host_weight.beside()
 
     def _finish_join(self) -> None:
         if self._joining is not None:
@@ -301,7 +305,7 @@ class ComputeWeight:
 
     def _issue(self, sources: dict[str, DBuffer], group: dist.ProcessGroup) -> None:
         targets = [self._full[name] for name in sources]
-        with torch.no_grad():
+        with torch.no_grad(), self._behind_copies():
             pending = gather_buffers(targets, list(sources.values()), group=group, label=self.label)
         # The sources live as long as the gather reads them.
         self._sources += sources.values()
@@ -314,15 +318,16 @@ class ComputeWeight:
         encoded = self._take_encoding()
         source = self._casts.get(spec.name) if encoded is None else encoded
         if source is None:
-            source = self._casts[spec.name] = self._new_shard(spec)
+            source = self._casts[spec.name] = self._buffers.new_shard(spec)
         if encoded is None:
             source.storage.allocate()
-            with torch.no_grad():
-                self.recipe.encode(self._main.flat, {spec.name: source.flat}, None)
+            self._encode({spec.name: source}, None)
         return source
 
     def finish_unshard(self) -> None:
         """Wait for the gather; afterwards the full buffers may be read."""
+        if self._host_weight is not None:
+            self._host_weight.arrive()
         if not self._pending:
             return
         for pending in self._pending:
@@ -356,21 +361,11 @@ class ComputeWeight:
             return
         self.finish_unshard()
         self._slice_group = group
-        num_slices = group.size()
-        merged = self._axes.group.size() // num_slices
         for spec in self.recipe.specs:
             full = self._full[spec.name]
             if full.storage.is_allocated and spec.name not in self._slices:
-                self._slices[spec.name] = self._slice(spec, full, merged, group.rank())
+                self._slices[spec.name] = self._buffers.slice_of(full, spec, group)
         self.release()
-
-    def _slice(self, spec: BufferSpec, full: DBuffer, merged: int, index: int) -> DBuffer:
-        merged *= self._axes.num_pieces
-        kept = self._new_buffer(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, index)
-        with torch.no_grad():
-            for own, whole in zip(kept.pieces(), full.pieces(), strict=True):
-                own.copy_(whole.narrow(0, index * own.numel(), own.numel()))
-        return kept
 
     def forget_slices(self) -> None:
         """Free slices: no backward will gather from them."""

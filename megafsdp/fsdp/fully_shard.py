@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
-from megafsdp.device.memory import ByteLedger
 from megafsdp.fsdp.arguments import (
     average_of,
     check_modules,
@@ -37,6 +36,7 @@ from megafsdp.fsdp.grouping import (
 )
 from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.unit import FSDPUnit
+from megafsdp.fsdp.unit_memory import UnitMemory
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
@@ -96,7 +96,7 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     policy = mixed_precision_of(mp_policy)
-    offload_of(offload_policy)
+    memory = UnitMemory(offload=offload_of(offload_policy))
     chosen = strategy_of(strategy)
     averaging = average_of(average)
     check_modules(modules, prefetch)
@@ -104,10 +104,9 @@ def fully_shard(
     check_placements(found, shard_placement_fn)
     mesh = mesh_of(mesh, device_type_of(found))
     resharding = reshard_of(reshard_after_forward, mesh)
-    ledger = ByteLedger()
     scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
     is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
-    groups = build_groups(found, policy, Division(mesh, chosen, is_divided, scale), ledger)
+    groups = build_groups(found, policy, Division(mesh, chosen, is_divided, scale), memory)
     claim(found, type(modules[0]).__name__)
     for each in modules:
         mix_in(each)
@@ -115,7 +114,7 @@ def fully_shard(
         modules,
         groups,
         policy=policy,
-        ledger=ledger,
+        memory=memory,
         prefetch=prefetch,
         reshard_after_forward=resharding,
     )

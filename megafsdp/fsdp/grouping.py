@@ -17,17 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
 from megafsdp.fsdp.axes import DataParallelAxes
-from megafsdp.fsdp.parameter_group import (
-    GroupDtypes,
-    ManagedParameter,
-    ParameterGroup,
-    group_of,
-)
+from megafsdp.fsdp.managed_parameter import GroupDtypes, ManagedParameter
+from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, Strategy
 from megafsdp.fsdp.unit import units_below
+from megafsdp.fsdp.unit_memory import UnitMemory
 
 _OWNER_ATTRIBUTE = "_megafsdp_owner"
 
@@ -176,7 +172,7 @@ def build_groups(
     found: Sequence[FoundParameter],
     policy: MixedPrecisionPolicy,
     division: Division,
-    ledger: ByteLedger,
+    memory: UnitMemory,
 ) -> list[ParameterGroup]:
     """Make the parameter groups of a unit; local, but for process groups on first use."""
     return [
@@ -185,7 +181,7 @@ def build_groups(
             [item.record for item in items],
             axes=division.axes(is_whole=key.is_whole),
             dtypes=key.dtypes,
-            ledger=ledger,
+            memory=memory,
             strategy=Strategy.NO_SHARD if key.is_whole else division.strategy,
             gradient_scale=division.gradient_scale,
         )

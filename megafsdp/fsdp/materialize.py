@@ -33,7 +33,8 @@ from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
 from megafsdp.fsdp.full_state import device_below
 from megafsdp.fsdp.initialized import mark_initialized, quote
-from megafsdp.fsdp.parameter_group import ManagedParameter, ParameterGroup, group_of
+from megafsdp.fsdp.managed_parameter import ManagedParameter
+from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.plain_tensors import PlainTensor, copy_attributes, find_plain_tensors, is_filled
 from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
 

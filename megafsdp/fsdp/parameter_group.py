@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -36,70 +35,19 @@ from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.buffer.uneven import UnevenDTensor, local_object, make_replicated
-from megafsdp.device.host_memory import HostArena
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.fsdp.compute_weight import ComputeWeight
+from megafsdp.fsdp.host_weight import HostWeight
+from megafsdp.fsdp.managed_parameter import GroupDtypes, ManagedParameter
 from megafsdp.fsdp.policy import Strategy
 from megafsdp.fsdp.steps_beside import StepInFlight, WorkAhead
+from megafsdp.fsdp.unit_memory import HostMemory, UnitMemory
 from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import CastRecipe, Recipe
 
 _GROUP_ATTRIBUTE = "_megafsdp_group"
-
-
-@dataclass(frozen=True)
-class GroupDtypes:
-    """Dtypes of one group: compute weight, main weight, main gradient, and the sum over ranks."""
-
-    compute: torch.dtype
-    main: torch.dtype
-    grad: torch.dtype
-    reduce: torch.dtype
-
-
-@dataclass(eq=False)
-class ManagedParameter:
-    """One parameter and its two faces.
-
-    Attributes:
-        name: FQN within the unit, for messages.
-        owners: Modules that hold it, with the attribute names; several if it is tied.
-        shape: Its full shape.
-        dtype: The dtype in which it is initialised.
-        is_initialized: False if it came without values and none were given since.
-        sharded: The optimizer's face.
-        unsharded: The face of forward and backward.
-    """
-
-    name: str
-    owners: list[tuple[weakref.ref[nn.Module], str]]
-    shape: torch.Size
-    dtype: torch.dtype = field(init=False)
-    is_initialized: bool = field(init=False, default=True)
-    sharded: nn.Parameter = field(init=False)
-    unsharded: nn.Parameter = field(init=False)
-
-    def show(self, parameter: nn.Parameter) -> None:
-        """Make the owners hold one of the two faces."""
-        for reference, attribute in self.owners:
-            module = reference()
-            if module is not None:
-                module._parameters[attribute] = parameter
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Where a main weight and its states lie that do not lie on the device.
-
-    Attributes:
-        arena: Memory for the group's main weight and states.
-        ledger: Counts their bytes, apart from the device's.
-    """
-
-    arena: HostArena
-    ledger: ByteLedger
 
 
 class ParameterGroup:
@@ -111,12 +59,17 @@ class ParameterGroup:
         parameters: Their records, in the same order.
         axes: Ranks that divide or replicate the group.
         dtypes: Dtypes of its buffers.
-        ledger: Counts the bytes of its buffers.
+        memory: Where its buffers lie.
         strategy: What is kept in full between uses, and which reductions wait.
         gradient_scale: Factor on the sum of gradients over the group's ranks.
         recipe: How compute weights are made; None casts to the compute dtype.
 
     Construction is local: every rank copies its own rows from its own originals.
+
+    Attributes:
+        host_memory: Where main weight and states lie that are on the host; None for the device.
+        lives_on_host: Whether they are there from the first, and gradients too, by the policy; not
+            because an optimizer has moved them.
     """
 
     def __init__(
@@ -126,7 +79,7 @@ class ParameterGroup:
         *,
         axes: DataParallelAxes,
         dtypes: GroupDtypes,
-        ledger: ByteLedger,
+        memory: UnitMemory,
         strategy: Strategy = Strategy.OPTIM_GRADS_PARAMS,
         gradient_scale: float = 1.0,
         recipe: Recipe | None = None,
@@ -136,8 +89,9 @@ class ParameterGroup:
         self.defers_reduction = strategy.defers_reduction
         self.axes = axes
         self.dtypes = dtypes
-        self.device = device_handle(axes.mesh.device_type).device
-        self.ledger = ledger
+        handle = device_handle(axes.mesh.device_type)
+        self.device = handle.device
+        self.ledger = memory.ledger
         specs = [TensorSpec(p.name, tuple(p.shape)) for p in parameters]
         self.layout: FlatLayout = plan_layout(
             specs,
@@ -147,26 +101,35 @@ class ParameterGroup:
         )
         # The same buffer as the ranks of the inner axis gather and reduce it.
         self.gathered_layout = self.layout.merged(axes.num_pieces)
-        self.main_weight = self.new_buffer(
-            Residence.SHARD if axes.is_sharded else Residence.REPLICATE,
-            dtypes.main,
-            Category.MAIN_WEIGHT,
+        self.residence = Residence.SHARD if axes.is_sharded else Residence.REPLICATE
+        self.host_memory = memory.host_memory(
+            self._local_numel, {dtypes.main, dtypes.compute}, self.device
+        )
+        self.lives_on_host = self.host_memory is not None
+        self.main_weight = self._new_beside_main_weight(
+            self.residence, dtypes.main, Category.MAIN_WEIGHT
         )
         own = [self.main_weight.tensor(index) for index in range(len(parameters))]
         self._own_ranges = [(rows.storage_offset(), rows.numel()) for rows in own]
+        host_weight = None
+        if self.host_memory is not None:
+            assert recipe is None, "no policy has both"
+            host_weight = HostWeight(
+                self.main_weight, dtypes.compute, memory=self.host_memory, handle=handle
+            )
         self.compute_weight = ComputeWeight(
             recipe or CastRecipe(dtypes.compute),
             self.main_weight,
             axes=axes,
             is_kept=strategy.keeps_compute_weight,
             device=self.device,
-            ledger=ledger,
+            ledger=self.ledger,
+            host_weight=host_weight,
         )
         with torch.no_grad():
             self.main_weight.zero_gaps()
             for index, original in enumerate(originals):
                 self._make_faces(index, original)
-        self.host_memory: HostMemory | None = None
         self.step_in_flight: StepInFlight | None = None
         self.work_ahead: WorkAhead | None = None
         self.num_changes = 0  # Of the main weight, as far as this rank was told.
@@ -200,16 +163,35 @@ class ParameterGroup:
     ) -> DBuffer:
         if self.host_memory is None:
             return self.new_buffer(residence, dtype, category)
+        memory = self.host_memory.arena.take(self._local_numel, dtype)
+        return self._new_host_buffer(residence, category, self.host_memory.ledger, memory)
+
+    def new_host_gradient(self) -> DBuffer:
+        """Allocate a gradient where the main weight lives on the host; its content is undefined."""
+        assert self.host_memory is not None, "the main weight lives on the host"
+        memory = self.host_memory.take_apart(self._local_numel, self.dtypes.grad)
+        ledger = self.host_memory.ledger
+        return self._new_host_buffer(self.residence, Category.MAIN_GRAD, ledger, memory)
+
+    def _new_host_buffer(
+        self, residence: Residence, category: Category, ledger: ByteLedger, memory: torch.Tensor
+    ) -> DBuffer:
         return DBuffer(
             self.layout,
             residence,
             shard=max(self.axes.shard, 0),
-            dtype=dtype,
-            device=torch.device("cpu"),
-            ledger=self.host_memory.ledger,
+            dtype=memory.dtype,
+            device=memory.device,
+            ledger=ledger,
             category=category,
-            memory=self.host_memory.arena.take(self.main_weight.flat.numel(), dtype),
+            memory=memory,
         )
+
+    @property
+    def _local_numel(self) -> int:
+        """Return the elements of a buffer that lies like the main weight."""
+        is_shard = self.residence is Residence.SHARD
+        return self.layout.shard_numel if is_shard else self.layout.gathered_numel
 
     @torch.no_grad()
     def offload_main_weight(self, memory: HostMemory) -> None:
@@ -303,6 +285,11 @@ class ParameterGroup:
         if isinstance(sharded, UnevenDTensor):
             return sharded.like(local)
         return make_replicated(local.view(self.parameters[index].shape), self.axes.mesh)
+
+    @property
+    def is_moved(self) -> bool:
+        """Tell whether an optimizer has moved the main weight to the host."""
+        return self.host_memory is not None and not self.lives_on_host
 
     @property
     def is_trainable(self) -> bool:

@@ -102,7 +102,12 @@ class OffloadPolicy:
     """What lives on the host.
 
     Attributes:
-        params: Keep compute weight shards on the host and gather from there.
+        params: Keep sharded parameters, hence the states of any optimizer, and their gradients on
+            the host. Compute weights are cast there and copied to the device at each gather;
+            gradients are copied back when they are reduced.
+        pin_memory: Pin that memory, so that CUDA copies from and to it beside its kernels. Without
+            CUDA nothing is pinned.
     """
 
     params: bool = False
+    pin_memory: bool = True

@@ -126,13 +126,12 @@ class FSDPContext:
     def _join_divided(self) -> None:
         """Issue what the outer axis gathers once a step, all at once and in one order.
 
-        Each unit waits for its own part when it is gathered. What comes from the host is not there
-        yet and is joined then.
+        Each unit waits for its own part when it is gathered, and joins what a step is to bring.
         """
         for unit in self.units:
             for group in unit.groups:
                 weight = group.compute_weight
-                is_ready = group.host_memory is None and not weight.needs_statistics
+                is_ready = not (group.is_moved or weight.needs_statistics)
                 if group.axes.is_divided and weight.is_stale and is_ready:
                     weight.refresh()
 

@@ -22,17 +22,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken
 from megafsdp.fsdp.conversion_guard import guard_faces
-from megafsdp.fsdp.gradients import GradientReducer
+from megafsdp.fsdp.host_gradients import reducer_of
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.state_dict_guard import guard_state_dicts
 from megafsdp.fsdp.tree import cast_floating, map_tensors, tensors_of
+from megafsdp.fsdp.unit_memory import UnitMemory
 from megafsdp.fsdp.unit_tree import adopt_units_below, attach, attached_unit, attached_units
 
 
@@ -51,7 +51,7 @@ class FSDPUnit:
         modules: The modules, in the order in which they run.
         groups: Its parameter groups.
         policy: Dtypes of inputs and outputs.
-        ledger: Counts the bytes of its buffers.
+        memory: Where its buffers lie.
         prefetch: How many units to gather ahead.
         reshard_after_forward: Whether storage is freed between forward and backward; a number
             frees all but a slice on each of so many neighbours; None lets the schedule decide.
@@ -63,14 +63,14 @@ class FSDPUnit:
         groups: list[ParameterGroup],
         *,
         policy: MixedPrecisionPolicy,
-        ledger: ByteLedger,
+        memory: UnitMemory,
         prefetch: int,
         reshard_after_forward: bool | int | None,
     ) -> None:
         self.groups = groups
-        self.reducers = [GradientReducer(group) for group in groups]
+        self.reducers = [reducer_of(group) for group in groups]
         self.policy = policy
-        self.ledger = ledger
+        self.ledger, self.host_ledger = memory.ledger, memory.host_ledger
         self.prefetch = prefetch
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True

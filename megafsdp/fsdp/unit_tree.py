@@ -26,6 +26,7 @@ class AttachedUnit(ScheduledUnit, Protocol):
 
     name: str
     ledger: ByteLedger
+    host_ledger: ByteLedger
     context: FSDPContext | None
 
     @property
@@ -93,3 +94,4 @@ def adopt_units_below(root: AttachedUnit) -> None:
     for unit in units.values():
         unit.context = context
         unit.ledger.merge_into(root.ledger)
+        unit.host_ledger.merge_into(root.host_ledger)

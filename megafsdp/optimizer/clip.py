@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megafsdp.errors import expected
-from megafsdp.optimizer.grad_norms import device_of, norms_of_parts, total_norm
+from megafsdp.optimizer.grad_norms import by_device, device_of, norms_of_parts, total_norm
 from megafsdp.optimizer.grad_parts import parts_of
 
 _EPSILON = 1e-6
@@ -58,9 +58,9 @@ def clip_grad_norm_(
                 mend="Look for the first parameter whose gradient is not finite, or skip the step",
             )
         )
-    locals_ = [tensor for part in parts for tensor in part.tensors]
-    if locals_:
-        torch._foreach_mul_(locals_, clip_coefficient(norm, max_norm).to(locals_[0].device))
+    coefficient = clip_coefficient(norm, max_norm)
+    for near in by_device([tensor for part in parts for tensor in part.tensors]):
+        torch._foreach_mul_(near, coefficient.to(near[0].device))
     return norm
 
 

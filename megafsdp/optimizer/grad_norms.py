@@ -78,7 +78,8 @@ def num_zero_grads(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tens
     total = torch.zeros((), dtype=torch.int64, device=device_of(grads))
     # By tensors: a flat buffer has gaps, and their zeros are nobody's.
     for part in parts_of(grads, joins_buffers=False):
-        own = sum((tensor.numel() - tensor.count_nonzero() for tensor in part.tensors), total * 0)
+        zeros = (tensor.numel() - tensor.count_nonzero() for tensor in part.tensors)
+        own = sum((count.to(total.device) for count in zeros), total * 0)
         if part.group is not None:
             all_reduce(own, group=part.group, label="zero gradients")
         total += own
@@ -114,17 +115,25 @@ def norms_of_parts(
         own = torch.zeros_like(total)
         for i, parts in enumerate(vectors):
             tensors = [t for part in parts if part.group is group for t in part.tensors]
-            own[i] = _local_power(tensors, norm_type)
+            for near in by_device(tensors):
+                power = _local_power(near, norm_type).to(device)
+                own[i] = torch.maximum(own[i], power) if is_max else own[i] + power
         if group is not None:
             all_reduce(own, op="max" if is_max else "sum", group=group, label="grad norm")
         total = torch.maximum(total, own) if is_max else total + own
     return (total if is_max else total.pow(1.0 / norm_type)).float()
 
 
-def _local_power(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | float:
+def by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Divide tensors by where they are: parameters of some units may live on the host."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())
+
+
+def _local_power(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return this rank's sum of p-th powers, or its largest absolute value, in fp64."""
-    if not tensors:
-        return 0.0
     if norm_type == 2.0 and all(map(has_square_sum_kernel, tensors)):
         # In double, in an order that depends on nothing else.
         return torch.stack([device_sum_of_squares(t.view(-1)) for t in tensors]).sum()

@@ -13,7 +13,8 @@ import torch
 from megafsdp.device.host_memory import HostArena, aligned_nbytes
 from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
-from megafsdp.fsdp.parameter_group import HostMemory, ParameterGroup, group_of
+from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.unit_memory import HostMemory
 
 
 def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
@@ -71,9 +72,13 @@ def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> li
     Args:
         parameters: The optimizer's, in forward order.
         fraction: The part of all local elements to offload.
+
+    Raises:
+        ValueError: Parameters live on the host by the policy of ``fully_shard``.
     """
     given = {id(parameter) for parameter in parameters}
     groups = groups_of(parameters)
+    _refuse_parameters_on_host(groups)
     movable = [group for group in groups if _is_movable(group, given)]
     numels = [group.main_weight.flat.numel() for group in movable]
     others = sum(g.main_weight.flat.numel() for g in groups if g not in movable)
@@ -81,6 +86,20 @@ def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> li
     kept = num_kept_on_device([others + plain, *numels], fraction) if fraction < 1.0 else 0
     chosen = movable[max(kept - 1, 0) :]
     return [g for g in movable if g in chosen or g.host_memory is not None]
+
+
+def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:
+    for group in groups:
+        if group.lives_on_host:
+            raise ValueError(
+                expected(
+                    "parameters on the device, to move what the fraction says",
+                    f"unit '{group.label}' with offload_policy, whose parameters are on the host",
+                    where="HybridDeviceOptimizer",
+                    mend="Leave out the offload_policy of fully_shard() or use FusedAdam, which "
+                    "steps such parameters on the host",
+                )
+            )
 
 
 def _is_movable(group: ParameterGroup, given: set[int]) -> bool:

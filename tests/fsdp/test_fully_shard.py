@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from megafsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     full_tensor,
     fully_shard,
     fully_shard_model,
@@ -64,10 +62,6 @@ def _wrong_arguments() -> None:
 def _wrong_policies() -> None:
     _refused(lambda: fully_shard(Block(), mp_policy="bf16"), TypeError, ["mp_policy", "str"])
     _refused(lambda: fully_shard(Block(), offload_policy=1), TypeError, ["offload_policy"])
-    for policy in (OffloadPolicy(params=True), CPUOffloadPolicy()):
-        _refused(
-            lambda p=policy: fully_shard(Block(), offload_policy=p), NotImplementedError, ["params"]
-        )
     _refused(lambda: MixedPrecisionPolicy(torch.int8), ValueError, ["param_dtype", "torch.int8"])
 
 

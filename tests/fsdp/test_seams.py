@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_map
 
 from megafsdp import full_tensor, mark_main_weights_changed
 from megafsdp.buffer.collectives import record_collectives
-from megafsdp.device.memory import ByteLedger
 from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import find_parameters
-from megafsdp.fsdp.parameter_group import GroupDtypes, ParameterGroup
+from megafsdp.fsdp.managed_parameter import GroupDtypes
+from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.unit import FSDPUnit
+from megafsdp.fsdp.unit_memory import UnitMemory
 from megafsdp.quantize.recipe import WHOLE_ROW, BufferSpec, Recipe, Use
 from tests.ranks import Ranks
 
@@ -37,7 +38,7 @@ def make_unit(
     reshard_after_forward: int | None = None,
 ) -> FSDPUnit:
     """Make a unit with one group for each axes its parameters are given."""
-    policy, ledger = MixedPrecisionPolicy(), ByteLedger()
+    policy, memory = MixedPrecisionPolicy(), UnitMemory()
     found = find_parameters([module], (), policy)
     by_axes: dict[DataParallelAxes, list] = {}
     for item in found:
@@ -48,7 +49,7 @@ def make_unit(
             [item.record for item in items],
             axes=axes,
             dtypes=FP32,
-            ledger=ledger,
+            memory=memory,
             gradient_scale=scale_of(items[0].record.name),
             recipe=recipe,
         )
@@ -59,7 +60,7 @@ def make_unit(
         [module],
         groups,
         policy=policy,
-        ledger=ledger,
+        memory=memory,
         prefetch=1,
         reshard_after_forward=reshard_after_forward,
     )
