@@ -276,7 +276,10 @@ class ComputeWeight:
     def start_unshard(self, *, in_backward: bool) -> None:
         """Issue the gather of the buffers that are needed and not current; collective."""
         if self._pending:
-            return
+            if not self.is_stale:
+                return
+            # It was gathered ahead, did not run, and the main weight has changed since.
+            self.finish_unshard()
         if self.is_stale:
             self.refresh()
         if not self._axes.is_sharded:

@@ -6,6 +6,7 @@ import gc
 import time
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -262,3 +263,28 @@ def _keeps_units_after_backward() -> list[int]:
 def test_units_may_stay_gathered_after_backward(ranks: Ranks) -> None:
     """Further microbatches gather nothing; after a step everything is gathered anew."""
     assert ranks(2).run(_keeps_units_after_backward) == [[4, 0, 4, 0]] * 2
+
+
+def _skips_what_was_gathered_ahead(strategy: str) -> None:
+    reference, net = pair(strategy=strategy)
+    optimizers = [adamw(reference), adamw(net)]
+    for step, num_blocks in enumerate((3, 2, 3)):
+        batch = batches(1, seed=step)[0]
+        for model, rows in ((reference, batch), (net, mine(batch))):
+            # The last block is gathered ahead by the order of the pass before.
+            blocks, model.blocks = model.blocks, model.blocks[:num_blocks]
+            model(*rows).backward()
+            model.blocks = blocks
+        assert_same_grads(net, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            # A gradient of zero, not of None: the optimizer moves what did not run.
+            optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_a_unit_that_did_not_run_is_gathered_again_after_a_step(
+    ranks: Ranks, strategy: str
+) -> None:
+    """What was gathered ahead for it holds the weights before the step."""
+    ranks(2).run(_skips_what_was_gathered_ahead, strategy)
