@@ -9,12 +9,29 @@ collectives themselves. This file knows nothing of buffers and collectives.
 from __future__ import annotations
 
 import contextlib
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from megafsdp.errors import expected
+
+
+@dataclass(frozen=True, slots=True)
+class TimeMark:
+    """A moment on a device: an event of CUDA, or seconds of a clock."""
+
+    moment: float | torch.cuda.Event
+
+    def seconds_until(self, later: TimeMark) -> float:
+        """Return the seconds from this mark to a later one; waits until the device is there."""
+        if isinstance(self.moment, float) and isinstance(later.moment, float):
+            return later.moment - self.moment
+        assert not isinstance(self.moment, float), "marks of one device"
+        assert not isinstance(later.moment, float), "marks of one device"
+        later.moment.synchronize()
+        return float(self.moment.elapsed_time(later.moment)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,14 @@ class DeviceHandle:
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 
+    def mark_time(self) -> TimeMark:
+        """Mark the time at which the device will have done what was queued so far."""
+        if not self.is_asynchronous:
+            return TimeMark(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return TimeMark(event)
+
     def wait_event(
         self, event: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None
     ) -> None:
@@ -68,6 +93,14 @@ class DeviceHandle:
         """Make the host wait for all work queued on the device."""
         if self.is_asynchronous:
             torch.cuda.synchronize(self.device)
+
+    def unused_nbytes(self) -> int | None:
+        """Return the bytes that no allocation has needed yet; None where nobody counts them."""
+        if not self.is_asynchronous:
+            return None
+        free_nbytes, _ = torch.cuda.mem_get_info(self.device)
+        reserved_nbytes = torch.cuda.memory_reserved(self.device)
+        return free_nbytes + reserved_nbytes - torch.cuda.max_memory_allocated(self.device)
 
     def peak_nbytes(self) -> int | None:
         """Return the allocator's peak in bytes; None where the device has no such counter."""

@@ -180,6 +180,7 @@ class ComputeWeight:
         assert self.can_be_copied, "the recipe copies the main weight"
         (spec,) = self.recipe.specs
         before, self._main = self._main, main_weight
+        self._before_move = before, self._shards, self._is_main_itself
         self._is_main_itself = False
         self._device_copy = self._full[spec.name]
         if self._axes.is_sharded:
@@ -188,6 +189,19 @@ class ComputeWeight:
                 self._shards = {spec.name: self._device_copy}
             before.storage.release()
         self.mark_stale()
+
+    def return_main_weight(self) -> DBuffer:
+        """Undo :meth:`move_main_weight`; local.
+
+        Returns:
+            The buffer on the device that takes the main weight, its content undefined.
+        """
+        self._finish_join()
+        self._main, self._shards, self._is_main_itself = self._before_move
+        self._main.storage.allocate()
+        self._device_copy = None
+        self.mark_stale()
+        return self._main
 
     def start_copy(self) -> torch.Tensor:
         """Return where the main weight is copied to, 1-D like it, on the device; local.

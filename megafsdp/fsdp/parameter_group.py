@@ -205,9 +205,20 @@ class ParameterGroup:
         host = self._new_beside_main_weight(before.residence, dtype, Category.MAIN_WEIGHT)
         host.flat.copy_(before.flat)
         self.main_weight = host
-        for index, shown in enumerate(self._shown):
-            shown.data = host.tensor(index).view(shown.shape)
+        self._show_main_weight()
         self.compute_weight.move_main_weight(host)
+
+    @torch.no_grad()
+    def onload_main_weight(self) -> None:
+        """Undo :meth:`offload_main_weight`; states that are made from here on are on the device."""
+        host, self.host_memory = self.main_weight, None
+        self.main_weight = self.compute_weight.return_main_weight()
+        self.main_weight.flat.copy_(host.flat)
+        self._show_main_weight()
+
+    def _show_main_weight(self) -> None:
+        for index, shown in enumerate(self._shown):
+            shown.data = self.main_weight.tensor(index).view(shown.shape)
 
     def wait_for_step(self) -> None:
         """Have the main weight to oneself: wait for the step that changes it beside this thread.
@@ -223,8 +234,7 @@ class ParameterGroup:
     def exchange_main_weight(self, other: DBuffer) -> None:
         """Let the main weight and a buffer like it change places; local, copies nothing."""
         self.main_weight.exchange(other)
-        for index, shown in enumerate(self._shown):
-            shown.data = self.main_weight.tensor(index).view(shown.shape)
+        self._show_main_weight()
 
     def new_gathered_shard(self, dtype: torch.dtype, category: Category) -> DBuffer:
         """Allocate what one rank of the inner axis holds; more than a main weight's if divided."""

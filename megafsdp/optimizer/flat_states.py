@@ -10,12 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.uneven import local_tensor
+from megafsdp.buffer.uneven import local_object, local_tensor
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.mesh.placement import Residence
 
@@ -101,6 +102,25 @@ class FlatStates:
                 return current
             own.copy_(local.reshape(-1))
         return self.group.like_main_weight(index, buffer)
+
+    def exchange(
+        self,
+        others: Mapping[str, DBuffer],
+        states_by_parameter: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> None:
+        """Let the states lie in the memory of other buffers, which get theirs; copies nothing.
+
+        Args:
+            others: A buffer like that of each state.
+            states_by_parameter: What the optimizer shows, all of it in the flat buffers.
+        """
+        for name, buffer in self.buffers.items():
+            buffer.exchange(others[name])
+            for index, parameter in enumerate(self.group.parameters):
+                shown = states_by_parameter.get(parameter.sharded, {}).get(name)
+                if shown is not None:
+                    local = local_object(shown)
+                    local.data = buffer.tensor(index).view(local.shape)
 
     def adopt_step(self, index: int, current: torch.Tensor | float | None) -> torch.Tensor:
         """Return a parameter's count of steps, 0-dim fp32, which takes over what there is."""

@@ -7,29 +7,41 @@ business of offload_plan.py, what happens to one of them that of offload_step.py
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megafsdp.buffer.uneven import local_tensor, wrap_like
 from megafsdp.device.background import BackgroundThread
 from megafsdp.device.link import CopyLink, link_of
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.streams import device_handle
-from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.optimizer.adam import FusedAdam
 from megafsdp.optimizer.adam_plan import Found, GroupPlan
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.hyper import AdamHyper
-from megafsdp.optimizer.kernels import AdamSegment
 from megafsdp.optimizer.offload_ahead import BucketListener, StepsAhead
-from megafsdp.optimizer.offload_bucket import Bucket
+from megafsdp.optimizer.offload_auto import FractionMeter, agree_on_fraction
+from megafsdp.optimizer.offload_bucket import Bucket, left_on_device
 from megafsdp.optimizer.offload_guess import Guesser, LateNumber, Speculate, check_speculate
-from megafsdp.optimizer.offload_plan import check_fraction, groups_of, groups_to_offload, offload
-from megafsdp.optimizer.offload_step import BucketStep, HostThreads, OffloadCounts, Stretch
+from megafsdp.optimizer.offload_plan import (
+    check_fraction,
+    groups_of,
+    groups_to_offload,
+    groups_to_return,
+    offload,
+)
+from megafsdp.optimizer.offload_step import (
+    BucketStep,
+    HostThreads,
+    OffloadCounts,
+    Stretch,
+    stretches_of,
+)
 from megafsdp.optimizer.offload_torch import (
     HostOptimizer,
     HostPlan,
@@ -37,6 +49,8 @@ from megafsdp.optimizer.offload_torch import (
     check_host_optimizer,
 )
 from megafsdp.optimizer.state_store import STATES
+
+_LOGGER = logging.getLogger("megafsdp.optimizer")
 
 
 class HybridDeviceOptimizer(FusedAdam):
@@ -54,6 +68,12 @@ class HybridDeviceOptimizer(FusedAdam):
     must code that reads the memory of a parameter by itself. ``state``, state dicts and
     checkpoints of model and optimizer, and the unit's next use wait on their own.
 
+    A loop *hands over* what a step depends on with ``max_grad_norm`` and
+    ``microbatch(model, is_last=True)``. Copies, and Adam if ``speculate`` allows, then begin in
+    backward; what is changed before ``step`` all the same is noticed and counts. Where Adam has run
+    ahead, weights and states change places with a second slab: plain aliases of their memory, and
+    tensors of an earlier state dict, are good until the second ``step`` from there.
+
     Args:
         params: Parameters or parameter groups, in forward order, as ``model.parameters()`` has
             them; those at the front stay on the device.
@@ -62,7 +82,11 @@ class HybridDeviceOptimizer(FusedAdam):
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
         offload_fraction: The part of the local elements to keep on the host, brought to the nearest
-            boundary between parameter groups of units.
+            boundary between parameter groups of units. ``"auto"`` begins with all and, in the sixth
+            step, brings back what the host was seen to be too slow for; that step is collective.
+        speculate: Where the loop hands over, run Adam before the norm of all gradients is
+            known, as if it asked for no clipping, into a second slab: 12 bytes an element more.
+            ``"auto"`` does while few steps are clipped.
         overlap: Return from ``step`` while the host is at work.
         max_grad_norm: Clip by the norm of all gradients, as :class:`FusedAdam` does.
         pin_cpu_params: Pin host weights and states. Without CUDA nothing is pinned.
@@ -71,6 +95,7 @@ class HybridDeviceOptimizer(FusedAdam):
             depends on that element alone; None for the kernel of :class:`FusedAdam`.
         cpu_optimizer_kwargs: Its options. ``lr`` follows the parameter groups; ``betas``, ``eps``
             and ``weight_decay`` too unless they are given here.
+        link: How bytes move; None for the device's own way.
 
     Attributes:
         host_ledger: Bytes of the main weights and states on the host.
@@ -88,7 +113,7 @@ class HybridDeviceOptimizer(FusedAdam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        offload_fraction: float = 1.0,
+        offload_fraction: float | Literal["auto"] = 1.0,
         overlap: bool = True,
         speculate: Speculate = "auto",
         max_grad_norm: float | None = None,
@@ -98,7 +123,7 @@ class HybridDeviceOptimizer(FusedAdam):
         cpu_optimizer_kwargs: dict[str, Any] | None = None,
         link: CopyLink | None = None,
     ) -> None:
-        check_fraction(offload_fraction)
+        check_fraction(offload_fraction, has_own_states=cpu_optimizer_cls is not None)
         check_speculate(speculate)
         check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
         self._host: HostOptimizer | None = None
@@ -114,8 +139,11 @@ class HybridDeviceOptimizer(FusedAdam):
         )
         self.overlap = overlap
         self.host_ledger = ByteLedger()
-        groups = groups_to_offload(self._parameters(), offload_fraction)
-        self._link = link or link_of(device_handle(groups[0].device.type if groups else "cpu"))
+        fraction = 1.0 if offload_fraction == "auto" else float(offload_fraction)
+        groups = groups_to_offload(self._parameters(), fraction)
+        handle = device_handle(groups[0].device.type if groups else "cpu")
+        self._meter = FractionMeter(handle) if offload_fraction == "auto" and groups else None
+        self._link = link or link_of(handle)
         self._worker = BackgroundThread("megafsdp-offload")
         weakref.finalize(self, _close, self._worker, self._link)
         self._counts = OffloadCounts()
@@ -233,7 +261,9 @@ class HybridDeviceOptimizer(FusedAdam):
             if indices:
                 hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
                 counts = bucket.states.upcoming(indices)
-                stretches += _stretches(bucket.states, counts, hyper)
+                stretches += stretches_of(bucket.states, counts, hyper)
+        if self._meter is not None:
+            self._meter.grads_are_there()
         self._ahead.begin(bucket, stretches, self._threads())
 
     def call_off_ahead(self, bucket: Bucket) -> None:
@@ -241,7 +271,25 @@ class HybridDeviceOptimizer(FusedAdam):
         self._ahead.call_off(bucket)
 
     def _threads(self) -> HostThreads:
-        return HostThreads(torch.get_num_threads(), self.ftz)
+        rate = None if self._meter is None else self._meter.rate
+        return HostThreads(torch.get_num_threads(), self.ftz, rate)
+
+    def _settle_fraction(self, meter: FractionMeter) -> None:
+        """Bring what the host is too slow for back to the device; collective."""
+        groups = groups_of(self._parameters())
+        device = next(iter(self._buckets)).group.device
+        fraction = agree_on_fraction(meter, groups, device)
+        returning = groups_to_return(self._parameters(), fraction)
+        for states, bucket in list(self._buckets.items()):
+            if states.group in returning:
+                self._ahead.call_off(bucket)
+                bucket.onload(self._state)
+                del self._buckets[states]
+        _LOGGER.info(
+            "offload_fraction 'auto' has settled on %.3f, %.3f of it to whole parameter groups",
+            fraction,
+            self.offloaded_fraction,
+        )
 
     def _on_host(self) -> list[torch.Tensor]:
         """Return the parameters that another optimizer steps on the host."""
@@ -280,6 +328,11 @@ class HybridDeviceOptimizer(FusedAdam):
         scale: float | torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:
+        if self._meter is not None:
+            self._meter.step_begins()
+            if self._meter.is_done:
+                self._settle_fraction(self._meter)
+                self._meter = None
         late_scale = LateNumber(scale, self._link)
         self._guesser.note_step(self.grad_norm, self._of_scaler("grad_scale"), self._link)
         collect = self._collect if self._host is None else self._collect_torch
@@ -291,10 +344,12 @@ class HybridDeviceOptimizer(FusedAdam):
             self._worker.submit(step)
         for unused in ahead.values():
             unused.call_off()
-        super()._step_found(self._on_device(found), scale=scale, found_inf=found_inf)
+        super()._step_found(left_on_device(found, self._buckets), scale=scale, found_inf=found_inf)
         for step in steps:
             step.finish()
         self._in_flight = steps
+        if self._meter is not None:
+            self._meter.step_ends()
         if not self.overlap:
             self.synchronize()
 
@@ -308,8 +363,10 @@ class HybridDeviceOptimizer(FusedAdam):
                     continue
                 if states not in steps:
                     bucket = self._buckets[states]
-                    steps[states] = BucketStep(bucket, scale, self._threads(), self._counts)
-                for stretch in _stretches(states, states.advance(indices), hyper):
+                    steps[states] = BucketStep(
+                        bucket, scale, self._threads(), self._counts, self._meter
+                    )
+                for stretch in stretches_of(states, states.advance(indices), hyper):
                     steps[states].add(grads.flat, stretch)
         return [steps[states] for states in self._buckets if states in steps]
 
@@ -335,36 +392,8 @@ class HybridDeviceOptimizer(FusedAdam):
                 steps.append(step)
         return steps
 
-    def _on_device(self, found: list[Found]) -> list[Found]:
-        """Return what is left to step, with gradients where their parameters are."""
-        return [
-            Found(
-                [entry for entry in part.flat if entry[0] not in self._buckets],
-                [(parameter, _beside(parameter, grad)) for parameter, grad in part.singles],
-            )
-            for part in found
-        ]
-
-
-def _stretches(states: FlatStates, counts: dict[int, list[int]], hyper: AdamHyper) -> list[Stretch]:
-    """Return what is stepped of one group's parameters, by their counts of steps."""
-    stretches = []
-    for count, counted in counts.items():
-        runs = states.runs(counted)
-        segments = tuple(AdamSegment(run.start, run.stop, hyper) for run in runs)
-        stretches.append(Stretch(segments, count, sum(run.numel for run in runs)))
-    return stretches
-
 
 def _close(worker: BackgroundThread, link: CopyLink) -> None:
     """End the threads, those first that give work to the others."""
     worker.close()
     link.close()
-
-
-def _beside(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient where its parameter's main weight is."""
-    owner = group_of(parameter)
-    if owner is None or owner.host_memory is None:
-        return grad
-    return wrap_like(parameter, local_tensor(grad).to(owner.main_weight.flat.device))

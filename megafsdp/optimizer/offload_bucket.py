@@ -14,17 +14,18 @@ means to let the two change places.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.uneven import local_object
+from megafsdp.buffer.uneven import local_tensor, wrap_like
 from megafsdp.device.host_memory import HostArena, aligned_nbytes
 from megafsdp.device.link import CopyLink, Transfer
 from megafsdp.device.memory import ByteLedger, Category
-from megafsdp.fsdp.parameter_group import ParameterGroup
+from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
+from megafsdp.optimizer.adam_plan import Found
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.kernels import AdamBuffers
 
@@ -148,13 +149,25 @@ class Bucket:
             states_by_parameter: What the optimizer shows as states, in the flat buffers.
         """
         self.group.exchange_main_weight(self._spare[_WEIGHT])
-        for name, buffer in self.states.buffers.items():
-            buffer.exchange(self._spare[name])
-            for index, parameter in enumerate(self.group.parameters):
-                state = states_by_parameter.get(parameter.sharded)
-                if state and name in state:
-                    shown = local_object(state[name])
-                    shown.data = buffer.tensor(index).view(shown.shape)
+        self.states.exchange(self._spare, states_by_parameter)
+
+    def onload(self, states_by_parameter: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Bring the main weight and states back to the device; the bucket is of no more use.
+
+        Args:
+            states_by_parameter: As for :meth:`exchange`.
+        """
+        group = self.group
+        group.work_ahead = None
+        self.let_go_of_grads()
+        group.onload_main_weight()
+        there = {
+            name: group.new_state_buffer(buffer.residence, buffer.flat.dtype)
+            for name, buffer in self.states.buffers.items()
+        }
+        for name, buffer in there.items():
+            buffer.flat.copy_(self.states.buffers[name].flat)
+        self.states.exchange(there, states_by_parameter)
 
 
 def _host_tensor(numel: int, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:
@@ -206,3 +219,22 @@ class GradientCopy:
         """Let the gradients be written: by this thread, or by what it queues from here on."""
         self.transfer.order()
         self._kept = []
+
+
+def left_on_device(found: Sequence[Found], buckets: Collection[FlatStates]) -> list[Found]:
+    """Return what no bucket steps, with gradients where their parameters are."""
+    return [
+        Found(
+            [entry for entry in part.flat if entry[0] not in buckets],
+            [(parameter, _beside_weight(parameter, grad)) for parameter, grad in part.singles],
+        )
+        for part in found
+    ]
+
+
+def _beside_weight(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient where its parameter's main weight is."""
+    owner = group_of(parameter)
+    if owner is None or owner.host_memory is None:
+        return grad
+    return wrap_like(parameter, local_tensor(grad).to(owner.main_weight.flat.device))

@@ -39,16 +39,31 @@ def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
     return best
 
 
-def check_fraction(fraction: float) -> None:
+def check_fraction(fraction: float | str, *, has_own_states: bool = False) -> None:
     """Check an offload fraction.
 
+    Args:
+        fraction: What was given.
+        has_own_states: Whether another optimizer keeps states on the host.
+
     Raises:
-        ValueError: It is no number from 0 to 1.
+        ValueError: It is neither a number from 0 to 1 nor ``"auto"``; or it may move states that
+            are another optimizer's.
     """
-    if isinstance(fraction, bool | str) or not 0.0 <= fraction <= 1.0:
+    if fraction == "auto" and has_own_states:
         raise ValueError(
             expected(
-                "a number from 0 to 1",
+                "a number from 0 to 1 beside cpu_optimizer_cls",
+                "'auto'",
+                where="offload_fraction of HybridDeviceOptimizer",
+                mend="Give the part to offload: states of another optimizer stay where they are",
+            )
+        )
+    is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if fraction != "auto" and not (is_number and 0.0 <= float(fraction) <= 1.0):
+        raise ValueError(
+            expected(
+                "a number from 0 to 1, or 'auto'",
                 repr(fraction),
                 where="offload_fraction of HybridDeviceOptimizer",
                 mend="Give the part of the elements that shall live on the host",
@@ -76,16 +91,26 @@ def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> li
     Raises:
         ValueError: Parameters live on the host by the policy of ``fully_shard``.
     """
+    _refuse_parameters_on_host(groups_of(parameters))
+    chosen = _chosen(parameters, fraction)
+    return [g for g in groups_of(parameters) if g in chosen or g.host_memory is not None]
+
+
+def groups_to_return(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
+    """Choose which of the offloaded groups come back to the device, to leave this fraction."""
+    chosen = _chosen(parameters, fraction)
+    return [g for g in groups_of(parameters) if g not in chosen and g.host_memory is not None]
+
+
+def _chosen(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
     given = {id(parameter) for parameter in parameters}
     groups = groups_of(parameters)
-    _refuse_parameters_on_host(groups)
     movable = [group for group in groups if _is_movable(group, given)]
     numels = [group.main_weight.flat.numel() for group in movable]
     others = sum(g.main_weight.flat.numel() for g in groups if g not in movable)
     plain = sum(p.numel() for p in parameters if group_of(p) is None)
     kept = num_kept_on_device([others + plain, *numels], fraction) if fraction < 1.0 else 0
-    chosen = movable[max(kept - 1, 0) :]
-    return [g for g in movable if g in chosen or g.host_memory is not None]
+    return movable[max(kept - 1, 0) :]
 
 
 def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:

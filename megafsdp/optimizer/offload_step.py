@@ -18,13 +18,16 @@ This file does not know which parameters are stepped, nor who runs the step.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import torch
 
 from megafsdp.errors import expected
-from megafsdp.optimizer.hyper import round_to_fp32
+from megafsdp.optimizer.flat_states import FlatStates
+from megafsdp.optimizer.hyper import AdamHyper, round_to_fp32
 from megafsdp.optimizer.kernels import AdamBuffers, AdamKernel, AdamSegment
+from megafsdp.optimizer.offload_auto import FractionMeter, HostRate
 from megafsdp.optimizer.offload_bucket import Bucket, GradientCopy
 from megafsdp.optimizer.offload_guess import LateNumber, Outlook
 
@@ -44,12 +47,25 @@ class Stretch:
     numel: int
 
 
+def stretches_of(
+    states: FlatStates, counts: dict[int, list[int]], hyper: AdamHyper
+) -> list[Stretch]:
+    """Return what is stepped of one group's parameters, by their counts of steps."""
+    stretches = []
+    for count, counted in counts.items():
+        runs = states.runs(counted)
+        segments = tuple(AdamSegment(run.start, run.stop, hyper) for run in runs)
+        stretches.append(Stretch(segments, count, sum(run.numel for run in runs)))
+    return stretches
+
+
 @dataclass(frozen=True, slots=True)
 class HostThreads:
     """How the kernel runs on the host: its threads, and whether denormals are flushed."""
 
     num_threads: int
     ftz: bool
+    rate: HostRate | None = None
 
     def update(self, buffers: AdamBuffers, stretches: list[Stretch], scale: float) -> None:
         """Step a bucket's weights and moments, with a cast for the device."""
@@ -59,8 +75,12 @@ class HostThreads:
             flush_denormals=self.ftz,
             num_threads=self.num_threads,
         )
+        begin_s = time.perf_counter()
         for stretch in stretches:
             kernel(buffers, stretch.segments, step=stretch.step)
+        if self.rate is not None:
+            numel = sum(stretch.numel for stretch in stretches)
+            self.rate.note(numel, time.perf_counter() - begin_s)
 
 
 @dataclass(slots=True)
@@ -175,12 +195,14 @@ class BucketStep:
         scale: Factor on the gradients.
         threads: Of the kernel.
         counts: Where it is counted what became of a step ahead.
+        meter: Told when the weights are used again.
     """
 
     bucket: Bucket
     scale: LateNumber
     threads: HostThreads
     counts: OffloadCounts
+    meter: FractionMeter | None = None
     stretches: list[Stretch] = field(init=False, default_factory=list)
     _grads: list[torch.Tensor] = field(init=False, default_factory=list)
     _ahead: AheadStep | None = field(init=False, default=None)
@@ -301,6 +323,9 @@ class BucketStep:
         Raises:
             RuntimeError: The step failed.
         """
+        meter, self.meter = self.meter, None
+        begin = None if meter is None else meter.mark_time()
+        begin_s = time.perf_counter()
         self._has_ended.wait()
         if self._error is not None:
             raise RuntimeError(
@@ -313,3 +338,5 @@ class BucketStep:
             ) from self._error
         assert self.bucket.uploaded is not None, "the step has ended"
         self.bucket.uploaded.order()
+        if meter is not None and begin is not None:
+            meter.is_needed(begin, time.perf_counter() - begin_s)

@@ -35,7 +35,7 @@ class Case:
         is_handed_over: Whether the loop says which microbatch is the last.
     """
 
-    fraction: float | None = None
+    fraction: float | str | None = None
     overlap: bool = True
     max_grad_norm: float | None = None
     num_microbatches: int = 1
