@@ -89,6 +89,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "unit",
         "grouping",
         "blueprint",
+        "rehearsed_weight",
         "rehearsal",
         "footprint",
         "arguments",

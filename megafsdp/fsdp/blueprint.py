@@ -29,12 +29,14 @@ class PlannedGroup:
         dtypes: Dtypes of its buffers.
         strategy: What would be divided.
         is_trainable: Whether its parameters require gradients.
+        is_offloaded: Whether the optimizer keeps its main weight and states on the host.
     """
 
     layout: FlatLayout
     dtypes: GroupDtypes
     strategy: Strategy
     is_trainable: bool
+    is_offloaded: bool = False
 
     @property
     def is_sharded(self) -> bool:

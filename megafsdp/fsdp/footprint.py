@@ -28,10 +28,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.blueprint import PlannedUnit, ShardDegrees
-from megafsdp.fsdp.rehearsal import Meter, Rehearsal, RehearsedUnit
+from megafsdp.fsdp.rehearsal import Rehearsal, RehearsedUnit
+from megafsdp.fsdp.rehearsed_weight import Meter
 from megafsdp.mesh.parallel_dims import DP_SHARD
 
 _NORM_NBYTES = 8  # One fp64 number.
@@ -48,6 +51,8 @@ class StepPlan:
         reshard_after_forward: As for ``fully_shard``.
         num_states: Optimizer states of the main weight's shape, without gaps: 2 for Adam.
         state_nbytes: Bytes of optimizer states on the rank that has most, in place of num_states.
+        casts_from: Dtype of the main weights that the optimizer casts to the compute dtype as it
+            steps, as FusedAdam does; None for none.
         measures_norm: Whether the norm of all gradients is taken.
         loop_all_reduces: Bytes of each all-reduce over all ranks that the loop adds to a step.
     """
@@ -58,6 +63,7 @@ class StepPlan:
     reshard_after_forward: bool | int | None = None
     num_states: int = 2
     state_nbytes: int | None = None
+    casts_from: torch.dtype | None = None
     measures_norm: bool = True
     loop_all_reduces: tuple[int, ...] = ()
 
@@ -80,8 +86,8 @@ class Footprint:
     """What a step costs each rank, once the first ones have recorded the order of units.
 
     Attributes:
-        resting: Bytes by category between steps, gradients cleared. Optimizer state is that of the
-            rank that owns most rows; the others are equal on all ranks.
+        resting: Bytes by category on the device between steps, gradients cleared. Optimizer state
+            is that of the rank that owns most rows; the others are equal on all ranks.
         peak: Largest bytes by category during a step.
         peak_total: Largest sum over categories.
         traffic: Collectives of a step by (mesh axis, kind).
@@ -124,7 +130,7 @@ def footprint_of(
         for index in range(num_microbatches):
             is_last = not plan.is_told or index == num_microbatches - 1
             rehearsal.run_microbatch(is_last=is_last)
-        rehearsal.end_step()
+        rehearsal.end_step(casts_from=plan.casts_from)
     if plan.measures_norm and any(g.is_sharded and g.is_trainable for u in units for g in u.groups):
         meter.count(
             meter.all_axes if degrees.is_outer_sharded else DP_SHARD, "all_reduce", _NORM_NBYTES

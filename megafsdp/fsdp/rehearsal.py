@@ -9,124 +9,30 @@ the stand-ins repeat only what a unit, a compute weight and a gradient reducer d
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from megafsdp.device.memory import ByteLedger, Category
-from megafsdp.fsdp.blueprint import PlannedGroup, PlannedUnit, ShardDegrees
+import torch
+
+from megafsdp.device.memory import Category
+from megafsdp.fsdp.blueprint import PlannedGroup, PlannedUnit
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.parameter_group import ParameterGroup
+from megafsdp.fsdp.rehearsed_weight import Meter, RehearsedWeight
 from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
 from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD
 
-NEIGHBOURS = "neighbours"  # Some ranks of the inner axis, among which a unit is kept divided.
+
+class _SteppedGroup(ParameterGroup):
+    """Stands in for a group whose step on the host is under way; nothing else of it is used."""
+
+    def __init__(self) -> None:
+        self.step_in_flight = self
+
+    def wait(self) -> None:
+        """Return: nothing runs."""
 
 
-class Meter:
-    """Bytes alive, and the collectives of the running step.
-
-    Attributes:
-        degrees: The ranks.
-        all_axes: Name of all axes together.
-        ledger: Bytes alive.
-        calls: Collectives by (mesh axis, kind).
-        nbytes: Their bytes, on the full-size side.
-    """
-
-    def __init__(self, degrees: ShardDegrees) -> None:
-        self.degrees = degrees
-        self.all_axes = DP_SHARD if degrees.dp_outer == 1 else f"{DP_OUTER} x {DP_SHARD}"
-        self.ledger = ByteLedger()
-        self.start()
-
-    def start(self) -> None:
-        """Begin a step."""
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.nbytes: Counter[tuple[str, str]] = Counter()
-        self.ledger.reset_peak()
-
-    def count(self, axis: str, kind: str, nbytes: int) -> None:
-        """Count a collective."""
-        self.calls[axis, kind] += 1
-        self.nbytes[axis, kind] += nbytes
-
-
-class _Weight:
-    """Stands in for the main and compute weights of a group."""
-
-    def __init__(self, group: PlannedGroup, meter: Meter) -> None:
-        layout, dtypes, degrees = group.layout, group.dtypes, meter.degrees
-        self._meter = meter
-        self._is_sharded = group.is_sharded
-        self.is_kept = group.strategy.keeps_compute_weight
-        self._full_nbytes = layout.gathered_numel * dtypes.compute.itemsize
-        is_cast = dtypes.compute != dtypes.main
-        # Cut over both axes, the inner shard is kept and gathered over the outer axis.
-        self._is_kept_shard = group.is_sharded and degrees.is_outer_sharded
-        self._inner_nbytes = self._full_nbytes // degrees.dp_shard
-        cast_nbytes = layout.shard_numel * dtypes.compute.itemsize if is_cast else 0
-        self._source_nbytes = 0 if self._is_kept_shard else cast_nbytes
-        self._outer_source_nbytes = cast_nbytes if self._is_kept_shard else 0
-        self._is_in_flight = self._is_joining = False
-        self._slice_nbytes = 0
-        self.is_stale = True
-        self.is_allocated = self.is_kept
-        meter.ledger.debit(Category.MAIN_WEIGHT, layout.shard_numel * dtypes.main.itemsize)
-        if self._is_kept_shard:
-            meter.ledger.debit(Category.COMPUTE_WEIGHT, self._inner_nbytes)
-        if self.is_kept and (group.is_sharded or is_cast):
-            meter.ledger.debit(Category.COMPUTE_WEIGHT, self._full_nbytes)
-
-    def join(self) -> None:
-        """Note the gather of a stale shard over the outer axis, if that divides it."""
-        if self._is_kept_shard and self.is_stale:
-            self.is_stale, self._is_joining = False, True
-            self._meter.ledger.debit(Category.COMPUTE_WEIGHT, self._outer_source_nbytes)
-            self._meter.count(DP_OUTER, "all_gather", self._inner_nbytes)
-
-    def start_unshard(self, *, in_backward: bool) -> None:
-        """Note the gather of a buffer that is not current, and allocate it."""
-        if self._is_in_flight or not self._is_sharded:
-            return
-        was_stale, self.is_stale = self.is_stale, False
-        if self.is_allocated and not was_stale:
-            return
-        ledger = self._meter.ledger
-        if self._is_joining:
-            ledger.credit(Category.COMPUTE_WEIGHT, self._outer_source_nbytes)
-            self._is_joining = False
-        if not self.is_allocated:
-            ledger.debit(Category.UNSHARDED, self._full_nbytes)
-        self.is_allocated = self._is_in_flight = True
-        axis = NEIGHBOURS if self._slice_nbytes else DP_SHARD
-        self._read_nbytes = self._slice_nbytes or self._source_nbytes
-        if not self._slice_nbytes:
-            ledger.debit(Category.COMPUTE_WEIGHT, self._source_nbytes)
-        elif in_backward:
-            self._slice_nbytes = 0
-        else:
-            self._read_nbytes = 0
-        self._meter.count(axis, "all_gather", self._full_nbytes)
-
-    def finish_unshard(self) -> None:
-        """Free what the gather read."""
-        if self._is_in_flight:
-            self._meter.ledger.credit(Category.COMPUTE_WEIGHT, self._read_nbytes)
-            self._is_in_flight = False
-
-    def release(self) -> None:
-        """Free the full buffer, unless it is kept."""
-        if self.is_allocated and not self.is_kept:
-            self.finish_unshard()
-            self._meter.ledger.credit(Category.UNSHARDED, self._full_nbytes)
-            self.is_allocated = False
-
-    def release_to_slices(self, num_ranks: int) -> None:
-        """Free the full buffer but for this rank's slice among neighbours."""
-        if self.is_allocated and not self.is_kept:
-            self._slice_nbytes = self._full_nbytes // num_ranks
-            self._meter.ledger.debit(Category.COMPUTE_WEIGHT, self._slice_nbytes)
-            self.release()
+_STEPPED = _SteppedGroup()
 
 
 class RehearsedReducer(GradientReducer):
@@ -139,7 +45,7 @@ class RehearsedReducer(GradientReducer):
 
     def __init__(self, group: PlannedGroup, meter: Meter) -> None:
         self.planned, self._meter = group, meter
-        self.weight = _Weight(group, meter)
+        self.weight = RehearsedWeight(group, meter)
         layout, dtypes, degrees = group.layout, group.dtypes, meter.degrees
         self._has_outer_axis = group.is_sharded and degrees.dp_outer > 1
         self._inner_numel = layout.gathered_numel
@@ -248,8 +154,8 @@ class RehearsedUnit(ScheduledUnit):
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """Return none: only recipes with statistics ask for them."""
-        return []
+        """Return one if the schedule must not gather the unit ahead, else none."""
+        return [_STEPPED] if any(r.weight.is_under_way for r in self.rehearsed) else []
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Note the gathers of all groups."""
@@ -354,12 +260,23 @@ class Rehearsal(FSDPContext):
         # The root takes tokens, which need no gradient: it ends with the whole backward.
         self.end_backward()
 
-    def end_step(self) -> None:
-        """Take an optimizer step and clear the gradients."""
-        for reducer in (r for unit in self._run_order for r in unit.rehearsed):
-            reducer.clear()
+    def end_step(self, *, casts_from: torch.dtype | None = None) -> None:
+        """Take an optimizer step and clear the gradients.
+
+        Args:
+            casts_from: Dtype of the main weights that the optimizer casts as it steps.
+        """
+        reducers = [reducer for unit in self._run_order for reducer in unit.rehearsed]
+        for reducer in reducers:
+            reducer.weight.is_stale = False
             # A frozen group is in no optimizer.
-            reducer.weight.is_stale = reducer.planned.is_trainable
+            if reducer.planned.is_trainable:
+                reducer.weight.note_step(casts_from=casts_from)
+        for reducer in reducers:
+            reducer.clear()
+
+    def refresh_with_statistics(self) -> None:
+        """Do nothing: no recipe has any."""
 
     def begin_backward(self) -> None:
         """Follow the recorded order; no engine calls back."""

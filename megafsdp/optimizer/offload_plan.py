@@ -39,6 +39,19 @@ def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
     return best
 
 
+def first_offloaded(movable_numels: Sequence[int], other_numel: int, fraction: float) -> int:
+    """Return the index of the first group to offload of those that can be, in forward order.
+
+    Args:
+        movable_numels: Their elements.
+        other_numel: Elements that stay on the device whatever the fraction.
+        fraction: The part of all elements to offload.
+    """
+    if fraction == 1.0:
+        return 0
+    return max(num_kept_on_device([other_numel, *movable_numels], fraction) - 1, 0)
+
+
 def check_fraction(fraction: float | str, *, has_own_states: bool = False) -> None:
     """Check an offload fraction.
 
@@ -109,8 +122,7 @@ def _chosen(parameters: Sequence[torch.Tensor], fraction: float) -> list[Paramet
     numels = [group.main_weight.flat.numel() for group in movable]
     others = sum(g.main_weight.flat.numel() for g in groups if g not in movable)
     plain = sum(p.numel() for p in parameters if group_of(p) is None)
-    kept = num_kept_on_device([others + plain, *numels], fraction) if fraction < 1.0 else 0
-    return movable[max(kept - 1, 0) :]
+    return movable[first_offloaded(numels, others + plain, fraction) :]
 
 
 def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:

@@ -22,7 +22,16 @@ from megafsdp.fsdp.arguments import strategy_of
 from megafsdp.fsdp.blueprint import PlannedGroup, PlannedUnit, ShardDegrees, plan_units
 from megafsdp.fsdp.footprint import Footprint, StepPlan, footprint_of
 from megafsdp.models.build import build_model, unit_classes
+from megafsdp.optimizer.state import PLAIN_DTYPES
 from megafsdp.training.config import Config
+from megafsdp.training.host_footprint import (
+    MOST_OF_AUTO,
+    HostFootprint,
+    host_footprint,
+    offloaded,
+    optimizer_order,
+)
+from megafsdp.training.optimization import OptimizerSection
 from megafsdp.training.state_footprint import state_nbytes
 from megafsdp.training.validate import validate_sharding
 
@@ -70,7 +79,8 @@ class DryRunReport:
         degrees: The ranks.
         num_microbatches: Microbatches of a step on each rank.
         units: The distinct units, the root first.
-        footprint: Bytes and collectives of a step on each rank.
+        footprint: Bytes and collectives of a step on each rank; bytes of the device.
+        host: Bytes of the host for each rank.
         duration_s: How long the answer took.
     """
 
@@ -79,6 +89,7 @@ class DryRunReport:
     num_microbatches: int
     units: tuple[DistinctUnit, ...]
     footprint: Footprint
+    host: HostFootprint
     duration_s: float
 
     @property
@@ -121,6 +132,8 @@ class DryRunReport:
             },
             "resting_total_nbytes": sum(footprint.resting.values()),
             "peak_total_nbytes": footprint.peak_total,
+            "host_memory": self.host.rows(),
+            "host_total_nbytes": self.host.total,
             "collectives": [
                 {"axis": axis, "kind": kind, "calls": item.calls, "nbytes": item.nbytes}
                 for (axis, kind), item in footprint.traffic.items()
@@ -139,6 +152,7 @@ class DryRunReport:
                 "",
                 *self._memory_lines(),
                 "",
+                *self._host_lines(),
                 *self._traffic_lines(),
                 "",
                 f"took {self.duration_s:.2f} s; {self._left_out} not counted",
@@ -179,6 +193,18 @@ class DryRunReport:
         return lines + [
             f"  {n:<22}{_size(at_rest):>16}{_size(top):>16}" for n, at_rest, top in rows
         ]
+
+    def _host_lines(self) -> list[str]:
+        fraction = self.config.optimizer.offload_fraction
+        if not fraction:
+            return []
+        rows = [(name, nbytes) for name, nbytes in self.host.rows().items() if nbytes]
+        lines = [f"{'host memory of a rank':<24}{'at most':>16}"]
+        rows.append(("together", self.host.total))
+        lines += [f"  {name:<22}{_size(nbytes):>16}" for name, nbytes in rows]
+        if fraction == "auto":
+            lines.append(f"  offload_fraction auto is counted as {MOST_OF_AUTO:g}, its most")
+        return [*lines, ""]
 
     def _traffic_lines(self) -> list[str]:
         lines = [f"{'collectives of a step':<40}{'calls':>16}{'full size':>16}"]
@@ -239,19 +265,9 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
 
     Raises:
         ConfigError: The configuration cannot be run on so many ranks.
-        NotImplementedError: A strategy or degree that is not built; or offload, which is not
-            counted.
+        NotImplementedError: A strategy or degree that is not built.
     """
     start_s = time.perf_counter()
-    if config.optimizer.offload_fraction:
-        raise NotImplementedError(
-            expected(
-                "all memory on the device",
-                f"optimizer.offload_fraction {config.optimizer.offload_fraction}",
-                where="a dry run",
-                mend="Leave it out: main weights and states of that fraction live on the host",
-            )
-        )
     size = _world_size(config) if world_size is None else world_size
     validate_sharding(config, world_size=size)
     dims, parallel = config.parallel.dims().resolve(size), config.parallel
@@ -260,6 +276,8 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
     model_config = config.model.resolve()
     with torch.device("meta"):
         model = build_model(model_config)
+    fraction = config.optimizer.offload_fraction
+    order = optimizer_order(model, config.optimizer, config.muon) if fraction else {}
     units = plan_units(
         model,
         unit_classes(model_config),
@@ -267,6 +285,8 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         strategy=strategy_of(parallel.strategy),
         policy=config.precision.policy(),
     )
+    if fraction:
+        units = offloaded(units, order, MOST_OF_AUTO if fraction == "auto" else fraction)
     share = config.train.global_batch_size // size
     num_microbatches = share // config.micro_batch_size(size)
     step = StepPlan(
@@ -274,11 +294,15 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         prefetch=parallel.prefetch,
         reshard_after_forward=parallel.reshard_after_forward,
         state_nbytes=state_nbytes(units, config.optimizer, config.muon),
+        casts_from=_cast_by_step(config.optimizer),
         loop_all_reduces=_loop_all_reduces(config),
     )
     footprint = footprint_of(units, degrees, step)
+    host = host_footprint(units, config.optimizer)
     duration_s = time.perf_counter() - start_s
-    return DryRunReport(config, degrees, num_microbatches, _distinct(units), footprint, duration_s)
+    return DryRunReport(
+        config, degrees, num_microbatches, _distinct(units), footprint, host, duration_s
+    )
 
 
 def _world_size(config: Config) -> int:
@@ -286,6 +310,13 @@ def _world_size(config: Config) -> int:
     if parallel.dp_shard > 0:
         return parallel.dp_outer * parallel.dp_shard
     return int(os.environ.get("WORLD_SIZE", parallel.dp_outer))
+
+
+def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:
+    """Return the dtype of the main weights that the step casts: of those in flat buffers."""
+    if not section.is_fused_adam or not set(section.state_dtypes) <= set(PLAIN_DTYPES):
+        return None
+    return torch.bfloat16 if section.store_param_remainders else torch.float32
 
 
 def _loop_all_reduces(config: Config) -> tuple[int, ...]:
@@ -316,6 +347,7 @@ def _group_as_dict(group: PlannedGroup) -> dict[str, object]:
         "padding_numel": layout.padding_numel,
         "strategy": group.strategy.value,
         "is_trainable": group.is_trainable,
+        "is_offloaded": group.is_offloaded,
         "compute_dtype": _name(dtypes.compute),
         "main_dtype": _name(dtypes.main),
         "grad_dtype": _name(dtypes.grad),
@@ -328,11 +360,12 @@ def _describe_group(group: PlannedGroup) -> str:
     parts = " + ".join(f"{sub.shard_numel:,}" for sub in layout.sub_buffers)
     is_split = len(layout.sub_buffers) > 1
     pieces = f" = {parts} in {len(layout.sub_buffers)} sub-buffers" if is_split else ""
+    where = ", on the host" if group.is_offloaded else ""
     padding = f"{layout.padding_numel:,} ({_percent(layout.padding_numel, _numel(group))})"
     return (
         f"{_count(len(layout.slots), 'tensor')}, {_count(_numel(group), 'element')}, "
         f"{_name(group.dtypes.compute)}: {_count(layout.num_shards, 'shard')} of "
-        f"{layout.shard_numel:,}{pieces}, padding {padding}"
+        f"{layout.shard_numel:,}{pieces}, padding {padding}{where}"
     )
 
 

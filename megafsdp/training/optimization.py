@@ -50,8 +50,10 @@ class OptimizerSection:
             adamw and adam by megafsdp, with precision.main_params_dtype bf16.
         clip_norm: Largest norm of all gradients; null does not clip.
         offload_fraction: The part of main weights and moments that lives on the host and is stepped
-            there, from 0 to 1; for adamw by megafsdp with fp32 states and fp32 main weights.
-        offload_overlap: Whether the host's part of a step runs beside the next forward.
+            there, from 0 to 1, or auto; for adamw by megafsdp with fp32 states and main weights.
+        offload_overlap: Whether the host's part runs beside backward and the next forward.
+        speculate: Whether the host steps before the norm is known, which takes 12 more bytes a
+            parameter there; auto does while few steps are clipped.
     """
 
     kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
@@ -67,8 +69,9 @@ class OptimizerSection:
     exp_avg_sq_dtype: StateDtype = "fp32"
     store_param_remainders: bool = False
     clip_norm: float | None = 1.0
-    offload_fraction: float = 0.0
+    offload_fraction: float | Literal["auto"] = 0.0
     offload_overlap: bool = True
+    speculate: bool | Literal["auto"] = "auto"
 
     @property
     def form(self) -> str:

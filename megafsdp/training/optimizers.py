@@ -37,8 +37,9 @@ def build_optimizer(
             groups,
             lr=section.lr,
             max_grad_norm=section.max_grad_norm,
-            offload_fraction=section.offload_fraction,
+            offload_fraction=section.offload_fraction,  # type: ignore[arg-type]
             overlap=section.offload_overlap,
+            speculate=section.speculate,
         )
     if section.is_fused_adam:
         exp_avg_dtype, exp_avg_sq_dtype = section.state_dtypes

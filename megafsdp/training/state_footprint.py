@@ -1,4 +1,4 @@
-"""Bytes of optimizer states on a rank, by arithmetic on planned units; what a dry run says of them.
+"""Bytes of optimizer states on a rank's device, by arithmetic on planned units; for a dry run.
 
 FusedAdam keeps plain states in flat buffers with gaps and padding, as the main weights lie; all
 other states are tensors of a parameter's own rows. Scalars are not counted.
@@ -19,7 +19,7 @@ from megafsdp.training.optimizers import is_for_muon
 
 
 def state_nbytes(units: Sequence[PlannedUnit], section: OptimizerSection, muon: MuonSection) -> int:
-    """Return the bytes of the states of the rank that has most; local.
+    """Return the bytes of the states on the device of the rank that has most; local.
 
     Args:
         units: What the model is divided into, the root first.
@@ -30,7 +30,7 @@ def state_nbytes(units: Sequence[PlannedUnit], section: OptimizerSection, muon: 
     counted: dict[tuple[object, ...], list[int]] = {}
     for unit in units:
         prefix = "" if unit is units[0] else f"{unit.name}."
-        for group in (g for g in unit.groups if g.is_trainable):
+        for group in (g for g in unit.groups if g.is_trainable and not g.is_offloaded):
             layout, main = group.layout, group.dtypes.main
             specs = [slot.spec for slot in layout.slots]
             by_muon = tuple(

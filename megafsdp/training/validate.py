@@ -149,8 +149,17 @@ def _check_optimizer(config: Config) -> None:
 def _check_offload(config: Config) -> None:
     optimizer, main = config.optimizer, config.precision.main_params_dtype
     fraction = optimizer.offload_fraction
-    if not 0.0 <= fraction <= 1.0:
-        raise _bad("optimizer.offload_fraction", "a number from 0 to 1", fraction, "Use 1 for all")
+    if fraction != "auto" and (isinstance(fraction, str) or not 0.0 <= fraction <= 1.0):
+        raise _bad(
+            "optimizer.offload_fraction", "auto or a number from 0 to 1", fraction, "Use 1 for all"
+        )
+    if optimizer.speculate is True and not (fraction and optimizer.offload_overlap):
+        raise _bad(
+            "optimizer.speculate",
+            "auto or false, or an offload_fraction above 0 with offload_overlap",
+            f"true with {fraction} and offload_overlap {optimizer.offload_overlap}",
+            "Leave it out: only a step that runs beside the device can begin early",
+        )
     is_plain = optimizer.state_dtypes == (torch.float32, torch.float32)
     is_built = optimizer.is_fused_adam and optimizer.kind == "adamw" and is_plain
     if fraction and not (is_built and main == "fp32" and not optimizer.store_param_remainders):

@@ -10,23 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp.buffer.collectives import CollectiveRecord, record_collectives
-from megafsdp.data import Batch
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.errors import ConfigError
-from megafsdp.fsdp import fully_shard_model
-from megafsdp.models import build_model, unit_classes
 from megafsdp.training import Config, config_from_dict, train
 from megafsdp.training.cli import main
 from megafsdp.training.dry_run import DryRunOptions, dry_run, split_options
-from megafsdp.training.optimizers import build_optimizer
-from megafsdp.training.signals import StopRequest
-from megafsdp.training.step import StepResult, TrainStep
+from megafsdp.training.step import StepResult
 from tests.ranks import Ranks
-from tests.training.runs import SEQUENCE_LENGTH, tiny, write_corpus
+from tests.training.runs import tiny, write_corpus
+from tests.training.steps import train_configured
 
 EIGHT_BILLION = [
     "--model.preset=qwen3-8b",
@@ -37,37 +32,8 @@ EIGHT_BILLION = [
 
 def _train_steps(config: Config) -> tuple[ByteLedger, CollectiveRecord, int]:
     """Take three steps as the loop does; return what the third cost, and the states' bytes."""
-    parallel, model_config = config.parallel, config.model.resolve()
-    model = fully_shard_model(
-        build_model(model_config, seed=0),
-        unit_classes(model_config),
-        mesh=parallel.dims().build_mesh("cpu"),
-        strategy=parallel.strategy,
-        prefetch=parallel.prefetch,
-        reshard_after_forward=parallel.reshard_after_forward,
-        mp_policy=config.precision.policy(),
-    )
-    device = torch.device("cpu")
-    optimizer = build_optimizer(model, config.optimizer, config.muon)
-    step = TrainStep(
-        model,
-        optimizer,
-        device=device,
-        clip_norm=1.0,
-        skips_nonfinite=False,
-        max_skips=0,
-        stop=StopRequest(device),
-    )
+    model, optimizer, record = train_configured(config)
     ledger = model._fsdp_unit().ledger
-    micro_size = config.micro_batch_size(dist.get_world_size())
-    share = config.train.global_batch_size // dist.get_world_size()
-    tokens = torch.arange(micro_size * SEQUENCE_LENGTH).view(micro_size, -1) % 64
-    ids = torch.arange(micro_size)
-    batch = Batch(tokens, tokens, torch.ones(tokens.shape), ids)
-    for _ in range(3):
-        ledger.reset_peak()
-        with record_collectives() as record:
-            step([batch] * (share // micro_size))
     section = config.optimizer
     dtypes = {"exp_avg": section.exp_avg_dtype, "exp_avg_sq": section.exp_avg_sq_dtype}
     flat = {"param_remainder"} | {n for n, dtype in dtypes.items() if dtype in ("fp32", "bf16")}
@@ -137,7 +103,7 @@ def test_figures_are_those_of_real_steps(
 
 
 @pytest.mark.parametrize("main_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @pytest.mark.parametrize("states", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
 def test_states_in_flat_buffers_are_the_ledgers(
     ranks: Ranks, tmp_path: Path, states: tuple[str, str], strategy: str, main_dtype: str
@@ -391,9 +357,3 @@ def test_refusals_are_one_message(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
-
-
-def test_a_dry_run_refuses_offload(tmp_path: Path) -> None:
-    """Its bytes are the device's: it does not count what the host holds."""
-    with pytest.raises(NotImplementedError, match=r"offload_fraction 0\.5"):
-        dry_run(tiny(tmp_path, optimizer={"offload_fraction": 0.5}), 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -161,6 +161,15 @@ def test_configured_hyperparameters_replace_loaded_ones() -> None:
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.2, 0.0]
     assert [g["lr_multiplier"] for g in (matrices, others, vectors)] == [1.0, 3.0, 1.0]
     assert (matrices["betas"], matrices["eps"], matrices["lr"]) == ((0.8, 0.9), 1e-6, 5.0)
+
+
+@pytest.mark.parametrize("speculate", [True, False, "auto"])
+def test_choices_of_offload_reach_the_optimizer(speculate: bool | Literal["auto"]) -> None:
+    """How it overlaps, and whether it begins early."""
+    section = OptimizerSection(offload_fraction=1.0, offload_overlap=False, speculate=speculate)
+    optimizer = build_optimizer(_model(), section)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    assert (optimizer._guesser.speculate, optimizer.overlap) == (speculate, False)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])

@@ -95,6 +95,25 @@ def test_unreadable_value_is_a_config_error(arguments: list[str]) -> None:
         parse_config(arguments)
 
 
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ([], (0.0, "auto")),
+        (["--optimizer.offload_fraction=0.5", "--optimizer.speculate=false"], (0.5, False)),
+        (["--optimizer.offload_fraction", "1", "--optimizer.speculate", "true"], (1, True)),
+        (["--optimizer.offload_fraction=auto", "--optimizer.speculate=auto"], ("auto", "auto")),
+    ],
+)
+def test_a_number_or_a_word_is_what_it_looks_like(
+    words: list[str], values: tuple[object, object]
+) -> None:
+    """The choices of offload are numbers, facts, or auto."""
+    optimizer = parse_config(words).optimizer
+    found = optimizer.offload_fraction, optimizer.speculate
+    assert found == values
+    assert type(found[1]) is type(values[1])
+
+
 @pytest.mark.parametrize("text", ["a: {b: [}", "- a\n- b\n", "optimizer: 3\n"])
 def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
     """Broken YAML, a list, and a value in a section's place are errors."""

@@ -75,7 +75,14 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("optimizer", {"exp_avg_sq_dtype": "fp8", "kind": "muon"}, "fp32 for muon"),
         ("optimizer", {"exp_avg_dtype": "fp16", "kind": "sgd"}, "fp32 for sgd"),
         ("optimizer", {"store_param_remainders": True}, "got fp32 with adamw in the megafsdp"),
-        ("optimizer", {"offload_fraction": 1.5}, "a number from 0 to 1, got 1.5"),
+        ("optimizer", {"offload_fraction": 1.5}, "auto or a number from 0 to 1, got 1.5"),
+        ("optimizer", {"offload_fraction": "auto", "kind": "adam"}, "auto with adam in"),
+        ("optimizer", {"speculate": True}, "optimizer.speculate"),
+        (
+            "optimizer",
+            {"speculate": True, "offload_fraction": 1.0, "offload_overlap": False},
+            "got true with 1.0 and offload_overlap False",
+        ),
         ("optimizer", {"offload_fraction": 0.5, "kind": "adam"}, "0.5 with adam in"),
         ("optimizer", {"offload_fraction": 0.5, "implementation": "fused"}, "the fused form"),
         ("optimizer", {"offload_fraction": 0.5, "exp_avg_dtype": "bf16"}, "states in bf16 and"),
@@ -128,6 +135,8 @@ def test_sound_way_to_divide_passes(tmp_path: Path, values: dict[str, Any]) -> N
         ("precision", {"main_params_dtype": "fp8"}, "bf16"),
         ("precision", {"main_grads_dtype": "fp64"}, "bf16"),
         ("activation_checkpointing", {"mode": "some"}, "selective"),
+        ("optimizer", {"offload_fraction": "most"}, "auto"),
+        ("optimizer", {"speculate": "maybe"}, "auto"),
     ],
 )
 def test_unknown_choice_is_refused(
