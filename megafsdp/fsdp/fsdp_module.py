@@ -106,7 +106,7 @@ class FSDPModule:
         self._fsdp_unit().require_context().is_last_microbatch = is_last_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether shards are summed over a mesh's outer axis in the next backward."""
+        """Choose whether shards are summed over the outer axis, if there is one, from here on."""
         for unit in self._fsdp_units(recurse=recurse):
             has_outer_axis = any(group.axes.outer_group is not None for group in unit.groups)
             unit.requires_all_reduce = requires_all_reduce or not has_outer_axis

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.uneven import local_object, local_tensor
+from megafsdp.errors import expected
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.mesh.placement import Residence
 
@@ -48,6 +49,9 @@ class FlatStates:
         counts_on_device: Keep the counts of steps on the group's device, not on the CPU.
 
     The buffers hold zeros at first.
+
+    Raises:
+        ValueError: The counts are to be on the device and the parameters live on the host.
     """
 
     def __init__(
@@ -57,6 +61,15 @@ class FlatStates:
         *,
         counts_on_device: bool = False,
     ) -> None:
+        if counts_on_device and group.lives_on_host:
+            raise ValueError(
+                expected(
+                    "parameters on the device",
+                    f"unit '{group.label}' with offload_policy, whose parameters are on the host",
+                    where="FusedAdam(capturable=True)",
+                    mend="Leave out one of the two",
+                )
+            )
         self._group = weakref.ref(group)
         self.layout = group.layout
         residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE

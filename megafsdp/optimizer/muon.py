@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
 from megafsdp.errors import expected
+from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.loaded_states import check_loaded_states, fill_options
 from megafsdp.optimizer.matrix_exchange import Round, choose_owners, choose_rounds, pieces
 from megafsdp.optimizer.muon_matrix import SPLITS, Matrix, is_for_muon, matrices_of
@@ -181,7 +182,7 @@ class Muon(Optimizer):
         return _Plan(matrices, [Round(each, cuts, owners, rank, group) for each in rounds])
 
     def _run_round(self, matrices: list[Matrix], each: Round) -> None:
-        device = matrices[0].parameter.device
+        device = _device_of(matrices[0].parameter)
         dtype = self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         message = torch.empty(each.num_sent, dtype=dtype, device=device)
         for piece, segment in zip(pieces(message, each.sends), each.sends, strict=True):
@@ -205,7 +206,7 @@ class Muon(Optimizer):
             where = matrix.local_range(segment.start, segment.stop)
             ratio = lr_ratio(options["adjust_lr_fn"], *matrix.shape)
             flat = local_tensor(matrix.parameter).view(-1)
-            flat[where].add_(piece, alpha=-options["lr"] * ratio)
+            flat[where].add_(piece.to(flat.device), alpha=-options["lr"] * ratio)
 
     def _average(self, matrix: Matrix, where: slice, output: torch.Tensor) -> None:
         """Update the momentum of some elements and write what is to be orthogonalised."""
@@ -249,6 +250,12 @@ class Muon(Optimizer):
             eps=group["adamw_eps"],
             maximize=False,
         )
+
+
+def _device_of(parameter: torch.Tensor) -> torch.device:
+    """Return where ranks exchange a parameter, which may itself live on the host."""
+    owner = group_of(parameter)
+    return parameter.device if owner is None else owner.device
 
 
 def _check_group(group: dict[str, Any], index: int) -> None:

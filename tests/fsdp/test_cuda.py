@@ -8,21 +8,41 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from megafsdp import MixedPrecisionPolicy, clip_grad_norm_, full_state_dict, microbatch
+from megafsdp import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    clip_grad_norm_,
+    full_state_dict,
+    mark_main_weights_changed,
+    microbatch,
+)
 from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.uneven import local_tensor
 from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, shard
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 
+HOST = OffloadPolicy(params=True)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 OPTIONS: dict[str, dict[str, object]] = {
     "zero-3": {},
     "zero-3 without prefetch": {"prefetch": 0},
-    "zero-3 bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "zero-3 bf16": {"mp_policy": BF16},
     "zero-1": {"strategy": "optim"},
     "ddp": {"strategy": "no_shard"},
     "hsdp": {"mesh": (2, 1)},
     "hfsdp": {"mesh": (2, 1), "outer_strategy": "optim"},
+    "zero-3 on the host": {"offload_policy": HOST},
+    "zero-3 on the host, not pinned": {"offload_policy": OffloadPolicy(True, pin_memory=False)},
+    "zero-3 bf16 on the host": {
+        "offload_policy": HOST,
+        "mp_policy": BF16,
+    },
+    "zero-1 on the host": {"strategy": "optim", "offload_policy": HOST},
+    "ddp on the host": {"strategy": "no_shard", "offload_policy": HOST},
+    "hsdp on the host": {"mesh": (2, 1), "offload_policy": HOST},
+    "hfsdp on the host": {"mesh": (2, 1), "outer_strategy": "optim", "offload_policy": HOST},
 }
 
 
@@ -50,13 +70,14 @@ def _trains(name: str) -> set[tuple[str, str]]:
             clip_grad_norm_(net, 1.0),
         ]
         if is_exact:
-            torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(norms[1].to(norms[0].device), norms[0], rtol=1e-4, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     wanted = reference.state_dict()
     for key, value in full_state_dict(net).items():
         if is_exact:
+            value = value.to(wanted[key].device)
             torch.testing.assert_close(value, wanted[key], rtol=1e-3, atol=1e-4)
     return set(record.calls_by_group)
 
@@ -93,3 +114,33 @@ def test_steady_steps_ask_the_device_for_no_memory(ranks: Ranks) -> None:
     """What units free, the next ones get."""
     (allocations,) = ranks(1, "nccl").run(_memory)
     assert allocations[2] == allocations[-1]
+
+
+def _host_bits() -> None:
+    nets = [
+        shard(Net(num_blocks=6, width=256).cuda(), offload_policy=policy, mp_policy=BF16)
+        for policy in (OffloadPolicy(), HOST)
+    ]
+    optimizer = adamw(nets[1])
+    for step in range(4):
+        for k, batch in enumerate(batches(2, seed=step)):
+            for net in nets:
+                with microbatch(net, is_last=k == 1):
+                    net(*(t.cuda() for t in mine(batch))).backward()
+        for one, other in zip(*(net.parameters() for net in nets), strict=True):
+            assert other.grad.device.type == other.device.type == "cpu"
+            assert local_tensor(other).is_pinned()
+            assert torch.equal(local_tensor(one.grad).cpu(), local_tensor(other.grad))
+        optimizer.step()
+        # The device need not round an update as the host does: the weights are copied.
+        with torch.no_grad():
+            for one, other in zip(*(net.parameters() for net in nets), strict=True):
+                local_tensor(one).copy_(local_tensor(other))
+        mark_main_weights_changed(nets[0])
+        for net in nets:
+            net.zero_grad()
+
+
+def test_copies_beside_the_kernels_lose_nothing(ranks: Ranks) -> None:
+    """Gradients of pinned parameters are those of parameters on the device, in every bit."""
+    ranks(1, "nccl").run(_host_bits)

@@ -35,6 +35,8 @@ from megafsdp.device.memory import Category
 from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
+from megafsdp.optimizer.local_parameters import local_parameters
+from megafsdp.optimizer.muon import Muon
 from megafsdp.optimizer.scale_rule import ScaleRule
 from megafsdp.optimizer.scaler import LossScaler
 from tests.end_to_end.strategy_cases import ENGINES, Engine, MeshShape, trajectory
@@ -100,6 +102,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": adamw,
     "FusedAdam": _fused,
     "SGD": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+    "Muon": lambda net: Muon(net.parameters(), lr=1e-2),
 }
 
 
@@ -310,10 +313,31 @@ def _hybrid() -> None:
     with pytest.raises(ValueError, match=r"offload_policy.*HybridDeviceOptimizer.*use FusedAdam"):
         HybridDeviceOptimizer(net.parameters())
 
+    net(*mine(batches(1)[0])).backward()
+    optimizer = FusedAdam(net.parameters(), capturable=True)
+    with pytest.raises(ValueError, match=r"offload_policy.*FusedAdam\(capturable=True\)"):
+        optimizer.step()
 
-def test_two_ways_to_offload_exclude_each_other(ranks: Ranks) -> None:
-    """HybridDeviceOptimizer moves main weights itself."""
+
+def test_what_needs_parameters_on_the_device_refuses_others(ranks: Ranks) -> None:
+    """HybridDeviceOptimizer moves main weights itself, CUDA graphs run nothing on the host."""
     ranks(2).run(_hybrid)
+
+
+def _local_parameters() -> None:
+    nets = [_net("optim_grads_params", BF16, offload) for offload in (OffloadPolicy(), HOST)]
+    optimizers = [torch.optim.Adam(local_parameters(net), lr=1e-2, eps=1e-5) for net in nets]
+    for step in range(3):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net(*mine(batches(1, seed=step)[0])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        _same_outputs(*nets)
+
+
+def test_local_parameters_lie_over_the_host_memory(ranks: Ranks) -> None:
+    """An element-wise optimizer over flat buffers steps them there."""
+    ranks(2).run(_local_parameters)
 
 
 def _same_outputs(net: nn.Module, other: nn.Module) -> None:

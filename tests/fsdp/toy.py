@@ -103,7 +103,11 @@ def assert_same_grads(
         assert (grad is None) == (wanted is None), f"{name}: {grad} and {wanted}"
         if grad is not None and wanted is not None:
             torch.testing.assert_close(
-                grad, wanted, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{m}\n{n}"
+                grad.to(wanted.device),
+                wanted,
+                rtol=rtol,
+                atol=atol,
+                msg=lambda m, n=name: f"{m}\n{n}",
             )
 
 
