@@ -17,22 +17,23 @@ from typing import Any
 import pytest
 import torch
 
-from megafsdp import FusedAdam, MixedPrecisionPolicy
+from megafsdp import FusedAdam, HybridDeviceOptimizer, MixedPrecisionPolicy
 from megafsdp.buffer.collectives import record_collectives
 from megafsdp.buffer.uneven import UnevenDTensor
 from megafsdp.checkpoint import async_save, load, save
 from megafsdp.checkpoint.manifest import read_manifest
 from megafsdp.checkpoint.regions import local_regions
+from megafsdp.checkpoint.staging import Staging
 from megafsdp.checkpoint.state_dict import model_state, optimizer_state, parameter_names
 from megafsdp.optimizer.offload_step import BucketStep
 from tests import architecture
 from tests.fsdp.toy import Net
 from tests.optimizer.hybrid_runs import (
+    KINDS,
     Case,
     assert_same,
     bits,
     go_on,
-    make_host_adamw,
     make_kind,
     make_net,
     make_optimizer,
@@ -94,7 +95,7 @@ def _save_with(root: Path, kind: str) -> None:
     save(root, model=net, optimizer=optimizer, step=2)
 
 
-@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_c4_main_weights_are_stored_once(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """C4: as the model's weights, in fp32; no state repeats them under another name."""
     ranks(2).run(_save_with, tmp_path, kind)
@@ -201,9 +202,7 @@ _NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_grads_dtype=torc
 
 def _long_run(kind: str) -> tuple[Net, FusedAdam]:
     net = make_net(Case(policy=_NARROW))
-    if kind == "torch's":
-        return net, make_host_adamw(net, 0.5)
-    return net, make_optimizer(net, Case(0.5, max_grad_norm=0.5))
+    return net, make_kind(net, kind, 0.5)
 
 
 def _saved_twice(root: Path, kind: str) -> None:
@@ -215,7 +214,14 @@ def _saved_twice(root: Path, kind: str) -> None:
             time.sleep(2e-3)
             inner(step)
 
+        copies = Staging.copy
+
+        def late_copies(staging: Staging) -> None:
+            time.sleep(5e-2)
+            copies(staging)
+
         patch.setattr(BucketStep, "run", late)
+        patch.setattr(Staging, "copy", late_copies)
         losses = go_on(net, optimizer, range(10))
         pending = async_save(root, model=net, optimizer=optimizer, step=10)
         losses += go_on(net, optimizer, range(10, 12))
@@ -223,6 +229,8 @@ def _saved_twice(root: Path, kind: str) -> None:
         save(root, model=net, optimizer=optimizer, step=12)
         losses += go_on(net, optimizer, range(12, 14))
     wanted = bits(net, optimizer)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    assert (optimizer.offload_counts.committed > 0) == (kind == "ahead")
     for step in (10, 12):
         other, restored = _long_run(kind)
         load(root, model=other, optimizer=restored, step=step)
@@ -230,7 +238,7 @@ def _saved_twice(root: Path, kind: str) -> None:
         assert_same(bits(other, restored), wanted)
 
 
-@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_c12_runs_saved_twice_resume_bit_for_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """C12: bf16 copies to and from a late worker; in the background at step 10, again at 12."""
     ranks(2).run(_saved_twice, tmp_path, kind)

@@ -22,6 +22,7 @@ from megafsdp.optimizer.offload_plan import groups_of
 from tests.checkpoint import fused_model
 from tests.fsdp.toy import Net
 from tests.optimizer.hybrid_runs import (
+    KINDS,
     Case,
     assert_same,
     backward,
@@ -133,7 +134,7 @@ def _loss_after(net: Net, seed: int) -> float:
     return loss
 
 
-@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_c9_states_are_taken_in_the_parameters_shape_and_flat(ranks: Ranks, kind: str) -> None:
     """C9: sharded, or what this rank holds, as its rows or as one dimension."""
     ranks(2).run(_shapes_of_loaded_states, kind)
@@ -181,7 +182,7 @@ def _loaded_in_place(root: Path, kind: str) -> None:
     assert_same(bits(fresh, unused), wanted)
 
 
-@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_c10_loads_write_into_the_hosts_memory(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """C10: by checkpoints and state dicts, into the tensors that the host steps, used or fresh."""
     ranks(2).run(_loaded_in_place, tmp_path, kind)

@@ -125,7 +125,8 @@ def go_on(net: Net, optimizer: FusedAdam, seeds: range) -> list[float]:
     """Train a step on each batch; return the losses."""
     losses = []
     for seed in seeds:
-        losses.append(backward(net, seed))
+        with microbatch(net, is_last=True):
+            losses.append(backward(net, seed))
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -144,8 +145,14 @@ def make_host_adamw(net: nn.Module, fraction: float = 1.0) -> HybridDeviceOptimi
     )
 
 
+KINDS = ["ours", "ahead", "torch's"]
+
+
 def make_kind(net: nn.Module, kind: str, fraction: float = 1.0) -> FusedAdam:
-    """Return the hybrid with ``"ours"`` or ``"torch's"`` optimizer on the host."""
-    if kind == "ours":
-        return make_optimizer(net, Case(fraction))
-    return make_host_adamw(net, fraction)
+    """Return a hybrid with our Adam on the host, also ahead of step(), or with one of torch."""
+    if kind == "torch's":
+        return make_host_adamw(net, fraction)
+    if kind == "ahead":
+        # So high that the guess is always right.
+        return make_optimizer(net, Case(fraction, max_grad_norm=1e3, speculate=True))
+    return make_optimizer(net, Case(fraction, max_grad_norm=0.5, speculate=False))
