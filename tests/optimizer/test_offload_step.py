@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megafsdp.device.link import _ThreadTransfer
+from megafsdp import microbatch
+from megafsdp.device.link import ThreadLink, _ThreadTransfer
 from megafsdp.optimizer.offload_step import AheadStep, BucketStep
 from tests.optimizer.hybrid_runs import (
     Case,
@@ -49,6 +53,17 @@ class _Gate:
         patch.setattr(owner, name, held_back)
 
 
+@contextmanager
+def _held_back(place: str) -> Iterator[_Gate]:
+    """Put up a gate that is open in the end, whatever fails: threads must be able to end."""
+    with pytest.MonkeyPatch.context() as patch:
+        gate = _Gate(patch, place)
+        try:
+            yield gate
+        finally:
+            gate.event.set()
+
+
 def _step_returns_first(place: str) -> None:
     case = Case(1.0)
     wanted_net = make_net(case)
@@ -58,8 +73,7 @@ def _step_returns_first(place: str) -> None:
     losses = []
     for seed in range(4):
         losses.append(backward(net, seed))
-        with pytest.MonkeyPatch.context() as patch:
-            gate = _Gate(patch, place)
+        with _held_back(place) as gate:
             optimizer.step()
             assert not gate.num_passed, "step() came back before the worker was done"
             if seed % 2:
@@ -109,9 +123,12 @@ def _forward_waits_for_its_own_bucket() -> None:
     net.blocks[0].register_forward_hook(note)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketStep, "_upload", slowly)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(net, 2)
+        try:
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(net, 2)
+        finally:
+            ran.set()
         optimizer.synchronize()
     assert events.index("ran blocks.0") < events.index("uploaded blocks.1")
     assert events.index("uploaded blocks.0") < events.index("ran blocks.0")
@@ -128,8 +145,7 @@ def _accumulates_after_a_step() -> None:
     for fraction in (None, 1.0):
         net = make_net(Case())
         optimizer = make_optimizer(net, Case(fraction))
-        with pytest.MonkeyPatch.context() as patch:
-            gate = _Gate(patch, "copy")
+        with _held_back("copy") as gate:
             for seed in range(3):
                 backward(net, seed)
                 gate.event.clear()
@@ -145,47 +161,88 @@ def test_a_backward_that_adds_to_gradients_waits_until_they_are_read(ranks: Rank
     ranks(2).run(_accumulates_after_a_step)
 
 
-def _failure_surfaces() -> list[str]:
+def _failure_surfaces(place: str) -> None:
     net = make_net(Case())
     optimizer = make_optimizer(net, Case(1.0))
     backward(net, 0)
-
-    def fails(step: BucketStep, scale: float) -> None:
-        raise MemoryError("no host memory")
-
-    raised = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketStep, "_update", fails)
+        if place == "copy back":
+            inner = ThreadLink.to_device
+            broken = [(_NoMemory(), torch.zeros(1))]
+            patch.setattr(ThreadLink, "to_device", lambda link, copies: inner(link, broken))
+        else:
+            patch.setattr(*_FAILING[place], _fails)
         optimizer.step()
         for use in (optimizer.step, lambda: backward(net, 1), net.state_dict):
             with pytest.raises(RuntimeError, match="no host memory") as error:
                 use()
-            assert isinstance(error.value.__cause__, MemoryError)
-            raised.append(type(error.value).__name__)
-    return raised
+            causes = [error.value.__cause__]
+            while causes[-1] is not None:
+                causes.append(causes[-1].__cause__)
+            assert isinstance(causes[-2], MemoryError), causes
 
 
-def test_a_failure_of_the_worker_is_raised_with_its_cause(ranks: Ranks) -> None:
-    """In the next step, the next forward and the state dict."""
-    assert ranks(2).run(_failure_surfaces) == [["RuntimeError"] * 3] * 2
+class _NoMemory:
+    """A target without memory."""
+
+    def copy_(self, source: torch.Tensor) -> None:
+        """Fail."""
+        raise MemoryError("no host memory")
 
 
-def _no_thread_outlives() -> tuple[int, int]:
-    def count() -> int:
-        return sum(thread.name == "megafsdp-offload" for thread in threading.enumerate())
+def _fails(*unused: object) -> None:
+    raise MemoryError("no host memory")
 
+
+_FAILING = {
+    "copy": (_ThreadTransfer, "_run"),
+    "update": (BucketStep, "_update"),
+    "upload": (BucketStep, "_upload"),
+}
+
+
+@pytest.mark.parametrize("place", [*_FAILING, "copy back"])
+def test_a_failure_of_the_worker_is_raised_with_its_cause(ranks: Ranks, place: str) -> None:
+    """In the next step, the next forward and the state dict, wherever it happened."""
+    ranks(2).run(_failure_surfaces, place)
+
+
+def _threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("megafsdp-"))
+
+
+def _no_thread_outlives(end: str) -> tuple[list[str], list[str]]:
+    before = _threads()
     net = make_net(Case())
-    optimizer = make_optimizer(net, Case(1.0))
-    backward(net, 0)
-    optimizer.step()
-    alive = count()
-    del optimizer
-    return alive, count()
+    optimizer = make_optimizer(net, Case(1.0, max_grad_norm=1e3, speculate=True))
+    with pytest.MonkeyPatch.context() as patch:
+        if end == "failed":
+            patch.setattr(BucketStep, "_upload", _fails)
+        with microbatch(net, is_last=True):
+            backward(net, 0)
+        if end != "begun":
+            optimizer.step()
+        if end == "failed":
+            with pytest.raises(RuntimeError, match="no host memory"):
+                optimizer.synchronize()
+        alive = _threads()
+        if end == "in a cycle":
+            optimizer.itself = optimizer
+        del optimizer
+        gc.collect()
+        left = _threads()
+    # The model outlives its optimizer, and what it was doing.
+    if end != "failed":
+        backward(net, 1)
+    return alive, [name for name in left if name not in before]
 
 
-def test_no_thread_outlives_the_optimizer(ranks: Ranks) -> None:
-    """The thread ends when the optimizer is collected."""
-    assert ranks(2).run(_no_thread_outlives) == [(1, 0)] * 2
+@pytest.mark.parametrize("end", ["begun", "stepped", "failed", "in a cycle"])
+def test_no_thread_outlives_the_optimizer(ranks: Ranks, end: str) -> None:
+    """They end when it is collected, in the middle of what they do or after a failure."""
+    for alive, left in ranks(2).run(_no_thread_outlives, end):
+        assert "megafsdp-offload" in alive
+        assert left == []
 
 
 def _stressed(num_steps: int) -> None:
