@@ -55,6 +55,11 @@ class HostArena:
         self._memory = host_bytes(nbytes, is_pinned=is_pinned)
         self._end = 0
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """Return all of it, 1-D uint8."""
+        return self._memory
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised 1-D tensor behind those that were taken before."""
         nbytes = numel * dtype.itemsize
