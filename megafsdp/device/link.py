@@ -19,6 +19,9 @@ from megafsdp.device.background import BackgroundThread
 from megafsdp.device.streams import DeviceHandle
 from megafsdp.errors import expected
 
+# A copy may be queued behind a collective that another rank never enters.
+_PATIENCE_S = 10.0
+
 # Targets and sources of one shape, contiguous. A target may have another dtype on the host only.
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -111,10 +114,11 @@ class StreamLink:
         return _StreamTransfer(self._handle, self._handle.record_event(stream))
 
     def close(self) -> None:
-        """Return when all copies are made."""
+        """Return when all copies are made, or are taken to wait for what never comes."""
+        end_s = time.perf_counter() + _PATIENCE_S
         for stream in self._streams:
-            if stream is not None:
-                stream.synchronize()
+            while stream is not None and not stream.query() and time.perf_counter() < end_s:
+                time.sleep(1e-4)
 
 
 class _ThreadTransfer:
