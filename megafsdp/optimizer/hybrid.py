@@ -262,6 +262,8 @@ class HybridDeviceOptimizer(FusedAdam):
                 hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
                 counts = bucket.states.upcoming(indices)
                 stretches += stretches_of(bucket.states, counts, hyper)
+        if sum(stretch.numel for stretch in stretches) < bucket.states.numel:
+            return  # What is not stepped would be missing in the second slab.
         if self._meter is not None:
             self._meter.grads_are_there()
         self._ahead.begin(bucket, stretches, self._threads())
@@ -285,11 +287,8 @@ class HybridDeviceOptimizer(FusedAdam):
                 self._ahead.call_off(bucket)
                 bucket.onload(self._state)
                 del self._buckets[states]
-        _LOGGER.info(
-            "offload_fraction 'auto' has settled on %.3f, %.3f of it to whole parameter groups",
-            fraction,
-            self.offloaded_fraction,
-        )
+        taken = self.offloaded_fraction
+        _LOGGER.info("offload_fraction 'auto' has settled on %.3f: %.3f fits", taken, fraction)
 
     def _on_host(self) -> list[torch.Tensor]:
         """Return the parameters that another optimizer steps on the host."""

@@ -128,7 +128,7 @@ class Bucket:
         nbytes = sum(aligned_nbytes(buffer.flat.nbytes) for buffer in shown.values())
         # Its pages are first touched by the threads of the step that writes them.
         arena = HostArena(nbytes, is_pinned=self._is_param_pinned)
-        return {
+        spare = {
             name: DBuffer(
                 buffer.layout,
                 buffer.residence,
@@ -141,6 +141,9 @@ class Bucket:
             )
             for name, buffer in shown.items()
         }
+        for buffer in spare.values():
+            buffer.zero_gaps()
+        return spare
 
     def exchange(self, states_by_parameter: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Show what lies in the spare slab, and keep the other as spare; copies nothing.

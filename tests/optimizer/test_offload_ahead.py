@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafsdp import FusedAdam, LossScaler, ScaleRule, clip_grad_norm_, microbatch
+from megafsdp import FusedAdam, LossScaler, ScaleRule, clip_grad_norm_, full_tensor, microbatch
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload_plan import groups_of
@@ -317,6 +317,33 @@ def test_loss_scales_and_overflows_change_no_bit(ranks: Ranks, unscales: bool) -
     for counts in ranks(2).run(_scaled_runs_agree, unscales):
         # The first scale is not known beforehand, later ones are until they move.
         assert (counts.committed > 0) == (counts.replayed > 0) == (not unscales)
+
+
+def _frozen_parts_agree() -> int:
+    case = Case(None, max_grad_norm=100.0, speculate=True)
+    found = []
+    for fraction in (None, 1.0):
+        net = make_net(case)
+        # A part that the optimizer does not have, and one that is frozen after two steps.
+        net.blocks[0].up.weight.requires_grad_(False)
+        optimizer = make_optimizer(net, replace(case, fraction=fraction))
+        for seed in range(5):
+            net.blocks[1].norm.weight.requires_grad_(seed < 2)
+            _handed_over(net, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {n: full_tensor(p.detach()) for n, p in net.named_parameters()}
+        found.append({n: w.clone() for n, w in weights.items()})
+    assert_same(found[1], found[0])
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    return optimizer.offload_counts.committed
+
+
+def test_frozen_parts_of_a_unit_keep_their_values(ranks: Ranks) -> None:
+    """A unit whose step leaves elements out is not stepped into the second slab."""
+    for num_committed in ranks(2).run(_frozen_parts_agree):
+        # Two units in all five steps, one in two of them.
+        assert num_committed == 2 * 5 + 2
 
 
 def _bytes() -> None:
