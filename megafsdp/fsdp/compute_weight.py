@@ -181,12 +181,13 @@ class ComputeWeight:
         (spec,) = self.recipe.specs
         before, self._main = self._main, main_weight
         self._before_move = before, self._shards, self._is_main_itself
-        self._is_main_itself = False
+        is_read, self._is_main_itself = self._is_main_itself, False
         self._device_copy = self._full[spec.name]
         if self._axes.is_sharded:
             self._device_copy = self._buffers.new_piece(spec)
             if not self._axes.is_divided:
                 self._shards = {spec.name: self._device_copy}
+        if not is_read:
             before.storage.release()
         self.mark_stale()
 
