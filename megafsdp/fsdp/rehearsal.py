@@ -22,19 +22,6 @@ from megafsdp.fsdp.schedule import FSDPContext, ScheduledUnit
 from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD
 
 
-class _SteppedGroup(ParameterGroup):
-    """Stands in for a group whose step on the host is under way; nothing else of it is used."""
-
-    def __init__(self) -> None:
-        self.step_in_flight = self
-
-    def wait(self) -> None:
-        """Return: nothing runs."""
-
-
-_STEPPED = _SteppedGroup()
-
-
 class RehearsedReducer(GradientReducer):
     """Stands in for the weights and gradients of a group; nothing of its base class is used.
 
@@ -154,8 +141,12 @@ class RehearsedUnit(ScheduledUnit):
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """Return one if the schedule must not gather the unit ahead, else none."""
-        return [_STEPPED] if any(r.weight.is_under_way for r in self.rehearsed) else []
+        """Return none: only recipes with statistics ask for them, and steps on the host.
+
+        That units which are stepped there are not gathered ahead lowers no peak: the backward of
+        the same step gathers as many.
+        """
+        return []
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Note the gathers of all groups."""
@@ -274,9 +265,6 @@ class Rehearsal(FSDPContext):
                 reducer.weight.note_step(casts_from=casts_from)
         for reducer in reducers:
             reducer.clear()
-
-    def refresh_with_statistics(self) -> None:
-        """Do nothing: no recipe has any."""
 
     def begin_backward(self) -> None:
         """Follow the recorded order; no engine calls back."""

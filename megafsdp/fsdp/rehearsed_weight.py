@@ -57,7 +57,6 @@ class RehearsedWeight:
         is_kept: Whether the full buffer is kept between uses.
         is_stale: Whether the main weight has changed since it was gathered.
         is_allocated: Whether the full buffer is there.
-        is_under_way: Whether the main weight may be changing on the host.
     """
 
     def __init__(self, group: PlannedGroup, meter: Meter) -> None:
@@ -67,8 +66,6 @@ class RehearsedWeight:
         self.is_kept = group.strategy.keeps_compute_weight
         self._full_nbytes = layout.gathered_numel * dtypes.compute.itemsize
         is_cast = dtypes.compute != dtypes.main
-        self._is_offloaded = group.is_offloaded
-        self.is_under_way = False
         # Cut over both axes, the inner shard is kept and gathered over the outer axis.
         self._is_kept_shard = group.is_sharded and degrees.is_outer_sharded
         self._inner_nbytes = self._full_nbytes // degrees.dp_shard
@@ -95,12 +92,12 @@ class RehearsedWeight:
             meter.ledger.debit(Category.COMPUTE_WEIGHT, self._full_nbytes)
 
     def note_step(self, *, casts_from: torch.dtype | None) -> None:
-        """Note that the main weight has changed, on the host perhaps beside what follows.
+        """Note that the main weight has changed.
 
         Args:
             casts_from: Dtype of the main weights that the optimizer casts as it steps.
         """
-        self.is_stale, self.is_under_way = True, self._is_offloaded
+        self.is_stale = True
         if casts_from is not None and casts_from == self._main_dtype and not self._is_encoded:
             self._is_encoded = True
             nbytes = self._source_nbytes + self._outer_source_nbytes
@@ -121,7 +118,6 @@ class RehearsedWeight:
 
     def start_unshard(self, *, in_backward: bool) -> None:
         """Note the gather of a buffer that is not current, and allocate it."""
-        self.is_under_way = False
         if self._is_in_flight or not self._is_sharded:
             return
         was_stale, self.is_stale = self.is_stale, False

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megafsdp.device.memory import Category
+from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.training import Config
 from megafsdp.training.cli import main
@@ -99,30 +100,47 @@ def test_bytes_over_two_axes_are_those_of_real_steps(
     _assert_as_said(dry_run(config, 4), ranks(4).run(_train_steps, config))
 
 
-@pytest.mark.parametrize("speculate", [True, "auto"])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("strategy", "speculate", "overlap", "has_copy"),
+    [
+        ("optim_grads_params", True, True, True),
+        ("optim_grads_params", "auto", True, True),
+        ("optim", "auto", True, True),
+        ("optim_grads_params", "auto", False, False),
+        ("no_shard", True, True, False),
+    ],
+)
 def test_steps_that_begin_early_have_a_second_copy(
-    ranks: Ranks, tmp_path: Path, strategy: str, speculate: bool | str
+    ranks: Ranks,
+    tmp_path: Path,
+    strategy: str,
+    speculate: bool | str,
+    overlap: bool,
+    has_copy: bool,
 ) -> None:
     """Of main weights and moments, where gradients are divided; bytes as in real steps."""
-    options = {"parallel": {"strategy": strategy}, "optimizer": {"speculate": speculate}}
-    config = _config(tmp_path, **options)
+    choices = {"speculate": speculate, "offload_overlap": overlap}
+    config = _config(tmp_path, parallel={"strategy": strategy}, optimizer=choices)
     report = dry_run(config, 2)
     three = report.host.main_weight + report.host.optimizer_state
-    assert report.host.second_copy == (0 if strategy == "no_shard" else three)
+    assert report.host.second_copy == has_copy * three
     _assert_as_said(report, ranks(2).run(_train_steps, config))
+
+
+def _names_on_host(config: Config) -> set[str]:
+    model, _, _ = train_configured(config)
+    owned = {name: group_of(parameter) for name, parameter in model.named_parameters()}
+    held = [name for name, group in owned.items() if group is not None and group.host_memory]
+    return {".".join(name.split(".")[:3]) for name in held}
 
 
 def test_groups_are_chosen_in_the_order_of_the_optimizer(ranks: Ranks, tmp_path: Path) -> None:
-    """Factors on the learning rate of later layers put the first ones behind them."""
-    multipliers = {"*layers.1.*": 0.5, "*layers.2.*": 0.5, "*": 2.0}
-    config = _config(
-        tmp_path,
-        optimizer={"offload_fraction": 0.4, "lr_multipliers": multipliers},
-        train={"micro_batch_size": 3},
-    )
-    report = dry_run(config, 2)
-    _assert_as_said(report, ranks(2).run(_train_steps, config))
+    """A learning rate of its own puts the first layer behind the others."""
+    multipliers = {"*layers.0.*": 0.5, "*": 2.0}
+    config = _config(tmp_path, optimizer={"offload_fraction": 0.3, "lr_multipliers": multipliers})
+    on_host = [u for u in dry_run(config, 2).units if any(g.is_offloaded for g in u.groups)]
+    assert [(unit.name, unit.count) for unit in on_host] == [("decoder.layers.0", 1)]
+    assert ranks(2).run(_names_on_host, config) == [{"decoder.layers.0"}] * 2
 
 
 def test_auto_is_counted_as_all(tmp_path: Path) -> None:
