@@ -53,7 +53,7 @@ MIXED = {
     "blocks alone": Engine(((2,),), {"offload_policy": HOST}, {"offload_policy": OffloadPolicy()}),
     "root alone": Engine(((2,),), root_options={"offload_policy": HOST}),
 }
-LOOPS = (("plain", 1), ("plain", 3), ("microbatch", 3), ("no_sync", 3), ("mixed", 3))
+LOOPS = (("plain", 3), ("microbatch", 3), ("mixed", 3))
 
 CASES = pairwise(
     [
@@ -484,6 +484,26 @@ def _interrupted() -> None:
 def test_an_exception_in_backward_leaves_nothing_behind(ranks: Ranks) -> None:
     """Sums on the device and copies under way are forgotten."""
     ranks(2).run(_interrupted)
+
+
+def _last_microbatch_skips(engine: str) -> None:
+    nets = [_net(engine, BF16, offload) for offload in (OffloadPolicy(), HOST)]
+    for net in nets:
+        blocks = net.blocks
+        for k, batch in enumerate(batches(2)):
+            net.blocks = blocks[: 3 - k]
+            with microbatch(net, is_last=k == 1):
+                net(*mine(batch)).backward()
+        net.blocks = blocks
+    grads = [[p.grad for p in net.parameters()] for net in nets]
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(local_tensor(one), local_tensor(other))
+
+
+@pytest.mark.parametrize("engine", ["no_shard", "optim_grads_params", "hsdp"])
+def test_sums_of_a_unit_that_the_last_microbatch_skips_arrive(ranks: Ranks, engine: str) -> None:
+    """What waits on the device is copied at the end of the last backward."""
+    ranks(2).run(_last_microbatch_skips, engine)
 
 
 def _flags() -> None:
