@@ -21,6 +21,8 @@ _RELATIVE_BOUND = 0.005
 _RELATIVE_AIM = 0.001
 _SLACK_NUMEL = 8192  # Padding that costs less than another collective.
 _LEAST_FACTOR = 1.25
+_ALIGNMENTS = (256, 128, 64, 32, 16)  # Bytes; the coarsest that pads little is taken.
+_MAX_TRIALS = 1024  # Shard lengths that are tried one after another.
 
 
 def plan_layout(
@@ -35,9 +37,10 @@ def plan_layout(
     Candidates are made by merging row classes one pair at a time, from one sub-buffer a class down
     to one for all. Accepted is the candidate with the fewest sub-buffers whose padding is at most
     the largest of 0.1 % of the elements, 8,192 elements, and 1.25 times the least of all
-    candidates, and never more than :func:`padding_bound`. Tensors start 256-byte aligned in the
-    gathered buffer, or 16-byte aligned where no 256-byte candidate is accepted. Deterministic:
-    equal input, equal layout.
+    candidates, and never more than :func:`padding_bound`. Then shards are shortened as far as no
+    row is cut. Tensors start 256-byte aligned in the gathered buffer; where that pads more than
+    0.1 % and a finer alignment pads less, by the coarsest one down to 16 bytes that pads at most
+    0.1 % or least. Deterministic: equal input, equal layout.
 
     Args:
         specs: The tensors; if there are several shards, each has at least one dimension and one
@@ -72,20 +75,29 @@ def plan_layout(
                 mend="Leave out parameter groups without tensors",
             )
         )
-    fine, coarse = max(16 // itemsize, 1), max(256 // itemsize, 1)
-    candidates = [
-        (alignment, packed)
-        for alignment in (coarse, fine)
-        for packed in _candidates(specs, num_shards, alignment, merge_classes=merge_classes)
-    ]
     numel = sum(spec.numel for spec in specs)
-    least = min(packed.total(num_shards) for _, packed in candidates) - numel
-    accepted = max(_RELATIVE_AIM * numel, _SLACK_NUMEL, _LEAST_FACTOR * least)
-    accepted = max(min(accepted, padding_bound(specs, num_shards, itemsize=itemsize)), least)
-    _, best = min(
-        (c for c in candidates if c[1].total(num_shards) - numel <= accepted),
-        key=lambda c: (-c[0], len(c[1].bins), c[1].total(num_shards)),
-    )
+    steps = [max(nbytes // itemsize, 1) for nbytes in _ALIGNMENTS]
+    tried = {
+        step: _Packer(specs, num_shards, step).candidates(merge_classes=merge_classes)
+        for step in dict.fromkeys(steps)
+    }
+    totals = [packed.total(num_shards) - numel for found in tried.values() for packed in found]
+    accepted = max(_RELATIVE_AIM * numel, _SLACK_NUMEL, _LEAST_FACTOR * min(totals))
+    bound = padding_bound(specs, num_shards, itemsize=itemsize)
+    accepted = max(min(accepted, bound), min(totals))
+
+    def fewest(found: list[_Packed]) -> list[_Packed]:
+        fitting = [packed for packed in found if packed.total(num_shards) - numel <= accepted]
+        ordered = sorted(fitting, key=lambda packed: (len(packed.bins), packed.total(num_shards)))
+        return ordered[:1]
+
+    chosen = [packed for step in steps for packed in fewest(tried[step])]
+    chosen = [packed for packed in chosen if len(packed.bins) <= len(chosen[0].bins)]
+    if merge_classes:
+        chosen = [_Packed([b.tightened(specs) for b in packed.bins]) for packed in chosen]
+    least = min(packed.total(num_shards) for packed in chosen)
+    aim = max((1 + _RELATIVE_AIM) * numel, least)
+    best = next(packed for packed in chosen if packed.total(num_shards) <= aim)
     return best.freeze(specs, num_shards)
 
 
@@ -112,8 +124,8 @@ class _Bin:
 
     def __init__(self, granules: Sequence[int], num_shards: int, alignment: int) -> None:
         # The next sub-buffer starts after all shards of this one, and must be aligned too.
-        aligned = alignment // math.gcd(alignment, num_shards)
-        self.chunk = math.lcm(SHARD_MULTIPLE, aligned, *granules)
+        self.aligned = alignment // math.gcd(alignment, num_shards)
+        self.chunk = math.lcm(SHARD_MULTIPLE, self.aligned, *granules)
         self.num_shards, self.alignment = num_shards, alignment
         self.placed: dict[int, int] = {}
         self.free: list[tuple[int, int]] = []
@@ -140,13 +152,66 @@ class _Bin:
             offset = _round_up(start, self.alignment)
             if offset + spec.numel > stop:
                 continue
+            self.placed[index] = offset
             if k == len(ranges) - 1:
-                self.append(index, spec)
+                self.free.append((start, offset))
+                self.end = offset + spec.numel
             else:
-                self.placed[index] = offset
                 self.free[k : k + 1] = [(start, offset), (offset + spec.numel, stop)]
             return True
         return False
+
+    def tightened(self, specs: Sequence[TensorSpec]) -> _Bin:
+        """Return the sub-buffer with the shortest shards found that cut no row.
+
+        A tensor over one boundary needs a row to end there, however long a shard is: only the rows
+        of tensors over several boundaries must divide a shard.
+        """
+        if any(isinstance(specs[i].placement, TensorAtomic) for i in self.placed):
+            return self
+        least = -(-sum(specs[i].numel for i in self.placed) // self.num_shards)
+        long = [specs[i].granule for i in self.placed if specs[i].numel > 2 * self.shard]
+        step = math.lcm(SHARD_MULTIPLE, self.aligned, *long)
+        order = sorted(self.placed, key=self.placed.__getitem__)
+        for shard in range(_round_up(least, step), self.shard, step)[:_MAX_TRIALS]:
+            packed = _Bin((1,), self.num_shards, self.alignment)
+            packed.shard = shard
+            if packed.holds(order, specs):
+                return packed
+        return self
+
+    def holds(self, order: Sequence[int], specs: Sequence[TensorSpec]) -> bool:
+        """Place tensors in shards of this length; tell whether they fit without a cut row."""
+        for i in (i for i in order if specs[i].granule > 1):
+            offset = self._first_uncut(specs[i])
+            if offset is None:
+                return False
+            if offset > self.end:
+                self.free.append((self.end, offset))
+            self.placed[i], self.end = offset, offset + specs[i].numel
+        vectors = [i for i in order if specs[i].granule == 1]
+        vectors.sort(key=lambda i: (-specs[i].numel, i))
+        return all(self.fill(i, specs[i]) for i in vectors)
+
+    def _first_uncut(self, spec: TensorSpec) -> int | None:
+        """Return the first aligned offset behind all others at which no row of a tensor is cut."""
+        granule, shard = spec.granule, self.shard
+        offset = _round_up(self.end, self.alignment)
+        while offset + spec.numel <= self.num_shards * shard:
+            cut = (offset // shard + 1) * shard
+            stop = offset + spec.numel
+            if stop <= cut or (cut - offset) % granule == 0:
+                return offset if stop <= cut + shard or shard % granule == 0 else None
+            # The next aligned offset with whole rows before the cut, or the cut itself.
+            divisor = math.gcd(self.alignment, granule)
+            steps, rest = divmod((cut - offset) % granule, divisor)
+            if rest:
+                offset = _round_up(cut, self.alignment)
+                continue
+            period = granule // divisor
+            steps = steps * pow(self.alignment // divisor, -1, period) % period
+            offset = min(offset + steps * self.alignment, _round_up(cut, self.alignment))
+        return None
 
     def growth(self, spec: TensorSpec) -> int:
         """Return by how many elements the sub-buffer grows when a tensor is appended."""
@@ -175,21 +240,6 @@ class _Packed:
         return FlatLayout(num_shards, tuple(subs), slots)
 
 
-def _candidates(
-    specs: Sequence[TensorSpec], num_shards: int, alignment: int, *, merge_classes: bool
-) -> list[_Packed]:
-    """Pack every partition that pairwise merging visits, with 1-D tensors filled in or apart."""
-    packer = _Packer(specs, num_shards, alignment)
-    partition: list[tuple[int, ...]] = [(granule,) for granule in sorted(packer.classes)]
-    found = []
-    while True:
-        fillings = (True, False) if merge_classes else (False,)
-        found += [packer.complete(partition, is_filled=is_filled) for is_filled in fillings]
-        if len(partition) < 2 or not merge_classes:
-            return found
-        partition = _merge_cheapest(partition, lambda granules: packer.pack(granules).shard)
-
-
 class _Packer:
     """The tensors of a group by class, and how a partition of the classes is packed."""
 
@@ -206,6 +256,21 @@ class _Packer:
             else:
                 self.classes.setdefault(spec.granule, []).append(i)
         self.fillers.sort(key=lambda i: (-specs[i].numel, i))
+
+    def candidates(self, *, merge_classes: bool) -> list[_Packed]:
+        """Pack every partition that pairwise merging visits, with 1-D tensors filled in or apart.
+
+        Args:
+            merge_classes: False packs only the first partition, and nothing is filled in.
+        """
+        partition: list[tuple[int, ...]] = [(granule,) for granule in sorted(self.classes)]
+        found = []
+        while True:
+            fillings = (True, False) if merge_classes else (False,)
+            found += [self.complete(partition, is_filled=is_filled) for is_filled in fillings]
+            if len(partition) < 2 or not merge_classes:
+                return found
+            partition = _merge_cheapest(partition, lambda granules: self.pack(granules).shard)
 
     def pack(self, granules: Sequence[int]) -> _Bin:
         """Pack some classes into one sub-buffer, the longest rows first."""

@@ -138,10 +138,33 @@ def test_vector_fills_slack_behind_a_matrix() -> None:
 
 
 def test_vector_fills_the_gap_between_two_matrices() -> None:
-    """Rows of 1001 start at multiples of 4004; the gap before the second holds the vector."""
-    specs = _specs([(3, 1001), (3, 1001), (500,)])
-    layout = plan_layout(specs, 1)
-    assert [slot.offset for slot in layout.slots] == [0, 4004, 3004]
+    """The second matrix starts aligned behind the cut at 1056; the gap before holds the vector."""
+    specs = _specs([(3, 320), (3, 320), (100,)])
+    layout = plan_layout(specs, 2)
+    assert [slot.offset for slot in layout.slots] == [0, 1088, 960]
+    assert layout.shard_numel == 1056
+
+
+def test_only_the_tensor_over_the_cut_has_a_row_end_there() -> None:
+    """Shards of two ranks need not be multiples of the long rows, all of which lie on one rank."""
+    layout = plan_layout(_specs([(8, 1024), (42, 256), (256,)]), 2)
+    assert layout.shard_numel == 8 * 1024 + 6 * 256  # 9.5 long rows.
+
+
+@pytest.mark.parametrize(("hidden", "padding_numel", "nbytes"), [(256, 256, 256), (64, 64, 128)])
+def test_layers_of_two_ranks_pad_one_half_row_a_rank(
+    hidden: int, padding_numel: int, nbytes: int
+) -> None:
+    """Half of such a layer ends in the middle of a row: no uncut layout pads less.
+
+    Starts are as coarsely aligned as that allows.
+    """
+    h = hidden
+    shapes = [(h,), (h,), (3 * h, h), (3 * h,), (h, h), (h,)]
+    shapes += [(h,), (h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,)]
+    layout = plan_layout(_specs(shapes), 2, itemsize=2)
+    assert layout.padding_numel == padding_numel
+    assert all(2 * layout.gathered_offset(i) % nbytes == 0 for i in range(len(shapes)))
 
 
 def test_unmerged_classes_have_a_buffer_each() -> None:
