@@ -116,11 +116,25 @@ def all_gather(
     with profiler_range("all_gather", label):
         if len(pairs) == 1:
             (out, shard), *_ = pairs
+            if group.size() == 2 and _is_gloo(group, out.device):
+                return Pending([_gather_pair(out, shard, group)])
             return Pending([_all_gather_single(out, shard, group=group, async_op=True)])
         with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
             for out, shard in pairs:
                 _all_gather_single(out, shard, group=group)
     return Pending([coalesced])
+
+
+def _gather_pair(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Gather between two ranks straight into the output; gloo's own all-gather copies it twice."""
+    halves = out.chunk(2)
+    halves[group.rank()].copy_(shard)
+    return _swap(halves[1 - group.rank()], shard, group)
+
+
+def _swap(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    splits = [0 if r == group.rank() else received.numel() for r in range(2)]
+    return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
 
 
 def reduce_scatter(
@@ -191,21 +205,18 @@ def _exchange(
     partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
     """Send each rank its chunk; return the shards to sum, in rank order."""
-    num_ranks, rank = group.size(), group.rank()
-    chunks = list(partial.chunk(num_ranks))
-    if num_ranks == 1:
+    rank, chunks = group.rank(), list(partial.chunk(group.size()))
+    if len(chunks) == 1:
         return None, chunks
-    if num_ranks == 2:
+    if len(chunks) == 2:
         # The own chunk stays where it is, which halves the bytes. With more ranks it lies between
         # chunks that leave, and all_to_all_single sends one contiguous tensor.
         received = torch.empty_like(chunks[0])
-        splits = [0 if r == rank else received.numel() for r in range(2)]
-        other = chunks[1 - rank]
-        work = dist.all_to_all_single(received, other, splits, splits, group=group, async_op=True)
+        work = _swap(received, chunks[1 - rank], group)
         return work, [chunks[r] if r == rank else received for r in range(2)]
     received = torch.empty_like(partial)
     work = dist.all_to_all_single(received, partial, group=group, async_op=True)
-    return work, list(received.chunk(num_ranks))
+    return work, list(received.chunk(len(chunks)))
 
 
 def _library_reduce_scatter(

@@ -47,7 +47,11 @@ def test_a_step_is_timed_against_fsdp2_and_recorded(
     # Main weights and both moments, fp32 halves, are at rest; padding and step counts come on top.
     resting = case["bytes"]["megafsdp"]["resting"] / (case["num_parameters"] * 12 / 2)
     assert 1.0 <= resting < 1.1
-    assert case["collectives"]["megafsdp"]["calls"]["_allgather_base_"] == 4
+    # Two ranks on gloo gather by an all-to-all too: 4 gathers and 3 reductions.
+    expected = {"cpu": {"alltoall_base_": 7}, "cuda": {"_allgather_base_": 4}}
+    device = _only_record(tmp_path)["results"]["device"]
+    calls = case["collectives"]["megafsdp"]["calls"]
+    assert expected[device].items() <= calls.items()
     assert case["collectives"]["fsdp2"]["calls"]["_reduce_scatter_base_"] == 3
     # Two in forward and two in backward of a unit; the root's last is the end of the backward.
     assert case["host"]["hooks_per_step"] == 4 * 3

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from megafsdp.buffer.collectives import (
     Pending,
@@ -152,10 +153,26 @@ def _bytes_are_gathered(dtype: torch.dtype) -> None:
     assert record.nbytes["all_gather"] == 16 * world
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
-def test_one_byte_dtypes_are_gathered(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_one_byte_dtypes_are_gathered(ranks: Ranks, num_ranks: int, dtype: torch.dtype) -> None:
     """FP8 formats travel as bytes where the backend does not know them."""
-    ranks(3).run(_bytes_are_gathered, dtype)
+    ranks(num_ranks).run(_bytes_are_gathered, dtype)
+
+
+def _largest_allocation_of_a_gather() -> int:
+    shard, out = torch.full((4096,), float(dist.get_rank())), torch.empty(8192)
+    all_gather([out], [shard], group=_world(), label="").wait()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        all_gather([out], [shard], group=_world(), label="").wait()
+    assert out.view(2, -1).mean(dim=1).tolist() == [0.0, 1.0]
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return max((e.nbytes() for e in events if e.name() == "[memory]"), default=0)
+
+
+def test_two_ranks_gather_into_the_output_and_nowhere_else(ranks: Ranks) -> None:
+    """An all-gather of gloo's makes an output of its own; what two ranks do needs none."""
+    assert max(ranks(2).run(_largest_allocation_of_a_gather)) < 4096
 
 
 def _mixed_dtypes() -> None:
@@ -173,9 +190,10 @@ def _mixed_dtypes() -> None:
         assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
 
 
-def test_sub_buffers_of_different_dtypes_are_one_collective(ranks: Ranks) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sub_buffers_of_different_dtypes_are_one_collective(ranks: Ranks, num_ranks: int) -> None:
     """Codes and their scales travel together."""
-    ranks(3).run(_mixed_dtypes)
+    ranks(num_ranks).run(_mixed_dtypes)
 
 
 def _gathered_rows() -> torch.Tensor:

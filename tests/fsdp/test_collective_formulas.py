@@ -47,7 +47,11 @@ class CountC10d(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         """Count and run."""
         if func.namespace == "c10d":
-            self.calls[KIND_OF_OP[func._schema.name.removeprefix("c10d::")]] += 1
+            kind = KIND_OF_OP[func._schema.name.removeprefix("c10d::")]
+            # Two ranks gather by an all-to-all too, into a part of a buffer.
+            output = args[0]
+            is_part = kind == "reduce_scatter" and output.untyped_storage().nbytes() > output.nbytes
+            self.calls["all_gather" if is_part else kind] += 1
         return func(*args, **(kwargs or {}))
 
 
