@@ -80,6 +80,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "agreement",
         "process_groups",
         "order",
+        "scheduled_unit",
         "schedule",
         "backward_edges",
         "state_dict_guard",

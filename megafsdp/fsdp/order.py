@@ -37,10 +37,13 @@ class RecordedOrder(Generic[T]):
         expected = self._record[position] if position < len(self._record) else None
         if expected is None or expected() is not unit:
             self._is_followed = False
-        if not self._is_followed:
-            return []
-        upcoming = (r() for r in self._record[position + 1 : position + 1 + count])
-        return [u for u in upcoming if u is not None]
+        return self.upcoming(count)
+
+    def upcoming(self, count: int) -> list[T]:
+        """Return up to ``count`` units expected after the last one that arrived."""
+        position = len(self._running)
+        expected = self._record[position : position + count] if self._is_followed else []
+        return [u for u in (r() for r in expected) if u is not None]
 
     def is_last(self, unit: T) -> bool:
         """Tell whether ``unit`` is the last of the record, and the run agrees with it so far."""

@@ -245,6 +245,7 @@ class Rehearsal(FSDPContext):
         root.end_forward(self)
         self.end_forward(is_graph_built=True)
         root.begin_backward(self)
+        self.leave_outputs()
         for unit in reversed(others):
             unit.begin_backward(self)
             unit.finish_backward()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
@@ -26,52 +25,8 @@ from megafsdp.buffer.collectives import Pending
 from megafsdp.fsdp.agreement import agree_on_usage, refresh_with_statistics
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.order import RecordedOrder
-from megafsdp.fsdp.parameter_group import ParameterGroup
 from megafsdp.fsdp.process_groups import ExtraGroups, separate_reductions
-
-
-class ScheduledUnit(Protocol):
-    """What the schedule must be able to ask of a unit."""
-
-    prefetch: int
-    reshard_after_forward: bool | int | None
-    reshard_after_backward: bool
-    requires_gradient_sync: bool
-    requires_all_reduce: bool
-    reducers: list[GradientReducer]
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Tell whether full storage is allocated."""
-
-    @property
-    def groups(self) -> list[ParameterGroup]:
-        """Return the unit's parameter groups."""
-
-    def start_unshard(self, *, in_backward: bool = False) -> None:
-        """Issue the gathers of the unit."""
-
-    def finish_unshard(self) -> None:
-        """Wait for the gathers of the unit."""
-
-    def release(self) -> None:
-        """Free the full storage unless the unit is at work."""
-
-    def finish_backward(self) -> None:
-        """End the unit's backward if it is in one."""
-
-    def forget_forwards(self) -> None:
-        """Stop waiting for the gradients of forwards so far."""
-
-    @property
-    def is_at_work(self) -> bool:
-        """Tell whether a forward or backward has begun and not ended."""
-
-    def abandon(self) -> None:
-        """Return to rest after an exception."""
-
-    def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
-        """Return the units the user chose to prefetch after this one."""
+from megafsdp.fsdp.scheduled_unit import ScheduledUnit as ScheduledUnit
 
 
 class FSDPContext:
@@ -94,6 +49,7 @@ class FSDPContext:
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._is_backward_running = False
+        self._is_at_outputs = False  # Only the root's backward has begun, and gathered nothing.
         self._reductions: list[GradientReducer] = []
         self._outer_reductions: list[GradientReducer] = []
         # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
@@ -151,7 +107,7 @@ class FSDPContext:
 
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
-        self._is_backward_running = False
+        self._is_backward_running = self._is_at_outputs = False
         for unit in reversed(self.units):
             unit.finish_backward()
         if self.is_last_microbatch:
@@ -190,7 +146,7 @@ class FSDPContext:
         """Undo a forward or backward that an exception cut short."""
         if not self._is_backward_running and not any(unit.is_at_work for unit in self.units):
             return
-        self._is_backward_running = False
+        self._is_backward_running = self._is_at_outputs = False
         self.passes_in_backward.clear()
         self._reductions.clear()
         self._outer_reductions.clear()
@@ -202,8 +158,25 @@ class FSDPContext:
         self._unshard(unit, self._forward)
 
     def unshard_for_backward(self, unit: ScheduledUnit) -> None:
-        """Gather a unit for its backward, and issue the gathers of those expected next."""
+        """Gather a unit for its backward, and issue the gathers of those expected next.
+
+        The root's backward begins with the loss, when most bytes are alive: what comes after it is
+        gathered when that is over (:meth:`leave_outputs`).
+        """
         self._unshard(unit, self._backward)
+
+    def watch_root(self, unit: ScheduledUnit, output: torch.Tensor) -> None:
+        """Have the autograd engine call :meth:`leave_outputs`, if the output is the root's."""
+        if self.is_root(unit) and output.grad_fn is not None:
+            output.grad_fn.register_hook(self.leave_outputs)
+
+    @torch._disable_dynamo
+    def leave_outputs(self, *unused: object) -> None:
+        """Issue the gathers expected after the root: its first backward operator is done."""
+        if self._is_at_outputs:
+            root = self._root()
+            assert root is not None, "a unit at work is alive"
+            self._gather_ahead(root, self._backward.upcoming(root.prefetch), in_backward=True)
 
     def is_kept_after_forward(self, unit: ScheduledUnit) -> bool:
         """Tell whether a unit's storage stays for backward: the root, the last unit, or by wish."""
@@ -215,8 +188,18 @@ class FSDPContext:
         in_backward = order is self._backward
         self._ahead.discard(id(unit))
         unit.start_unshard(in_backward=in_backward)
-        upcoming = unit.prefetch_override(is_backward=in_backward)
         recorded = order.arrive(unit, unit.prefetch)
+        self._is_at_outputs = in_backward and self.is_root(unit)
+        if not self._is_at_outputs:
+            self._gather_ahead(unit, recorded, in_backward=in_backward)
+        unit.finish_unshard()
+
+    def _gather_ahead(
+        self, unit: ScheduledUnit, recorded: list[ScheduledUnit], *, in_backward: bool
+    ) -> None:
+        """Issue the gathers of what comes after a unit: recorded units or those the user chose."""
+        self._is_at_outputs = False
+        upcoming = unit.prefetch_override(is_backward=in_backward)
         for other in recorded if upcoming is None else upcoming:
             if any(group.step_in_flight for group in other.groups):
                 break  # Its weights may be under way: this unit must not wait for them.
@@ -224,7 +207,6 @@ class FSDPContext:
                 if not other.is_unsharded:
                     self._ahead.add(id(other))
                 other.start_unshard(in_backward=in_backward)
-        unit.finish_unshard()
 
     def add_reduction(self, reducer: GradientReducer, *, is_final: bool) -> None:
         """Issue a reduction and finish older ones, so that few inputs are alive."""

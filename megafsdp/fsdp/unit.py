@@ -253,6 +253,7 @@ class FSDPUnit:
             hook = BackwardHook(self, self._token)
             for tensor in tensors_of(output):
                 hook.watch(tensor)
+                context.watch_root(self, tensor)
         self._token = None
         return output
 

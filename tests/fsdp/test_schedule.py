@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megafsdp import MixedPrecisionPolicy
+from megafsdp import MixedPrecisionPolicy, fully_shard
 from megafsdp.buffer import collectives, dbuffer
 from megafsdp.buffer.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
@@ -99,6 +100,39 @@ def test_the_next_gather_is_in_flight_while_a_unit_computes(ranks: Ranks) -> Non
         following = f"blocks.{k + 1}"
         issued, arrived = events.index(("issued", following)), events.index(("arrived", following))
         assert issued < events.index(("computed", f"blocks.{k}")) < arrived
+
+
+def _loss_and_gathers() -> list[tuple[str, int]]:
+    reference = Net(NUM_BLOCKS)
+    net = copy.deepcopy(reference)
+    for block in net.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(net)
+    events: list[tuple[str, int]] = []
+    ledger = net._fsdp_unit().ledger
+
+    def note(what: str) -> None:
+        events.append((what, ledger.num_live[Category.UNSHARDED]))
+
+    for batch in batches(2):
+        reference.zero_grad()
+        net.zero_grad()
+        reference(*batch).backward()
+        loss = net(*mine(batch))
+        operator = loss.grad_fn
+        operator.register_prehook(lambda _: note("loss"))
+        operator.next_functions[0][0].register_prehook(lambda _: note("operator before"))
+        loss.backward()
+        assert_same_grads(net, reference)
+    return events
+
+
+def test_what_comes_after_the_root_is_gathered_when_the_loss_is_differentiated(
+    ranks: Ranks,
+) -> None:
+    """The loss's own backward has the root alone; the last block is under way from then on."""
+    first, second = [("loss", 1), ("operator before", 1)], [("loss", 1), ("operator before", 2)]
+    assert ranks(2).run(_loss_and_gathers) == [[*first, *second]] * 2, "the order is known then"
 
 
 def _changing_order() -> None:
