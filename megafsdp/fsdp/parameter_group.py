@@ -18,6 +18,9 @@ main grad      1/N; ZeRO-1: after the      1/(N M); 1/N while  full
                last microbatch             microbatches add
 =============  ==========================  ==================  =============================
 
+Where the policy keeps parameters on the host, main weight and main grad are there, in the same
+lengths, and the replicated group's main weight is never the unsharded one.
+
 The compute weight's buffers are the business of :mod:`megafsdp.fsdp.compute_weight`, gradients that
 of :mod:`megafsdp.fsdp.gradients`; when to gather is the schedule's.
 """
@@ -110,7 +113,8 @@ class ParameterGroup:
             self.residence, dtypes.main, Category.MAIN_WEIGHT
         )
         own = [self.main_weight.tensor(index) for index in range(len(parameters))]
-        self._own_ranges = [(rows.storage_offset(), rows.numel()) for rows in own]
+        start = self.main_weight.flat.storage_offset()
+        self._own_ranges = [(rows.storage_offset() - start, rows.numel()) for rows in own]
         host_weight = None
         if self.host_memory is not None:
             assert recipe is None, "no policy has both"

@@ -79,7 +79,8 @@ class FlatStates:
         for buffer in self.buffers.values():
             buffer.flat.zero_()
         tensors = [group.main_weight.tensor(i) for i in range(len(group.parameters))]
-        starts = [int(t.storage_offset()) for t in tensors]
+        origin = int(group.main_weight.flat.storage_offset())
+        starts = [int(t.storage_offset()) - origin for t in tensors]
         self._ranges = [(s, s + t.numel()) for s, t in zip(starts, tensors, strict=True)]
         self._order = sorted(
             (i for i, t in enumerate(tensors) if t.numel()), key=lambda i: self._ranges[i]
