@@ -170,8 +170,10 @@ def _build(shape: Shape, side: str) -> Side:
     is_ours = side != "fsdp2"
     if is_ours:
         policy = megafsdp.MixedPrecisionPolicy(param_dtype, torch.float32)
-        for module in [*layers, model]:
-            megafsdp.fully_shard(module, mp_policy=policy)
+        for module in layers:
+            # As FSDP2 does by default; ours would keep the last layer for backward.
+            megafsdp.fully_shard(module, mp_policy=policy, reshard_after_forward=True)
+        megafsdp.fully_shard(model, mp_policy=policy)
     else:
         reduce_dtype = torch.float32 if param_dtype else None
         torch_policy = TorchMixedPrecisionPolicy(param_dtype, reduce_dtype)
