@@ -268,6 +268,15 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         NotImplementedError: A strategy or degree that is not built.
     """
     start_s = time.perf_counter()
+    if config.parallel.offload_parameters:
+        raise NotImplementedError(
+            expected(
+                "all parameters on the device",
+                "parallel.offload_parameters",
+                where="a dry run",
+                mend="Leave it out: main weights, gradients and states then live on the host",
+            )
+        )
     size = _world_size(config) if world_size is None else world_size
     validate_sharding(config, world_size=size)
     dims, parallel = config.parallel.dims().resolve(size), config.parallel

@@ -35,6 +35,8 @@ class ParallelSection:
         reshard_after_forward: Free gathered parameters between forward and backward; null frees all
             but those needed again at once; a divisor of dp_shard keeps them divided among that
             many neighbours.
+        offload_parameters: Keep main weights, gradients and optimizer states on the host and step
+            there; unlike optimizer.offload_fraction for any optimizer, and without overlap.
     """
 
     dp_outer: int = 1
@@ -48,6 +50,7 @@ class ParallelSection:
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     prefetch: int = 1
     reshard_after_forward: bool | int | None = None
+    offload_parameters: bool = False
 
     def dims(self) -> ParallelDims:
         """Return the degrees.

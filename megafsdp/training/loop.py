@@ -17,7 +17,7 @@ from megafsdp import checkpoint
 from megafsdp.buffer.common_errors import raise_together
 from megafsdp.checkpoint.agreement import attempt
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
-from megafsdp.fsdp import fully_shard_model, materialize
+from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.config import Config
@@ -308,6 +308,7 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
         prefetch=parallel.prefetch,
         reshard_after_forward=parallel.reshard_after_forward,
         mp_policy=config.precision.policy(),
+        offload_policy=OffloadPolicy(params=parallel.offload_parameters),
     )
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         torch.manual_seed(config.run.seed)

@@ -160,6 +160,13 @@ def _check_offload(config: Config) -> None:
             f"true with {fraction} and offload_overlap {optimizer.offload_overlap}",
             "Leave it out: only a step that runs beside the device can begin early",
         )
+    if fraction and config.parallel.offload_parameters:
+        raise _bad(
+            "optimizer.offload_fraction",
+            "0 where parallel.offload_parameters is true",
+            fraction,
+            "Choose one of the two",
+        )
     is_plain = optimizer.state_dtypes == (torch.float32, torch.float32)
     is_built = optimizer.is_fused_adam and optimizer.kind == "adamw" and is_plain
     if fraction and not (is_built and main == "fp32" and not optimizer.store_param_remainders):

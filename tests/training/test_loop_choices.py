@@ -309,6 +309,19 @@ def test_offload_changes_no_bit_of_a_run(ranks: Ranks, tmp_path: Path, overlap: 
             assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_parameters_on_the_host_change_no_bit_of_a_run(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """Losses and norms of a run that clips and evaluates."""
+    write_corpus(tmp_path)
+    options = {"precision": {"param_dtype": "bf16"}, "optimizer": {"clip_norm": 0.3, "kind": kind}}
+    wanted = _rows_of(ranks, 2, tmp_path, **options)
+    found = _rows_of(ranks, 2, tmp_path, parallel={"offload_parameters": True}, **options)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
 def test_a_run_is_resumed_at_another_fraction(ranks: Ranks, tmp_path: Path) -> None:
     """C12: saved in the background with all on the host, gone on with half of it there."""
     write_corpus(tmp_path)
