@@ -55,6 +55,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "boxes",
         "shard_sum",
         "label_check",
+        "backends",
         "collective_record",
         "collectives",
         "common_errors",

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megafsdp.buffer import label_check
+from megafsdp.buffer.backends import backends, is_gloo, small_device
 from megafsdp.buffer.collective_record import CollectiveRecord as CollectiveRecord
 from megafsdp.buffer.collective_record import note
 from megafsdp.buffer.collective_record import record_collectives as record_collectives
@@ -50,7 +51,7 @@ def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) 
 def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
-    mine = label_check.encode(kind, label, nbytes).to(_small_device(everyone))
+    mine = label_check.encode(kind, label, nbytes).to(small_device(everyone))
     labels = mine.new_empty(everyone.size() * mine.numel())
     _all_gather_single(labels, mine, group=everyone)
     ranks = dist.get_process_group_ranks(everyone)
@@ -116,7 +117,7 @@ def all_gather(
     with profiler_range("all_gather", label):
         if len(pairs) == 1:
             (out, shard), *_ = pairs
-            if group.size() == 2 and _is_gloo(group, out.device):
+            if group.size() == 2 and is_gloo(group, out.device):
                 return Pending([_gather_pair(out, shard, group)])
             return Pending([_all_gather_single(out, shard, group=group, async_op=True)])
         with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
@@ -171,7 +172,7 @@ def reduce_scatter(
     finishes: list[Callable[[], None]] = []
     with profiler_range("reduce_scatter", label):
         for out, partial in zip(output, partials, strict=True):
-            exchange = _exchange if _is_gloo(group, partial.device) else _library_reduce_scatter
+            exchange = _exchange if is_gloo(group, partial.device) else _library_reduce_scatter
             work, shards_of = exchange(partial, group, reduce_dtype)
             works.append(work)
             finishes.append(_summing(out, shards_of, scale, accumulate))
@@ -296,8 +297,8 @@ def start_all_reduce(
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
     # Gradients on the host give a figure there, which NCCL alone cannot reduce.
-    is_there = tensor.device.type in _backends(everyone)
-    sent = tensor if is_there else tensor.to(_small_device(everyone))
+    is_there = tensor.device.type in backends(everyone)
+    sent = tensor if is_there else tensor.to(small_device(everyone))
     work = dist.all_reduce(sent, op=_REDUCE_OPS[op], group=group, async_op=True)
 
     def bring_back() -> None:
@@ -373,7 +374,7 @@ def require_equal(
     """
     # A digest: the value of every rank on every rank would be megabytes at thousands of ranks.
     digest = hashlib.sha256(value.encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=_small_device(group))
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=small_device(group))
     digests = mine.new_empty(group.size() * mine.numel())
     _count("require_equal", what, digests.numel(), group)
     _all_gather_single(digests, mine, group=group)
@@ -388,19 +389,6 @@ def require_equal(
                 mend=mend,
             )
         )
-
-
-def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return _backends(group).get(device.type) == "gloo"
-
-
-def _small_device(group: dist.ProcessGroup) -> str:
-    """Return where a group exchanges tensors that live nowhere yet."""
-    return "cpu" if "cpu" in _backends(group) else "cuda"
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    return dict(item.split(":") for item in dist.get_backend_config(group).split(","))
 
 
 def _wire_view(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:
