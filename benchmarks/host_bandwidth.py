@@ -1,0 +1,140 @@
+"""What the host's memory gives the Adam kernel while copies over a link run beside it.
+
+The kernel reads bf16 gradients and writes a bf16 copy, in place and out of place. A probe that
+reads and writes one array in place takes turns with it, and both run once with the link idle and
+once with copies under way in both directions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from megafsdp.device.host_memory import HostArena
+from megafsdp.device.link import CopyLink, Transfer
+from megafsdp.optimizer.hyper import AdamHyper
+from megafsdp.optimizer.kernels import AdamBuffers, AdamKernel, AdamSegment
+
+# Main weight and two moments read and written, a gradient read, a copy written.
+KERNEL_BYTES_PER_ELEMENT = 28
+_PROBE_BYTES_PER_ELEMENT = 8
+_WARM_UP_REPEATS = 2
+_COPY_NUMEL = 1 << 20
+_PROBE, _IN_PLACE, _OUT_OF_PLACE = "probe", "kernel in place", "kernel out of place"
+
+
+def measure(
+    numel: int,
+    repeats: int,
+    *,
+    link: CopyLink,
+    link_bytes_per_s: float,
+    device: torch.device,
+) -> dict[str, dict[str, float]]:
+    """Return gigabytes a second of probe and kernel; local.
+
+    Args:
+        numel: Elements that a pass covers.
+        repeats: Passes of each kind after warm-up; the median counts.
+        link: Copies both ways.
+        link_bytes_per_s: Its speed, by which enough copies are issued to outlast a pass.
+        device: Where the link copies to and from.
+
+    Returns:
+        By what is run, its speed ``alone`` and ``beside transfers``.
+    """
+    calls = _calls(numel)
+    pump = _Pump(link, link_bytes_per_s, device)
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {"alone": [], "beside transfers": []} for name in calls
+    }
+    for repeat in range(_WARM_UP_REPEATS + repeats):
+        for name, (call, _) in calls.items():
+            alone_s = _time_s(call)
+            # Copies that end before the pass does would leave its rest alone.
+            with_s = pump.time_s(call, expected_s=2 * alone_s)
+            if repeat >= _WARM_UP_REPEATS:
+                seconds[name]["alone"].append(alone_s)
+                seconds[name]["beside transfers"].append(with_s)
+    return {
+        name: {
+            state: nbytes * numel / statistics.median(values) / 1e9
+            for state, values in seconds[name].items()
+        }
+        for name, (_, nbytes) in calls.items()
+    }
+
+
+def _calls(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Return what is timed, and the bytes of an element that each reads and writes."""
+    arena = HostArena(numel * 12 * torch.float32.itemsize, is_pinned=False)
+
+    def take(dtype: torch.dtype = torch.float32, value: float = 0.0) -> torch.Tensor:
+        return arena.take(numel, dtype).fill_(value)
+
+    array = take(value=1.0)
+    weight, exp_avg, exp_avg_sq = take(value=1.0), take(), take()
+    grad, copy_out = take(torch.bfloat16, 1e-3), take(torch.bfloat16)
+    in_place = AdamBuffers(weight, grad, exp_avg, exp_avg_sq, copy_out=copy_out)
+    out_of_place = AdamBuffers(
+        weight,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        copy_out=copy_out,
+        new_weight=take(),
+        new_exp_avg=take(),
+        new_exp_avg_sq=take(),
+    )
+    kernel = AdamKernel(torch.device("cpu"))
+    segments = [AdamSegment(0, numel, AdamHyper(1e-3))]
+    return {
+        _PROBE: (lambda: array.mul_(1.0), _PROBE_BYTES_PER_ELEMENT),
+        _IN_PLACE: (lambda: kernel(in_place, segments, step=1), KERNEL_BYTES_PER_ELEMENT),
+        _OUT_OF_PLACE: (lambda: kernel(out_of_place, segments, step=1), KERNEL_BYTES_PER_ELEMENT),
+    }
+
+
+def _time_s(call: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    call()
+    return time.perf_counter() - begin_s
+
+
+class _Pump:
+    """Keeps a link busy both ways for the time of a call."""
+
+    def __init__(self, link: CopyLink, bytes_per_s: float, device: torch.device) -> None:
+        self._link, self._bytes_per_s = link, bytes_per_s
+        is_pinned = device.type == "cuda"
+        arena = HostArena(2 * _COPY_NUMEL * 2, is_pinned=is_pinned)
+        self._host = [arena.take(_COPY_NUMEL, torch.bfloat16).zero_() for _ in range(2)]
+        self._device = [
+            torch.zeros(_COPY_NUMEL, dtype=torch.bfloat16, device=device) for _ in range(2)
+        ]
+
+    def time_s(self, call: Callable[[], object], *, expected_s: float) -> float:
+        """Return the seconds of a call during which copies were under way from end to end."""
+        while True:
+            last = self._start(expected_s)
+            elapsed_s = _time_s(call)
+            is_covered = not any(transfer.is_done for transfer in last)
+            for transfer in last:
+                transfer.wait()
+            if is_covered:
+                return elapsed_s
+            expected_s = 2 * max(expected_s, elapsed_s)
+
+    def _start(self, seconds: float) -> list[Transfer]:
+        """Issue copies that take so long; return the last of each direction."""
+        count = 1 + int(seconds * self._bytes_per_s / self._host[0].nbytes)
+        last: list[Transfer] = []
+        for _ in range(count):
+            last = [
+                self._link.to_host([(self._host[0], self._device[0])]),
+                self._link.to_device([(self._device[1], self._host[1])]),
+            ]
+        return last

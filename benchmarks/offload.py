@@ -1,0 +1,117 @@
+"""A training step with a part of the optimizer on the host: what it costs, and what it hides.
+
+Without a GPU the device is simulated (see benchmarks/simulated_device.py): layers sleep, and copies
+go over a link of a given speed; every record says so. With one the same table is made of a real
+GPT, beside torch FSDP2 with its CPU offload.
+
+Each fraction is measured by itself: HybridDeviceOptimizer that steps after the norm is known, the
+same ahead of it, and a hybrid with one torch optimizer for each parameter, beside both kinds with
+nothing offloaded. All train the same model on the same inputs in blocks of steps that alternate,
+and must give the same losses and weights. *Exposed* is what a step takes longer than with nothing
+offloaded; the *overlap* is the part of copies and host's kernel that does not show.
+
+A simulated device is measured at two speeds. At ``free`` the host's 32 bytes an element fit in the
+time of the layers ``--room`` times, by what a probe of the host's memory gives in the same run; at
+``tight`` half as often.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from benchmarks import offload_cuda, offload_simulated
+from benchmarks.launch import launch
+from benchmarks.offload_sides import AHEAD, NORM_FIRST, RIVAL, SIDES, Options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the case."""
+    parser.add_argument(
+        "--device", choices=("auto", "simulated", "cuda"), default="auto", help="auto: CUDA if there"
+    )
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--repeats", type=int, default=3, help="blocks a side after warm-up")
+    parser.add_argument("--steps", type=int, default=4, help="of a block; the first is not timed")
+    parser.add_argument("--layers", type=int, default=16, help="of the simulated model")
+    parser.add_argument("--hidden", type=int, default=448, help="a multiple of 64; simulated")
+    parser.add_argument("--room", type=float, default=6.0, help="of the size free; simulated")
+    parser.add_argument("--link-gb-per-s", type=float, default=8.0, help="each way; simulated")
+    parser.add_argument("--preset", default="gpt2-small", help="model on CUDA")
+    parser.add_argument("--batch", type=int, default=8, help="rows of a step on CUDA")
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Check the sides against each other, then time every fraction; return the results.
+
+    Raises:
+        Exception: The sides' losses or weights differ; no figure is given then.
+    """
+    shared = Options(tuple(options.fractions), options.repeats, options.steps)
+    kind = options.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "simulated"
+    if kind == "cuda":
+        shape = offload_cuda.Shape(options.preset, options.batch)
+        measured = launch(offload_cuda.measure, shape, shared, num_ranks=1)
+    else:
+        simulated = offload_simulated.Shape(
+            options.layers, options.hidden, options.room, 1e9 * options.link_gb_per_s
+        )
+        measured = launch(offload_simulated.measure, simulated, shared, num_ranks=1)
+    assert isinstance(measured, dict)
+    return measured
+
+
+def describe(results: dict[str, Any]) -> str:
+    """Return the results as lines for people."""
+    what = results["device"]
+    if results["is_simulated"]:
+        what = (
+            f"SIMULATED device on {what}: compute is slept, link "
+            f"{results['link_gb_per_s']:.1f} GB/s each way"
+        )
+    lines = [f"{what}; {results['num_parameters'] / 1e6:.1f} M parameters"]
+    for name, speeds in results["gb_per_s"].items():
+        lines.append(
+            f"    {name}: {speeds['alone']:.1f} GB/s alone, {speeds['beside transfers']:.1f} "
+            "beside transfers"
+        )
+    for size, case in results["sizes"].items():
+        lines += _describe_size(size, case)
+    return "\n".join(lines)
+
+
+def _describe_size(size: str, case: dict[str, Any]) -> list[str]:
+    times = case["layers_ms"]
+    simulated = "" if times is None else f", layers {times['forward']:.1f} + {times['backward']:.1f} ms"
+    lines = [
+        f"{size}{simulated}; ms a step, exposed, overlap; losses and weights equal "
+        "to those with nothing offloaded"
+    ]
+    for fraction, sides in case["fractions"].items():
+        for name in (n for n in sides if n in (NORM_FIRST, AHEAD, RIVAL)):
+            side = sides[name]
+            lines.append(
+                f"    {fraction} {name}: {side['step_ms']['median']:.1f} "
+                f"({side['baseline_ms']['median']:.1f} with nothing offloaded), "
+                f"exposed {side['exposed_ms']:.1f} ({side['exposed_share']:.1%}), "
+                f"overlap {side['overlap']:.0%}; "
+                f"device {side['device_nbytes'] / 1e6:.0f} MB, host {side['host_nbytes'] / 1e6:.0f}"
+            )
+        for name in (n for n in sides if n not in SIDES):
+            lines.append(f"    {fraction} {name}: {sides[name]['step_ms']['median']:.1f}")
+    if case.get("target") is not None:
+        lines.append(f"    {_describe_target(case['target'])}")
+    return lines
+
+
+def _describe_target(target: dict[str, Any]) -> str:
+    return (
+        f"everything offloaded, ahead of the norm: exposed {target['exposed_share']:.1%} of a step; "
+        f"one optimizer a parameter exposes {target['rival_to_ours']:.1f} x as much"
+    )
+
+

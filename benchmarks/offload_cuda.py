@@ -1,0 +1,6 @@
+from dataclasses import dataclass
+@dataclass
+class Shape:
+  a: str
+  b: int
+def measure(): ...

@@ -1,0 +1,272 @@
+"""The sides of the offload case: who trains with what, in turn, and what is made of their times.
+
+Used for simulated and real devices alike; a :class:`Setting` says what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import megafsdp
+from benchmarks.host_bandwidth import KERNEL_BYTES_PER_ELEMENT
+from benchmarks.per_parameter_hybrid import PerParameterHybrid
+from benchmarks.record import CheckError, spread
+from megafsdp.buffer.uneven import local_tensor
+from megafsdp.device.link import CopyLink
+from megafsdp.fsdp.parameter_group import ParameterGroup
+from megafsdp.fsdp.unit import unit_of
+
+BASE, RIVAL_BASE = "nothing offloaded", "one optimizer a parameter, nothing offloaded"
+NORM_FIRST, AHEAD = "norm first", "ahead of the norm"
+RIVAL = "one optimizer a parameter"
+SIDES = (BASE, NORM_FIRST, AHEAD, RIVAL_BASE, RIVAL)
+_BASE_OF = {NORM_FIRST: BASE, AHEAD: BASE, RIVAL: RIVAL_BASE}
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+# Gradients and weights cross the link in bf16; fp32 states of a weight are two.
+_LINK_BYTES_PER_ELEMENT = 2
+_STATE_BYTES_PER_ELEMENT = 8
+# Below what a loaded machine shows; a ratio to less would say nothing.
+_LEAST_EXPOSED_MS = 0.1
+
+
+class Stepped(Protocol):
+    """What the sides need of an optimizer."""
+
+    grad_norm: torch.Tensor | None
+
+    def step(self) -> object:
+        """Step all parameters."""
+
+    def zero_grad(self) -> None:
+        """Clear gradients."""
+
+    def synchronize(self) -> None:
+        """Wait for what runs beside the caller."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is measured.
+
+    Attributes:
+        fractions: What is offloaded, one table row each.
+        repeats: Blocks of each side that count.
+        steps: Steps of a block, the first of which does not count.
+    """
+
+    fractions: tuple[float, ...]
+    repeats: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a model computes on.
+
+    Attributes:
+        build: Returns the sharded model and the loss of a step by number.
+        link: Copies of all sides.
+        max_grad_norm: Clips.
+        synchronize: Waits for the device's compute.
+        restart: Called before the first step of each block.
+        overrun_ms: Called at the end of a backward: what the device was late by.
+        host_work: Opened around what the calling thread computes for the host.
+        others: Further sides by name, which build a model with an optimizer; no check is exact.
+    """
+
+    build: Callable[[], tuple[nn.Module, Callable[[int], torch.Tensor]]]
+    link: CopyLink
+    max_grad_norm: float
+    synchronize: Callable[[], None] = lambda: None
+    restart: Callable[[], None] = lambda: None
+    overrun_ms: Callable[[], float] = lambda: 0.0
+    host_work: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    others: dict[str, Callable[[], Side]] = field(default_factory=dict)
+
+
+@dataclass
+class Side:
+    """A model, what steps it, and what it has shown."""
+
+    model: nn.Module
+    loss: Callable[[int], torch.Tensor]
+    optimizer: Stepped
+    losses: list[torch.Tensor] = field(default_factory=list)
+    overruns_ms: list[float] = field(default_factory=list)
+
+    def step(self, setting: Setting) -> float:
+        """Train one step; return its milliseconds, from end to end."""
+        begin_s = time.perf_counter()
+        with megafsdp.microbatch(self.model, is_last=True):
+            loss = self.loss(len(self.losses))
+            loss.backward()
+        self.overruns_ms.append(setting.overrun_ms())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        setting.synchronize()
+        self.losses.append(loss.detach())
+        return 1e3 * (time.perf_counter() - begin_s)
+
+    def block(self, setting: Setting, num_steps: int) -> list[float]:
+        """Train some steps with nothing of others under way; return all times but the first."""
+        setting.restart()
+        times_ms = [self.step(setting) for _ in range(num_steps)]
+        self.optimizer.synchronize()
+        return times_ms[1:]
+
+
+def build_side(name: str, fraction: float, setting: Setting) -> Side:
+    """Return one side as it begins."""
+    model, loss = setting.build()
+    parameters = list(model.parameters())
+    optimizer: Stepped
+    if name in (RIVAL_BASE, RIVAL):
+        optimizer = PerParameterHybrid(
+            parameters,
+            offload_fraction=fraction if name == RIVAL else 0.0,
+            link=setting.link,
+            max_grad_norm=setting.max_grad_norm,
+            host_work=setting.host_work,
+            **HYPER,
+        )
+    else:
+        optimizer = megafsdp.HybridDeviceOptimizer(
+            parameters,
+            **HYPER,
+            offload_fraction=0.0 if name == BASE else fraction,
+            max_grad_norm=setting.max_grad_norm,
+            speculate=name == AHEAD,
+            link=setting.link,
+        )
+    return Side(model, loss, optimizer)
+
+
+def build_sides(fraction: float, setting: Setting) -> dict[str, Side]:
+    """Return all sides of a fraction, with equal weights."""
+    sides = {name: build_side(name, fraction, setting) for name in SIDES}
+    return sides | {name: build() for name, build in setting.others.items()}
+
+
+def check(sides: dict[str, Side], what: str, *, loss_tolerance: float = 0.0) -> None:
+    """Compare losses of all steps and the weights at the end with those of the first side.
+
+    Args:
+        sides: The first has nothing offloaded.
+        what: Said in the error.
+        loss_tolerance: How far losses may differ; weights are compared if it is zero.
+
+    Raises:
+        CheckError: A loss or a weight differs, or no weight has moved.
+    """
+    losses = {name: torch.stack(side.losses).float().cpu() for name, side in sides.items()}
+    for name, side in sides.items():
+        side.optimizer.synchronize()
+        difference = (losses[name] - losses[BASE]).abs().max().item()
+        if not difference <= loss_tolerance:
+            raise CheckError(f"{what}: losses of '{name}' differ by {difference:.1e}")
+        if loss_tolerance:
+            continue
+        for number, (own, wanted) in enumerate(
+            zip(_main_weights(side), _main_weights(sides[BASE]), strict=True)
+        ):
+            if not torch.equal(own, wanted):
+                raise CheckError(f"{what}: weight {number} of '{name}' differs")
+    if len(losses[BASE]) > 1 and losses[BASE].unique().numel() == 1:
+        raise CheckError(f"{what}: no loss changes")
+
+
+def _main_weights(side: Side) -> list[torch.Tensor]:
+    if isinstance(side.optimizer, PerParameterHybrid):
+        return side.optimizer.main_weights()
+    return [local_tensor(parameter.detach()) for parameter in side.model.parameters()]
+
+
+def time_blocks(
+    sides: dict[str, Side], setting: Setting, options: Options
+) -> dict[str, list[float]]:
+    """Return the milliseconds of timed steps by side; blocks of the sides alternate."""
+    times_ms: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side.overruns_ms.clear()
+    for repeat in range(options.repeats):
+        for name in sides if repeat % 2 else reversed(sides):
+            gc.collect()
+            times_ms[name] += sides[name].block(setting, options.steps)
+    return times_ms
+
+
+def summarize(
+    sides: dict[str, Side],
+    times_ms: dict[str, list[float]],
+    *,
+    gb_per_s: dict[str, dict[str, float]],
+    link_gb_per_s: float,
+) -> dict[str, dict[str, Any]]:
+    """Return what is recorded of each side of a fraction."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, side in sides.items():
+        own: dict[str, Any] = {"step_ms": spread(times_ms[name])}
+        own["device_overrun_ms"] = statistics.median(side.overruns_ms)
+        if name in SIDES:
+            own |= _nbytes(side)
+        if name in _BASE_OF:
+            base = statistics.median(times_ms[_BASE_OF[name]])
+            work = _work_ms(name, side, gb_per_s, link_gb_per_s)
+            exposed = own["step_ms"]["median"] - base
+            own["baseline_ms"] = spread(times_ms[_BASE_OF[name]])
+            own["exposed_ms"], own["exposed_share"] = exposed, exposed / base
+            own["work_ms"] = work
+            own["overlap"] = 1.0 - exposed / max(sum(work.values()), 1e-9)
+        found[name] = own
+    ours, rival = (max(found[n]["exposed_ms"], _LEAST_EXPOSED_MS) for n in (AHEAD, RIVAL))
+    found[AHEAD]["rival_to_ours"] = rival / ours
+    return found
+
+
+def _groups(model: nn.Module) -> Iterable[ParameterGroup]:
+    for module in model.modules():
+        unit = unit_of(module)
+        if unit is not None:
+            yield from unit.groups
+
+
+def _nbytes(side: Side) -> dict[str, int]:
+    """Return the bytes on the device at the peak of a step, and those on the host."""
+    root = unit_of(side.model)
+    assert root is not None, "the model is a unit"
+    device = root.ledger.peak_total
+    if isinstance(side.optimizer, PerParameterHybrid):
+        device += side.optimizer.device_nbytes
+    else:
+        kept = [g for g in _groups(side.model) if g.host_memory is None]
+        device += _STATE_BYTES_PER_ELEMENT * sum(g.main_weight.flat.numel() for g in kept)
+    optimizer = side.optimizer
+    assert isinstance(optimizer, megafsdp.HybridDeviceOptimizer | PerParameterHybrid)
+    return {"device_nbytes": device, "host_nbytes": optimizer.host_nbytes}
+
+
+def _work_ms(
+    name: str, side: Side, gb_per_s: dict[str, dict[str, float]], link_gb_per_s: float
+) -> dict[str, float]:
+    """Return the milliseconds that copies and host take, each by itself."""
+    optimizer = side.optimizer
+    if isinstance(optimizer, PerParameterHybrid):
+        numel, host_ms = optimizer.host_numel, 1e3 * optimizer.host_s
+    else:
+        groups = [g for g in _groups(side.model) if g.host_memory is not None]
+        numel = sum(g.main_weight.flat.numel() for g in groups)
+        kernel = gb_per_s["kernel out of place" if name == AHEAD else "kernel in place"]
+        host_ms = KERNEL_BYTES_PER_ELEMENT * numel / kernel["beside transfers"] / 1e6
+    copy_ms = _LINK_BYTES_PER_ELEMENT * numel / link_gb_per_s / 1e6
+    return {"to_host": copy_ms, "host": host_ms, "to_device": copy_ms}
+

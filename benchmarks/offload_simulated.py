@@ -1,0 +1,169 @@
+"""The offload case on a simulated device: how fast it is, and what is measured at each speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import megafsdp
+from benchmarks import host_bandwidth
+from benchmarks.offload_sides import Options, Setting, build_sides, check, summarize, time_blocks
+from benchmarks.record import CheckError
+from benchmarks.simulated_device import SimulatedDevice, Times, build_model, model_input
+from megafsdp.device.link import CopyLink, ThreadLink
+from megafsdp.fsdp.unit import unit_of
+
+# What a step out of place with a bf16 gradient and copy needs of the host's memory, copies included.
+_HOST_BYTES_PER_ELEMENT = 32
+_WARM_UP_STEPS = 8
+_PROBE_NUMEL, _PROBE_REPEATS = 1 << 24, 7
+_NEVER_CLIPS = 1e9
+_CHECKED_STEPS, _CHECKED_LAYERS, _CHECKED_HIDDEN, _CLIPS = 5, 3, 64, 0.1
+_POLICY = megafsdp.MixedPrecisionPolicy(
+    torch.bfloat16, main_grads_dtype=torch.bfloat16, cast_forward_inputs=False
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is simulated.
+
+    Attributes:
+        layers: Each a unit.
+        hidden: 12 hidden**2 elements a layer.
+        room: How many times the host's work fits in the time of all layers at the size free.
+        link_bytes_per_s: Each way.
+    """
+
+    layers: int
+    hidden: int
+    room: float
+    link_bytes_per_s: float
+
+
+def measure(shape: Shape, options: Options) -> dict[str, object]:
+    """Check the sides, then measure memory and steps; called by the only rank.
+
+    Raises:
+        CheckError: Losses or weights of some side differ from those with nothing offloaded.
+    """
+    _check_clipped(options.fractions)
+    link = ThreadLink(shape.link_bytes_per_s)
+    layers = build_model(shape.layers, shape.hidden, SimulatedDevice(), Times(0.0, 0.0))
+    numel = sum(p.numel() for p in layers.parameters())
+    gb_per_s = host_bandwidth.measure(
+        min(numel, _PROBE_NUMEL),
+        _PROBE_REPEATS,
+        link=link,
+        link_bytes_per_s=shape.link_bytes_per_s,
+        device=torch.device("cpu"),
+    )
+    need_s = _HOST_BYTES_PER_ELEMENT * numel / (1e9 * gb_per_s["probe"]["alone"])
+    rooms = {"free": shape.room, "tight": shape.room / 2}
+    times = {size: _times(room * need_s, shape.layers) for size, room in rooms.items()}
+    rows: dict[str, dict[str, Any]] = {size: {} for size in times}
+    for fraction in options.fractions:
+        run = _Fraction(fraction, shape, link)
+        for size, row in run.measure(times, options, gb_per_s).items():
+            rows[size][f"{fraction:g}"] = row
+    link.close()
+    return {
+        "is_simulated": True,
+        "device": "CPU",
+        "link_gb_per_s": shape.link_bytes_per_s / 1e9,
+        "num_parameters": numel,
+        "layers": shape.layers,
+        "host_need_ms": 1e3 * need_s,
+        "gb_per_s": gb_per_s,
+        "sizes": {
+            size: {
+                "room": rooms[size],
+                "layers_ms": {
+                    "forward": 1e3 * shape.layers * times[size].forward_s,
+                    "backward": 1e3 * shape.layers * times[size].backward_s,
+                },
+                "fractions": rows[size],
+            }
+            for size in times
+        },
+    }
+
+
+def _times(step_s: float, num_layers: int) -> Times:
+    """Divide a step among layers; a backward takes twice as long as a forward."""
+    return Times(step_s / (3 * num_layers), 2 * step_s / (3 * num_layers))
+
+
+def make_setting(
+    num_layers: int, hidden: int, link: CopyLink, times: Times, *, max_grad_norm: float
+) -> Setting:
+    """Return a simulated device, whose layers may be given other times between steps."""
+    device = SimulatedDevice()
+
+    def build() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+        model = build_model(num_layers, hidden, device, times)
+        for module in [*model, model]:
+            megafsdp.fully_shard(module, mp_policy=_POLICY)
+        return model, lambda step: model(model_input(step)).sum()
+
+    return Setting(
+        build,
+        link,
+        max_grad_norm,
+        restart=device.restart,
+        overrun_ms=lambda: 1e3 * device.overrun_s,
+        host_work=device.host_work,
+    )
+
+
+def _check_clipped(fractions: Sequence[float]) -> None:
+    """Compare all sides on a small model whose gradients are clipped in every step."""
+    link = ThreadLink()
+    for fraction in fractions:
+        setting = make_setting(
+            _CHECKED_LAYERS, _CHECKED_HIDDEN, link, Times(1e-4, 2e-4), max_grad_norm=_CLIPS
+        )
+        sides = build_sides(fraction, setting)
+        for side in sides.values():
+            side.block(setting, _CHECKED_STEPS)
+        check(sides, f"clipped, fraction {fraction:g}")
+        norms = {name: float(side.optimizer.grad_norm or 0.0) for name, side in sides.items()}
+        if not min(norms.values()) > _CLIPS:
+            raise CheckError(f"nothing is clipped at norms of {norms}")
+    link.close()
+
+
+class _Fraction:
+    """The sides of one fraction."""
+
+    def __init__(self, fraction: float, shape: Shape, link: CopyLink) -> None:
+        self._what = f"fraction {fraction:g}"
+        self._link_gb_per_s = shape.link_bytes_per_s / 1e9
+        self._times = Times(0.0, 0.0)
+        self._setting = make_setting(
+            shape.layers, shape.hidden, link, self._times, max_grad_norm=_NEVER_CLIPS
+        )
+        self._sides = build_sides(fraction, self._setting)
+
+    def measure(
+        self, times: dict[str, Times], options: Options, gb_per_s: dict[str, dict[str, float]]
+    ) -> dict[str, dict[str, Any]]:
+        """Return what is recorded of all sides at every size, once all steps are checked."""
+        for side in self._sides.values():
+            side.block(self._setting, _WARM_UP_STEPS)
+            root = unit_of(side.model)
+            assert root is not None, "the model is a unit"
+            root.ledger.reset_peak()
+        rows = {}
+        for size, own in times.items():
+            self._times.forward_s, self._times.backward_s = own.forward_s, own.backward_s
+            times_ms = time_blocks(self._sides, self._setting, options)
+            rows[size] = summarize(
+                self._sides, times_ms, gb_per_s=gb_per_s, link_gb_per_s=self._link_gb_per_s
+            )
+        check(self._sides, self._what)
+        return rows

@@ -1,0 +1,137 @@
+"""A model on a simulated device: its compute is a sleep, its weights and gradients are real.
+
+Where there is no GPU, what runs beside one can still be measured if the device leaves the cores
+alone. Here a layer's forward and backward take a given time, slept. Packing, casts and the device's
+part of an optimizer, which a device would do itself, run in the calling thread: its processor time
+counts as part of the layers' time and is not added to it. Losses come from the first and last
+elements of every parameter by real arithmetic, gradients are prepared noise but for the same
+elements. This file knows nothing of optimizers and links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_END_NUMEL = 16
+_NOISE_SCALE = 1e-3
+
+
+class SimulatedDevice:
+    """The clock of a device: sleeps for what it computes.
+
+    Attributes:
+        overrun_s: What the calling thread computed in the device's stead beyond the time of its
+            layers, not yet made up for. At the end of a backward it should be zero.
+    """
+
+    def __init__(self) -> None:
+        self.overrun_s = 0.0
+        self._counted_s = time.thread_time()
+
+    def restart(self) -> None:
+        """Forget what the calling thread has computed so far."""
+        self.overrun_s = 0.0
+        self._counted_s = time.thread_time()
+
+    def compute(self, seconds: float) -> None:
+        """Return when the device has computed so long, the calling thread's own work included."""
+        now_s = time.thread_time()
+        left_s = seconds - self.overrun_s - (now_s - self._counted_s)
+        if left_s > 0:
+            time.sleep(left_s)
+        self.overrun_s = max(0.0, -left_s)
+        self._counted_s = time.thread_time()
+
+    @contextlib.contextmanager
+    def host_work(self) -> Iterator[None]:
+        """Do not count what the calling thread computes inside as work of the device."""
+        begin_s = time.thread_time()
+        try:
+            yield
+        finally:
+            self._counted_s += time.thread_time() - begin_s
+
+
+@dataclass
+class Times:
+    """Seconds that a layer takes; may be changed between steps."""
+
+    forward_s: float
+    backward_s: float
+
+
+class Layer(nn.Module):
+    """The parameters of a transformer layer, matrices and vectors, under simulated compute.
+
+    Args:
+        hidden: Hidden size.
+        device: Computes.
+        times: How long.
+        seed: Of the weights and the noise.
+    """
+
+    def __init__(self, hidden: int, device: SimulatedDevice, times: Times, *, seed: int) -> None:
+        super().__init__()
+        self.device, self.times = device, times
+        generator = torch.Generator().manual_seed(seed)
+        matrices = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden)]
+        shapes: list[tuple[int, ...]] = []
+        for rows, columns in [*matrices, (hidden, 4 * hidden)]:
+            shapes += [(rows, columns), (rows,)]
+        # Two norms.
+        shapes += [(hidden,)] * 4
+        self.weights = nn.ParameterList(
+            torch.randn(shape, generator=generator) * hidden**-0.5 for shape in shapes
+        )
+        self.noise = [torch.randn(shape, generator=generator) for shape in shapes]
+        self.noise = [_NOISE_SCALE * tensor.bfloat16() for tensor in self.noise]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``(32,)`` fp32 activations that depend on every parameter."""
+        return _SimulatedLayer.apply(x, self, *self.weights)
+
+
+class _SimulatedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer, *weights):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        layer.device.compute(layer.times.forward_s)
+        total = torch.stack([_ends(weight) for weight in weights]).float().sum(dim=0)
+        ctx.layer = layer
+        ctx.save_for_backward(x, total)
+        return torch.sin((1 + total) * x + total)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        x, total = ctx.saved_tensors
+        layer = ctx.layer
+        layer.device.compute(layer.times.backward_s)
+        inner = torch.cos((1 + total) * x + total) * grad
+        for noise in layer.noise:
+            flat = noise.view(-1)
+            flat[:_END_NUMEL] = (inner * (1 + x))[:_END_NUMEL]
+            flat[-_END_NUMEL:] = (inner * (1 + x))[_END_NUMEL:]
+        # Aliases, which autograd takes as they are; it would copy tensors that others hold.
+        return inner * (1 + total), None, *(noise.detach() for noise in layer.noise)
+
+
+def _ends(weight: torch.Tensor) -> torch.Tensor:
+    flat = weight.detach().reshape(-1)
+    return torch.cat([flat[:_END_NUMEL], flat[-_END_NUMEL:]])
+
+
+def build_model(
+    num_layers: int, hidden: int, device: SimulatedDevice, times: Times
+) -> nn.Sequential:
+    """Return layers with the same weights every time; the caller shards them."""
+    return nn.Sequential(*(Layer(hidden, device, times, seed=i) for i in range(num_layers)))
+
+
+def model_input(step: int) -> torch.Tensor:
+    """Return the input of a step, ``(32,)`` fp32."""
+    return torch.randn(2 * _END_NUMEL, generator=torch.Generator().manual_seed(step))
