@@ -30,7 +30,10 @@ from benchmarks.offload_sides import AHEAD, NORM_FIRST, RIVAL, SIDES, Options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the case."""
     parser.add_argument(
-        "--device", choices=("auto", "simulated", "cuda"), default="auto", help="auto: CUDA if there"
+        "--device",
+        choices=("auto", "simulated", "cuda"),
+        default="auto",
+        help="auto: CUDA if there",
     )
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
     parser.add_argument("--repeats", type=int, default=3, help="blocks a side after warm-up")
@@ -86,7 +89,9 @@ def describe(results: dict[str, Any]) -> str:
 
 def _describe_size(size: str, case: dict[str, Any]) -> list[str]:
     times = case["layers_ms"]
-    simulated = "" if times is None else f", layers {times['forward']:.1f} + {times['backward']:.1f} ms"
+    simulated = (
+        "" if times is None else f", layers {times['forward']:.1f} + {times['backward']:.1f} ms"
+    )
     lines = [
         f"{size}{simulated}; ms a step, exposed, overlap; losses and weights equal "
         "to those with nothing offloaded"
@@ -113,5 +118,3 @@ def _describe_target(target: dict[str, Any]) -> str:
         f"everything offloaded, ahead of the norm: exposed {target['exposed_share']:.1%} of a step; "
         f"one optimizer a parameter exposes {target['rival_to_ours']:.1f} x as much"
     )
-
-

@@ -1,6 +1,177 @@
+"""The offload case on a CUDA device: a GPT of a preset, its real link, and torch FSDP2 beside it.
+
+FSDP2's CPUOffloadPolicy keeps all weights on the host, whatever the fraction; its optimizer is
+torch.optim.AdamW(fused=True) there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-@dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import megafsdp
+from benchmarks import host_bandwidth
+from benchmarks.offload_sides import (
+    HYPER,
+    Options,
+    Setting,
+    Side,
+    build_sides,
+    check,
+    summarize,
+    time_blocks,
+)
+from megafsdp.device.host_memory import HostArena
+from megafsdp.device.link import CopyLink, link_of
+from megafsdp.device.streams import device_handle
+from megafsdp.models import build_model, presets
+from megafsdp.models.common import TransformerLayer
+
+FSDP2 = "FSDP2 with CPUOffloadPolicy"
+_NUM_BATCHES = 4
+_WARM_UP_STEPS = 8
+_NEVER_CLIPS = 1e9
+_PROBE_NUMEL, _PROBE_REPEATS = 1 << 25, 7
+_LINK_NBYTES, _LINK_REPEATS = 1 << 28, 5
+# Of a loss near 10: attention and embeddings add up in an order that changes from run to run.
+_LOSS_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
 class Shape:
-  a: str
-  b: int
-def measure(): ...
+    """What is trained: rows of the longest sequences of a preset."""
+
+    preset: str
+    batch: int
+
+
+def measure(shape: Shape, options: Options) -> dict[str, object]:
+    """Measure link and memory, then steps; called by the only rank.
+
+    Raises:
+        CheckError: Losses of some side differ from those with nothing offloaded.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    link = link_of(device_handle("cuda"))
+    link_gb_per_s = _measure_link(link, device)
+    gb_per_s = host_bandwidth.measure(
+        _PROBE_NUMEL,
+        _PROBE_REPEATS,
+        link=link,
+        link_bytes_per_s=1e9 * link_gb_per_s,
+        device=device,
+    )
+    setting = _setting(shape, link, device)
+    rows: dict[str, dict[str, Any]] = {}
+    num_parameters = 0
+    for fraction in options.fractions:
+        sides = build_sides(fraction, setting)
+        for side in sides.values():
+            side.block(setting, _WARM_UP_STEPS)
+        timed = time_blocks(sides, setting, options)
+        row = summarize(sides, timed, gb_per_s=gb_per_s, link_gb_per_s=link_gb_per_s)
+        what = f"fraction {fraction:g}"
+        for name, is_equal in check(sides, what, loss_tolerance=_LOSS_TOLERANCE).items():
+            row[name]["are_losses_equal"] = is_equal
+        rows[f"{fraction:g}"] = row
+        num_parameters = sum(p.numel() for p in next(iter(sides.values())).model.parameters())
+        del sides, side
+        torch.cuda.empty_cache()
+    return {
+        "is_simulated": False,
+        "device": torch.cuda.get_device_name(device),
+        "link_gb_per_s": link_gb_per_s,
+        "num_parameters": num_parameters,
+        "gb_per_s": gb_per_s,
+        "sizes": {shape.preset: {"layers_ms": None, "batch": shape.batch, "fractions": rows}},
+    }
+
+
+def _measure_link(link: CopyLink, device: torch.device) -> float:
+    """Return gigabytes a second from the device to pinned memory."""
+    there = torch.zeros(_LINK_NBYTES, dtype=torch.uint8, device=device)
+    here = HostArena(_LINK_NBYTES, is_pinned=True).take(_LINK_NBYTES, torch.uint8)
+    best_s = float("inf")
+    for _ in range(_LINK_REPEATS):
+        torch.cuda.synchronize(device)
+        begin_s = time.perf_counter()
+        link.to_host([(here, there)]).wait()
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return _LINK_NBYTES / best_s / 1e9
+
+
+def _setting(shape: Shape, link: CopyLink, device: torch.device) -> Setting:
+    config = presets[shape.preset]
+    generator = torch.Generator().manual_seed(0)
+    size = (shape.batch, config.max_sequence_length + 1)
+    batches = [
+        torch.randint(0, config.vocab_size, size, generator=generator).to(device)
+        for _ in range(_NUM_BATCHES)
+    ]
+
+    def loss_of(model: nn.Module) -> Callable[[int], torch.Tensor]:
+        def loss(step: int) -> torch.Tensor:
+            tokens = batches[step % _NUM_BATCHES]
+            return model(tokens[:, :-1], tokens[:, 1:])
+
+        return loss
+
+    def new_model() -> tuple[nn.Module, list[nn.Module]]:
+        model = build_model(config, seed=0).to(device)
+        layers = [m for m in model.modules() if isinstance(m, TransformerLayer)]
+        return model, [*layers, model]
+
+    def build() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+        model, units = new_model()
+        policy = megafsdp.MixedPrecisionPolicy(torch.bfloat16, main_grads_dtype=torch.bfloat16)
+        for module in units:
+            megafsdp.fully_shard(module, mp_policy=policy)
+        return model, loss_of(model)
+
+    def build_fsdp2() -> Side:
+        model, units = new_model()
+        policy = TorchMixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        for module in units:
+            torch_fully_shard(module, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        return Side(model, loss_of(model), _TorchOnHost(model))
+
+    return Setting(
+        build,
+        link,
+        _NEVER_CLIPS,
+        # Of the compute alone: the streams of copies run on into the next step.
+        synchronize=lambda: torch.cuda.current_stream(device).synchronize(),
+        others={FSDP2: build_fsdp2},
+    )
+
+
+class _TorchOnHost:
+    """AdamW over parameters of FSDP2 on the host, with clipping as the other sides clip."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._adam = torch.optim.AdamW(self._parameters, fused=True, **HYPER)
+        self.grad_norm: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        # The only rank has all of every gradient.
+        grads = [p.grad.to_local() for p in self._parameters if isinstance(p.grad, DTensor)]
+        self.grad_norm = nn.utils.get_total_norm(grads)
+        torch._foreach_mul_(grads, (_NEVER_CLIPS / (self.grad_norm + 1e-6)).clamp(max=1.0))
+        self._adam.step()
+
+    def zero_grad(self) -> None:
+        self._adam.zero_grad()
+
+    def synchronize(self) -> None:
+        """Return at once: a step ends with its own work."""

@@ -79,7 +79,8 @@ class Setting:
         max_grad_norm: Clips.
         synchronize: Waits for the device's compute.
         restart: Called before the first step of each block.
-        overrun_ms: Called at the end of a backward: what the device was late by.
+        overrun_ms: Called at the end of a backward: by how much the calling thread is late with
+            what it computes in the device's stead.
         host_work: Opened around what the calling thread computes for the host.
         others: Further sides by name, which build a model with an optimizer; no check is exact.
     """
@@ -102,7 +103,8 @@ class Side:
     loss: Callable[[int], torch.Tensor]
     optimizer: Stepped
     losses: list[torch.Tensor] = field(default_factory=list)
-    overruns_ms: list[float] = field(default_factory=list)
+    late_ms: list[float] = field(default_factory=list)
+    _overrun_ms: float = 0.0
 
     def step(self, setting: Setting) -> float:
         """Train one step; return its milliseconds, from end to end."""
@@ -110,7 +112,9 @@ class Side:
         with megafsdp.microbatch(self.model, is_last=True):
             loss = self.loss(len(self.losses))
             loss.backward()
-        self.overruns_ms.append(setting.overrun_ms())
+        overrun_ms = setting.overrun_ms()
+        self.late_ms.append(overrun_ms - self._overrun_ms)
+        self._overrun_ms = overrun_ms
         self.optimizer.step()
         self.optimizer.zero_grad()
         setting.synchronize()
@@ -120,6 +124,8 @@ class Side:
     def block(self, setting: Setting, num_steps: int) -> list[float]:
         """Train some steps with nothing of others under way; return all times but the first."""
         setting.restart()
+        self._overrun_ms = 0.0
+        self.late_ms.clear()
         times_ms = [self.step(setting) for _ in range(num_steps)]
         self.optimizer.synchronize()
         return times_ms[1:]
@@ -157,7 +163,7 @@ def build_sides(fraction: float, setting: Setting) -> dict[str, Side]:
     return sides | {name: build() for name, build in setting.others.items()}
 
 
-def check(sides: dict[str, Side], what: str, *, loss_tolerance: float = 0.0) -> None:
+def check(sides: dict[str, Side], what: str, *, loss_tolerance: float = 0.0) -> dict[str, bool]:
     """Compare losses of all steps and the weights at the end with those of the first side.
 
     Args:
@@ -165,8 +171,11 @@ def check(sides: dict[str, Side], what: str, *, loss_tolerance: float = 0.0) -> 
         what: Said in the error.
         loss_tolerance: How far losses may differ; weights are compared if it is zero.
 
+    Returns:
+        Whether all losses of a side are equal in every bit to those of the first.
+
     Raises:
-        CheckError: A loss or a weight differs, or no weight has moved.
+        CheckError: A loss or a weight differs, or the losses of all steps are the same.
     """
     losses = {name: torch.stack(side.losses).float().cpu() for name, side in sides.items()}
     for name, side in sides.items():
@@ -183,6 +192,7 @@ def check(sides: dict[str, Side], what: str, *, loss_tolerance: float = 0.0) -> 
                 raise CheckError(f"{what}: weight {number} of '{name}' differs")
     if len(losses[BASE]) > 1 and losses[BASE].unique().numel() == 1:
         raise CheckError(f"{what}: no loss changes")
+    return {name: torch.equal(own, losses[BASE]) for name, own in losses.items()}
 
 
 def _main_weights(side: Side) -> list[torch.Tensor]:
@@ -191,23 +201,40 @@ def _main_weights(side: Side) -> list[torch.Tensor]:
     return [local_tensor(parameter.detach()) for parameter in side.model.parameters()]
 
 
-def time_blocks(
-    sides: dict[str, Side], setting: Setting, options: Options
-) -> dict[str, list[float]]:
-    """Return the milliseconds of timed steps by side; blocks of the sides alternate."""
-    times_ms: dict[str, list[float]] = {name: [] for name in sides}
-    for side in sides.values():
-        side.overruns_ms.clear()
+@dataclass
+class Timed:
+    """Times of one side.
+
+    Attributes:
+        step_ms: Of each timed step, by the clock.
+        late_ms: What the calling thread fell behind in each with the work of a simulated device.
+    """
+
+    step_ms: list[float] = field(default_factory=list)
+    late_ms: list[float] = field(default_factory=list)
+
+    def on_device_ms(self) -> list[float]:
+        """Return the times of a device that is not late; for sides with nothing on the host.
+
+        What runs on the host would have gained time from the delay.
+        """
+        return [step - late for step, late in zip(self.step_ms, self.late_ms, strict=True)]
+
+
+def time_blocks(sides: dict[str, Side], setting: Setting, options: Options) -> dict[str, Timed]:
+    """Return the times of steps by side; blocks of the sides alternate."""
+    times = {name: Timed() for name in sides}
     for repeat in range(options.repeats):
         for name in sides if repeat % 2 else reversed(sides):
             gc.collect()
-            times_ms[name] += sides[name].block(setting, options.steps)
-    return times_ms
+            times[name].step_ms += sides[name].block(setting, options.steps)
+            times[name].late_ms += sides[name].late_ms[1:]
+    return times
 
 
 def summarize(
     sides: dict[str, Side],
-    times_ms: dict[str, list[float]],
+    times: dict[str, Timed],
     *,
     gb_per_s: dict[str, dict[str, float]],
     link_gb_per_s: float,
@@ -215,17 +242,18 @@ def summarize(
     """Return what is recorded of each side of a fraction."""
     found: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
-        own: dict[str, Any] = {"step_ms": spread(times_ms[name])}
-        own["device_overrun_ms"] = statistics.median(side.overruns_ms)
+        is_base = name in _BASE_OF.values()
+        step_ms = times[name].on_device_ms() if is_base else times[name].step_ms
+        own: dict[str, Any] = {"step_ms": spread(step_ms)}
+        own["late_ms"] = statistics.median(times[name].late_ms)
         if name in SIDES:
             own |= _nbytes(side)
         if name in _BASE_OF:
-            base = statistics.median(times_ms[_BASE_OF[name]])
+            base = statistics.median(times[_BASE_OF[name]].on_device_ms())
             work = _work_ms(name, side, gb_per_s, link_gb_per_s)
             exposed = own["step_ms"]["median"] - base
-            own["baseline_ms"] = spread(times_ms[_BASE_OF[name]])
-            own["exposed_ms"], own["exposed_share"] = exposed, exposed / base
-            own["work_ms"] = work
+            own |= {"baseline_ms": base, "work_ms": work}
+            own |= {"exposed_ms": exposed, "exposed_share": exposed / base}
             own["overlap"] = 1.0 - exposed / max(sum(work.values()), 1e-9)
         found[name] = own
     ours, rival = (max(found[n]["exposed_ms"], _LEAST_EXPOSED_MS) for n in (AHEAD, RIVAL))
@@ -269,4 +297,3 @@ def _work_ms(
         host_ms = KERNEL_BYTES_PER_ELEMENT * numel / kernel["beside transfers"] / 1e6
     copy_ms = _LINK_BYTES_PER_ELEMENT * numel / link_gb_per_s / 1e6
     return {"to_host": copy_ms, "host": host_ms, "to_device": copy_ms}
-

@@ -161,9 +161,11 @@ class _Fraction:
         rows = {}
         for size, own in times.items():
             self._times.forward_s, self._times.backward_s = own.forward_s, own.backward_s
-            times_ms = time_blocks(self._sides, self._setting, options)
+            timed = time_blocks(self._sides, self._setting, options)
             rows[size] = summarize(
-                self._sides, times_ms, gb_per_s=gb_per_s, link_gb_per_s=self._link_gb_per_s
+                self._sides, timed, gb_per_s=gb_per_s, link_gb_per_s=self._link_gb_per_s
             )
-        check(self._sides, self._what)
+        for name, is_equal in check(self._sides, self._what).items():
+            for row in rows.values():
+                row[name]["are_losses_equal"] = is_equal
         return rows
