@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import adam, checkpoint, exits, fsdp_step, layout, optimizer_step, scale
+from benchmarks import adam, checkpoint, exits, fsdp_step, layout, offload, optimizer_step, scale
 from benchmarks.record import RECORDS, write
 
 CASES = {
@@ -14,6 +14,7 @@ CASES = {
     "exits": exits,
     "fsdp_step": fsdp_step,
     "layout": layout,
+    "offload": offload,
     "optimizer_step": optimizer_step,
     "scale": scale,
 }

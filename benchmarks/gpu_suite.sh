@@ -15,6 +15,7 @@ fi
 "$python" -m benchmarks fsdp_step --ranks 1 --repeats 10
 "$python" -m benchmarks fsdp_step --ranks 1 --repeats 10 --layers 24 --hidden 2048 \
   --sequence 2048 --batch 4 --vocabulary 32768 --dtypes bf16 --records benchmarks/records/large
+"$python" -m benchmarks offload --fractions 0.5 1 --repeats 3
 if [ -n "${OUT:-}" ]; then
   mkdir -p "$OUT/records" && cp -r benchmarks/records/. "$OUT/records/"
 fi

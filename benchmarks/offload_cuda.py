@@ -70,7 +70,8 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
         link_bytes_per_s=1e9 * link_gb_per_s,
         device=device,
     )
-    setting = _setting(shape, link, device)
+    link.close()
+    setting = _setting(shape, device)
     rows: dict[str, dict[str, Any]] = {}
     num_parameters = 0
     for fraction in options.fractions:
@@ -109,7 +110,7 @@ def _measure_link(link: CopyLink, device: torch.device) -> float:
     return _LINK_NBYTES / best_s / 1e9
 
 
-def _setting(shape: Shape, link: CopyLink, device: torch.device) -> Setting:
+def _setting(shape: Shape, device: torch.device) -> Setting:
     config = presets[shape.preset]
     generator = torch.Generator().manual_seed(0)
     size = (shape.batch, config.max_sequence_length + 1)
@@ -146,7 +147,7 @@ def _setting(shape: Shape, link: CopyLink, device: torch.device) -> Setting:
 
     return Setting(
         build,
-        link,
+        lambda: link_of(device_handle("cuda")),
         _NEVER_CLIPS,
         # Of the compute alone: the streams of copies run on into the next step.
         synchronize=lambda: torch.cuda.current_stream(device).synchronize(),

@@ -6,6 +6,7 @@ Used for simulated and real devices alike; a :class:`Setting` says what differs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import statistics
 import time
@@ -75,7 +76,7 @@ class Setting:
 
     Attributes:
         build: Returns the sharded model and the loss of a step by number.
-        link: Copies of all sides.
+        link: Makes the link of one side, which closes it.
         max_grad_norm: Clips.
         synchronize: Waits for the device's compute.
         restart: Called before the first step of each block.
@@ -86,7 +87,7 @@ class Setting:
     """
 
     build: Callable[[], tuple[nn.Module, Callable[[int], torch.Tensor]]]
-    link: CopyLink
+    link: Callable[[], CopyLink]
     max_grad_norm: float
     synchronize: Callable[[], None] = lambda: None
     restart: Callable[[], None] = lambda: None
@@ -140,7 +141,7 @@ def build_side(name: str, fraction: float, setting: Setting) -> Side:
         optimizer = PerParameterHybrid(
             parameters,
             offload_fraction=fraction if name == RIVAL else 0.0,
-            link=setting.link,
+            link=setting.link(),
             max_grad_norm=setting.max_grad_norm,
             host_work=setting.host_work,
             **HYPER,
@@ -152,7 +153,7 @@ def build_side(name: str, fraction: float, setting: Setting) -> Side:
             offload_fraction=0.0 if name == BASE else fraction,
             max_grad_norm=setting.max_grad_norm,
             speculate=name == AHEAD,
-            link=setting.link,
+            link=setting.link(),
         )
     return Side(model, loss, optimizer)
 
@@ -255,6 +256,8 @@ def summarize(
             own |= {"baseline_ms": base, "work_ms": work}
             own |= {"exposed_ms": exposed, "exposed_share": exposed / base}
             own["overlap"] = 1.0 - exposed / max(sum(work.values()), 1e-9)
+        if isinstance(side.optimizer, megafsdp.HybridDeviceOptimizer):
+            own["ahead"] = dataclasses.asdict(side.optimizer.offload_counts)
         found[name] = own
     ours, rival = (max(found[n]["exposed_ms"], _LEAST_EXPOSED_MS) for n in (AHEAD, RIVAL))
     found[AHEAD]["rival_to_ours"] = rival / ours

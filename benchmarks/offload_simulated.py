@@ -14,10 +14,10 @@ from benchmarks import host_bandwidth
 from benchmarks.offload_sides import Options, Setting, build_sides, check, summarize, time_blocks
 from benchmarks.record import CheckError
 from benchmarks.simulated_device import SimulatedDevice, Times, build_model, model_input
-from megafsdp.device.link import CopyLink, ThreadLink
+from megafsdp.device.link import ThreadLink
 from megafsdp.fsdp.unit import unit_of
 
-# What a step out of place with a bf16 gradient and copy needs of the host's memory, copies included.
+# What a step with bf16 gradients and copies moves in the host's memory, the link's part included.
 _HOST_BYTES_PER_ELEMENT = 32
 _WARM_UP_STEPS = 8
 _PROBE_NUMEL, _PROBE_REPEATS = 1 << 24, 7
@@ -62,15 +62,15 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
         link_bytes_per_s=shape.link_bytes_per_s,
         device=torch.device("cpu"),
     )
+    link.close()
     need_s = _HOST_BYTES_PER_ELEMENT * numel / (1e9 * gb_per_s["probe"]["alone"])
     rooms = {"free": shape.room, "tight": shape.room / 2}
     times = {size: _times(room * need_s, shape.layers) for size, room in rooms.items()}
     rows: dict[str, dict[str, Any]] = {size: {} for size in times}
     for fraction in options.fractions:
-        run = _Fraction(fraction, shape, link)
+        run = _Fraction(fraction, shape)
         for size, row in run.measure(times, options, gb_per_s).items():
             rows[size][f"{fraction:g}"] = row
-    link.close()
     return {
         "is_simulated": True,
         "device": "CPU",
@@ -99,7 +99,12 @@ def _times(step_s: float, num_layers: int) -> Times:
 
 
 def make_setting(
-    num_layers: int, hidden: int, link: CopyLink, times: Times, *, max_grad_norm: float
+    num_layers: int,
+    hidden: int,
+    link_bytes_per_s: float | None,
+    times: Times,
+    *,
+    max_grad_norm: float,
 ) -> Setting:
     """Return a simulated device, whose layers may be given other times between steps."""
     device = SimulatedDevice()
@@ -112,7 +117,7 @@ def make_setting(
 
     return Setting(
         build,
-        link,
+        lambda: ThreadLink(link_bytes_per_s),
         max_grad_norm,
         restart=device.restart,
         overrun_ms=lambda: 1e3 * device.overrun_s,
@@ -122,10 +127,9 @@ def make_setting(
 
 def _check_clipped(fractions: Sequence[float]) -> None:
     """Compare all sides on a small model whose gradients are clipped in every step."""
-    link = ThreadLink()
     for fraction in fractions:
         setting = make_setting(
-            _CHECKED_LAYERS, _CHECKED_HIDDEN, link, Times(1e-4, 2e-4), max_grad_norm=_CLIPS
+            _CHECKED_LAYERS, _CHECKED_HIDDEN, None, Times(1e-4, 2e-4), max_grad_norm=_CLIPS
         )
         sides = build_sides(fraction, setting)
         for side in sides.values():
@@ -134,18 +138,21 @@ def _check_clipped(fractions: Sequence[float]) -> None:
         norms = {name: float(side.optimizer.grad_norm or 0.0) for name, side in sides.items()}
         if not min(norms.values()) > _CLIPS:
             raise CheckError(f"nothing is clipped at norms of {norms}")
-    link.close()
 
 
 class _Fraction:
     """The sides of one fraction."""
 
-    def __init__(self, fraction: float, shape: Shape, link: CopyLink) -> None:
+    def __init__(self, fraction: float, shape: Shape) -> None:
         self._what = f"fraction {fraction:g}"
         self._link_gb_per_s = shape.link_bytes_per_s / 1e9
         self._times = Times(0.0, 0.0)
         self._setting = make_setting(
-            shape.layers, shape.hidden, link, self._times, max_grad_norm=_NEVER_CLIPS
+            shape.layers,
+            shape.hidden,
+            shape.link_bytes_per_s,
+            self._times,
+            max_grad_norm=_NEVER_CLIPS,
         )
         self._sides = build_sides(fraction, self._setting)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class PerParameterHybrid:
         parameters: Sharded parameters, in forward order, with fp32 main weights.
         offload_fraction: Parameters at the front are offloaded until they hold this part of all
             elements.
-        link: Copies.
+        link: Copies; is closed with the optimizer.
         max_grad_norm: Clips.
         dtype: What crosses the link, the compute dtype.
         host_work: Opened around what the calling thread computes for the host.
@@ -77,6 +78,7 @@ class PerParameterHybrid:
         **hyper: Any,
     ) -> None:
         self._parameters, self._link, self._host_work = parameters, link, host_work
+        weakref.finalize(self, link.close)
         self._max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
         wanted = offload_fraction * sum(p.numel() for p in parameters)

@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,7 +100,7 @@ class Layer(nn.Module):
 
 class _SimulatedLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layer, *weights):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer, *weights: torch.Tensor) -> torch.Tensor:
         layer.device.compute(layer.times.forward_s)
         total = torch.stack([_ends(weight) for weight in weights]).float().sum(dim=0)
         ctx.layer = layer
@@ -107,7 +108,7 @@ class _SimulatedLayer(torch.autograd.Function):
         return torch.sin((1 + total) * x + total)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, total = ctx.saved_tensors
         layer = ctx.layer
         layer.device.compute(layer.times.backward_s)
