@@ -140,3 +140,25 @@ def test_pretraining_example_is_configuration_and_one_call(
     monkeypatch.setattr(sys, "argv", [path, *(f"--{key}={value}" for key, value in toy.items())])
     runpy.run_path(path, run_name="__main__")
     assert (tmp_path / "run/checkpoints/iter_0000002").is_dir()
+
+
+def test_offload_sweep_compares_fractions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses are those with nothing offloaded, bytes move to the host, and a picture is drawn."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--fractions", "0.5", "1", "--plot", "sweep.svg", "--run.device=cpu"]
+    words += ["--model.hidden_size=32", "--model.ffn_hidden_size=32", "--train.steps=4"]
+    words += ["--data.sequence_length=16", "--train.global_batch_size=2"]
+    path = str(ROOT / "examples/offload_sweep.py")
+    monkeypatch.setattr(sys, "argv", [path, *words])
+    runpy.run_path(path, run_name="__main__")
+    *_, header, zero, half, whole = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "fraction"
+    rows = [line.split() for line in (zero, half, whole)]
+    assert [row[0] for row in rows] == ["0.00", "0.50", "1.00"]
+    assert all(row[5] == "equal" for row in rows)
+    device, host = ([float(row[column]) for row in rows] for column in (3, 4))
+    assert device[0] > device[1] > device[2] == 0
+    assert 0 == host[0] < host[1] < host[2]
+    assert (tmp_path / "sweep.svg").read_text().count("<rect") == 3
