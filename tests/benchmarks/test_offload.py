@@ -1,0 +1,163 @@
+"""The offload case: its clock, its check, and a whole run on a simulated device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import offload_sides, simulated_device
+from benchmarks.__main__ import main
+from benchmarks.offload_sides import AHEAD, BASE, NORM_FIRST, RIVAL, RIVAL_BASE, SIDES, Side, Timed
+from benchmarks.record import CheckError
+from benchmarks.simulated_device import SimulatedDevice
+from megafsdp._native import native_module
+
+
+class _Clock:
+    """Processor and wall time of one thread that does nothing unless told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.processor_s, self.slept_s = 100.0, []
+        monkeypatch.setattr(simulated_device.time, "thread_time", lambda: self.processor_s)
+        monkeypatch.setattr(simulated_device.time, "sleep", self.slept_s.append)
+
+
+def test_a_layer_takes_its_time_with_the_work_of_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the thread computed is not slept again; what is too much is taken off later layers."""
+    clock = _Clock(monkeypatch)
+    device = SimulatedDevice()
+    clock.processor_s += 1
+    device.compute(4)
+    assert clock.slept_s == [3] and device.overrun_s == 0
+    clock.processor_s += 6
+    device.compute(4)
+    assert clock.slept_s == [3] and device.overrun_s == 2
+    device.compute(4)
+    assert clock.slept_s == [3, 2] and device.overrun_s == 0
+
+
+def test_work_for_the_host_is_not_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer sleeps its whole time after it, and a restart forgets all."""
+    clock = _Clock(monkeypatch)
+    device = SimulatedDevice()
+    with device.host_work():
+        clock.processor_s += 9
+    device.compute(4)
+    assert clock.slept_s == [4]
+    clock.processor_s += 9
+    device.compute(4)
+    device.restart()
+    device.compute(4)
+    assert clock.slept_s == [4, 4]
+
+
+def test_gradients_follow_the_losses_of_every_layer() -> None:
+    """At both ends of a parameter they are those of automatic differentiation of the formula."""
+    times = simulated_device.Times(0.0, 0.0)
+    model = simulated_device.build_model(2, 64, SimulatedDevice(), times)
+    x = simulated_device.model_input(0)
+    model(x).sum().backward()
+    ends = [
+        torch.stack([torch.cat([w.flatten()[:16], w.flatten()[-16:]]) for w in layer.weights])
+        for layer in model
+    ]
+    plain = [end.detach().requires_grad_() for end in ends]
+    for end in plain:
+        total = end.sum(dim=0)
+        x = torch.sin((1 + total) * x + total)
+    x.sum().backward()
+    for layer, end in zip(model, plain, strict=True):
+        for weight, wanted in zip(layer.weights, end.grad, strict=True):
+            own = weight.grad.flatten()
+            # Gradients are bf16.
+            torch.testing.assert_close(own[:16], wanted[:16].bfloat16().float())
+            torch.testing.assert_close(own[-16:], wanted[16:].bfloat16().float())
+            assert own.count_nonzero() > 0.9 * own.numel()
+
+
+class _Nothing:
+    grad_norm = None
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _side(losses: list[float], weight: float = 1.0) -> Side:
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(model.weight, weight)
+    return Side(model, lambda step: torch.zeros(()), _Nothing(), [torch.tensor(x) for x in losses])
+
+
+def test_sides_that_train_apart_are_refused() -> None:
+    """By a loss or by a weight; a tolerance is for losses, and says whether they are equal."""
+    base = _side([1.0, 2.0])
+    assert offload_sides.check({BASE: base, AHEAD: _side([1.0, 2.0])}, "x") == {
+        BASE: True,
+        AHEAD: True,
+    }
+    apart = _side([1.0, 2.0001])
+    with pytest.raises(CheckError, match="x: losses of 'ahead of the norm' differ"):
+        offload_sides.check({BASE: base, AHEAD: apart}, "x")
+    assert not offload_sides.check({BASE: base, AHEAD: apart}, "x", loss_tolerance=0.1)[AHEAD]
+    with pytest.raises(CheckError, match="differ by nan"):
+        offload_sides.check({BASE: base, AHEAD: _side([1.0, float("nan")])}, "x")
+    with pytest.raises(CheckError, match="weight 0 of 'ahead of the norm' differs"):
+        offload_sides.check({BASE: base, AHEAD: _side([1.0, 2.0], weight=2.0)}, "x")
+    with pytest.raises(CheckError, match="no loss changes"):
+        offload_sides.check({BASE: _side([1.0, 1.0])}, "x")
+
+
+def test_what_the_thread_is_late_by_is_no_time_of_the_device() -> None:
+    """It is taken off each step."""
+    assert Timed([10.0, 12.0], [1.0, -2.0]).on_device_ms() == [9.0, 14.0]
+
+
+@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+def test_offload_is_timed_on_a_simulated_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The record says what it is, and has times, bytes and equal losses of every side."""
+    sizes = ["--layers", "3", "--hidden", "64", "--fractions", "0.5", "1", "--room", "100"]
+    arguments = ["offload", "--device", "simulated", *sizes, "--repeats", "1", "--steps", "2"]
+    main(["--records", str(tmp_path), *arguments])
+    assert "SIMULATED device" in capsys.readouterr().out
+    (path,) = tmp_path.iterdir()
+    results = json.loads(path.read_text())["results"]
+    assert results["is_simulated"] and results["link_gb_per_s"] == 8
+    assert {speed for speeds in results["gb_per_s"].values() for speed in speeds} == {
+        "alone",
+        "beside transfers",
+    }
+    assert list(results["sizes"]) == ["free", "tight"]
+    free, tight = (results["sizes"][size]["layers_ms"] for size in ("free", "tight"))
+    assert free["backward"] == pytest.approx(2 * free["forward"])
+    assert free["forward"] == pytest.approx(2 * tight["forward"])
+    for case in results["sizes"].values():
+        half, whole = (case["fractions"][fraction] for fraction in ("0.5", "1"))
+        assert tuple(half) == tuple(whole) == SIDES
+        for sides in (half, whole):
+            assert all(side["are_losses_equal"] for side in sides.values())
+            assert all(side["step_ms"]["count"] == 1 for side in sides.values())
+            assert sides[BASE]["host_nbytes"] == sides[RIVAL_BASE]["host_nbytes"] == 0
+            assert sides[AHEAD]["ahead"]["committed"] > 0 == sides[NORM_FIRST]["ahead"]["committed"]
+            assert sides[AHEAD]["ahead"]["replayed"] == 0
+            # A second slab of weights and moments, and nothing more.
+            second = sides[AHEAD]["host_nbytes"] - sides[NORM_FIRST]["host_nbytes"]
+            assert second == pytest.approx(12 / 16 * sides[NORM_FIRST]["host_nbytes"], rel=0.02)
+        for name in (NORM_FIRST, AHEAD, RIVAL):
+            assert whole[name]["device_nbytes"] < half[name]["device_nbytes"]
+            assert whole[name]["host_nbytes"] > half[name]["host_nbytes"]
+    assert set(results["targets"]) == {
+        "exposed share of a step",
+        "exposed by one optimizer a parameter, over ours",
+        "kernel over probe, beside transfers",
+    }
