@@ -13,7 +13,13 @@ import megafsdp
 from benchmarks import host_bandwidth
 from benchmarks.offload_sides import Options, Setting, build_sides, check, summarize, time_blocks
 from benchmarks.record import CheckError
-from benchmarks.simulated_device import SimulatedDevice, Times, build_model, model_input
+from benchmarks.simulated_device import (
+    SimulatedDevice,
+    Times,
+    build_model,
+    keep_freed_memory,
+    model_input,
+)
 from megafsdp.device.link import ThreadLink
 from megafsdp.fsdp.unit import unit_of
 
@@ -51,6 +57,7 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
     Raises:
         CheckError: Losses or weights of some side differ from those with nothing offloaded.
     """
+    keep_freed_memory()
     _check_clipped(options.fractions)
     link = ThreadLink(shape.link_bytes_per_s)
     layers = build_model(shape.layers, shape.hidden, SimulatedDevice(), Times(0.0, 0.0))

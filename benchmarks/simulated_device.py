@@ -11,6 +11,7 @@ elements. This file knows nothing of optimizers and links.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,19 @@ from torch import nn
 
 _END_NUMEL = 16
 _NOISE_SCALE = 1e-3
+# Of malloc.h; a larger threshold is refused.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -1, -3, 1 << 25
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what is freed for the next allocation, as a device's allocator does.
+
+    Otherwise every gathered weight would be paged in anew. Only glibc is told.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class SimulatedDevice:
