@@ -22,7 +22,8 @@ from megafsdp.optimizer.kernels import AdamBuffers, AdamKernel, AdamSegment
 KERNEL_BYTES_PER_ELEMENT = 28
 _PROBE_BYTES_PER_ELEMENT = 8
 _WARM_UP_REPEATS = 2
-_COPY_NUMEL = 1 << 20
+# Together larger than the caches, so that copies take their part of the memory.
+_COPY_NBYTES, _NUM_COPIES = 1 << 23, 8
 _PROBE, _IN_PLACE, _OUT_OF_PLACE = "probe", "kernel in place", "kernel out of place"
 
 
@@ -109,12 +110,10 @@ class _Pump:
 
     def __init__(self, link: CopyLink, bytes_per_s: float, device: torch.device) -> None:
         self._link, self._bytes_per_s = link, bytes_per_s
-        is_pinned = device.type == "cuda"
-        arena = HostArena(2 * _COPY_NUMEL * 2, is_pinned=is_pinned)
-        self._host = [arena.take(_COPY_NUMEL, torch.bfloat16).zero_() for _ in range(2)]
-        self._device = [
-            torch.zeros(_COPY_NUMEL, dtype=torch.bfloat16, device=device) for _ in range(2)
-        ]
+        nbytes = 2 * _NUM_COPIES * _COPY_NBYTES
+        arena = HostArena(nbytes, is_pinned=device.type == "cuda")
+        self._host = arena.take(nbytes, torch.uint8).zero_().view(2, _NUM_COPIES, -1)
+        self._device = torch.zeros_like(self._host, device=device)
 
     def time_s(self, call: Callable[[], object], *, expected_s: float) -> float:
         """Return the seconds of a call during which copies were under way from end to end."""
@@ -130,11 +129,11 @@ class _Pump:
 
     def _start(self, seconds: float) -> list[Transfer]:
         """Issue copies that take so long; return the last of each direction."""
-        count = 1 + int(seconds * self._bytes_per_s / self._host[0].nbytes)
         last: list[Transfer] = []
-        for _ in range(count):
+        for number in range(1 + int(seconds * self._bytes_per_s / _COPY_NBYTES)):
+            at = number % _NUM_COPIES
             last = [
-                self._link.to_host([(self._host[0], self._device[0])]),
-                self._link.to_device([(self._device[1], self._host[1])]),
+                self._link.to_host([(self._host[0, at], self._device[0, at])]),
+                self._link.to_device([(self._device[1, at], self._host[1, at])]),
             ]
         return last

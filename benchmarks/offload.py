@@ -18,6 +18,7 @@ time of the layers ``--room`` times, by what a probe of the host's memory gives 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a block; the first is not timed")
     parser.add_argument("--layers", type=int, default=16, help="of the simulated model")
     parser.add_argument("--hidden", type=int, default=448, help="a multiple of 64; simulated")
-    parser.add_argument("--room", type=float, default=6.0, help="of the size free; simulated")
+    parser.add_argument("--room", type=float, default=7.0, help="of the size free; simulated")
     parser.add_argument("--link-gb-per-s", type=float, default=8.0, help="each way; simulated")
     parser.add_argument("--preset", default="gpt2-small", help="model on CUDA")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step on CUDA")
@@ -52,6 +53,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     Raises:
         Exception: The sides' losses or weights differ; no figure is given then.
     """
+    load = os.getloadavg()[0]
     shared = Options(tuple(options.fractions), options.repeats, options.steps)
     kind = options.device
     if kind == "auto":
@@ -65,7 +67,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         )
         measured = launch(offload_simulated.measure, simulated, shared, num_ranks=1)
     assert isinstance(measured, dict)
-    return measured | {"targets": _targets(measured)}
+    return measured | {"targets": _targets(measured), "load_average_before": load}
 
 
 def _targets(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -97,7 +99,10 @@ def describe(results: dict[str, Any]) -> str:
             f"SIMULATED device on a {what}: compute is slept, the link moves "
             f"{results['link_gb_per_s']:.1f} GB/s each way"
         )
-    lines = [f"{what}; {results['num_parameters'] / 1e6:.1f} M parameters"]
+    lines = [
+        f"{what}; {results['num_parameters'] / 1e6:.1f} M parameters; load of the machine before: "
+        f"{results['load_average_before']:.1f}"
+    ]
     for name, speeds in results["gb_per_s"].items():
         lines.append(
             f"    {name}: {speeds['alone']:.1f} GB/s alone, {speeds['beside transfers']:.1f} "

@@ -6,6 +6,7 @@ torch.optim.AdamW(fused=True) there.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
     Raises:
         CheckError: Losses of some side differ from those with nothing offloaded.
     """
+    # The launcher leaves a rank one thread, where ranks share the cores; here is only one.
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = torch.device("cuda", torch.cuda.current_device())
     link = link_of(device_handle("cuda"))
     link_gb_per_s = _measure_link(link, device)
@@ -91,6 +94,7 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
         "is_simulated": False,
         "device": torch.cuda.get_device_name(device),
         "link_gb_per_s": link_gb_per_s,
+        "num_threads": torch.get_num_threads(),
         "num_parameters": num_parameters,
         "gb_per_s": gb_per_s,
         "sizes": {shape.preset: {"layers_ms": None, "batch": shape.batch, "fractions": rows}},

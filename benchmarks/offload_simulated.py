@@ -82,6 +82,7 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
         "is_simulated": True,
         "device": "CPU",
         "link_gb_per_s": shape.link_bytes_per_s / 1e9,
+        "num_threads": torch.get_num_threads(),
         "num_parameters": numel,
         "layers": shape.layers,
         "host_need_ms": 1e3 * need_s,
