@@ -30,6 +30,7 @@ from benchmarks.offload_sides import (
     check,
     summarize,
     time_blocks,
+    warm_up,
 )
 from megafsdp.device.host_memory import HostArena
 from megafsdp.device.link import CopyLink, link_of
@@ -74,13 +75,12 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
         device=device,
     )
     link.close()
-    setting = _setting(shape, device)
+    setting = make_setting(shape, device)
     rows: dict[str, dict[str, Any]] = {}
     num_parameters = 0
     for fraction in options.fractions:
         sides = build_sides(fraction, setting)
-        for side in sides.values():
-            side.block(setting, _WARM_UP_STEPS)
+        warm_up(sides, setting, _WARM_UP_STEPS)
         timed = time_blocks(sides, setting, options)
         row = summarize(sides, timed, gb_per_s=gb_per_s, link_gb_per_s=link_gb_per_s)
         what = f"fraction {fraction:g}"
@@ -88,7 +88,7 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
             row[name]["are_losses_equal"] = is_equal
         rows[f"{fraction:g}"] = row
         num_parameters = sum(p.numel() for p in next(iter(sides.values())).model.parameters())
-        del sides, side
+        del sides
         torch.cuda.empty_cache()
     return {
         "is_simulated": False,
@@ -114,7 +114,9 @@ def _measure_link(link: CopyLink, device: torch.device) -> float:
     return _LINK_NBYTES / best_s / 1e9
 
 
-def _setting(shape: Shape, device: torch.device) -> Setting:
+def make_setting(shape: Shape, device: torch.device) -> Setting:
+    """Return a GPT on a device, with FSDP2 among the sides."""
+    handle = device_handle(device.type)
     config = presets[shape.preset]
     generator = torch.Generator().manual_seed(0)
     size = (shape.batch, config.max_sequence_length + 1)
@@ -145,16 +147,22 @@ def _setting(shape: Shape, device: torch.device) -> Setting:
     def build_fsdp2() -> Side:
         model, units = new_model()
         policy = TorchMixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        offload = CPUOffloadPolicy(pin_memory=handle.is_asynchronous)
         for module in units:
-            torch_fully_shard(module, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+            torch_fully_shard(module, mp_policy=policy, offload_policy=offload)
         return Side(model, loss_of(model), _TorchOnHost(model))
+
+    def synchronize() -> None:
+        # Of the compute alone: the streams of copies run on into the next step.
+        event = handle.record_event()
+        if event is not None:
+            event.synchronize()
 
     return Setting(
         build,
-        lambda: link_of(device_handle("cuda")),
+        lambda: link_of(handle),
         _NEVER_CLIPS,
-        # Of the compute alone: the streams of copies run on into the next step.
-        synchronize=lambda: torch.cuda.current_stream(device).synchronize(),
+        synchronize=synchronize,
         others={FSDP2: build_fsdp2},
     )
 

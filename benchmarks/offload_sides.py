@@ -164,6 +164,15 @@ def build_sides(fraction: float, setting: Setting) -> dict[str, Side]:
     return sides | {name: build() for name, build in setting.others.items()}
 
 
+def warm_up(sides: dict[str, Side], setting: Setting, num_steps: int) -> None:
+    """Train some steps on every side; peaks of memory count from here on."""
+    for side in sides.values():
+        side.block(setting, num_steps)
+        root = unit_of(side.model)
+        if root is not None:
+            root.ledger.reset_peak()
+
+
 def check(sides: dict[str, Side], what: str, *, loss_tolerance: float = 0.0) -> dict[str, bool]:
     """Compare losses of all steps and the weights at the end with those of the first side.
 

@@ -11,7 +11,15 @@ from torch import nn
 
 import megafsdp
 from benchmarks import host_bandwidth
-from benchmarks.offload_sides import Options, Setting, build_sides, check, summarize, time_blocks
+from benchmarks.offload_sides import (
+    Options,
+    Setting,
+    build_sides,
+    check,
+    summarize,
+    time_blocks,
+    warm_up,
+)
 from benchmarks.record import CheckError
 from benchmarks.simulated_device import (
     SimulatedDevice,
@@ -21,7 +29,6 @@ from benchmarks.simulated_device import (
     model_input,
 )
 from megafsdp.device.link import ThreadLink
-from megafsdp.fsdp.unit import unit_of
 
 # What a step with bf16 gradients and copies moves in the host's memory, the link's part included.
 _HOST_BYTES_PER_ELEMENT = 32
@@ -168,11 +175,7 @@ class _Fraction:
         self, times: dict[str, Times], options: Options, gb_per_s: dict[str, dict[str, float]]
     ) -> dict[str, dict[str, Any]]:
         """Return what is recorded of all sides at every size, once all steps are checked."""
-        for side in self._sides.values():
-            side.block(self._setting, _WARM_UP_STEPS)
-            root = unit_of(side.model)
-            assert root is not None, "the model is a unit"
-            root.ledger.reset_peak()
+        warm_up(self._sides, self._setting, _WARM_UP_STEPS)
         rows = {}
         for size, own in times.items():
             self._times.forward_s, self._times.backward_s = own.forward_s, own.backward_s

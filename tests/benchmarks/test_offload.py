@@ -9,12 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import offload_sides, simulated_device
+from benchmarks import offload_cuda, offload_sides, simulated_device
 from benchmarks.__main__ import main
-from benchmarks.offload_sides import AHEAD, BASE, NORM_FIRST, RIVAL, RIVAL_BASE, SIDES, Side, Timed
+from benchmarks.offload_sides import (
+    AHEAD,
+    BASE,
+    NORM_FIRST,
+    RIVAL,
+    RIVAL_BASE,
+    SIDES,
+    Options,
+    Side,
+    Timed,
+)
 from benchmarks.record import CheckError
 from benchmarks.simulated_device import SimulatedDevice
 from megafsdp._native import native_module
+from tests.ranks import Ranks
 
 
 class _Clock:
@@ -119,6 +130,26 @@ def test_sides_that_train_apart_are_refused() -> None:
 def test_what_the_thread_is_late_by_is_no_time_of_the_device() -> None:
     """It is taken off each step."""
     assert Timed([10.0, 12.0], [1.0, -2.0]).on_device_ms() == [9.0, 14.0]
+
+
+def _train_gpt_on_a_cpu() -> tuple[dict[str, bool], dict[str, dict[str, object]]]:
+    setting = offload_cuda.make_setting(offload_cuda.Shape("gpt-toy", 1), torch.device("cpu"))
+    sides = offload_sides.build_sides(0.5, setting)
+    offload_sides.warm_up(sides, setting, 2)
+    timed = offload_sides.time_blocks(sides, setting, Options((0.5,), repeats=1, steps=2))
+    speeds = {"alone": 1.0, "beside transfers": 1.0}
+    gb_per_s = {"kernel in place": speeds, "kernel out of place": speeds}
+    found = offload_sides.summarize(sides, timed, gb_per_s=gb_per_s, link_gb_per_s=1.0)
+    return offload_sides.check(sides, "gpt", loss_tolerance=1e-2), found
+
+
+def test_sides_of_a_real_device_train_alike_on_a_cpu(ranks: Ranks) -> None:
+    """A GPT and FSDP2 with its offload; ours are equal in every bit."""
+    (value,) = ranks(1).run(_train_gpt_on_a_cpu)
+    are_equal, found = value
+    assert all(are_equal[name] for name in SIDES)
+    assert set(found) == {*SIDES, offload_cuda.FSDP2}
+    assert "exposed_ms" not in found[offload_cuda.FSDP2]
 
 
 @pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
