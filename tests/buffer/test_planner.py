@@ -167,6 +167,12 @@ def test_layers_of_two_ranks_pad_one_half_row_a_rank(
     assert all(2 * layout.gathered_offset(i) % nbytes == 0 for i in range(len(shapes)))
 
 
+def test_starts_are_as_coarsely_aligned_as_little_padding_allows() -> None:
+    """Four rows of 40 elements pad 352 of them at multiples of 256 bytes, 96 at 128, none at 16."""
+    layout = plan_layout(_specs([(1, 40)] * 4 + [(4000, 40)]), 2, itemsize=2)
+    assert [slot.offset for slot in layout.slots] == [0, 64, 128, 192, 256]
+
+
 def test_unmerged_classes_have_a_buffer_each() -> None:
     """Scales of rows need sub-buffers of one row size, vectors apart."""
     specs = _specs([(8, 64), (8, 96), (4, 64), (10,)])
