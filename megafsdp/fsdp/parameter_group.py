@@ -27,6 +27,7 @@ of :mod:`megafsdp.fsdp.gradients`; when to gather is the schedule's.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 
@@ -51,6 +52,7 @@ from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import CastRecipe, Recipe
 
 _GROUP_ATTRIBUTE = "_megafsdp_group"
+_VERSION = operator.attrgetter("_version")
 
 
 class ParameterGroup:
@@ -328,7 +330,7 @@ class ParameterGroup:
             self.mark_stale()
 
     def _count_writes(self) -> int:
-        return sum(tensor._version for tensor in self._shown)
+        return sum(map(_VERSION, self._shown))
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Make the unsharded parameters current: issue the gather, or refresh the replica.

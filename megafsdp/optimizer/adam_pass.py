@@ -42,20 +42,22 @@ class AdamPass:
     def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
         """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
         remainder = states.buffers.get(REMAINDER)
+        copy_out = self._encodings.output(states)
         buffers = AdamBuffers(
             weight=states.group.main_weight.flat,
             grad=grads.flat,
             exp_avg=states.buffers["exp_avg"].flat,
             exp_avg_sq=states.buffers["exp_avg_sq"].flat,
             remainder=None if remainder is None else remainder.flat,
-            copy_out=self._encodings.output(states),
+            copy_out=copy_out,
         )
         for step, counted in states.advance(indices).items():
             runs = states.runs(counted)
             self._call(
                 buffers, [AdamSegment(run.start, run.stop, self._hyper) for run in runs], step
             )
-            self._encodings.note(states, sum(run.numel for run in runs))
+            if copy_out is not None:
+                self._encodings.note(states, sum(run.numel for run in runs))
 
     def step_one(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Step one tensor by itself, through copies of what the kernel does not take; local."""

@@ -144,8 +144,10 @@ class GroupPlan:
             RuntimeError: A gradient is not kept as its parameter is.
         """
         found = Found()
-        for members in self._members:
-            grads = _read(members.parameters, attribute)
+        # These parameters are ours and override nothing: reads need not look for that.
+        with torch._C.DisableTorchFunctionSubclass():
+            read = [_read(members.parameters, attribute) for members in self._members]
+        for members, grads in zip(self._members, read, strict=True):
             buffer = members.common_buffer(grads)
             if buffer is None:
                 self._find_some(found, members, grads, states_by_parameter)

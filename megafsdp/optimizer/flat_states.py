@@ -183,11 +183,12 @@ class FlatStates:
     def runs(self, indices: list[int]) -> list[Run]:
         """Join parameters that are neighbours in the local buffer."""
         key = tuple(indices)
-        if key not in self._runs:
+        runs = self._runs.get(key)
+        if runs is None:
             if len(self._runs) >= _MOST_RUNS:
                 self._runs.clear()
-            self._runs[key] = self._join(indices)
-        return self._runs[key]
+            runs = self._runs[key] = self._join(indices)
+        return runs
 
     def _join(self, indices: Collection[int]) -> list[Run]:
         wanted, runs = set(indices), list[Run]()

@@ -101,6 +101,8 @@ class AdamBuffers:
 
     def new_names(self) -> list[str]:
         """Return the names of what a step out of place writes; none for one in place."""
+        if self.new_weight is self.new_exp_avg is self.new_exp_avg_sq is None:
+            return []
         return [name for name in _NEW if getattr(self, name) is not None]
 
     def _check_out_of_place(self, new: Sequence[str]) -> None:
