@@ -89,6 +89,8 @@ class FlatStates:
         # Counts of steps: what the optimizer shows, and the same as numbers.
         device = group.device if counts_on_device else "cpu"
         self._steps = torch.zeros(len(tensors), dtype=torch.float32, device=device)
+        # Adding a number takes several times as long: torch makes a tensor of it each time.
+        self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._shown_steps = list(self._steps)
         self._counts = [0] * len(tensors)
         self._counted_version = self._steps._version
@@ -155,7 +157,7 @@ class FlatStates:
         """
         counts = self._current_counts()
         if len(indices) == len(counts):
-            self._steps.add_(1)
+            self._steps.add_(self._one)
             counts = self._counts = [count + 1 for count in counts]
         else:
             self._steps[indices] += 1
