@@ -223,8 +223,8 @@ class ParameterGroup:
         self._show_main_weight()
 
     def _show_main_weight(self) -> None:
-        for index, shown in enumerate(self._shown):
-            shown.data = self.main_weight.tensor(index).view(shown.shape)
+        for shown, view in zip(self._shown, self.views_of(self.main_weight), strict=True):
+            shown.data = view
 
     def wait_for_step(self) -> None:
         """Have the main weight to oneself: wait for the step that changes it beside this thread.
@@ -237,10 +237,20 @@ class ParameterGroup:
         if self.step_in_flight is not None:
             self.step_in_flight.wait()
 
-    def exchange_main_weight(self, other: DBuffer) -> None:
-        """Let the main weight and a buffer like it change places; local, copies nothing."""
+    def exchange_main_weight(self, other: DBuffer, views: Sequence[torch.Tensor]) -> None:
+        """Let the main weight and a buffer like it change places; local, copies nothing.
+
+        Args:
+            other: The buffer.
+            views: What it holds of the parameters, as :meth:`views_of` returns it.
+        """
         self.main_weight.exchange(other)
-        self._show_main_weight()
+        for shown, view in zip(self._shown, views, strict=True):
+            shown.data = view
+
+    def views_of(self, buffer: DBuffer) -> list[torch.Tensor]:
+        """Return what a buffer like the main weight holds of each parameter, in local shapes."""
+        return [buffer.tensor(i).view(shown.shape) for i, shown in enumerate(self._shown)]
 
     def new_gathered_shard(self, dtype: torch.dtype, category: Category) -> DBuffer:
         """Allocate what one rank of the inner axis holds; more than a main weight's if divided."""

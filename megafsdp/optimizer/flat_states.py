@@ -8,7 +8,7 @@ over the same memory, one a parameter. This file knows buffers and ranges, not t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,12 +122,14 @@ class FlatStates:
     def exchange(
         self,
         others: Mapping[str, DBuffer],
+        views: Mapping[str, Sequence[torch.Tensor]],
         states_by_parameter: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> None:
         """Let the states lie in the memory of other buffers, which get theirs; copies nothing.
 
         Args:
             others: A buffer like that of each state.
+            views: What each of them holds of the parameters, in their local shapes.
             states_by_parameter: What the optimizer shows, all of it in the flat buffers.
         """
         for name, buffer in self.buffers.items():
@@ -135,8 +137,7 @@ class FlatStates:
             for index, parameter in enumerate(self.group.parameters):
                 shown = states_by_parameter.get(parameter.sharded, {}).get(name)
                 if shown is not None:
-                    local = local_object(shown)
-                    local.data = buffer.tensor(index).view(local.shape)
+                    local_object(shown).data = views[name][index]
 
     def adopt_step(self, index: int, current: torch.Tensor | float | None) -> torch.Tensor:
         """Return a parameter's count of steps, 0-dim fp32, which takes over what there is."""

@@ -13,6 +13,7 @@ means to let the two change places.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam_plan import Found
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.kernels import AdamBuffers
+from megafsdp.optimizer.square_sum import device_sum_of_squares
 
 _WEIGHT = "weight"
 
@@ -59,13 +61,15 @@ class Bucket:
         group = states.group
         numel, dtypes = group.main_weight.flat.numel(), group.dtypes
         self.grad = _host_tensor(numel, dtypes.grad, is_pinned=is_grad_pinned)
-        self.grad_norm = _host_tensor(1, torch.float32, is_pinned=is_grad_pinned)
+        self.grad_squares = _host_tensor(1, torch.float64, is_pinned=is_grad_pinned)
         self.copy_out: torch.Tensor | None = None
         if dtypes.compute != dtypes.main:
             self.copy_out = _host_tensor(numel, dtypes.compute, is_pinned=is_param_pinned)
         self.copy: GradientCopy | None = None
         self.uploaded: Transfer | None = None
         self._spare: dict[str, DBuffer] = {}
+        # Of the shown slab and of the spare: made once, since thousands are slow to make.
+        self._views: dict[str, list[list[torch.Tensor]]] = {}
 
     @property
     def group(self) -> ParameterGroup:
@@ -151,8 +155,14 @@ class Bucket:
         Args:
             states_by_parameter: What the optimizer shows as states, in the flat buffers.
         """
-        self.group.exchange_main_weight(self._spare[_WEIGHT])
-        self.states.exchange(self._spare, states_by_parameter)
+        if not self._views:
+            for name, buffer in self._shown().items():
+                self._views[name] = [self.group.views_of(b) for b in (buffer, self._spare[name])]
+        for views in self._views.values():
+            views.reverse()
+        shown = {name: views for name, (views, _) in self._views.items()}
+        self.group.exchange_main_weight(self._spare[_WEIGHT], shown[_WEIGHT])
+        self.states.exchange(self._spare, shown, states_by_parameter)
 
     def onload(self, states_by_parameter: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Bring the main weight and states back to the device; the bucket is of no more use.
@@ -170,7 +180,8 @@ class Bucket:
         }
         for name, buffer in there.items():
             buffer.flat.copy_(self.states.buffers[name].flat)
-        self.states.exchange(there, states_by_parameter)
+        shown = {name: group.views_of(buffer) for name, buffer in there.items()}
+        self.states.exchange(there, shown, states_by_parameter)
 
 
 def _host_tensor(numel: int, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:
@@ -195,8 +206,8 @@ class GradientCopy:
         self._bucket = bucket
         copies = [(bucket.grad[at : at + grads.numel()], grads) for at, grads in pieces]
         if has_norm:
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for _, g in pieces]
-            copies.append((bucket.grad_norm, torch.linalg.vector_norm(torch.stack(norms)).view(1)))
+            squares = torch.stack([device_sum_of_squares(grads) for _, grads in pieces])
+            copies.append((bucket.grad_squares, squares.sum().view(1)))
         bucket.link.fence()
         self.transfer = bucket.link.to_host(copies)
         # The memory must not be used again before it was read.
@@ -216,7 +227,7 @@ class GradientCopy:
     @property
     def norm(self) -> float:
         """Return the norm that was sent with them, once they are there."""
-        return self._bucket.grad_norm.item()
+        return math.sqrt(self._bucket.grad_squares.item())
 
     def let_go(self) -> None:
         """Let the gradients be written: by this thread, or by what it queues from here on."""
