@@ -20,7 +20,9 @@ from megafsdp.optimizer.kernels import AdamBuffers, AdamKernel, AdamSegment
 
 # Main weight and two moments read and written, a gradient read, a copy written.
 KERNEL_BYTES_PER_ELEMENT = 28
-_PROBE_BYTES_PER_ELEMENT = 8
+# As much memory as weight and moments take: less would stay in a cache that the kernel's does not.
+_PROBE_ARRAYS = 3
+_PROBE_BYTES_PER_ELEMENT = 8 * _PROBE_ARRAYS
 _WARM_UP_REPEATS = 2
 # Together larger than the caches, so that copies take their part of the memory.
 _COPY_NBYTES, _NUM_COPIES = 1 << 23, 8
@@ -71,12 +73,12 @@ def measure(
 
 def _calls(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
     """Return what is timed, and the bytes of an element that each reads and writes."""
-    arena = HostArena(numel * 12 * torch.float32.itemsize, is_pinned=False)
+    arena = HostArena(numel * 16 * torch.float32.itemsize, is_pinned=False)
 
     def take(dtype: torch.dtype = torch.float32, value: float = 0.0) -> torch.Tensor:
         return arena.take(numel, dtype).fill_(value)
 
-    array = take(value=1.0)
+    array = arena.take(_PROBE_ARRAYS * numel, torch.float32).fill_(1.0)
     weight, exp_avg, exp_avg_sq = take(value=1.0), take(), take()
     grad, copy_out = take(torch.bfloat16, 1e-3), take(torch.bfloat16)
     in_place = AdamBuffers(weight, grad, exp_avg, exp_avg_sq, copy_out=copy_out)

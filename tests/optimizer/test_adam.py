@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
 from megafsdp.checkpoint import load, save
 from megafsdp.optimizer.kernels import AdamKernel
 from megafsdp.optimizer.state import ScaledState
+from megafsdp.quantize.recipe import CastRecipe
 from tests.fsdp.toy import (
     Net,
     adamw,
@@ -70,6 +72,32 @@ def _trains_like_torch(strategy: str) -> None:
 def test_sharded_models_train_as_one_process_with_adamw(ranks: Ranks, strategy: str) -> None:
     """Five steps of FusedAdam on two or four ranks against torch's AdamW on one."""
     ranks(4 if strategy.startswith("h") else 2).run(_trains_like_torch, strategy)
+
+
+def _casts_after_a_step(strategy: str) -> int:
+    """Return how many casts the units make in a forward after a step."""
+    _, net = pair(mp_policy=BF16, **_options(strategy))
+    optimizer = _fused(net)
+    net(*mine(batches(1)[0])).backward()
+    optimizer.step()
+    num_casts = 0
+    inner = CastRecipe.encode
+
+    def counted(recipe: CastRecipe, *arguments: Any) -> None:
+        nonlocal num_casts
+        num_casts += 1
+        inner(recipe, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CastRecipe, "encode", counted)
+        net(*mine(batches(1)[0]))
+    return num_casts
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "no_shard", "hfsdp"])
+def test_what_the_step_has_cast_is_not_cast_again(ranks: Ranks, strategy: str) -> None:
+    """Where a cast is made once a step, the step has made it."""
+    assert set(ranks(4 if strategy == "hfsdp" else 2).run(_casts_after_a_step, strategy)) == {0}
 
 
 def _bf16_steps(strategy: str) -> tuple[list[torch.Tensor], list[int]]:
