@@ -126,8 +126,10 @@ def _unit_applied_twice() -> None:
         return model[1](model(rows)).square().mean(dim=1).sum()
 
     (run(reference, x) / world).backward()
-    run(net, x[rank : rank + 1]).backward()
+    with record_collectives() as record:
+        run(net, x[rank : rank + 1]).backward()
     assert_same_grads(net, reference)
+    assert record.calls["reduce_scatter"] == 2, "one a unit"
 
 
 def _train_after_eval() -> None:
@@ -286,6 +288,7 @@ def _retry(where: str, is_reset: bool) -> None:
     if is_reset:
         net.reset_iter_state()
         assert _shown(net) == {"sharded"}
+        assert not any(m._fsdp_unit().is_unsharded for m in (net, net[1], net[2]))
     net.zero_grad()
     with torch.no_grad():
         for parameter in [*reference.parameters(), *_sharded_parameters(net)]:
@@ -329,16 +332,16 @@ def test_a_failed_backward_keeps_what_was_reduced_before(ranks: Ranks) -> None:
 
 
 class Choosing(nn.Module):
-    """Two layers of which a forward uses one."""
+    """Two layers of which a forward uses one or none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
-        self.which = 0
+        self.which: int | None = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the chosen layer."""
-        return self.layers[self.which](x)
+        return x * 1 if self.which is None else self.layers[self.which](x)
 
 
 def _failed_after_a_microbatch(strategy: str, is_synced: bool, mesh_shape: tuple[int, ...]) -> None:
@@ -378,6 +381,39 @@ def test_a_step_that_failed_midway_may_be_begun_afresh(
     """Sums that waited for the last microbatch are dropped, and who used what is forgotten."""
     arguments = (strategy, is_synced, mesh_shape)
     ranks(math.prod(mesh_shape)).run(_failed_after_a_microbatch, *arguments)
+
+
+def _failed_before_usage_is_agreed_on(idle_rank: int) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(
+        nn.Linear(12, 12), Guard(), Guard(), Guard(), Choosing(), nn.Linear(12, 1)
+    )
+    net = copy.deepcopy(reference)
+    for unit in net[1:5]:
+        fully_shard(unit)
+    fully_shard(net)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world, 3, 12)
+    net[4].which = None if rank == idle_rank else 0
+    net[1].fail_in = "backward"
+    with pytest.raises(ValueError, match="asked to fail"):
+        net(x[rank]).mean().backward()
+    net[1].fail_in = ""
+    net.reset_iter_state()
+    net.zero_grad()
+    for r in range(world):
+        reference[4].which = None if r == idle_rank else 0
+        (reference(x[r]).mean() / world).backward()
+    net(x[rank]).mean().backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("idle_rank", [0, 1])
+def test_a_backward_that_failed_before_usage_was_agreed_on_leaves_no_sum(
+    ranks: Ranks, idle_rank: int
+) -> None:
+    """What only another rank used is not in any ``.grad`` yet, and the next sum overwrites it."""
+    ranks(2).run(_failed_before_usage_is_agreed_on, idle_rank)
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -487,7 +523,7 @@ class Containers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(12, 12)
-        self.units = nn.ModuleList(Contained(kind) for kind in (tuple, list, Triple))
+        self.units = nn.ModuleList(Contained(kind) for kind in (Triple, tuple, list, Triple))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean square of what all units made."""
@@ -517,6 +553,55 @@ def _containers() -> None:
     assert ("all_gather", "units.0") in backward
 
 
+class Passing(nn.Module):
+    """Takes keywords and passes one of them on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, *, kept: torch.Tensor, changed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Apply the linear layer to the other."""
+        return {"kept": kept, "changed": self.linear(changed)}
+
+
+class Keywords(nn.Module):
+    """Passes keywords through units, one of them untouched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.units = nn.ModuleList(Passing() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of what went through all units."""
+        x = self.first(x)
+        passed = {"kept": x, "changed": x}
+        for unit in self.units:
+            passed = unit(**passed)
+        return (passed["kept"] + passed["changed"]).square().mean()
+
+
+def _keywords() -> None:
+    torch.manual_seed(0)
+    reference = Keywords()
+    net = copy.deepcopy(reference)
+    for unit in net.units:
+        fully_shard(unit)
+    fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    for _ in range(2):
+        reference(x).backward()
+        with record_collectives() as record:
+            net(x[dist.get_rank()]).backward()
+        assert_same_grads(net, reference)
+    # Inputs given by keyword end a unit's backward too, and one that is passed on, whose gradient
+    # is there last, does not begin it again.
+    backward = record.events[record.events.index(("reduce_scatter", "units.2")) :]
+    assert ("all_gather", "units.0") in backward
+    assert record.calls == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 1}
+
+
 def _forward_kept_by_one_rank() -> None:
     reference, net = pair()
     batch = mine(batches(1)[0])
@@ -536,6 +621,28 @@ def _forward_kept_by_one_rank() -> None:
     assert events() == usual, "no unit waits for a graph that has no backward"
     reference(*batches(1)[0]).backward()
     assert_same_grads(net, reference)
+
+
+def _part_kept_without_backward() -> None:
+    _, net = pair()
+    net(*mine(batches(1)[0])).backward()
+    x = torch.randn(2, 12, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        return nn.Sequential(*net.blocks)(x).mean()
+
+    def events() -> list[tuple[str, str]]:
+        loss = run()
+        with record_collectives() as record:
+            loss.backward()
+        return record.events
+
+    events()
+    usual = events()
+    kept = run()
+    events()
+    assert events() == usual, "a graph that has no backward is waited for once at most"
+    del kept
 
 
 def _modules_as_one_unit() -> None:
@@ -624,8 +731,9 @@ def _explicit_unshard() -> None:
     block.reshard()
     assert _shown(block) == {"sharded"}
     block.unshard()
-    assert _shown(block) == {"full"}
+    assert _shown(block) == {"full"} and block._fsdp_unit().is_unsharded
     block.reshard()
+    assert not block._fsdp_unit().is_unsharded
 
 
 def _explicit_prefetch() -> list[tuple[str, str]]:
@@ -660,8 +768,10 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
         _frozen_and_detached,
         _structured,
         _containers,
+        _keywords,
         _recomputed_without_backward,
         _forward_kept_by_one_rank,
+        _part_kept_without_backward,
         _modules_as_one_unit,
         _nested_units,
         _two_roots,

@@ -199,22 +199,28 @@ class Fails(nn.Module):
         self.second = Block()
         self.fails = False
         self.catches = False
+        self.retries = False
+        self.caught: list[BaseException] = []
         self.error: type[BaseException] = ValueError
         self.second.up.register_forward_hook(self._maybe_fail)
 
     def _maybe_fail(self, *unused: object) -> None:
         if self.fails:
+            self.fails = not self.retries
             raise self.error("asked to fail")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply both blocks, or the first alone."""
+        """Apply both blocks, or the first alone; or the second again if it failed."""
         y = self.first(x)
         if not self.catches:
             return self.second(y).square().mean()
         try:
             return self.second(y).square().mean()
-        except ValueError:
-            return y.square().mean()
+        except ValueError as error:
+            if not self.retries:
+                return y.square().mean()
+            self.caught.append(error)
+        return self.second(y).square().mean()
 
 
 def _failing_pair() -> tuple[Fails, Fails]:
@@ -288,7 +294,7 @@ def test_an_interrupted_forward_may_be_retried(ranks: Ranks) -> None:
 
 def _exception_is_kept() -> None:
     _, net = _failing_pair()
-    x = torch.randn(3, 12)
+    x = torch.randn(3, 12, requires_grad=True)
 
     def events() -> list[tuple[str, str]]:
         with record_collectives() as record:
@@ -303,11 +309,29 @@ def _exception_is_kept() -> None:
     net.fails = False
     assert events() == usual
     assert caught.tb is not None
+    net.fails = net.catches = net.retries = True
+    reduced = [event for event in events() if event[0] == "reduce_scatter"]
+    assert reduced == [event for event in usual if event[0] == "reduce_scatter"]
+    assert net.caught
 
 
 def test_a_unit_does_not_wait_for_a_forward_that_failed(ranks: Ranks) -> None:
     """Though the exception keeps its graph alive."""
     ranks(2).run(_exception_is_kept)
+
+
+def _reduces_some_parameters_only() -> None:
+    _, net = pair()
+    with pytest.raises(
+        ValueError, match=r"set_reduce_scatter_unused_params\(\).*Leave out the call"
+    ):
+        net.set_reduce_scatter_unused_params(False)
+    net.set_reduce_scatter_unused_params(True)
+
+
+def test_whole_buffers_are_reduced_without_a_choice(ranks: Ranks) -> None:
+    """Reducing used parameters alone could mix gradients of different ones."""
+    ranks(2).run(_reduces_some_parameters_only)
 
 
 def _exception_in_another_method() -> None:
