@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megafsdp import full_state_dict, load_full_state_dict, summon_full_params
 from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.uneven import local_tensor
 from tests.fsdp.toy import Net, batches, mine, pair, shard
 from tests.ranks import Ranks
 
@@ -99,6 +100,25 @@ def _load_state_dict() -> None:
     assert [id(p) for p in net.parameters()] == objects
     with torch.no_grad():
         assert torch.equal(net(*mine(batches(1)[0])), other(*mine(batches(1)[0])))
+
+
+def _writes_into_a_state_dict(strategy: str) -> None:
+    net, other = (shard(Net(seed=seed), strategy=strategy) for seed in (0, 5))
+    batch = mine(batches(1)[0])
+    with torch.no_grad():
+        before = net(*batch)
+        given = other.state_dict()
+        for name, tensor in net.state_dict().items():
+            local_tensor(tensor).copy_(local_tensor(given[name]))
+        wanted = other(*batch)
+        assert not torch.equal(before, wanted)
+        assert torch.equal(net(*batch), wanted)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
+def test_writes_into_the_tensors_of_a_state_dict_count(ranks: Ranks, strategy: str) -> None:
+    """As ``torch.distributed.checkpoint`` writes, without ``load_state_dict``."""
+    ranks(2).run(_writes_into_a_state_dict, strategy)
 
 
 def test_load_state_dict_copies_and_refreshes(ranks: Ranks) -> None:

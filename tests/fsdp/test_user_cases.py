@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import megafsdp
 from megafsdp import MixedPrecisionPolicy, fully_shard
+from megafsdp.buffer.uneven import local_tensor
 from tests.fsdp.toy import (
     Block,
     Net,
@@ -350,6 +352,21 @@ def test_frozen_integer_parameters_stay_as_they_are(
     ranks(2).run(_integer_parameters, strategy, tmp_path)
 
 
+class WritesPastAutograd(torch.optim.Optimizer):
+    """Gradient descent that writes through ``.data``, which counts no writes."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: None = None) -> None:
+        """Descend."""
+        for param_group in self.param_groups:
+            for parameter in param_group["params"]:
+                if parameter.grad is not None:
+                    own = local_tensor(parameter).data
+                    own.sub_(local_tensor(parameter.grad), alpha=param_group["lr"])
+
+
 def _optimizer_swapped(strategy: str) -> None:
     reference, net = pair(strategy=strategy)
     train_both(reference, net, num_steps=2)
@@ -358,6 +375,12 @@ def _optimizer_swapped(strategy: str) -> None:
         net,
         num_steps=2,
         make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    )
+    train_both(
+        reference,
+        net,
+        num_steps=2,
+        make_optimizer=lambda m: WritesPastAutograd(m.parameters()),
     )
     train_both(reference, net, num_steps=1, make_optimizer=adamw)
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
