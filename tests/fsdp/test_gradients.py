@@ -516,9 +516,11 @@ def _thaw() -> None:
         assert_same_grads(net, reference)
 
 
-def _gaps() -> int:
-    reference, net = pair()
-    assert reference is not net
+def _gaps(is_given: bool) -> int:
+    _, net = pair()
+    if is_given:
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter.detach())
     for batch in batches(2):
         net(*mine(batch)).backward()
     num_gaps = 0
@@ -532,9 +534,13 @@ def _gaps() -> int:
     return num_gaps
 
 
-def test_gaps_of_main_weights_and_gradients_are_zero(ranks: Ranks) -> None:
-    """Flat passes of an optimizer may sweep them, though fresh memory was poisoned."""
-    assert all(num_gaps > 0 for num_gaps in ranks(2).run(_gaps))
+@pytest.mark.parametrize("is_given", [False, True])
+def test_gaps_of_main_weights_and_gradients_are_zero(ranks: Ranks, is_given: bool) -> None:
+    """Flat passes of an optimizer may sweep them, though fresh memory was poisoned.
+
+    A gradient that the user gave, to which backward adds, is copied between the gaps.
+    """
+    assert all(num_gaps > 0 for num_gaps in ranks(2).run(_gaps, is_given))
 
 
 @pytest.mark.parametrize("body", [_flip, _thaw])

@@ -113,14 +113,16 @@ def test_each_rank_holds_a_piece_of_the_main_weight_and_a_shard_of_the_compute_w
         assert (main_weight, compute_weight, main_grad) == (numel, 2 * numel, numel)
 
 
-def _counts(shape: tuple[int, int], is_told: bool) -> dict[tuple[str, str], int]:
+def _counts(shape: tuple[int, int], told: str) -> dict[tuple[str, str], int]:
     mesh = _mesh(shape)
     _, net = pair(mesh=mesh, outer_strategy="optim")
     optimizer = adamw(net)
     for step in range(3):
         with record_collectives() as record:
             for k, batch in enumerate(batches(3, seed=step)):
-                with microbatch(net, is_last=k == 2 or not is_told):
+                if told == "set_requires_all_reduce":
+                    net.set_requires_all_reduce(k == 2)
+                with microbatch(net, is_last=k == 2 or told != "microbatch"):
                     net(*mine(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -128,14 +130,14 @@ def _counts(shape: tuple[int, int], is_told: bool) -> dict[tuple[str, str], int]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("is_told", [True, False], ids=["microbatch", "plain"])
+@pytest.mark.parametrize("told", ["microbatch", "set_requires_all_reduce", "plain"])
 def test_the_outer_axis_is_used_once_a_step(
-    ranks: Ranks, shape: tuple[int, int], is_told: bool
+    ranks: Ranks, shape: tuple[int, int], told: str
 ) -> None:
     """Of 4 groups: one join and, where the last microbatch is known, one sum each."""
-    for counts in ranks(4).run(_counts, shape, is_told):
+    for counts in ranks(4).run(_counts, shape, told):
         assert counts[("all_gather", "outer")] == 4
-        assert counts[("reduce_scatter", "outer")] == (4 if is_told else 12)
+        assert counts[("reduce_scatter", "outer")] == (12 if told == "plain" else 4)
         assert counts[("reduce_scatter", "inner")] == 12
         assert counts[("all_gather", "inner")] == 3 * 6
 
