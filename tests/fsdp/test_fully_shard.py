@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megafsdp import (
     FSDPModule,
@@ -57,6 +57,12 @@ def _wrong_arguments() -> None:
     _refused(lambda: fully_shard(Block(), strategy="zero3"), ValueError, ["'zero3'"])
     _refused(lambda: fully_shard(Block(), average="mean"), ValueError, ["'mean'", "'token'"])
     _refused(lambda: fully_shard(Block(), prefetch=-1), ValueError, ["prefetch"])
+    _refused(
+        lambda: fully_shard(Block(), shard_placement_fn=lambda p: Shard(1)),
+        NotImplementedError,
+        ["Shard(0)", "shard_placement_fn", "'norm.weight'"],
+    )
+    fully_shard(Block(), shard_placement_fn=lambda p: None if p.ndim == 1 else Shard(0))
 
 
 def _wrong_policies() -> None:

@@ -342,6 +342,7 @@ def _integer_parameters(strategy: str, root: Path) -> None:
     assert net[1].order.full_tensor().tolist() == [2, 0, 1, 5, 4, 3]
     assert net[1].mask.full_tensor().tolist() == [True, False] * 3
     assert net[0].order.grad is None
+    assert net[0].order.to_local().shape == (6,), "whole on every rank"
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
