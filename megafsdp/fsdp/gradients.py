@@ -356,6 +356,8 @@ class GradientReducer:
             return buffer, False
         if group.work_ahead is not None:
             group.work_ahead.grads_will_change()
+        # Sums are written by address, which nobody counts.
+        torch.autograd.graph.increment_version(buffer.flat)
         with torch.no_grad():
             for i, grad in enumerate(grads):
                 if grad is not None and not self._is_shown(i, grad):

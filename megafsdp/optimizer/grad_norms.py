@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from megafsdp.buffer.collectives import all_reduce
 from megafsdp.errors import expected
 from megafsdp.optimizer.grad_parts import GradParts, parts_of
-from megafsdp.optimizer.square_sum import device_sum_of_squares, has_square_sum_kernel
+from megafsdp.optimizer.square_sum import has_square_sum_kernel, known_square_sum
 
 _PIECE_NUMEL = 1 << 16  # A plain fp32 running sum over 50 M elements is wrong by 4e-3.
 
@@ -136,7 +136,7 @@ def _local_power(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
     """Return this rank's sum of p-th powers, or its largest absolute value, in fp64."""
     if norm_type == 2.0 and all(map(has_square_sum_kernel, tensors)):
         # In double, in an order that depends on nothing else.
-        return torch.stack([device_sum_of_squares(t.view(-1)) for t in tensors]).sum()
+        return torch.stack([known_square_sum(t) for t in tensors]).sum()
     pieces = [piece for t in tensors for piece in t.reshape(-1).float().split(_PIECE_NUMEL)]
     norms = torch.stack(torch._foreach_norm(pieces, norm_type)).double()
     return norms.max() if norm_type == math.inf else norms.pow(norm_type).sum()

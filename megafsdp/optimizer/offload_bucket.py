@@ -29,7 +29,7 @@ from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam_plan import Found
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.kernels import AdamBuffers
-from megafsdp.optimizer.square_sum import device_sum_of_squares
+from megafsdp.optimizer.square_sum import remember_square_sum
 
 _WEIGHT = "weight"
 
@@ -206,7 +206,8 @@ class GradientCopy:
         self._bucket = bucket
         copies = [(bucket.grad[at : at + grads.numel()], grads) for at, grads in pieces]
         if has_norm:
-            squares = torch.stack([device_sum_of_squares(grads) for _, grads in pieces])
+            # The norm of all gradients is made of the same sums.
+            squares = torch.stack([remember_square_sum(grads) for _, grads in pieces])
             copies.append((bucket.grad_squares, squares.sum().view(1)))
         bucket.link.fence()
         self.transfer = bucket.link.to_host(copies)

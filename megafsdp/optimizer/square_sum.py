@@ -56,6 +56,25 @@ def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = Non
     return torch.tensor(total, dtype=torch.float64)
 
 
+def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return :func:`device_sum_of_squares`, and let :func:`known_square_sum` return it again.
+
+    Args:
+        values: A flat tensor whose writers bump its version counter, as those of main gradients do.
+    """
+    total = device_sum_of_squares(values)
+    values._megafsdp_square_sum = (values._version, total)  # type: ignore[attr-defined]
+    return total
+
+
+def known_square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a contiguous tensor, not made again if it is remembered."""
+    known: tuple[int, torch.Tensor] | None = getattr(values, "_megafsdp_square_sum", None)
+    if known is not None and known[0] == values._version:
+        return known[1]
+    return device_sum_of_squares(values.view(-1))
+
+
 def has_square_sum_kernel(values: torch.Tensor) -> bool:
     """Tell whether a compiled kernel adds the squares of a tensor, which may have any shape."""
     if not values.is_contiguous() or values.dtype not in VALUE_DTYPES:

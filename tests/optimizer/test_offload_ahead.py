@@ -13,6 +13,7 @@ import torch
 
 from megafsdp import FusedAdam, LossScaler, ScaleRule, clip_grad_norm_, full_tensor, microbatch
 from megafsdp.buffer.uneven import local_tensor
+from megafsdp.optimizer import square_sum
 from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload_plan import groups_of
 from megafsdp.optimizer.offload_step import AheadStep, HostThreads, OffloadCounts
@@ -317,6 +318,39 @@ def test_loss_scales_and_overflows_change_no_bit(ranks: Ranks, unscales: bool) -
     for counts in ranks(2).run(_scaled_runs_agree, unscales):
         # The first scale is not known beforehand, later ones are until they move.
         assert (counts.committed > 0) == (counts.replayed > 0) == (not unscales)
+
+
+def _sums_are_made_once() -> tuple[int, int]:
+    """Return how often gradients are squared and summed in a step that is handed over, and not."""
+    case = Case(1.0, max_grad_norm=100.0, speculate=True)
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    numbers = []
+    for run in (_handed_over, backward):
+        with pytest.MonkeyPatch.context() as patch:
+            calls: list[int] = []
+            inner = square_sum.device_sum_of_squares
+
+            def counted(
+                values: torch.Tensor,
+                calls: list[int] = calls,
+                inner: Callable[..., torch.Tensor] = inner,
+                **options: Any,
+            ) -> torch.Tensor:
+                calls.append(values.numel())
+                return inner(values, **options)
+
+            patch.setattr(square_sum, "device_sum_of_squares", counted)
+            run(net, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        numbers.append(len(calls))
+    return numbers[0], numbers[1]
+
+
+def test_the_norm_is_made_of_the_sums_that_travel_with_gradients(ranks: Ranks) -> None:
+    """Each gradient is read once for both."""
+    assert ranks(2).run(_sums_are_made_once) == [(4, 4)] * 2
 
 
 def _frozen_parts_agree() -> int:
