@@ -95,7 +95,7 @@ class HybridDeviceOptimizer(FusedAdam):
             depends on that element alone; None for the kernel of :class:`FusedAdam`.
         cpu_optimizer_kwargs: Its options. ``lr`` follows the parameter groups; ``betas``, ``eps``
             and ``weight_decay`` too unless they are given here.
-        link: How bytes move; None for the device's own way.
+        link: How bytes move; None for the device's own way. It is closed with the optimizer.
 
     Attributes:
         host_ledger: Bytes of the main weights and states on the host.
