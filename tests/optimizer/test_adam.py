@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megafsdp.buffer.collectives import record_collectives
 from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
 from megafsdp.checkpoint import load, save
 from megafsdp.optimizer.kernels import AdamKernel
+from megafsdp.optimizer.offload_plan import groups_of
 from megafsdp.optimizer.state import ScaledState
 from megafsdp.quantize.recipe import CastRecipe
 from tests.fsdp.toy import (
@@ -136,7 +138,18 @@ def _without_copy_out(strategy: str) -> tuple[list[torch.Tensor], list[int]]:
         return _bf16_steps(strategy)
 
 
-def _launches() -> tuple[int, int]:
+def _num_runs(net: Net) -> int:
+    """Return how many runs matrices and vectors form where this rank holds them side by side."""
+    num_runs = 0
+    for group in groups_of(net.parameters()):
+        own = [(group.main_weight.tensor(i), p) for i, p in enumerate(group.parameters)]
+        held = sorted((t.storage_offset(), len(p.shape) > 1) for t, p in own if t.numel())
+        kinds = [is_matrix for _, is_matrix in held]
+        num_runs += sum(a != b for a, b in itertools.pairwise([None, *kinds]))
+    return num_runs
+
+
+def _launches() -> tuple[int, int, int]:
     net = shard(Net())
     decayed = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim < 2]
@@ -151,15 +164,15 @@ def _launches() -> tuple[int, int]:
         split = sum(calls)
         calls.clear()
         _fused(net).step()
-    return split, sum(calls)
+    return split, sum(calls), _num_runs(net)
 
 
 def test_a_group_is_one_launch(ranks: Ranks) -> None:
     """Four units are four launches; parameter groups that alternate cut them into runs."""
     answers = ranks(2).run(_launches)
-    assert [whole for _, whole in answers] == [4, 4]
-    # The second rank's shards hold the vectors behind the matrices.
-    assert 4 == answers[0][0] < answers[1][0] <= 4 * 6
+    assert [whole for _, whole, _ in answers] == [4, 4]
+    assert all(split == num_runs for split, _, num_runs in answers)
+    assert max(split for split, _, _ in answers) > 4, "some shard holds matrices and vectors"
 
 
 def _keeps_states(dtype: torch.dtype) -> dict[str, torch.Tensor]:
