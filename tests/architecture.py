@@ -57,6 +57,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "label_check",
         "backends",
         "collective_record",
+        "gloo_threads",
         "collectives",
         "common_errors",
         "dbuffer",

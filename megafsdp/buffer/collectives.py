@@ -5,12 +5,12 @@ differs between torch versions and backends, for the byte view of dtypes that a 
 for the count of calls and bytes (:func:`record_collectives`). It knows tensors and process groups;
 what they mean is decided above.
 
-Data collectives return a :class:`Pending`. On gloo ``wait()`` blocks the calling thread, on NCCL it
-makes the current stream wait.
+Data collectives return a :class:`Pending`. On gloo its wait blocks the thread, on NCCL the stream.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -23,6 +23,7 @@ from megafsdp.buffer.backends import backends, is_gloo, small_device
 from megafsdp.buffer.collective_record import CollectiveRecord as CollectiveRecord
 from megafsdp.buffer.collective_record import note
 from megafsdp.buffer.collective_record import record_collectives as record_collectives
+from megafsdp.buffer.gloo_threads import wait_for_rest
 from megafsdp.buffer.shard_sum import sum_shards
 from megafsdp.device.profiling import profiler_range
 from megafsdp.errors import expected
@@ -40,6 +41,8 @@ _REDUCE_OPS = {
     "avg": dist.ReduceOp.AVG,
 }
 _UNEVEN = "all_to_all"  # Its bytes differ between ranks.
+
+atexit.register(wait_for_rest)
 
 
 def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
