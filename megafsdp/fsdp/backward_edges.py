@@ -27,7 +27,7 @@ class ForwardToken:
 
     Args:
         inputs: The inputs that need a gradient, before they pass through the identity.
-        pass_number: Which forward of the root it is a part of.
+        pass_number: Which forward of the root it is a part of; units without it count one each.
     """
 
     __slots__ = ("__weakref__", "outer_ids", "pass_number")

@@ -43,7 +43,7 @@ class FSDPContext:
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
         self.is_handed_over = False  # The user has said so of the microbatch.
-        self.pass_number = 0  # Forwards of the root so far.
+        self.pass_number = 0  # Forwards so far: of the root, and of units without it.
         self.passes_in_backward: set[int] = set()
         self.max_reductions_waiting = 1  # Beside the one that is being packed.
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
@@ -71,11 +71,21 @@ class FSDPContext:
         """Tell whether ``unit`` is the outermost one."""
         return self._root() is unit
 
-    def begin_forward(self) -> None:
-        """Start a forward of the root: clean up after an exception, follow the recorded order."""
+    def begin_forward(self, unit: ScheduledUnit) -> None:
+        """Number a forward of the root, or of a unit that runs without it.
+
+        Units that run without the root may each be of a graph of their own. A root that begins also
+        cleans up after an exception and follows the recorded order.
+        """
+        root = self._root()
+        if root is unit:
+            self._begin_root()
+        if root is unit or root is None or not root.is_at_work:
+            self.pass_number += 1
+
+    def _begin_root(self) -> None:
         self.abandon()
         self._finish_exchanges()
-        self.pass_number += 1
         self._forward.start()
         self._join_divided()
 

@@ -195,8 +195,8 @@ class FSDPUnit:
         is_in_backward = _is_in_backward()
         # A module that began and never ended was cut short by an exception: this is a new pass.
         is_new_pass = not self._to_run or id(module) in self._to_run & self._begun
-        if context.is_root(self) and not is_in_backward and is_new_pass:
-            context.begin_forward()
+        if not is_in_backward and is_new_pass:
+            context.begin_forward(self)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if self.phase is Phase.BACKWARD:

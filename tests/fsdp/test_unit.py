@@ -113,23 +113,69 @@ def _retained_graph() -> None:
     assert_same_grads(net, reference)
 
 
+class _Twice(nn.Module):
+    """A block whose output passes through it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.block(self.first(x)))
+
+
 def _unit_applied_twice() -> None:
     torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(12, 12), Block())
+    reference = _Twice()
     net = copy.deepcopy(reference)
-    fully_shard(net[1])
+    fully_shard(net.block)
     fully_shard(net)
     world, rank = dist.get_world_size(), dist.get_rank()
     x = torch.randn(world, 12)
 
-    def run(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        return model[1](model(rows)).square().mean(dim=1).sum()
+    def run(model: _Twice, rows: torch.Tensor, *, is_used_again: bool) -> torch.Tensor:
+        output = model(rows)
+        return (model.block(output) if is_used_again else output).square().mean(dim=1).sum()
 
-    (run(reference, x) / world).backward()
-    with record_collectives() as record:
-        run(net, x[rank : rank + 1]).backward()
-    assert_same_grads(net, reference)
-    assert record.calls["reduce_scatter"] == 2, "one a unit"
+    # Within the root once a unit; one that runs by itself may be of another graph each time.
+    for is_used_again, num_reductions in ((False, 2), (True, 3)):
+        net.zero_grad()
+        reference.zero_grad()
+        (run(reference, x, is_used_again=is_used_again) / world).backward()
+        with record_collectives() as record:
+            run(net, x[rank : rank + 1], is_used_again=is_used_again).backward()
+        assert_same_grads(net, reference)
+        assert record.calls["reduce_scatter"] == num_reductions
+
+
+def _units_without_the_root() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Block() for _ in range(5)))
+    net = copy.deepcopy(reference)
+    for module in [*net, net]:
+        fully_shard(module)
+    x, rank = torch.randn(2, 3, 12), dist.get_rank()
+    net(x[rank]).mean().backward()
+
+    def run(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return nn.Sequential(*list(model.children())[1:])(rows.clone().requires_grad_()).mean()
+
+    run(reference, x).backward()
+    run(net, x[rank]).backward()  # Their order is recorded.
+    usual = None
+    for keeping in ((), (0,), (0, 1)):
+        kept: torch.Tensor | None = run(net, x[rank])
+        if rank not in keeping:
+            kept = None  # Of the graph that others keep this rank knows nothing.
+        loss = run(net, x[rank])
+        net.zero_grad()
+        with record_collectives() as record:
+            loss.backward()
+        assert_same_grads(net, reference)
+        usual = usual or record.events
+        assert record.events == usual
+        del kept
 
 
 def _train_after_eval() -> None:
@@ -763,6 +809,7 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
         _two_forwards_of_one_unit,
         _retained_graph,
         _unit_applied_twice,
+        _units_without_the_root,
         _train_after_eval,
         _part_of_the_model,
         _frozen_and_detached,
