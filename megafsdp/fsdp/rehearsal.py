@@ -237,7 +237,7 @@ class Rehearsal(FSDPContext):
         """Run a forward of the root and its backward."""
         self.is_last_microbatch = is_last
         root, *others = self._run_order
-        self.begin_forward()
+        self.begin_forward(root)
         root.begin_forward(self)
         for unit in others:
             unit.begin_forward(self)
