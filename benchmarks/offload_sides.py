@@ -5,13 +5,11 @@ Used for simulated and real devices alike; a :class:`Setting` says what differs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -79,10 +77,7 @@ class Setting:
         link: Makes the link of one side, which closes it.
         max_grad_norm: Clips.
         synchronize: Waits for the device's compute.
-        restart: Called before the first step of each block.
-        overrun_ms: Called at the end of a backward: by how much the calling thread is late with
-            what it computes in the device's stead.
-        host_work: Opened around what the calling thread computes for the host.
+        idle_ms: Returns how long a simulated device has had nothing to do within steps so far.
         others: Further sides by name, which build a model with an optimizer; no check is exact.
     """
 
@@ -90,9 +85,7 @@ class Setting:
     link: Callable[[], CopyLink]
     max_grad_norm: float
     synchronize: Callable[[], None] = lambda: None
-    restart: Callable[[], None] = lambda: None
-    overrun_ms: Callable[[], float] = lambda: 0.0
-    host_work: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    idle_ms: Callable[[], float] = lambda: 0.0
     others: dict[str, Callable[[], Side]] = field(default_factory=dict)
 
 
@@ -104,18 +97,15 @@ class Side:
     loss: Callable[[int], torch.Tensor]
     optimizer: Stepped
     losses: list[torch.Tensor] = field(default_factory=list)
-    late_ms: list[float] = field(default_factory=list)
-    _overrun_ms: float = 0.0
+    idle_ms: list[float] = field(default_factory=list)
 
     def step(self, setting: Setting) -> float:
         """Train one step; return its milliseconds, from end to end."""
-        begin_s = time.perf_counter()
+        begin_s, idle_ms = time.perf_counter(), setting.idle_ms()
         with megafsdp.microbatch(self.model, is_last=True):
             loss = self.loss(len(self.losses))
             loss.backward()
-        overrun_ms = setting.overrun_ms()
-        self.late_ms.append(overrun_ms - self._overrun_ms)
-        self._overrun_ms = overrun_ms
+        self.idle_ms.append(setting.idle_ms() - idle_ms)
         self.optimizer.step()
         self.optimizer.zero_grad()
         setting.synchronize()
@@ -124,9 +114,7 @@ class Side:
 
     def block(self, setting: Setting, num_steps: int) -> list[float]:
         """Train some steps with nothing of others under way; return all times but the first."""
-        setting.restart()
-        self._overrun_ms = 0.0
-        self.late_ms.clear()
+        self.idle_ms.clear()
         times_ms = [self.step(setting) for _ in range(num_steps)]
         self.optimizer.synchronize()
         return times_ms[1:]
@@ -143,7 +131,6 @@ def build_side(name: str, fraction: float, setting: Setting) -> Side:
             offload_fraction=fraction if name == RIVAL else 0.0,
             link=setting.link(),
             max_grad_norm=setting.max_grad_norm,
-            host_work=setting.host_work,
             **HYPER,
         )
     else:
@@ -217,18 +204,18 @@ class Timed:
 
     Attributes:
         step_ms: Of each timed step, by the clock.
-        late_ms: What the calling thread fell behind in each with the work of a simulated device.
+        idle_ms: How long a simulated device had nothing to do in each.
     """
 
     step_ms: list[float] = field(default_factory=list)
-    late_ms: list[float] = field(default_factory=list)
+    idle_ms: list[float] = field(default_factory=list)
 
     def on_device_ms(self) -> list[float]:
-        """Return the times of a device that is not late; for sides with nothing on the host.
+        """Return the times of a device that never waits for the calling thread within a step.
 
-        What runs on the host would have gained time from the delay.
+        For sides with nothing on the host, where that thread does what a device would do itself.
         """
-        return [step - late for step, late in zip(self.step_ms, self.late_ms, strict=True)]
+        return [step - idle for step, idle in zip(self.step_ms, self.idle_ms, strict=True)]
 
 
 def time_blocks(sides: dict[str, Side], setting: Setting, options: Options) -> dict[str, Timed]:
@@ -238,7 +225,7 @@ def time_blocks(sides: dict[str, Side], setting: Setting, options: Options) -> d
         for name in sides if repeat % 2 else reversed(sides):
             gc.collect()
             times[name].step_ms += sides[name].block(setting, options.steps)
-            times[name].late_ms += sides[name].late_ms[1:]
+            times[name].idle_ms += sides[name].idle_ms[1:]
     return times
 
 
@@ -255,7 +242,7 @@ def summarize(
         is_base = name in _BASE_OF.values()
         step_ms = times[name].on_device_ms() if is_base else times[name].step_ms
         own: dict[str, Any] = {"step_ms": spread(step_ms)}
-        own["late_ms"] = statistics.median(times[name].late_ms)
+        own["idle_ms"] = statistics.median(times[name].idle_ms)
         if name in SIDES:
             own |= _nbytes(side)
         if name in _BASE_OF:
@@ -308,4 +295,6 @@ def _work_ms(
         kernel = gb_per_s["kernel out of place" if name == AHEAD else "kernel in place"]
         host_ms = KERNEL_BYTES_PER_ELEMENT * numel / kernel["beside transfers"] / 1e6
     copy_ms = _LINK_BYTES_PER_ELEMENT * numel / link_gb_per_s / 1e6
-    return {"to_host": copy_ms, "host": host_ms, "to_device": copy_ms}
+    # The rival brings fp32 weights back.
+    num_back = 2 if isinstance(optimizer, PerParameterHybrid) else 1
+    return {"to_host": copy_ms, "host": host_ms, "to_device": num_back * copy_ms}

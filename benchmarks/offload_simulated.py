@@ -132,11 +132,10 @@ def make_setting(
 
     return Setting(
         build,
-        lambda: ThreadLink(link_bytes_per_s),
+        lambda: ThreadLink(link_bytes_per_s, device_time=device.time_when_done),
         max_grad_norm,
-        restart=device.restart,
-        overrun_ms=lambda: 1e3 * device.overrun_s,
-        host_work=device.host_work,
+        synchronize=device.synchronize,
+        idle_ms=lambda: 1e3 * device.idle_s,
     )
 
 

@@ -4,17 +4,14 @@ It follows what is known of Megatron's hybrid optimizer: the first parameters up
 the host, each has an optimizer of its own there over an fp32 clone, and a step copies gradients to
 the host, steps those optimizers in turn and copies weights back, while later copies run. Everything
 happens inside ``step()``, after clipping. Each optimizer is ``torch.optim.AdamW(fused=True)``, the
-fastest of torch's forms on a CPU. Gradients and weights cross the link in the compute dtype. What
-stays on the device is stepped by FusedAdam.
+fastest of torch's forms on a CPU. Gradients cross the link in their own dtype, weights in fp32,
+straight into the main weights on the device. What stays there is stepped by FusedAdam.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +34,12 @@ class _HostParameter:
     weight: nn.Parameter
     optimizer: torch.optim.AdamW
     host_grad: torch.Tensor
-    host_weight: torch.Tensor
-    device_weight: torch.Tensor
 
     @property
     def host_nbytes(self) -> int:
         assert self.weight.grad is not None, "it is made with the parameter"
         state = [value.nbytes for value in self.optimizer.state[self.weight].values()]
-        tensors = (self.weight, self.weight.grad, self.host_grad, self.host_weight)
+        tensors = (self.weight, self.weight.grad, self.host_grad)
         return sum(tensor.nbytes for tensor in tensors) + sum(state)
 
 
@@ -57,8 +52,7 @@ class PerParameterHybrid:
             elements.
         link: Copies; is closed with the optimizer.
         max_grad_norm: Clips.
-        dtype: What crosses the link, the compute dtype.
-        host_work: Opened around what the calling thread computes for the host.
+        dtype: Of the gradients that cross the link.
         **hyper: Of both optimizers.
 
     Attributes:
@@ -74,10 +68,9 @@ class PerParameterHybrid:
         link: CopyLink,
         max_grad_norm: float,
         dtype: torch.dtype = torch.bfloat16,
-        host_work: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         **hyper: Any,
     ) -> None:
-        self._parameters, self._link, self._host_work = parameters, link, host_work
+        self._parameters, self._link = parameters, link
         weakref.finalize(self, link.close)
         self._max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
@@ -110,9 +103,8 @@ class PerParameterHybrid:
             self._rest.grad_scale = 1 / factor.double()  # type: ignore[attr-defined]
             self._rest.step()
         uploads = self._step_host(transfers, factor.item())
-        for own, upload in zip(self._on_host, uploads, strict=True):
+        for upload in uploads:
             upload.order()
-            local_tensor(own.sharded).copy_(own.device_weight)
         for own in self._on_host:
             group = group_of(own.sharded)
             if group is not None:
@@ -124,15 +116,13 @@ class PerParameterHybrid:
         for own, transfer in zip(self._on_host, transfers, strict=True):
             transfer.wait()
             begin_s = time.perf_counter()
-            with self._host_work():
-                assert own.weight.grad is not None, "it is made with the parameter"
-                own.weight.grad.copy_(own.host_grad)
-                if factor != 1.0:
-                    own.weight.grad.mul_(factor)
-                own.optimizer.step()
-                own.host_weight.copy_(own.weight)
+            assert own.weight.grad is not None, "it is made with the parameter"
+            own.weight.grad.copy_(own.host_grad)
+            if factor != 1.0:
+                own.weight.grad.mul_(factor)
+            own.optimizer.step()
             self.host_s += time.perf_counter() - begin_s
-            uploads.append(self._link.to_device([(own.device_weight, own.host_weight)]))
+            uploads.append(self._link.to_device([(local_tensor(own.sharded), own.weight)]))
         return uploads
 
     def main_weights(self) -> list[torch.Tensor]:
@@ -156,10 +146,9 @@ class PerParameterHybrid:
     @property
     def device_nbytes(self) -> int:
         """Return the bytes on the device besides parameters and gradients."""
-        staged = sum(own.device_weight.nbytes for own in self._on_host)
         states = self._rest.state.values() if self._rest is not None else []
         tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-        return staged + sum(local_tensor(t).nbytes for t in tensors if t.ndim)
+        return sum(local_tensor(t).nbytes for t in tensors if t.ndim)
 
 
 @torch.no_grad()
@@ -168,9 +157,8 @@ def _to_host(parameter: torch.Tensor, dtype: torch.dtype, hyper: dict[str, Any])
     is_pinned = local.device.type == "cuda"
     weight = nn.Parameter(local.detach().to("cpu", torch.float32, copy=True))
     weight.grad = torch.zeros_like(weight)
-    host_grad, host_weight = (
-        torch.empty(local.shape, dtype=dtype, pin_memory=is_pinned) for _ in range(2)
-    )
+    if is_pinned:
+        weight.data = weight.data.pin_memory()
+    host_grad = torch.empty(local.shape, dtype=dtype, pin_memory=is_pinned)
     optimizer = torch.optim.AdamW([weight], fused=True, **hyper)
-    device_weight = torch.empty_like(local, dtype=dtype)
-    return _HostParameter(parameter, weight, optimizer, host_grad, host_weight, device_weight)
+    return _HostParameter(parameter, weight, optimizer, host_grad)

@@ -1,19 +1,19 @@
-"""A model on a simulated device: its compute is a sleep, its weights and gradients are real.
+"""A model on a simulated device: compute is time that passes, weights and gradients are real.
 
 Where there is no GPU, what runs beside one can still be measured if the device leaves the cores
-alone. Here a layer's forward and backward take a given time, slept. Packing, casts and the device's
-part of an optimizer, which a device would do itself, run in the calling thread: its processor time
-counts as part of the layers' time and is not added to it. Losses come from the first and last
-elements of every parameter by real arithmetic, gradients are prepared noise but for the same
-elements. This file knows nothing of optimizers and links.
+alone. As on a GPU, compute is queued: a layer's forward and backward move the device's clock on by
+a given time and return, and the calling thread goes ahead. It waits where it would wait for a GPU,
+and copies over the link begin when the device has come to where they were issued. What a device
+would do besides, packing, casts and its part of an optimizer, runs in the calling thread and does
+not move the clock; it shows only where the device has nothing left to do meanwhile. Losses come
+from the first and last elements of every parameter by real arithmetic, gradients are prepared noise
+but for the same elements. This file knows nothing of optimizers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,39 +38,34 @@ def keep_freed_memory() -> None:
 
 
 class SimulatedDevice:
-    """The clock of a device: sleeps for what it computes.
+    """The clock of a device, ahead of which the calling thread queues compute.
 
     Attributes:
-        overrun_s: What the calling thread computed in the device's stead beyond the time of its
-            layers, not yet made up for. At the end of a backward it should be zero.
+        idle_s: How long the device has had nothing to do so far between two computations without a
+            :meth:`synchronize` between them: the calling thread was late.
     """
 
     def __init__(self) -> None:
-        self.overrun_s = 0.0
-        self._counted_s = time.thread_time()
-
-    def restart(self) -> None:
-        """Forget what the calling thread has computed so far."""
-        self.overrun_s = 0.0
-        self._counted_s = time.thread_time()
+        self.idle_s = 0.0
+        self._ready_s = 0.0
+        self._is_fed = False
 
     def compute(self, seconds: float) -> None:
-        """Return when the device has computed so long, the calling thread's own work included."""
-        now_s = time.thread_time()
-        left_s = seconds - self.overrun_s - (now_s - self._counted_s)
-        if left_s > 0:
-            time.sleep(left_s)
-        self.overrun_s = max(0.0, -left_s)
-        self._counted_s = time.thread_time()
+        """Queue a computation of so many seconds; returns at once."""
+        now_s = time.perf_counter()
+        if self._is_fed:
+            self.idle_s += max(0.0, now_s - self._ready_s)
+        self._ready_s = max(self._ready_s, now_s) + seconds
+        self._is_fed = True
 
-    @contextlib.contextmanager
-    def host_work(self) -> Iterator[None]:
-        """Do not count what the calling thread computes inside as work of the device."""
-        begin_s = time.thread_time()
-        try:
-            yield
-        finally:
-            self._counted_s += time.thread_time() - begin_s
+    def time_when_done(self) -> float:
+        """Return when all that is queued will be done, in seconds of ``time.perf_counter``."""
+        return self._ready_s
+
+    def synchronize(self) -> None:
+        """Return when all that is queued is done."""
+        time.sleep(max(0.0, self._ready_s - time.perf_counter()))
+        self._is_fed = False
 
 
 @dataclass

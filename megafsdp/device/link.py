@@ -2,15 +2,15 @@
 
 A :class:`StreamLink` is CUDA's: a stream each way. Where the device is a CPU a :class:`ThreadLink`
 makes the same copies between buffers of the host, in a thread each way, so that order and waits
-are those of a device; a speed may be given to it, which makes it the link of a simulated device.
-This file knows nothing of what is copied.
+are those of a device; a speed and a device's clock may be given to it, which make it the link of a
+simulated device. This file knows nothing of what is copied.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -127,9 +127,10 @@ class _ThreadTransfer:
     urgency = 0
     can_begin = True
 
-    def __init__(self, copies: Copies, bytes_per_s: float | None) -> None:
+    def __init__(self, copies: Copies, bytes_per_s: float | None, begin_s: float) -> None:
         self._copies = list(copies)
         self._bytes_per_s = bytes_per_s
+        self._begin_s = begin_s
         self._has_ended = threading.Event()
         self._error: BaseException | None = None
 
@@ -143,6 +144,7 @@ class _ThreadTransfer:
             self._has_ended.set()
 
     def _run(self) -> None:
+        time.sleep(max(0.0, self._begin_s - time.perf_counter()))
         begin_s = time.perf_counter()
         nbytes = 0
         with torch.no_grad():
@@ -178,12 +180,19 @@ class ThreadLink:
     Args:
         bytes_per_s: Simulate a link that moves so many bytes a second each way; None copies as fast
             as the memory does. The time that a copy lacks is slept, so that the cores are free.
+        device_time: When a simulated device will have done what was queued on it so far, in seconds
+            of ``time.perf_counter``: no copy issued after a fence begins before it.
 
     Raises:
         ValueError: The speed is not positive.
     """
 
-    def __init__(self, bytes_per_s: float | None = None) -> None:
+    def __init__(
+        self,
+        bytes_per_s: float | None = None,
+        *,
+        device_time: Callable[[], float] | None = None,
+    ) -> None:
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ValueError(
                 expected(
@@ -194,11 +203,18 @@ class ThreadLink:
                 )
             )
         self._bytes_per_s = bytes_per_s
+        self._device_time = device_time
+        self._begin_s = 0.0
         self._to_host = BackgroundThread("megafsdp-to-host")
         self._to_device = BackgroundThread("megafsdp-to-device")
 
     def fence(self) -> None:
-        """Return at once: a CPU has done what was queued."""
+        """Let copies issued from here on begin after what a simulated device has queued.
+
+        A CPU has done what was queued.
+        """
+        if self._device_time is not None:
+            self._begin_s = self._device_time()
 
     def to_host(self, copies: Copies) -> Transfer:
         """Issue copies of device tensors into host tensors."""
@@ -209,7 +225,7 @@ class ThreadLink:
         return self._submit(self._to_device, copies)
 
     def _submit(self, thread: BackgroundThread, copies: Copies) -> Transfer:
-        transfer = _ThreadTransfer(copies, self._bytes_per_s)
+        transfer = _ThreadTransfer(copies, self._bytes_per_s, self._begin_s)
         thread.submit(transfer)
         return transfer
 

@@ -52,9 +52,10 @@ class LateNumber:
     def __init__(self, value: float | torch.Tensor, link: CopyLink) -> None:
         self._transfer: Transfer | None = None
         self._kept = value
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            self._kept = torch.empty((), dtype=torch.float64, pin_memory=True)
-            self._source = value.double()
+        if isinstance(value, torch.Tensor):
+            is_pinned = value.device.type == "cuda"
+            self._kept = torch.empty((), dtype=torch.float64, pin_memory=is_pinned)
+            self._source = value.detach().to(torch.float64, copy=True)
             link.fence()
             self._transfer = link.to_host([(self._kept, self._source)])
 

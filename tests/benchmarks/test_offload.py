@@ -29,43 +29,42 @@ from tests.ranks import Ranks
 
 
 class _Clock:
-    """Processor and wall time of one thread that does nothing unless told."""
+    """Wall time that passes only where it is told to, and where it is slept."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.processor_s, self.slept_s = 100.0, []
-        monkeypatch.setattr(simulated_device.time, "thread_time", lambda: self.processor_s)
-        monkeypatch.setattr(simulated_device.time, "sleep", self.slept_s.append)
+        self.now_s, self.slept_s = 100.0, []
+        monkeypatch.setattr(simulated_device.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(simulated_device.time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_s += seconds
 
 
-def test_a_layer_takes_its_time_with_the_work_of_the_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What the thread computed is not slept again; what is too much is taken off later layers."""
+def test_the_thread_goes_ahead_of_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are queued one after another; who waits for them waits for what is left."""
     clock = _Clock(monkeypatch)
     device = SimulatedDevice()
-    clock.processor_s += 1
     device.compute(4)
-    assert clock.slept_s == [3] and device.overrun_s == 0
-    clock.processor_s += 6
-    device.compute(4)
-    assert clock.slept_s == [3] and device.overrun_s == 2
-    device.compute(4)
-    assert clock.slept_s == [3, 2] and device.overrun_s == 0
+    clock.now_s += 1
+    device.compute(2)
+    assert device.time_when_done() == 106 and not clock.slept_s
+    device.synchronize()
+    assert clock.slept_s == [5] and device.idle_s == 0
 
 
-def test_work_for_the_host_is_not_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer sleeps its whole time after it, and a restart forgets all."""
+def test_a_device_is_idle_where_the_thread_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two layers; not from the end of a step to the first layer of the next."""
     clock = _Clock(monkeypatch)
     device = SimulatedDevice()
-    with device.host_work():
-        clock.processor_s += 9
     device.compute(4)
-    assert clock.slept_s == [4]
-    clock.processor_s += 9
+    clock.now_s += 7
     device.compute(4)
-    device.restart()
+    assert device.idle_s == 3 and device.time_when_done() == 111
+    device.synchronize()
+    clock.now_s += 5
     device.compute(4)
-    assert clock.slept_s == [4, 4]
+    assert device.idle_s == 3 and device.time_when_done() == 120
 
 
 def test_gradients_follow_the_losses_of_every_layer() -> None:
@@ -127,9 +126,9 @@ def test_sides_that_train_apart_are_refused() -> None:
         offload_sides.check({BASE: _side([1.0, 1.0])}, "x")
 
 
-def test_what_the_thread_is_late_by_is_no_time_of_the_device() -> None:
+def test_what_a_device_waits_for_the_thread_is_no_time_of_its_own() -> None:
     """It is taken off each step."""
-    assert Timed([10.0, 12.0], [1.0, -2.0]).on_device_ms() == [9.0, 14.0]
+    assert Timed([10.0, 12.0], [1.0, 0.0]).on_device_ms() == [9.0, 12.0]
 
 
 def _train_gpt_on_a_cpu() -> tuple[dict[str, bool], dict[str, dict[str, object]]]:
