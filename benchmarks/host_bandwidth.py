@@ -1,8 +1,8 @@
 """What the host's memory gives the Adam kernel while copies over a link run beside it.
 
-The kernel reads bf16 gradients and writes a bf16 copy, in place and out of place. A probe that
-reads and writes one array in place takes turns with it, and both run once with the link idle and
-once with copies under way in both directions.
+The kernel reads bf16 gradients and writes a bf16 copy, in place and out of place. Probes of the same
+two kinds take turns with it, one that reads and writes an array and one that copies it to another,
+and all run once with the link idle and once with copies under way in both directions.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _WARM_UP_REPEATS = 2
 # Together larger than the caches, so that copies take their part of the memory.
 _COPY_NBYTES, _NUM_COPIES = 1 << 23, 8
 _PROBE, _IN_PLACE, _OUT_OF_PLACE = "probe", "kernel in place", "kernel out of place"
+_COPY_PROBE = "copying probe"
+PROBE_OF = {_IN_PLACE: _PROBE, _OUT_OF_PLACE: _COPY_PROBE}
 
 
 def measure(
@@ -73,12 +75,13 @@ def measure(
 
 def _calls(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
     """Return what is timed, and the bytes of an element that each reads and writes."""
-    arena = HostArena(numel * 16 * torch.float32.itemsize, is_pinned=False)
+    num_arrays = 2 * _PROBE_ARRAYS + 10
+    arena = HostArena(numel * num_arrays * torch.float32.itemsize, is_pinned=False)
 
     def take(dtype: torch.dtype = torch.float32, value: float = 0.0) -> torch.Tensor:
         return arena.take(numel, dtype).fill_(value)
 
-    array = arena.take(_PROBE_ARRAYS * numel, torch.float32).fill_(1.0)
+    array, other = (arena.take(_PROBE_ARRAYS * numel, torch.float32).fill_(1.0) for _ in range(2))
     weight, exp_avg, exp_avg_sq = take(value=1.0), take(), take()
     grad, copy_out = take(torch.bfloat16, 1e-3), take(torch.bfloat16)
     in_place = AdamBuffers(weight, grad, exp_avg, exp_avg_sq, copy_out=copy_out)
@@ -96,6 +99,7 @@ def _calls(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
     segments = [AdamSegment(0, numel, AdamHyper(1e-3))]
     return {
         _PROBE: (lambda: array.mul_(1.0), _PROBE_BYTES_PER_ELEMENT),
+        _COPY_PROBE: (lambda: other.copy_(array), _PROBE_BYTES_PER_ELEMENT),
         _IN_PLACE: (lambda: kernel(in_place, segments, step=1), KERNEL_BYTES_PER_ELEMENT),
         _OUT_OF_PLACE: (lambda: kernel(out_of_place, segments, step=1), KERNEL_BYTES_PER_ELEMENT),
     }

@@ -1,7 +1,7 @@
 """A training step with a part of the optimizer on the host: what it costs, and what it hides.
 
-Without a GPU the device is simulated (see benchmarks/simulated_device.py): layers sleep, and copies
-go over a link of a given speed; every record says so. With one the same table is made of a real
+Without a GPU the device is simulated (see benchmarks/simulated_device.py): layers take time, and
+copies go over a link of a given speed; every record says so. With one the same table is made of a real
 GPT, beside torch FSDP2 with its CPU offload.
 
 Each fraction is measured by itself: HybridDeviceOptimizer that steps after the norm is known, the
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import offload_cuda, offload_simulated
+from benchmarks.host_bandwidth import PROBE_OF
 from benchmarks.launch import launch
 from benchmarks.offload_sides import AHEAD, Options
 
@@ -75,11 +76,11 @@ def _targets(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     fractions = next(iter(results["sizes"].values()))["fractions"]
     ours = fractions[max(fractions, key=float)][AHEAD]
     speeds = {name: speed["beside transfers"] for name, speed in results["gb_per_s"].items()}
-    kernel_share = speeds["kernel out of place"] / speeds["probe"]
+    kernel_share = min(speeds[kernel] / speeds[probe] for kernel, probe in PROBE_OF.items())
     got = {
         "exposed share of a step": (ours["exposed_share"], "at most", 0.10),
         "exposed by one optimizer a parameter, over ours": (ours["rival_to_ours"], "at least", 5.0),
-        "kernel over probe, beside transfers": (kernel_share, "at least", 0.90),
+        "kernel over its probe, beside transfers": (kernel_share, "at least", 0.90),
     }
     return {
         name: {
@@ -96,7 +97,7 @@ def describe(results: dict[str, Any]) -> str:
     what = results["device"]
     if results["is_simulated"]:
         what = (
-            f"SIMULATED device on a {what}: compute is slept, the link moves "
+            f"SIMULATED device on a {what}: compute is time that passes, the link moves "
             f"{results['link_gb_per_s']:.1f} GB/s each way"
         )
     lines = [

@@ -206,6 +206,8 @@ class FusedAdam(MarksMainWeights, Optimizer):
         found_inf: torch.Tensor | None,
     ) -> None:
         """Step what was found of each parameter group, and tell the owners of all parameters."""
+        if isinstance(scale, torch.Tensor) and scale.device.type == "cpu" and not self.capturable:
+            scale = scale.item()
         adam_pass: AdamPass | CapturablePass
         adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
         if self.capturable:
@@ -251,8 +253,8 @@ class FusedAdam(MarksMainWeights, Optimizer):
         grads = gradients_of(self.param_groups, self._attribute)
         factor = gradient_factor(grads, norm, self.max_grad_norm, loss_scale)
         self.grad_norm = self.grad_norm if self.max_grad_norm is None else factor.norm
-        is_number = factor.scale.device.type == "cpu" and not self.capturable
-        return factor.scale.item() if is_number else factor.scale.float()
+        is_on_host = factor.scale.device.type == "cpu" and not self.capturable
+        return factor.scale if is_on_host else factor.scale.float()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's Adam would: moments in fp32, whatever they are kept in; local.

@@ -222,8 +222,8 @@ class BucketStep:
 
     @property
     def can_begin(self) -> bool:
-        """Tell whether the gradients are there."""
-        return self._copy.transfer.is_done
+        """Tell whether the gradients and their factor are there: steps ahead need not wait."""
+        return self._copy.transfer.is_done and self.scale.is_there
 
     def start(self, ahead: AheadStep | None = None) -> bool:
         """Take the buffers and what was begun ahead, and issue the copy that was not.

@@ -189,5 +189,5 @@ def test_offload_is_timed_on_a_simulated_device(
     assert set(results["targets"]) == {
         "exposed share of a step",
         "exposed by one optimizer a parameter, over ours",
-        "kernel over probe, beside transfers",
+        "kernel over its probe, beside transfers",
     }
