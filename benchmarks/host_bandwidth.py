@@ -1,6 +1,6 @@
 """What the host's memory gives the Adam kernel while copies over a link run beside it.
 
-The kernel reads bf16 gradients and writes a bf16 copy, in place and out of place. Probes of the same
+The kernel reads bf16 gradients and writes a bf16 copy, in place and out of place. Probes of these
 two kinds take turns with it, one that reads and writes an array and one that copies it to another,
 and all run once with the link idle and once with copies under way in both directions.
 """

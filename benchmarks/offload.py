@@ -1,8 +1,8 @@
 """A training step with a part of the optimizer on the host: what it costs, and what it hides.
 
 Without a GPU the device is simulated (see benchmarks/simulated_device.py): layers take time, and
-copies go over a link of a given speed; every record says so. With one the same table is made of a real
-GPT, beside torch FSDP2 with its CPU offload.
+copies go over a link of a given speed; every record says so. With one the same table is made of a
+real GPT, beside torch FSDP2 with its CPU offload.
 
 Each fraction is measured by itself: HybridDeviceOptimizer that steps after the norm is known, the
 same ahead of it, and a hybrid with one torch optimizer for each parameter, beside both kinds with

@@ -105,10 +105,10 @@ class Side:
         with megafsdp.microbatch(self.model, is_last=True):
             loss = self.loss(len(self.losses))
             loss.backward()
-        self.idle_ms.append(setting.idle_ms() - idle_ms)
         self.optimizer.step()
         self.optimizer.zero_grad()
         setting.synchronize()
+        self.idle_ms.append(setting.idle_ms() - idle_ms)
         self.losses.append(loss.detach())
         return 1e3 * (time.perf_counter() - begin_s)
 

@@ -41,8 +41,8 @@ class SimulatedDevice:
     """The clock of a device, ahead of which the calling thread queues compute.
 
     Attributes:
-        idle_s: How long the device has had nothing to do so far between two computations without a
-            :meth:`synchronize` between them: the calling thread was late.
+        idle_s: How long the device has had nothing to do so far from its first computation to the
+            next :meth:`synchronize`: the calling thread was late.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,14 @@ class SimulatedDevice:
 
     def compute(self, seconds: float) -> None:
         """Queue a computation of so many seconds; returns at once."""
+        self._ready_s = max(self._ready_s, self._note_idleness()) + seconds
+        self._is_fed = True
+
+    def _note_idleness(self) -> float:
         now_s = time.perf_counter()
         if self._is_fed:
             self.idle_s += max(0.0, now_s - self._ready_s)
-        self._ready_s = max(self._ready_s, now_s) + seconds
-        self._is_fed = True
+        return now_s
 
     def time_when_done(self) -> float:
         """Return when all that is queued will be done, in seconds of ``time.perf_counter``."""
@@ -64,7 +67,7 @@ class SimulatedDevice:
 
     def synchronize(self) -> None:
         """Return when all that is queued is done."""
-        time.sleep(max(0.0, self._ready_s - time.perf_counter()))
+        time.sleep(max(0.0, self._ready_s - self._note_idleness()))
         self._is_fed = False
 
 

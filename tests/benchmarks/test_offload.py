@@ -65,6 +65,9 @@ def test_a_device_is_idle_where_the_thread_is_late(monkeypatch: pytest.MonkeyPat
     clock.now_s += 5
     device.compute(4)
     assert device.idle_s == 3 and device.time_when_done() == 120
+    clock.now_s += 6
+    device.synchronize()
+    assert device.idle_s == 5 and clock.slept_s == [4, 0]
 
 
 def test_gradients_follow_the_losses_of_every_layer() -> None:
