@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a block; the first is not timed")
     parser.add_argument("--layers", type=int, default=16, help="of the simulated model")
     parser.add_argument("--hidden", type=int, default=448, help="a multiple of 64; simulated")
-    parser.add_argument("--room", type=float, default=7.0, help="of the size free; simulated")
+    parser.add_argument("--room", type=float, default=10.0, help="of the size free; simulated")
     parser.add_argument("--link-gb-per-s", type=float, default=8.0, help="each way; simulated")
     parser.add_argument("--preset", default="gpt2-small", help="model on CUDA")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step on CUDA")
