@@ -42,7 +42,7 @@ FSDP2 = "FSDP2 with CPUOffloadPolicy"
 _NUM_BATCHES = 4
 _WARM_UP_STEPS = 8
 _NEVER_CLIPS = 1e9
-_PROBE_NUMEL, _PROBE_REPEATS = 1 << 25, 7
+_PROBE_NUMEL, _PROBE_REPEATS = 1 << 25, 25
 _LINK_NBYTES, _LINK_REPEATS = 1 << 28, 5
 # Of a loss near 10: attention and embeddings add up in an order that changes from run to run.
 _LOSS_TOLERANCE = 1e-2

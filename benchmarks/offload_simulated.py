@@ -33,7 +33,7 @@ from megafsdp.device.link import ThreadLink
 # What a step with bf16 gradients and copies moves in the host's memory, the link's part included.
 _HOST_BYTES_PER_ELEMENT = 32
 _WARM_UP_STEPS = 8
-_PROBE_NUMEL, _PROBE_REPEATS = 1 << 24, 7
+_PROBE_NUMEL, _PROBE_REPEATS = 1 << 24, 25
 _NEVER_CLIPS = 1e9
 _CHECKED_STEPS, _CHECKED_LAYERS, _CHECKED_HIDDEN, _CLIPS = 5, 3, 64, 0.1
 _POLICY = megafsdp.MixedPrecisionPolicy(
