@@ -669,26 +669,42 @@ def _forward_kept_by_one_rank() -> None:
     assert_same_grads(net, reference)
 
 
-def _part_kept_without_backward() -> None:
-    _, net = pair()
-    net(*mine(batches(1)[0])).backward()
-    x = torch.randn(2, 12, requires_grad=True)
+class _TwoOutputs(nn.Module):
+    """Two outputs, whose last block runs once for each."""
 
-    def run() -> torch.Tensor:
-        return nn.Sequential(*net.blocks)(x).mean()
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Block(), Block()
 
-    def events() -> list[tuple[str, str]]:
-        loss = run()
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x)
+        return self.last(x), self.last(-x)
+
+
+def _output_kept_without_backward() -> None:
+    torch.manual_seed(0)
+    reference = _TwoOutputs()
+    net = copy.deepcopy(reference)
+    for module in (net.first, net.last, net):
+        fully_shard(module)
+    x, rank = torch.randn(2, 3, 12, requires_grad=True), dist.get_rank()
+    reference(x)[0].mean().backward()
+
+    def second_events(keeping: tuple[int, ...]) -> list[tuple[str, str]]:
+        used, kept = net(x[rank])
+        used.mean().backward(retain_graph=True)
+        net.zero_grad()
+        if rank not in keeping:
+            del kept
         with record_collectives() as record:
-            loss.backward()
+            used.mean().backward()
+        assert_same_grads(net, reference)
         return record.events
 
-    events()
-    usual = events()
-    kept = run()
-    events()
-    assert events() == usual, "a graph that has no backward is waited for once at most"
-    del kept
+    second_events(())
+    usual = second_events(())
+    assert second_events((0, 1)) == usual, "a call that has no backward is waited for once at most"
+    assert second_events((0,)) == usual, "and by all ranks alike"
 
 
 def _modules_as_one_unit() -> None:
@@ -818,7 +834,7 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
         _keywords,
         _recomputed_without_backward,
         _forward_kept_by_one_rank,
-        _part_kept_without_backward,
+        _output_kept_without_backward,
         _modules_as_one_unit,
         _nested_units,
         _two_roots,
