@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with one GPU: build the extensions, run the tests marked gpu, run the GPU benchmarks.
 # Uses the machine's own Python, torch and pybind11; needs no network. Under 10 minutes.
+# With OUT set, records are copied to that folder too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -78,7 +78,8 @@ class Setting:
         max_grad_norm: Clips.
         synchronize: Waits for the device's compute.
         idle_ms: Returns how long a simulated device has had nothing to do within steps so far.
-        others: Further sides by name, which build a model with an optimizer; no check is exact.
+        others: Further sides by name, each a function that builds one; with them :func:`check`
+            needs a ``loss_tolerance``.
     """
 
     build: Callable[[], tuple[nn.Module, Callable[[int], torch.Tensor]]]

@@ -32,8 +32,8 @@ class TensorSpec:
         name: FQN, for messages.
         shape: Shape of the tensor; with several shards of at least one dimension and one element.
         placement: Which elements must stay together.
-        row_numel: Elements in a row; None means ``prod(shape[1:])``. Stacked experts (E, N, K) give
-            K.
+        row_numel: Elements in a row; None means ``prod(shape[1:])``, as for all parameters of a
+            model. Smaller rows plan a stack (E, N, K) as the matrix (E * N, K).
     """
 
     name: str
