@@ -206,8 +206,6 @@ class FusedAdam(MarksMainWeights, Optimizer):
         found_inf: torch.Tensor | None,
     ) -> None:
         """Step what was found of each parameter group, and tell the owners of all parameters."""
-        if isinstance(scale, torch.Tensor) and scale.device.type == "cpu" and not self.capturable:
-            scale = scale.item()
         adam_pass: AdamPass | CapturablePass
         adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
         if self.capturable:

@@ -25,12 +25,14 @@ class AdamPass:
 
     Args:
         store: Where states are.
-        scale: Factor on the gradients: a number, or 0-dim fp32 on their device.
+        scale: Factor on the gradients: a number, or 0-dim on their device, in fp32 on a GPU.
         ftz: Whether denormal numbers are flushed.
     """
 
     def __init__(self, store: StateStore, *, scale: float | torch.Tensor, ftz: bool) -> None:
-        self._store, self._scale, self._ftz = store, scale, ftz
+        is_on_host = isinstance(scale, torch.Tensor) and scale.device.type == "cpu"
+        self._scale = float(scale) if is_on_host else scale
+        self._store, self._ftz = store, ftz
         self._hyper = AdamHyper()
         self._kernels: dict[torch.device, AdamKernel] = {}
         self._encodings = _Encodings()
