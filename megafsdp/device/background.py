@@ -54,11 +54,18 @@ class _Queue:
             self._has_changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._jobs:
                 return None
+            by_urgency = sorted(self._jobs, key=lambda job: job.urgency)
             # If none can begin, what the oldest waits for comes first.
-            ready = [job for job in self._jobs if job.can_begin] or self._jobs[:1]
-            chosen = min(ready, key=lambda job: job.urgency)
+            chosen = next((job for job in by_urgency if _can_begin(job)), self._jobs[0])
             self._jobs.remove(chosen)
             return chosen
+
+
+def _can_begin(job: Job) -> bool:
+    try:
+        return job.can_begin
+    except Exception:
+        return True  # The job meets the error again when it runs, and keeps it.
 
 
 class BackgroundThread:

@@ -111,7 +111,8 @@ class StreamLink:
         with self._handle.use(stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        return _StreamTransfer(self._handle, self._handle.record_event(stream))
+        event = self._handle.record_event(stream, is_blocking=True)
+        return _StreamTransfer(self._handle, event)
 
     def close(self) -> None:
         """Return when all copies are made, or are taken to wait for what never comes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,15 +57,28 @@ class DeviceHandle:
         """Return the stream that kernels of the calling thread go to; None on CPU."""
         return torch.cuda.current_stream(self.device) if self.is_asynchronous else None
 
-    def use(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Return a context in which kernels go to ``stream``."""
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+    @contextlib.contextmanager
+    def use(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Let kernels of the calling thread go to ``stream`` in this context."""
+        if stream is None:
+            yield
+            return
+        # A new thread's device is the first: leaving the stream alone would make a context there.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
 
-    def record_event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
-        """Record an event after the work queued so far on ``stream`` (default: current)."""
+    def record_event(
+        self, stream: torch.cuda.Stream | None = None, *, is_blocking: bool = False
+    ) -> torch.cuda.Event | None:
+        """Record an event after the work queued so far on ``stream`` (default: current).
+
+        Args:
+            stream: Of this device.
+            is_blocking: Let a thread that waits for it on the host sleep instead of spin.
+        """
         if not self.is_asynchronous:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=is_blocking)
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 

@@ -279,13 +279,13 @@ class FusedAdam(MarksMainWeights, Optimizer):
             NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
         """
         check_loaded_states(state_dict, self.param_groups)
-        super().load_state_dict(state_dict)
+        # States that live on the host would all be brought to the parameters' device at once.
+        super().load_state_dict(state_dict | {"state": {}})
         fill_options(self.param_groups, self.defaults)
         for index, parameter in packed_parameters(state_dict, self.param_groups):
             given = state_dict["state"].get(index)
             if given is None:
                 continue
-            # The base class has cast states to the parameter's dtype.
             self.state[parameter] = {
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in given.items()

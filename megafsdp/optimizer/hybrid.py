@@ -71,8 +71,8 @@ class HybridDeviceOptimizer(FusedAdam):
     A loop *hands over* what a step depends on with ``max_grad_norm`` and
     ``microbatch(model, is_last=True)``. Copies, and Adam if ``speculate`` allows, then begin in
     backward; what is changed before ``step`` all the same is noticed and counts. Where Adam has run
-    ahead, weights and states change places with a second slab: plain aliases of their memory, and
-    tensors of an earlier state dict, are good until the second ``step`` from there.
+    ahead, weights and states change places with a second slab: plain aliases of their memory, as an
+    earlier state dict has, may be read until the backward before the second ``step`` from there.
 
     Args:
         params: Parameters or parameter groups, in forward order, as ``model.parameters()`` has
@@ -232,6 +232,7 @@ class HybridDeviceOptimizer(FusedAdam):
 
     def _wait_for_steps(self) -> None:
         for step in self._in_flight:
+            step.meter = None  # Nobody uses the unit here.
             step.wait()
         stepped, self._in_flight = self._in_flight, []
         if self._host is not None and stepped:
@@ -332,6 +333,7 @@ class HybridDeviceOptimizer(FusedAdam):
             if self._meter.is_done:
                 self._settle_fraction(self._meter)
                 self._meter = None
+        self._link.fence()  # What is queued may read weights that a step will write.
         late_scale = LateNumber(scale, self._link)
         self._guesser.note_step(self.grad_norm, self._of_scaler("grad_scale"), self._link)
         collect = self._collect if self._host is None else self._collect_torch
@@ -341,12 +343,12 @@ class HybridDeviceOptimizer(FusedAdam):
             if step.start(ahead.pop(step.bucket, None)):
                 step.bucket.exchange(self._state)
             self._worker.submit(step)
+            self._in_flight.append(step)
         for unused in ahead.values():
             unused.call_off()
         super()._step_found(left_on_device(found, self._buckets), scale=scale, found_inf=found_inf)
         for step in steps:
             step.finish()
-        self._in_flight = steps
         if self._meter is not None:
             self._meter.step_ends()
         if not self.overlap:

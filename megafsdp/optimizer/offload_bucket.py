@@ -217,8 +217,10 @@ class GradientCopy:
 
     def is_of(self, grads: torch.Tensor) -> bool:
         """Tell whether it was made of this tensor alone, which has not changed since."""
-        ((source, version), *others) = self._sources
-        return not others and source() is grads and grads._version == version
+        if len(self._sources) != 1:
+            return False
+        ((source, version),) = self._sources
+        return source() is grads and grads._version == version
 
     def wait(self) -> None:
         """Wait until the gradients are there; from any thread."""

@@ -234,7 +234,6 @@ class BucketStep:
         group = self.bucket.group
         self._name = group.label
         self._target = group.compute_weight.start_copy()
-        group.step_in_flight = self
         self._copy = self._issue_copy()
         self._grads = []
         self._ahead = ahead
@@ -244,6 +243,7 @@ class BucketStep:
         if ahead is not None and not self._takes_ahead:
             ahead.call_off()
         self._take_buffers(ahead.buffers if ahead and self._takes_ahead else None)
+        group.step_in_flight = self
         return self._takes_ahead
 
     def _take_buffers(self, aside: AdamBuffers | None) -> None:
@@ -291,7 +291,11 @@ class BucketStep:
     def _is_done_ahead(self, scale: float) -> bool:
         """Tell whether the step was made ahead, with this factor; count what becomes of it."""
         ahead = self._ahead
-        if ahead is None or not ahead.has_ended():
+        if ahead is None:
+            return False
+        if not ahead.has_ended():
+            # It was passed over, since its gradients came while the worker chose, and is next.
+            ahead.call_off()
             return False
         if self._takes_ahead and ahead.has_guessed(scale):
             self.counts.committed += 1

@@ -66,7 +66,11 @@ class HostOptimizer:
     def hyperparameters(self, param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the values that a step takes over from the parameter groups users see."""
         return [
-            {name: group[name] for name in self._followed if name in own and name in group}
+            {
+                name: _unchanging(group[name])
+                for name in self._followed
+                if name in own and name in group
+            }
             for group, own in zip(param_groups, self.optimizer.param_groups, strict=False)
         ]
 
@@ -194,6 +198,13 @@ class TorchBucketStep(BucketStep):
         if self.bucket.copy_out is not None:
             for start, stop in ranges:
                 self.bucket.copy_out[start:stop].copy_(self._result[start:stop])
+
+
+def _unchanging(value: Any) -> Any:
+    """Return a value, or a tuple of values, as it is: schedulers fill tensors in place."""
+    if isinstance(value, tuple | list):
+        return type(value)(_unchanging(item) for item in value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def check_host_optimizer(kind: object, options: object) -> None:

@@ -73,6 +73,27 @@ def test_a_job_that_does_not_end_is_left_behind(caplog: pytest.LogCaptureFixture
     assert not thread.is_alive()
 
 
+class _Lost(_Call):
+    """A job of a device that answers no question."""
+
+    @property
+    def can_begin(self) -> bool:
+        raise RuntimeError("the device is lost")
+
+    @can_begin.setter
+    def can_begin(self, value: bool) -> None: ...
+
+
+def test_a_job_that_cannot_say_whether_it_can_begin_runs() -> None:
+    """It meets the error itself then, and the thread lives on."""
+    ran: list[int] = []
+    worker = BackgroundThread("lost")
+    worker.submit(_Lost(lambda: ran.append(0)))
+    worker.submit(_Call(lambda: ran.append(1)))
+    worker.close()
+    assert sorted(ran) == [0, 1]
+
+
 def test_a_job_may_close_its_own_thread() -> None:
     """As it does when it frees the last reference to the thread's owner."""
     ended: list[object] = []
