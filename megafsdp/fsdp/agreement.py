@@ -39,7 +39,10 @@ def agree_on_usage(reducers: Sequence[GradientReducer]) -> list[Pending]:
         members = [r for r in reducers if r.group.axes.all_ranks == everyone]
         flags = [flag for reducer in members for flag in reducer.usage()]
         if members[0].group.axes.num_ranks > 1:
-            votes = torch.tensor(flags, dtype=torch.uint8).to(members[0].group.device)
+            device = members[0].group.device
+            # Of pageable memory the host would wait until the device has come to the copy.
+            votes = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            votes = votes.to(device, non_blocking=True)
             exchange = start_all_reduce(votes, op="max", group=everyone, label="usage")
             if any(reducer.has_pending for reducer in members):
                 exchange.wait()

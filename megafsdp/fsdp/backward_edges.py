@@ -58,6 +58,12 @@ class EndOfBackward(torch.autograd.Function):
         *grads: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Tell the unit and return the gradients."""
+        if torch.is_grad_enabled():
+            # A backward through this one enters the unit by the gradients of its inputs.
+            hook = BackwardHook(ctx.unit, ctx.token)
+            for grad in grads:
+                if grad is not None:
+                    hook.watch(grad)
         ctx.unit.inputs_done(ctx.token)
         return (None, None, *grads)
 

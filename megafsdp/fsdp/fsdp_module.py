@@ -210,8 +210,26 @@ class FSDPModule:
         self._fsdp_unit().post_optim_event = event
 
     def reset_iter_state(self) -> None:
-        """Forget a forward or backward that an exception cut short; called by all ranks."""
+        """Forget what is not in ``.grad`` yet; called by all ranks.
+
+        That is a forward or backward that an exception cut short, and the sums of microbatches
+        whose last one does not come, which an optimizer's ``zero_grad`` knows nothing of.
+        """
         self._fsdp_unit().require_context().abandon()
+        self._forget_sums()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, those of microbatches that wait for the last one included."""
+        # Inside of a backward there is nothing to forget.
+        if torch._C._current_graph_task_id() < 0:
+            self._forget_sums()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def _forget_sums(self) -> None:
+        for unit in self._fsdp_units(recurse=True):
+            if unit.context is not None and unit.context.has_backward_begun:
+                unit.context.abandon()
+            unit.forget_sums()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Let ``.to()`` and its kin pass where they change nothing, refuse them otherwise."""

@@ -80,6 +80,8 @@ class FSDPContext:
         root = self._root()
         if root is unit:
             self._begin_root()
+        elif self.has_backward_begun:
+            self.abandon()  # An exception cut it short: none runs on this thread.
         if root is unit or root is None or not root.is_at_work:
             self.pass_number += 1
 
@@ -152,9 +154,14 @@ class FSDPContext:
             if unit.reshard_after_backward or not is_after_backward:
                 unit.release()
 
+    @property
+    def has_backward_begun(self) -> bool:
+        """Tell whether a backward has not ended: it runs, or an exception cut it short."""
+        return self._is_backward_running or bool(self._reductions or self._outer_reductions)
+
     def abandon(self) -> None:
         """Undo a forward or backward that an exception cut short."""
-        if not self._is_backward_running and not any(unit.is_at_work for unit in self.units):
+        if not (self.has_backward_begun or any(unit.is_at_work for unit in self.units)):
             return
         self._is_backward_running = self._is_at_outputs = False
         self.passes_in_backward.clear()
@@ -198,7 +205,9 @@ class FSDPContext:
         in_backward = order is self._backward
         self._ahead.discard(id(unit))
         unit.start_unshard(in_backward=in_backward)
-        recorded = order.arrive(unit, unit.prefetch)
+        root = self._root()
+        is_recorded = in_backward or (root is not None and root.is_at_work)
+        recorded = order.arrive(unit, unit.prefetch) if is_recorded else []
         self._is_at_outputs = in_backward and self.is_root(unit)
         if not self._is_at_outputs:
             self._gather_ahead(unit, recorded, in_backward=in_backward)

@@ -226,7 +226,9 @@ class FSDPUnit:
         self._token = token = ForwardToken(watched, self.require_context().pass_number)
         if not watched:
             return inputs
-        self.outstanding.add(token)
+        if not _is_in_backward():
+            # What recomputation builds may stay without a backward; who has one says so.
+            self.outstanding.add(token)
         replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
 
@@ -360,14 +362,19 @@ class FSDPUnit:
         """Tell whether a forward or backward has begun and not ended."""
         return self.phase is not Phase.RESTING or bool(self._to_run)
 
+    def forget_sums(self) -> None:
+        """Drop gradients that are not in ``.grad`` yet."""
+        for reducer in self.reducers:
+            reducer.abort()
+
     def abandon(self) -> None:
         """Return to rest after an exception, without gradients and storage."""
         self.phase = Phase.RESTING
         self._to_run.clear()
         self.outstanding.clear()
-        for reducer in self.reducers:
-            reducer.abort()
-            reducer.group.compute_weight.forget_slices()
+        self.forget_sums()
+        for group in self.groups:
+            group.compute_weight.forget_slices()
         self.show_sharded()
         self.release()
 

@@ -67,12 +67,15 @@ def attached_units(modules: Iterable[nn.Module]) -> dict[str, AttachedUnit]:
 def adopt_units_below(root: AttachedUnit) -> None:
     """Make ``root`` the outermost unit of all units below it; one small collective.
 
+    Units that another root, which is alive, has in common with it stay under that one.
+
     Raises:
         RuntimeError: A unit below is at work, or something below has no values.
         ValueError: Units are divided over different ranks, or ranks differ in their layouts.
     """
     where = f"the first forward of '{root.name}'"
-    units = attached_units(root.modules)
+    found = attached_units(root.modules)
+    units = {name: unit for name, unit in found.items() if not _has_root_beside(unit, found)}
     require_initialized(root.modules, where=where)
     for name, unit in units.items():
         unit.rename(name)
@@ -95,3 +98,10 @@ def adopt_units_below(root: AttachedUnit) -> None:
         unit.context = context
         unit.ledger.merge_into(root.ledger)
         unit.host_ledger.merge_into(root.host_ledger)
+
+
+def _has_root_beside(unit: AttachedUnit, found: dict[str, AttachedUnit]) -> bool:
+    """Tell whether a unit is under a root that is none of these units."""
+    context = unit.context
+    roots = [] if context is None else [u for u in context.units if context.is_root(u)]
+    return any(all(root is not other for other in found.values()) for root in roots)
