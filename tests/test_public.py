@@ -36,6 +36,7 @@ PROMISED = {
 }
 METHODS = {
     "compile",
+    "zero_grad",
     "unshard",
     "reshard",
     "no_sync",
