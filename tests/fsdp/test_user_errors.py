@@ -269,13 +269,17 @@ def _after_an_interrupt() -> None:
     x = torch.randn(dist.get_world_size(), 3, 12)
     net.error = KeyboardInterrupt
     optimizers = [adamw(reference), adamw(net)]
-    for _ in range(2):
+    units = [m._fsdp_unit() for m in (net, net.first, net.second)]
+    for is_reset in (False, True):
         reference(x).backward()
         net(x[dist.get_rank()]).backward()
         net.fails = True
         with pytest.raises(KeyboardInterrupt):
             net(x[dist.get_rank()])
         net.fails = False
+        if is_reset:
+            net.reset_iter_state()
+            assert not any(u.is_unsharded or u.is_at_work for u in units)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -283,12 +287,11 @@ def _after_an_interrupt() -> None:
         net(x[dist.get_rank()]).backward()
         assert_same_grads(net, reference)
         assert _shown(net) == {"sharded"}
-        units = [m._fsdp_unit() for m in (net, net.first, net.second)]
         assert not any(u.is_unsharded or u.is_at_work for u in units)
 
 
 def test_an_interrupted_forward_may_be_retried(ranks: Ranks) -> None:
-    """No hook hears of an interrupt; the next forward cleans up."""
+    """No hook hears of an interrupt; the next forward cleans up, or ``reset_iter_state()``."""
     ranks(2).run(_after_an_interrupt)
 
 
