@@ -335,7 +335,8 @@ def _retry(where: str, is_reset: bool) -> None:
         net.reset_iter_state()
         assert _shown(net) == {"sharded"}
         assert not any(m._fsdp_unit().is_unsharded for m in (net, net[1], net[2]))
-    net.zero_grad()
+    for parameter in _sharded_parameters(net):
+        parameter.grad = None  # As an optimizer does, which knows nothing of the model.
     with torch.no_grad():
         for parameter in [*reference.parameters(), *_sharded_parameters(net)]:
             parameter.mul_(1.5)
