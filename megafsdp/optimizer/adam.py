@@ -190,8 +190,7 @@ class FusedAdam(MarksMainWeights, Optimizer):
             return loss
         plans = self._ready_plans()
         found = [plan.find(self._states_to_step(), attribute=self._attribute) for plan in plans]
-        scale = self._gradient_scale(measured)
-        self._step_found(found, scale=scale, found_inf=found_inf)
+        self._step_found(found, scale=self._gradient_scale(measured), found_inf=found_inf)
         return loss
 
     def _states_to_step(self) -> dict[torch.Tensor, Any]:
@@ -207,9 +206,10 @@ class FusedAdam(MarksMainWeights, Optimizer):
     ) -> None:
         """Step what was found of each parameter group, and tell the owners of all parameters."""
         adam_pass: AdamPass | CapturablePass
-        adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
         if self.capturable:
             adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf)
+        else:
+            adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
         for group, part in zip(self.param_groups, found, strict=True):
             adam_pass.begin(group, adam_w_mode=self.adam_w_mode)
             for states, grads, indices in part.flat:
@@ -251,8 +251,8 @@ class FusedAdam(MarksMainWeights, Optimizer):
         grads = gradients_of(self.param_groups, self._attribute)
         factor = gradient_factor(grads, norm, self.max_grad_norm, loss_scale)
         self.grad_norm = self.grad_norm if self.max_grad_norm is None else factor.norm
-        is_on_host = factor.scale.device.type == "cpu" and not self.capturable
-        return factor.scale if is_on_host else factor.scale.float()
+        is_cpu = factor.scale.device.type == "cpu"
+        return factor.scale if is_cpu and not self.capturable else factor.scale.float()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's Adam would: moments in fp32, whatever they are kept in; local.
