@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,17 @@ from tests.fsdp.toy import Net, batches, mine, shard
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 FP32 = MixedPrecisionPolicy()
 _ADAM = {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.01}
+
+
+class HeldTarget(torch.Tensor):
+    """A target that is not written before its event is set."""
+
+    may_begin: threading.Event
+
+    def copy_(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """Write it once it may be."""
+        assert self.may_begin.wait(30), "the gate was opened"
+        return super().copy_(*args, **kwargs)
 
 
 @dataclass(frozen=True)

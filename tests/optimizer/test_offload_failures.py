@@ -22,6 +22,7 @@ from tests.fsdp.toy import Net
 from tests.optimizer.hybrid_runs import (
     FP32,
     Case,
+    HeldTarget,
     assert_same,
     backward,
     bits,
@@ -31,16 +32,6 @@ from tests.optimizer.hybrid_runs import (
 from tests.ranks import Ranks
 
 _NUM_BUCKETS = 4
-
-
-class _Held(torch.Tensor):
-    """A target that is not written before its event is set."""
-
-    may_begin: threading.Event
-
-    def copy_(self, *args: object, **kwargs: object) -> torch.Tensor:
-        assert self.may_begin.wait(30), "the gate was opened"
-        return super().copy_(*args, **kwargs)
 
 
 class _DoneOnceAsked:
@@ -79,7 +70,7 @@ class _LateLink(ThreadLink):
         self._num_buckets += not is_number
         if not is_number and self._num_buckets < _NUM_BUCKETS:
             return super().to_host(copies)
-        held = torch.zeros(()).as_subclass(_Held)
+        held = torch.zeros(()).as_subclass(HeldTarget)
         held.may_begin = self.may_send
         super().to_host([(held, torch.zeros(()))])
         transfer = super().to_host(copies)

@@ -14,18 +14,16 @@ from megafsdp import microbatch
 from megafsdp.device.link import Copies, ThreadLink, Transfer
 from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload_guess import Guesser, LateNumber, Outlook
-from tests.optimizer.hybrid_runs import Case, assert_same, backward, bits, make_net, make_optimizer
+from tests.optimizer.hybrid_runs import (
+    Case,
+    HeldTarget,
+    assert_same,
+    backward,
+    bits,
+    make_net,
+    make_optimizer,
+)
 from tests.ranks import Ranks
-
-
-class _Held(torch.Tensor):
-    """A target that is not written before its event is set."""
-
-    may_begin: threading.Event
-
-    def copy_(self, *args: object, **kwargs: object) -> torch.Tensor:
-        assert self.may_begin.wait(30), "the gate was opened"
-        return super().copy_(*args, **kwargs)
 
 
 class _LateLink(ThreadLink):
@@ -47,7 +45,7 @@ class _LateLink(ThreadLink):
 
     def to_host(self, copies: Copies) -> Transfer:
         is_number = copies[0][0].ndim == 0
-        held = torch.zeros(()).as_subclass(_Held)
+        held = torch.zeros(()).as_subclass(HeldTarget)
         held.may_begin = self.may_send_numbers if is_number else next(self._gates)
         super().to_host([(held, torch.zeros(()))])
         return super().to_host(copies)
