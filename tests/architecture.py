@@ -58,6 +58,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "backends",
         "collective_record",
         "gloo_threads",
+        "pending",
         "collectives",
         "common_errors",
         "dbuffer",

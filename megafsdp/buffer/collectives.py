@@ -24,6 +24,7 @@ from megafsdp.buffer.collective_record import CollectiveRecord as CollectiveReco
 from megafsdp.buffer.collective_record import note
 from megafsdp.buffer.collective_record import record_collectives as record_collectives
 from megafsdp.buffer.gloo_threads import wait_for_rest
+from megafsdp.buffer.pending import Pending as Pending
 from megafsdp.buffer.shard_sum import sum_shards
 from megafsdp.device.profiling import profiler_range
 from megafsdp.errors import expected
@@ -61,37 +62,6 @@ def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup
     label_check.require_same(labels.cpu().view(len(ranks), -1), ranks)
 
 
-class Pending:
-    """A collective that was issued and may not be complete.
-
-    Args:
-        works: Handles to wait for.
-        finish: What to do once they are complete, on the thread that waits.
-    """
-
-    __slots__ = ("_finish", "_works")
-
-    def __init__(
-        self, works: Sequence[dist.Work | None] = (), finish: Callable[[], None] | None = None
-    ) -> None:
-        self._works = [work for work in works if work is not None]
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Wait for completion and run the finishing step; later calls return at once."""
-        works, self._works = self._works, []
-        finish, self._finish = self._finish, None
-        for work in works:
-            work.wait()
-        if finish is not None:
-            finish()
-
-    def discard(self) -> None:
-        """Wait for completion and drop the result: the finishing step never runs."""
-        self._finish = None
-        self.wait()
-
-
 def all_gather(
     output: Sequence[torch.Tensor],
     shards: Sequence[torch.Tensor],
@@ -99,7 +69,11 @@ def all_gather(
     group: dist.ProcessGroup,
     label: str,
 ) -> Pending:
-    """Gather this rank's shard of each sub-buffer from all ranks, in one coalesced launch.
+    """Gather this rank's shard of each sub-buffer from all ranks.
+
+    NCCL takes them in one coalesced launch. On gloo each travels by itself: torch's gloo threads
+    note the name of the last work without a lock, and that of a coalesced gather is too long to
+    lie in the string itself, so two works that end together free its memory twice.
 
     Args:
         output: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
@@ -111,26 +85,24 @@ def all_gather(
         The pending collective. Neither side may be touched before ``wait()``.
     """
     _count("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
-    # gloo coalesces tensors of one dtype alone and corrupts others without a word: send bytes.
-    as_bytes = len({o.dtype for o in output}) > 1
+    as_bytes = len({o.dtype for o in output}) > 1  # Tensors of one dtype alone are coalesced.
     pairs = [
         (_wire_view(o, as_bytes), _wire_view(s, as_bytes))
         for o, s in zip(output, shards, strict=True)
     ]
     with profiler_range("all_gather", label):
-        if len(pairs) == 1:
-            (out, shard), *_ = pairs
-            if group.size() == 2 and is_gloo(group, out.device):
-                return Pending([_gather_pair(out, shard, group)])
-            return Pending([_all_gather_single(out, shard, group=group, async_op=True)])
+        if len(pairs) == 1 or is_gloo(group, output[0].device):
+            return Pending([_gather(out, shard, group) for out, shard in pairs])
         with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
             for out, shard in pairs:
                 _all_gather_single(out, shard, group=group)
     return Pending([coalesced])
 
 
-def _gather_pair(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Gather between two ranks straight into the output; gloo's own all-gather copies it twice."""
+def _gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    if group.size() != 2 or not is_gloo(group, out.device):
+        return _all_gather_single(out, shard, group=group, async_op=True)
+    # Between two ranks straight into the output: gloo's own all-gather copies it twice.
     halves = out.chunk(2)
     halves[group.rank()].copy_(shard)
     return _swap(halves[1 - group.rank()], shard, group)

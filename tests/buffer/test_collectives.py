@@ -143,6 +143,18 @@ def test_sub_buffers_are_one_collective(ranks: Ranks, num_ranks: int) -> None:
     ranks(num_ranks).run(_several_sub_buffers)
 
 
+def _never_coalesced() -> None:
+    with mock.patch.object(dist, "_coalescing_manager", side_effect=AssertionError("coalesced")):
+        _several_sub_buffers()
+        _mixed_dtypes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_gloo_is_given_no_coalesced_gather(ranks: Ranks, num_ranks: int) -> None:
+    """Threads of torch corrupt the heap when one ends beside another collective."""
+    ranks(num_ranks).run(_never_coalesced)
+
+
 def _bytes_are_gathered(dtype: torch.dtype) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     shard = torch.arange(16 * rank, 16 * rank + 16, dtype=torch.uint8).view(dtype)
@@ -249,14 +261,17 @@ def test_small_tensors_are_reduced_in_place(ranks: Ranks) -> None:
 
 
 class _Work:
-    """A work handle that counts its waits."""
+    """A work handle that counts its waits, and then fails if it is told so."""
 
-    def __init__(self) -> None:
+    def __init__(self, failure: str = "") -> None:
         self.num_waits = 0
+        self.failure = failure
 
     def wait(self) -> None:
         """Count."""
         self.num_waits += 1
+        if self.failure:
+            raise RuntimeError(self.failure)
 
 
 def test_pending_waits_and_finishes_once() -> None:
@@ -267,6 +282,19 @@ def test_pending_waits_and_finishes_once() -> None:
     pending.wait()
     assert log == [1]
     assert work.num_waits == 1
+
+
+def test_a_failure_waits_for_the_works_beside_it() -> None:
+    """Their memory may be freed after it; the first failure is the cause that is shown."""
+    works, log = [_Work(), _Work("first"), _Work(), _Work("second"), _Work()], []
+    pending = Pending(works, lambda: log.append("finished"))
+    with pytest.raises(RuntimeError) as raised:
+        pending.wait()
+    errors = (raised.value, raised.value.__context__)
+    assert {str(error) for error in errors} == {"first", "second"}
+    pending.wait()
+    assert [work.num_waits for work in works] == [1] * len(works)
+    assert log == []
 
 
 def test_discarded_pending_waits_and_never_finishes() -> None:
