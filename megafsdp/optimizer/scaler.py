@@ -16,6 +16,8 @@ from torch.optim.optimizer import Optimizer
 from megafsdp.buffer.collectives import all_reduce
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.errors import expected
+from megafsdp.optimizer.adam import FusedAdam
+from megafsdp.optimizer.adam_plan import gradients_of
 from megafsdp.optimizer.scale_rule import ScaleRule, ScaleState
 
 _DYNAMIC = ScaleRule()
@@ -55,7 +57,7 @@ class LossScaler:
         """Divide the optimizers' gradients by the scale; tell whether all ranks' are finite.
 
         Collective: one all-reduce of one element. Give all optimizers of the step at once. Reads
-        the rows of gradients, never gaps of flat buffers.
+        the rows of gradients that the steps read, never gaps of flat buffers.
 
         Raises:
             RuntimeError: Gradients of this step are unscaled already.
@@ -67,7 +69,7 @@ class LossScaler:
             )
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for local in (local_tensor(p.grad) for p in params if p.grad is not None):
+        for local in (local_tensor(g) for o in optimizers for g in _gradients(o)):
             by_kind.setdefault((local.device, local.dtype), []).append(local)
         if any(dtype == torch.float16 for _, dtype in by_kind):
             raise ValueError(
@@ -95,8 +97,7 @@ class LossScaler:
     def step(self, optimizer: Optimizer) -> bool:
         """Step the optimizer if all ranks' gradients are finite; tell whether it did.
 
-        Unscales first unless :meth:`unscale_` was called. A skipped step changes neither weights
-        nor states, and units keep the compute weights they have.
+        Unscales first unless :meth:`unscale_` did. A skipped step changes no weight and no state.
 
         Raises:
             RuntimeError: Gradients of other optimizers were unscaled, but not this one's.
@@ -134,11 +135,15 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take over the state of another scaler; a constant scale stays what it is."""
-        if not self.rule.is_dynamic:
-            return
-        self._state = ScaleState(
-            float(state["scale"]), int(state["num_finite"]), int(state["hysteresis_left"])
-        )
+        if self.rule.is_dynamic:
+            self._state = ScaleState(
+                float(state["scale"]), int(state["num_finite"]), int(state["hysteresis_left"])
+            )
+
+
+def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    is_decoupled = isinstance(optimizer, FusedAdam) and optimizer.use_decoupled_grad
+    return gradients_of(optimizer.param_groups, "decoupled_grad" if is_decoupled else "grad")
 
 
 def _out_of_turn(what: str, got: str, mend: str) -> RuntimeError:

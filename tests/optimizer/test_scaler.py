@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import MixedPrecisionPolicy, checkpoint, clip_grad_norm_, full_state_dict
+from megafsdp import (
+    FusedAdam,
+    MixedPrecisionPolicy,
+    checkpoint,
+    clip_grad_norm_,
+    full_state_dict,
+)
 from megafsdp.buffer.collectives import record_collectives
 from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
 from megafsdp.fsdp.parameter_group import group_of
@@ -143,6 +149,23 @@ def test_fp16_gradients_are_refused() -> None:
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(ValueError, match="gradients in fp32 or bf16"):
         LossScaler().unscale_(torch.optim.SGD([parameter], lr=0.1))
+
+
+def test_decoupled_gradients_are_unscaled_and_looked_at() -> None:
+    """The gradients that a step reads are those that count, wherever they are kept."""
+    parameter = nn.Parameter(torch.ones(2))
+    # Of an earlier pass, which the step does not read.
+    parameter.grad = torch.full((2,), math.inf)
+    optimizer = FusedAdam([parameter], lr=0.1, use_decoupled_grad=True)
+    scaler = LossScaler(ScaleRule.constant(8.0))
+    parameter.decoupled_grad = torch.tensor([math.inf, 1.0], dtype=torch.bfloat16)
+    assert not scaler.step(optimizer)
+    assert torch.equal(parameter.detach(), torch.ones(2))
+    scaler.update()
+    parameter.decoupled_grad = torch.tensor([16.0, -8.0], dtype=torch.bfloat16)
+    assert scaler.step(optimizer)
+    assert parameter.decoupled_grad.tolist() == [2.0, -1.0]
+    torch.testing.assert_close(parameter.detach(), torch.tensor([0.9, 1.1]))
 
 
 def _skip(strategy: str, bad_rank: int, value: float) -> None:
