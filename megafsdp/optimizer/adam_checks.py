@@ -1,4 +1,7 @@
-"""What FusedAdam refuses: numbers without meaning, and gradients unlike their parameters."""
+"""What FusedAdam refuses: numbers without meaning, and gradients unlike their parameters.
+
+The latter no optimizer of this room takes.
+"""
 
 from __future__ import annotations
 

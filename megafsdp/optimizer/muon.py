@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.parameter_group import group_of
+from megafsdp.optimizer.adam_checks import check_grad
 from megafsdp.optimizer.loaded_states import check_loaded_states, fill_options
 from megafsdp.optimizer.matrix_exchange import Round, choose_owners, choose_rounds, pieces
 from megafsdp.optimizer.muon_matrix import SPLITS, Matrix, is_for_muon, matrices_of
@@ -140,11 +141,19 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step all parameters that have a gradient; called by all ranks alike."""
+        """Step all parameters that have a gradient; called by all ranks alike.
+
+        Raises:
+            RuntimeError: A gradient is not kept as its parameter is; nothing has changed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    check_grad(parameter, parameter.grad)
         stepped: list[tuple[torch.Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             with_grad = [p for p in group["params"] if p.grad is not None]

@@ -434,3 +434,23 @@ def test_copies_step_and_parameters_without_gradient_stay() -> None:
     assert torch.equal(copies[0], between)
     assert not torch.equal(copies[1], before[1])
     assert torch.equal(first, before[0])
+
+
+def _refuses_whole_gradients() -> None:
+    for options in ({}, {"use_muon": False}):
+        net = fully_shard(nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)))
+        _, second = net.parameters()
+        optimizer = Muon(net.parameters(), lr=0.1, **options)
+        before = [local_tensor(p.detach()).clone() for p in net.parameters()]
+        net(torch.ones(3, 6)).square().sum().backward()
+        second.grad = torch.ones(6, 8)
+        with pytest.raises(RuntimeError, match="a gradient kept as its parameter"):
+            optimizer.step()
+        for parameter, rows in zip(net.parameters(), before, strict=True):
+            assert torch.equal(local_tensor(parameter.detach()), rows)
+        assert sum(rows.numel() for rows in before) > 0
+
+
+def test_whole_gradients_of_sharded_parameters_are_refused(ranks: Ranks) -> None:
+    """Their rows are not this rank's; what comes before them is not stepped either."""
+    ranks(2).run(_refuses_whole_gradients)
