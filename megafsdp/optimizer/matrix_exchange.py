@@ -69,7 +69,7 @@ def choose_rounds(
     their share. Costliest first puts matrices of like cost into a round, so that its owners are
     done at about the same time.
     """
-    limit = max(max_numel, *(m.numel for m in matrices))
+    limit = max([max_numel, *(m.numel for m in matrices)])
     rounds: list[list[int]] = []
     owned = sent = [0] * num_ranks
     for index in _costliest_first(matrices):

@@ -19,16 +19,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
+from megafsdp.buffer.uneven import UnevenDTensor, local_tensor, wrap_like
 from megafsdp.errors import expected
 from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.adam_checks import check_grad
 from megafsdp.optimizer.loaded_states import check_loaded_states, fill_options
 from megafsdp.optimizer.matrix_exchange import Round, choose_owners, choose_rounds, pieces
-from megafsdp.optimizer.muon_matrix import SPLITS, Matrix, is_for_muon, matrices_of
+from megafsdp.optimizer.muon_matrix import SPLITS, Matrix, flat_elements, is_for_muon, matrices_of
 from megafsdp.optimizer.newton_schulz import LR_RULES, MUON_COEFFICIENTS, Coefficients, lr_ratio
 
 _LABEL = "muon"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATES = ("momentum_buffer", *_MOMENTS)
 
 
 @dataclass(eq=False, slots=True)
@@ -131,6 +133,10 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state dict of an optimizer of this class or of ``torch.optim.Muon``; local.
 
+        Args:
+            state_dict: Its states are DTensors like the parameters, or plain tensors of what this
+                rank holds of them.
+
         Raises:
             ValueError: Its groups or shapes are not this optimizer's.
             NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
@@ -138,6 +144,11 @@ class Muon(Optimizer):
         check_loaded_states(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         fill_options(self.param_groups, self.defaults)
+        for parameter, state in self.state.items():
+            for name, value in state.items():
+                if name in _STATES:
+                    rows = local_tensor(value).reshape(local_tensor(parameter).shape)
+                    state[name] = wrap_like(parameter, rows)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -161,8 +172,9 @@ class Muon(Optimizer):
             self._step_adamw([p for p in with_grad if not is_for_muon(p, group)], group)
             for parameter in matrices:
                 local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-                if not self.state[parameter]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                # States of the other rule may be there: a checkpoint's, or of another use_muon.
+                if "momentum_buffer" not in self.state[parameter]:
+                    self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
             stepped += [(p, group) for p in matrices]
         for plan in self._plans_of(stepped).values():
             for each in plan.rounds:
@@ -214,27 +226,27 @@ class Muon(Optimizer):
             options = matrix.param_group
             where = matrix.local_range(segment.start, segment.stop)
             ratio = lr_ratio(options["adjust_lr_fn"], *matrix.shape)
-            flat = local_tensor(matrix.parameter).view(-1)
-            flat[where].add_(piece.to(flat.device), alpha=-options["lr"] * ratio)
+            with flat_elements(local_tensor(matrix.parameter)) as flat:
+                flat[where].add_(piece.to(flat.device), alpha=-options["lr"] * ratio)
 
     def _average(self, matrix: Matrix, where: slice, output: torch.Tensor) -> None:
         """Update the momentum of some elements and write what is to be orthogonalised."""
         assert matrix.parameter.grad is not None, "a stepped parameter has a gradient"
         options = matrix.param_group
-        buffer = local_tensor(self.state[matrix.parameter]["momentum_buffer"]).view(-1)[where]
-        grad = local_tensor(matrix.parameter.grad).reshape(-1)[where].to(buffer.dtype)
-        buffer.lerp_(grad, 1 - options["momentum"])
-        output.copy_(grad.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer)
+        with flat_elements(local_tensor(self.state[matrix.parameter]["momentum_buffer"])) as flat:
+            buffer = flat[where]
+            grad = local_tensor(matrix.parameter.grad).reshape(-1)[where].to(buffer.dtype)
+            buffer.lerp_(grad, 1 - options["momentum"])
+            output.copy_(grad.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer)
 
     def _step_adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         """Step parameters by torch's AdamW on their local rows."""
         lists: list[list[torch.Tensor]] = [[], [], [], [], []]
         for parameter in parameters:
+            if "exp_avg_sq" not in self.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
+                self.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
             state = self.state[parameter]
-            if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
             local = local_tensor(parameter)
             assert parameter.grad is not None, "a stepped parameter has a gradient"
             tensors = (local_tensor(parameter.grad).to(local.dtype), state["exp_avg"])

@@ -6,7 +6,9 @@ it calls no collective.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +85,18 @@ class Matrix:
                 rule = options["adjust_lr_fn"]
                 update = update * (lr_ratio(rule, *flat.shape) / lr_ratio(rule, *self.shape))
             part.copy_(update.unflatten(dim, (part.size(dim), -1)))
+
+
+@contextlib.contextmanager
+def flat_elements(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Lend a tensor's elements in row-major order, whatever its strides, to be changed in place.
+
+    Allocates a copy for the time of the change where the tensor is not contiguous.
+    """
+    flat = tensor.reshape(-1)
+    yield flat
+    if not tensor.is_contiguous() and flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def is_for_muon(parameter: torch.Tensor, group: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from tests.fsdp.toy import assert_same_parameters
 from tests.ranks import Ranks
 
 WIDTH = 12
+ADAMW_STATES = {"step", "exp_avg", "exp_avg_sq"}
 # Rows of each of 3 query groups: two query heads, a key and a value of 4 rows.
 QKV = FusedParts(("query", "key", "value"), (8, 4, 4), num_groups=3)
 GATED = FusedParts(("gate", "up"), (20, 20))
@@ -454,3 +455,72 @@ def _refuses_whole_gradients() -> None:
 def test_whole_gradients_of_sharded_parameters_are_refused(ranks: Ranks) -> None:
     """Their rows are not this rank's; what comes before them is not stepped either."""
     ranks(2).run(_refuses_whole_gradients)
+
+
+def test_groups_may_go_over_to_the_other_rule_and_back() -> None:
+    """States of the rule that stepped a parameter before do not count as those of the other."""
+    parameter, fresh = (nn.Parameter(torch.eye(3) + 1) for _ in range(2))
+    optimizer = Muon([parameter], lr=0.1, use_muon=False)
+    for uses_muon, names in (
+        (True, {"momentum_buffer"}),
+        (False, {"step", "exp_avg", "exp_avg_sq"}),
+    ):
+        parameter.grad = torch.ones(3, 3)
+        optimizer.step()
+        optimizer.param_groups[0]["use_muon"] = uses_muon
+        with torch.no_grad():
+            fresh.copy_(parameter)
+        fresh.grad = torch.ones(3, 3)
+        optimizer.step()
+        Muon([fresh], lr=0.1, use_muon=uses_muon).step()
+        assert set(optimizer.state[parameter]) == names
+        assert torch.equal(parameter, fresh)
+
+
+def test_strides_of_plain_parameters_do_not_count() -> None:
+    """Transposed matrices, stacks of them and momentum like that step as contiguous ones."""
+    for shape in ((6, 4), (3, 6, 4)):
+        dense = nn.Parameter(torch.randn(shape))
+        strided = nn.Parameter(dense.detach().mT.contiguous().mT)
+        assert not strided.is_contiguous()
+        optimizers = [Muon([p], lr=0.1) for p in (dense, strided)]
+        for _ in range(2):
+            grad = torch.randn(shape)
+            for optimizer, parameter in zip(optimizers, (dense, strided), strict=True):
+                parameter.grad = grad.clone()
+                optimizer.step()
+            for state in optimizers[1].state.values():
+                state["momentum_buffer"] = state["momentum_buffer"].mT.contiguous().mT
+        assert torch.equal(dense, strided)
+
+
+def test_empty_matrices_are_stepped_alone() -> None:
+    """Nothing is to be done, in no round."""
+    for shape in ((0, 6), (6, 0)):
+        parameter = nn.Parameter(torch.ones(shape))
+        parameter.grad = torch.ones(shape)
+        Muon([parameter]).step()
+
+
+def _takes_plain_states(root: Path) -> None:
+    net = _shard(_Net(1), "optim_grads_params")
+    first, second = _muon(net), _muon(net)
+    _backward(net, 0, is_sharded=True)
+    first.step()
+    packed = first.state_dict()
+    packed["state"] = {
+        index: {name: local_tensor(value).clone() for name, value in state.items()}
+        for index, state in packed["state"].items()
+    }
+    second.load_state_dict(packed)
+    for parameter, state in first.state.items():
+        for name, value in state.items():
+            got = second.state[parameter][name]
+            assert type(got) is type(value)
+            assert torch.equal(local_tensor(got), local_tensor(value))
+    checkpoint.save(root, step=1, model=net, optimizer=second)
+
+
+def test_plain_states_of_this_ranks_rows_load_and_are_saved(ranks: Ranks, tmp_path: Path) -> None:
+    """They become DTensors like their parameters, as a checkpoint wants them."""
+    ranks(2).run(_takes_plain_states, tmp_path)
