@@ -121,6 +121,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
         "adam_plan",
         "adam_pass",
         "capturable",
+        "adam_states",
         "adam",
         "offload_plan",
         "offload_step",

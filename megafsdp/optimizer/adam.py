@@ -13,31 +13,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from megafsdp.fsdp.main_weights import MarksMainWeights, fully_shard_optimizer
-from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.adam_checks import (
     check_capturable,
     check_hyperparameters,
     check_remainders,
-    check_scaled_state,
 )
 from megafsdp.optimizer.adam_pass import AdamPass
 from megafsdp.optimizer.adam_plan import Found, GroupPlan, gradients_of
+from megafsdp.optimizer.adam_states import AdamStates
 from megafsdp.optimizer.capturable import CapturablePass
 from megafsdp.optimizer.clip import gradient_factor
 from megafsdp.optimizer.grad_norms import total_norm
-from megafsdp.optimizer.loaded_states import (
-    check_loaded_states,
-    fill_options,
-    packed_parameters,
-)
 from megafsdp.optimizer.state import check_state_dtype
-from megafsdp.optimizer.state_store import REMAINDER, STATES, StateStore
+from megafsdp.optimizer.state_store import STATES, StateStore
 
 
-class FusedAdam(MarksMainWeights, Optimizer):
+class FusedAdam(MarksMainWeights, AdamStates):
     """Adam with decoupled (AdamW) or coupled weight decay, for sharded and plain parameters.
 
     A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, closures, hooks and state
@@ -253,98 +247,3 @@ class FusedAdam(MarksMainWeights, Optimizer):
         self.grad_norm = self.grad_norm if self.max_grad_norm is None else factor.norm
         is_cpu = factor.scale.device.type == "cpu"
         return factor.scale if is_cpu and not self.capturable else factor.scale.float()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what torch's Adam would: moments in fp32, whatever they are kept in; local.
-
-        With ``store_param_remainders`` the remainders are there too, in int16.
-        """
-        packed = super().state_dict()
-        for index, parameter in packed_parameters(packed, self.param_groups):
-            if index in packed["state"]:
-                state = self.state[parameter]
-                kept = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
-                packed["state"][index] = self._store.full_precision(parameter, state) | kept
-        return packed
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state dict of an optimizer of this class or of torch's Adam; local.
-
-        Args:
-            state_dict: Its moments are DTensors like the parameters, or plain tensors of what this
-                rank holds of them.
-
-        Raises:
-            ValueError: Its groups, options or shapes are not this optimizer's.
-            NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
-        """
-        check_loaded_states(state_dict, self.param_groups)
-        # States that live on the host would all be brought to the parameters' device at once.
-        super().load_state_dict(state_dict | {"state": {}})
-        fill_options(self.param_groups, self.defaults)
-        for index, parameter in packed_parameters(state_dict, self.param_groups):
-            given = state_dict["state"].get(index)
-            if given is None:
-                continue
-            self.state[parameter] = {
-                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in given.items()
-            }
-            self._take_over(parameter)
-
-    def _take_over(self, parameter: torch.Tensor) -> None:
-        """Bring loaded states of a parameter, which :attr:`state` shows, into the form kept."""
-        self._store.prepare(parameter, self.state[parameter])
-
-    def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return a parameter's states as checkpoints hold them: moments in fp32; local.
-
-        A load gives back tensors like these through :attr:`state`, in any dtype.
-        """
-        return self._store.full_precision(parameter, self.state.get(parameter, {}))
-
-    def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's weight as checkpoints hold it; local.
-
-        Returns:
-            The parameter; with ``store_param_remainders`` an fp32 tensor like it, a copy.
-        """
-        return self._store.weight(parameter, self.state.get(parameter, {}))
-
-    @torch.no_grad()
-    def load_canonical(self, parameter: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        """Bring a parameter's loaded states into the form in which they are kept; local.
-
-        Args:
-            parameter: One of the optimizer's parameters, whose :attr:`state` was replaced.
-            weight: Its fp32 weight, a tensor like it, with ``store_param_remainders``.
-        """
-        if weight is not None:
-            self._store.set_weight(parameter, self.state[parameter], weight)
-            owner = group_of(parameter)
-            if owner is not None:
-                owner.mark_stale()
-        elif self.state.get(parameter):
-            self._take_over(parameter)
-
-    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state's values in fp32, as a tensor like the parameter; a copy; local.
-
-        Args:
-            parameter: One of the optimizer's parameters, which has been stepped.
-            name: ``exp_avg`` or ``exp_avg_sq``.
-
-        Raises:
-            KeyError: The parameter has no such state.
-        """
-        return self._store.unscaled(parameter, name, self.state[parameter])
-
-    def set_scaled_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Set a state from fp32 values, a tensor like the parameter; local.
-
-        Raises:
-            ValueError: The values are not fp32, or the state has no such name.
-        """
-        check_scaled_state(name, values)
-        self.state[parameter][name] = values
-        self._store.prepare(parameter, self.state[parameter])
