@@ -34,13 +34,13 @@ class AdamHyper:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], *, adam_w_mode: bool) -> AdamHyper:
-        """Read a parameter group of an optimizer; a tensor as learning rate is read by the host."""
+        """Read a parameter group of an optimizer; tensors are read by the host."""
         beta1, beta2 = group["betas"]
         return cls(
             lr=float(group["lr"]),
             betas=(float(beta1), float(beta2)),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
             adam_w_mode=adam_w_mode,
             bias_correction=group["bias_correction"],
         )

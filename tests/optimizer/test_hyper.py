@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from megafsdp.optimizer.hyper import AdamConstants, AdamHyper, round_to_fp32
 
@@ -57,3 +58,15 @@ def test_wrong_hyperparameters_are_named(changes: dict[str, float], message: str
     """A number that Adam has no meaning for is refused when it is given."""
     with pytest.raises(ValueError, match=message):
         AdamHyper(**changes)  # type: ignore[arg-type]
+
+
+def test_numbers_that_are_tensors_are_read_each_time() -> None:
+    """A tensor that is changed in place does not find the constants of its old value."""
+    group = {name: torch.tensor(1.0) for name in ("lr", "eps", "weight_decay")}
+    group |= {"betas": (0.9, 0.99), "bias_correction": True}
+    before = AdamConstants.rounded(AdamHyper.of(group, adam_w_mode=False), 1)
+    for name in ("eps", "weight_decay"):
+        group[name].fill_(3.0)
+    after = AdamConstants.rounded(AdamHyper.of(group, adam_w_mode=False), 1)
+    assert (before.eps, before.l2) == (1.0, 1.0)
+    assert (after.eps, after.l2) == (3.0, 3.0)
