@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 from megafsdp.fsdp.main_weights import MarksMainWeights, fully_shard_optimizer
 from megafsdp.optimizer.adam_checks import (
     check_capturable,
+    check_group,
     check_hyperparameters,
     check_remainders,
 )
@@ -67,8 +68,9 @@ class FusedAdam(MarksMainWeights, AdamStates):
             into denormals, which are many times slower.
 
     Raises:
-        ValueError: A hyperparameter or dtype has no meaning; or ``store_param_remainders`` meets a
-            parameter that is not bf16.
+        ValueError: A hyperparameter or dtype has no meaning; a trainable parameter is fp64 or
+            complex, or with ``store_param_remainders`` not bf16; or a parameter group asks for
+            ``amsgrad``, ``maximize`` or the other weight decay.
     """
 
     _step_supports_amp_scaling = True
@@ -122,12 +124,17 @@ class FusedAdam(MarksMainWeights, AdamStates):
         """Add a group of parameters with hyperparameters of its own.
 
         Raises:
-            ValueError: As the constructor.
+            ValueError: As the constructor; the group is not added.
         """
         super().add_param_group(param_group)
         self._measured = None
-        if self._store.has_remainders:
-            check_remainders(self.param_groups[-1]["params"])
+        try:
+            check_group(self.param_groups[-1], adam_w_mode=self.adam_w_mode)
+            if self._store.has_remainders:
+                check_remainders(self.param_groups[-1]["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def measure_grad_norm(self, *, loss_scale: float = 1.0) -> torch.Tensor:

@@ -5,12 +5,14 @@ The latter no optimizer of this room takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
+from megafsdp.optimizer.loaded_states import _FOREIGN_OPTIONS
 from megafsdp.optimizer.state import is_scaled
 from megafsdp.optimizer.state_store import STATES
 
@@ -39,6 +41,39 @@ def check_hyperparameters(
         if not is_sound:
             raise ValueError(
                 expected(f"a number {what}", value, where=f"{name} of FusedAdam", mend="Change it")
+            )
+
+
+def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
+    """Check what a parameter group holds and asks for, as torch's Adam and AdamW write it.
+
+    Raises:
+        ValueError: A trainable parameter is wider than fp32, in which all steps are made; or an
+            option is not built here.
+    """
+    neutral = dict.fromkeys(_FOREIGN_OPTIONS, False) | {"decoupled_weight_decay": adam_w_mode}
+    asked = {
+        name: group[name] for name, value in neutral.items() if group.get(name, value) != value
+    }
+    if asked:
+        raise ValueError(
+            expected(
+                f"{neutral} or nothing",
+                asked,
+                where="a parameter group of FusedAdam",
+                mend="Leave it out, set adam_w_mode for all groups, or use torch.optim.AdamW",
+            )
+        )
+    for parameter in group["params"]:
+        is_wide = parameter.dtype == torch.float64 or parameter.dtype.is_complex
+        if is_wide and parameter.requires_grad:
+            raise ValueError(
+                expected(
+                    "parameters in fp32 or narrower, in which steps are made",
+                    f"one of shape {tuple(parameter.shape)} in {parameter.dtype}",
+                    where="FusedAdam",
+                    mend="Cast the model, or use torch.optim.AdamW",
+                )
             )
 
 

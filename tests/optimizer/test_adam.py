@@ -365,14 +365,14 @@ def _unlike() -> list[tuple[torch.Tensor, torch.Tensor]]:
     shapes = [(7, 5), (4,), (), (3, 2, 2)]
     made = [torch.randn(s) for s in shapes]
     made.append(torch.randn(6, 4).t())
-    made.append(torch.randn(5, 3, dtype=torch.float64))
+
     made.append(torch.randn(5, 3).bfloat16())
     return [(nn.Parameter(t.clone()), nn.Parameter(t.clone())) for t in made]
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_plain_parameters_of_any_shape_and_layout_match_torch(adam_w_mode: bool) -> None:
-    """0-d, transposed, fp64 and bf16 parameters; coupled decay is torch.optim.Adam's."""
+    """0-d, transposed and bf16 parameters; coupled decay is torch.optim.Adam's."""
     pairs = _unlike()
     ours = FusedAdam(
         [a for a, _ in pairs], lr=1e-2, eps=1e-5, weight_decay=0.1, adam_w_mode=adam_w_mode
@@ -436,3 +436,26 @@ def _refuses() -> None:
 def test_what_has_no_meaning_is_refused(ranks: Ranks) -> None:
     """Numbers, dtypes, replaced parameters, sparse gradients."""
     ranks(1).run(_refuses)
+
+
+def test_a_group_that_is_refused_is_not_added() -> None:
+    """What FusedAdam cannot step is told at once, and leaves the optimizer as it was."""
+    optimizer = FusedAdam([nn.Parameter(torch.ones(3))])
+    other = nn.Parameter(torch.ones(3))
+    for options, words in (
+        ({"maximize": True}, "got {'maximize': True}"),
+        ({"amsgrad": True}, "got {'amsgrad': True}"),
+        ({"decoupled_weight_decay": False}, "got {'decoupled_weight_decay': False}"),
+        ({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]}, "float64"),
+        ({"params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]}, "complex64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            optimizer.add_param_group({"params": [other]} | options)
+        assert len(optimizer.param_groups) == 1
+        with pytest.raises(ValueError, match=words):
+            FusedAdam([{"params": [other]} | options])
+    neutral = {"maximize": False, "amsgrad": False, "decoupled_weight_decay": True}
+    # What never gets a gradient may be anything.
+    frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+    optimizer.add_param_group({"params": [other, frozen]} | neutral)
+    assert len(optimizer.param_groups) == 2
