@@ -9,12 +9,14 @@ how a parameter is stored does not change its values.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from megafsdp.errors import expected
 from megafsdp.fsdp.main_weights import MarksMainWeights, fully_shard_optimizer
 from megafsdp.optimizer.adam_checks import (
     check_capturable,
@@ -30,6 +32,15 @@ from megafsdp.optimizer.clip import gradient_factor
 from megafsdp.optimizer.grad_norms import total_norm
 from megafsdp.optimizer.state import check_state_dtype
 from megafsdp.optimizer.state_store import STATES, StateStore
+
+_COPIED = (
+    "adam_w_mode",
+    "use_decoupled_grad",
+    "max_grad_norm",
+    "grad_norm",
+    "capturable",
+    "ftz",
+)
 
 
 class FusedAdam(MarksMainWeights, AdamStates):
@@ -74,6 +85,7 @@ class FusedAdam(MarksMainWeights, AdamStates):
     """
 
     _step_supports_amp_scaling = True
+    _is_copyable = True
 
     def __init__(
         self,
@@ -119,6 +131,37 @@ class FusedAdam(MarksMainWeights, AdamStates):
             "bias_correction": bias_correction,
         }
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the optimizer takes, which keeps states and plans by itself.
+
+        Raises:
+            RuntimeError: Threads and memory of the optimizer are its own.
+        """
+        if not self._is_copyable:
+            raise RuntimeError(
+                expected(
+                    "an optimizer that copy.deepcopy() and pickle can copy",
+                    f"a {type(self).__name__}",
+                    where="its __getstate__()",
+                    mend="Build another one and give it the state_dict()",
+                )
+            )
+        options = {name: getattr(self, name) for name in _COPIED}
+        state = defaultdict(dict, {p: self._portable_state(p) for p in self.state})
+        stored = (self._store.dtypes, self._store.has_remainders)
+        return {**super().__getstate__(), **options, "state": state, "_stored": stored}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what another optimizer is copied by, or what a load has prepared."""
+        own = dict(state)
+        if "_stored" in own:
+            dtypes, has_remainders = own.pop("_stored")
+            own["_store"] = StateStore(
+                dtypes, has_remainders=has_remainders, counts_on_device=own["capturable"]
+            )
+            own |= {"_plans": {}, "_measured": None}
+        super().__setstate__(own)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with hyperparameters of its own.

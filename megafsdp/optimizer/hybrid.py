@@ -105,6 +105,8 @@ class HybridDeviceOptimizer(FusedAdam):
         TypeError: ``cpu_optimizer_cls`` is no class of optimizers.
     """
 
+    _is_copyable = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -215,9 +217,8 @@ class HybridDeviceOptimizer(FusedAdam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what ``load_state_dict`` of the base class has prepared."""
-        if "state" in state:
-            self.state = state["state"]
-        super().__setstate__({name: value for name, value in state.items() if name != "state"})
+        self.state = state.pop("state", self._state)
+        super().__setstate__(state)
 
     def synchronize(self) -> None:
         """Wait for the step under way; afterwards all memory may be read and written; local.
@@ -274,8 +275,7 @@ class HybridDeviceOptimizer(FusedAdam):
         self._ahead.call_off(bucket)
 
     def _threads(self) -> HostThreads:
-        rate = None if self._meter is None else self._meter.rate
-        return HostThreads(torch.get_num_threads(), self.ftz, rate)
+        return HostThreads(torch.get_num_threads(), self.ftz, self._meter and self._meter.rate)
 
     def _settle_fraction(self, meter: FractionMeter) -> None:
         """Bring what the host is too slow for back to the device; collective."""

@@ -7,6 +7,7 @@ and an encode, tensor by tensor.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +27,10 @@ from megafsdp.buffer.uneven import UnevenDTensor, local_tensor, wrap_like
 from megafsdp.checkpoint import load, save
 from megafsdp.errors import CheckpointError
 from megafsdp.optimizer import reference
+from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.hyper import AdamConstants, AdamHyper
 from megafsdp.optimizer.state import ScaledState, dtype_for, is_scaled
-from tests.fsdp.toy import Net, batches, mine, shard
+from tests.fsdp.toy import Net, batches, mine, pair, shard
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -483,3 +485,64 @@ def _changes_its_weights(directory: Path) -> None:
 def test_f6_fp32_weights_load_into_remainders_and_back(ranks: Ranks, tmp_path: Path) -> None:
     """Checkpoints hold the joined fp32 weight, whichever way the weight was kept."""
     ranks(2).run(_changes_its_weights, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("has_remainders", [False, True])
+def test_copies_and_pickles_step_on_as_the_optimizer_does(
+    dtype: torch.dtype, has_remainders: bool
+) -> None:
+    """With its options and the scales and remainders of its states."""
+    kind = torch.bfloat16 if has_remainders else torch.float32
+    first = nn.Parameter(torch.randn(5, 130).to(kind))
+    optimizer = FusedAdam(
+        [first],
+        lr=0.1,
+        weight_decay=0.1,
+        adam_w_mode=False,
+        exp_avg_dtype=dtype,
+        exp_avg_sq_dtype=dtype,
+        store_param_remainders=has_remainders,
+        max_grad_norm=3.0,
+    )
+    first.grad = torch.randn(5, 130).to(kind)
+    optimizer.step()
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    grad = torch.randn(5, 130).to(kind)
+    for each in (optimizer, *copies):
+        (parameter,) = each.param_groups[0]["params"]
+        parameter.grad = grad.clone()
+        each.step()
+    for each in copies:
+        (parameter,) = each.param_groups[0]["params"]
+        assert parameter is not first
+        assert torch.equal(parameter, first)
+        assert torch.equal(each.grad_norm, optimizer.grad_norm)
+        for name, value in optimizer.state_dict()["state"][0].items():
+            assert torch.equal(each.state_dict()["state"][0][name], value), name
+            assert each.state[parameter][name].dtype == optimizer.state[first][name].dtype
+
+
+def _copies_sharded() -> None:
+    _, net = pair()
+    optimizer = FusedAdam(net.parameters(), lr=0.1, exp_avg_dtype=torch.bfloat16)
+    net(*mine(batches(1)[0])).backward()
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    for each in (optimizer, copied):
+        each.step()
+    moved = zip(net.parameters(), copied.param_groups[0]["params"], strict=True)
+    assert all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in moved)
+
+
+def test_copies_of_sharded_parameters_step_by_themselves(ranks: Ranks) -> None:
+    """They have the rows and gradients of their own that copied parameters have."""
+    ranks(2).run(_copies_sharded)
+
+
+def test_an_optimizer_with_states_on_the_host_is_not_copied() -> None:
+    """Threads and host memory are its own."""
+    optimizer = HybridDeviceOptimizer([nn.Parameter(torch.ones(3))])
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
+            copies(optimizer)
