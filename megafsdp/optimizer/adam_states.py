@@ -51,6 +51,7 @@ class AdamStates(Optimizer):
         check_loaded_states(state_dict, self.param_groups)
         # States that live on the host would all be brought to the parameters' device at once.
         super().load_state_dict(state_dict | {"state": {}})
+        self._store.forget_remainders()
         fill_options(self.param_groups, self.defaults)
         for index, parameter in packed_parameters(state_dict, self.param_groups):
             given = state_dict["state"].get(index)

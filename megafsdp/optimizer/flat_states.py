@@ -23,6 +23,7 @@ from megafsdp.mesh.placement import Residence
 
 # Which parameters are stepped together hardly changes; routed experts may change it every step.
 _MOST_RUNS = 16
+_STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class FlatStates:
         self._shown_steps = list(self._steps)
         self._counts = [0] * len(tensors)
         self._counted_version = self._steps._version
+        # States that were handed out, whose memory need not hold zeros.
+        self._used: set[tuple[int, str]] = set()
         self._runs: dict[tuple[int, ...], list[Run]] = {}
 
     @property
@@ -106,7 +109,8 @@ class FlatStates:
     def adopt(self, index: int, name: str, current: torch.Tensor | None) -> torch.Tensor:
         """Return state ``name`` of a parameter as a view of the flat buffer.
 
-        A current state that lies elsewhere, as a load leaves it, is copied in.
+        A current state that lies elsewhere, as a load leaves it, is copied in; without one, the
+        state begins again at zero.
         """
         buffer = self.buffers[name]
         own = buffer.tensor(index)
@@ -117,6 +121,9 @@ class FlatStates:
             if is_there and isinstance(current, DTensor):
                 return current
             own.copy_(local.reshape(-1))
+        elif (index, name) in self._used:
+            own.zero_()
+        self._used.add((index, name))
         return self.group.like_main_weight(index, buffer)
 
     def exchange(
@@ -140,10 +147,15 @@ class FlatStates:
                     local_object(shown).data = views[name][index]
 
     def adopt_step(self, index: int, current: torch.Tensor | float | None) -> torch.Tensor:
-        """Return a parameter's count of steps, 0-dim fp32, which takes over what there is."""
+        """Return a parameter's count of steps, 0-dim fp32, which takes over what there is, or 0."""
         own = self._shown_steps[index]
-        if current is not None and current is not own:
+        if current is own:
+            return own
+        if current is not None:
             own.copy_(torch.as_tensor(current))
+        elif (index, _STEP) in self._used:
+            own.zero_()
+        self._used.add((index, _STEP))
         return own
 
     def shown_step(self, index: int) -> torch.Tensor:

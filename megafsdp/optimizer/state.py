@@ -78,6 +78,11 @@ class ScaledState:
             torch.zeros(rows, num_blocks, device=device),
         )
 
+    def clear(self) -> None:
+        """Make all values zero."""
+        self.codes.zero_()
+        self.scales.zero_()
+
     def decode(self) -> torch.Tensor:
         """Return the values, ``(rows, columns)`` fp32."""
         columns = self.codes.shape[1]

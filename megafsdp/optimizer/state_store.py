@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megafsdp.buffer.uneven import local_tensor, wrap_like
 from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
@@ -49,6 +50,8 @@ class StateStore:
         self._flat = weakref.WeakKeyDictionary()
         # By identity: tensors compare by element.
         self._scaled: dict[int, dict[str, ScaledState]] = {}
+        # Parts of weights, which outlive states that are dropped.
+        self._remainders = WeakTensorKeyDictionary()
 
     def flat_place(self, parameter: torch.Tensor) -> tuple[FlatStates, int] | None:
         """Return the flat states of a parameter's group and its index there; local.
@@ -63,7 +66,10 @@ class StateStore:
         return None if index is None else (states, index)
 
     def prepare(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Give a parameter its states, zero at first, and take over what it has; local."""
+        """Give a parameter its states, take over what it has, and begin others at zero; local.
+
+        A remainder that is not there is what it was: the weight is none of the states.
+        """
         place = self.flat_place(parameter)
         step = state.get("step")
         if place is not None:
@@ -82,11 +88,27 @@ class StateStore:
             else:
                 state[name] = _by_itself(parameter, dtype, current)
         if self.has_remainders:
-            current = state.get(REMAINDER)
+            current = self._remainder(parameter, state)
             if place is not None:
                 state[REMAINDER] = place[0].adopt(place[1], REMAINDER, current)
             else:
                 state[REMAINDER] = _by_itself(parameter, torch.int16, current)
+            self._remainders[parameter] = state[REMAINDER]
+
+    def _remainder(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor | None:
+        """Return a parameter's remainder; None if it never had one."""
+        if state.get(REMAINDER) is not None:
+            return state[REMAINDER]
+        kept = self._remainders.get(parameter)
+        if kept is not None:
+            # The weight may have been replaced since: a half that belongs to no zero makes it NaN.
+            low = local_tensor(kept)
+            low.masked_fill_((local_tensor(parameter.detach()) == 0) & (low < 0), 0)
+        return kept
+
+    def forget_remainders(self) -> None:
+        """Let the remainders of parameters without states be zero; local."""
+        self._remainders.clear()
 
     def flat_states(self, owner: ParameterGroup) -> FlatStates:
         """Return the flat states of a parameter group, made at the first call; local."""
@@ -108,6 +130,8 @@ class StateStore:
         rows, columns = local.shape[0], parameter.shape[1:].numel()
         if name not in kept:
             kept[name] = ScaledState.zeros(rows, columns, dtype, local.device)
+        elif current is None:
+            kept[name].clear()
         codes = kept[name].codes
         is_alike = isinstance(current, DTensor) == isinstance(parameter, DTensor)
         if current is not None and is_alike and _is_same_memory(local_tensor(current), codes):
@@ -133,7 +157,7 @@ class StateStore:
         """Return a parameter's fp32 weight: joined with its remainder, or the parameter itself."""
         if not self.has_remainders:
             return parameter
-        remainder = state.get(REMAINDER)
+        remainder = self._remainder(parameter, state)
         local = local_tensor(parameter.detach())
         if remainder is None:
             return wrap_like(parameter, local.float())
