@@ -36,7 +36,7 @@ _SCALARS = _CPU_SCALARS | {"eta", "mu"}
 _MAX_NAMED = 20
 # Options that only some forms of Adam have, with what the others do.
 _NEUTRAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
-# The optimizer's class, not its group, says which decay it means.
+# Some optimizers' class, not their group, says which decay they mean.
 _OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
 
 
@@ -251,13 +251,20 @@ def plan_param_groups(
                 index,
             )
             continue
-        taken = {k: v for k, v in found.items() if k != "names" and k not in EXECUTION_FLAGS}
+        left = {"names"} | EXECUTION_FLAGS | _settled_by_class(load.optimizer)
+        taken = {k: v for k, v in found.items() if k not in left}
         unknown = set(load.optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
         lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])
         if lacking:
             kind = type(load.optimizer).__name__
             complain(f"the hyperparameters of {kind}", f"a stored group without {lacking}", index)
         load.groups.append((group, taken))
+
+
+def _settled_by_class(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Return the options that an optimizer shows or ignores, but does not let a group choose."""
+    has_choice = not isinstance(optimizer, torch.optim.AdamW)
+    return frozenset(n for n in _OF_THE_CLASS if not (has_choice and n in optimizer.defaults))
 
 
 def _difference(group_names: list[str], stored_groups: list[dict]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from pathlib import Path
@@ -185,6 +186,45 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         load(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert "'betas'" in str(caught.value)
     assert differences(before, full_state(model, None)) == []
+
+
+def _decays(
+    model: _Small, kind: type[torch.optim.Optimizer], **options: object
+) -> torch.optim.Optimizer:
+    return kind(model.parameters(), lr=0.1, weight_decay=0.5, **options)
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "options"),
+    [
+        (torch.optim.Adam, torch.optim.AdamW, {}),
+        (torch.optim.AdamW, torch.optim.Adam, {}),
+        (torch.optim.NAdam, torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    ],
+)
+def test_decay_is_what_torch_makes_of_it(
+    tmp_path: Path,
+    saves: type[torch.optim.Optimizer],
+    loads: type[torch.optim.Optimizer],
+    options: dict[str, bool],
+) -> None:
+    """AdamW decays as AdamW whatever it loads; an option of other optimizers is the saved one."""
+    model = _model(0)
+    optimizer = _decays(model, saves, **options)
+    _step(model, optimizer, range(1))
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    wanted = _model(0)
+    wanted.load_state_dict(model.state_dict())
+    by_torch = _decays(wanted, loads)
+    by_torch.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other = _model(1)
+    loaded = _decays(other, loads)
+    load(tmp_path, model=other, optimizer=loaded)
+    decays = [o.param_groups[0]["decoupled_weight_decay"] for o in (loaded, by_torch)]
+    assert decays[0] == decays[1]
+    _step(other, loaded, range(1, 3))
+    _step(wanted, by_torch, range(1, 3))
+    assert differences(full_state(other, loaded), full_state(wanted, by_torch)) == []
 
 
 def test_a_resized_layer_can_be_left_out_with_its_states(tmp_path: Path) -> None:
