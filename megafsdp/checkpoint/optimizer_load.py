@@ -21,6 +21,7 @@ from megafsdp.checkpoint.records import RecordReader
 from megafsdp.checkpoint.regions import Stored, underlying
 from megafsdp.checkpoint.state_dict import (
     EXECUTION_FLAGS,
+    GROUP_MEMBERS,
     HasCanonicalState,
     member_names,
     named_groups,
@@ -251,7 +252,7 @@ def plan_param_groups(
                 index,
             )
             continue
-        left = {"names"} | EXECUTION_FLAGS | _settled_by_class(load.optimizer)
+        left = {"names"} | GROUP_MEMBERS | EXECUTION_FLAGS | _settled_by_class(load.optimizer)
         taken = {k: v for k, v in found.items() if k not in left}
         unknown = set(load.optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
         lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])

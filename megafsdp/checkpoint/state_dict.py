@@ -26,6 +26,8 @@ from megafsdp.fsdp.unit import units_below
 from megafsdp.mesh.annotation import FusedParts, annotation_of
 
 EXTRA_STATE = "_extra_state"
+# Which parameters a group has; checkpoints name them by their canonical names.
+GROUP_MEMBERS = frozenset({"params", "param_names"})
 # How an optimizer runs is the running job's choice; what it computes is the checkpoint's.
 EXECUTION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -181,7 +183,11 @@ def optimizer_state(
                     state.objects.update(dict.fromkeys(keys, plain(keys[0], value)))
     state.objects["optimizer.param_groups"] = [
         {"names": member_names}
-        | {k: plain("optimizer.param_groups", v) for k, v in group.items() if k != "params"}
+        | {
+            k: plain("optimizer.param_groups", v)
+            for k, v in group.items()
+            if k not in GROUP_MEMBERS
+        }
         for member_names, group in _groups_of_all_ranks(optimizer, names)
     ]
     return state

@@ -127,6 +127,29 @@ def test_hyperparameters_follow_the_names_and_flags_stay(tmp_path: Path) -> None
         assert (group["fused"], group["foreach"]) == (True, None)
 
 
+@pytest.mark.parametrize("are_saved", [False, True], ids=["unnamed", "named"])
+def test_an_optimizer_keeps_the_names_it_was_built_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_saved: bool
+) -> None:
+    """Names go with an optimizer's own order; one built without names gets none."""
+    model = _model(0)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    _step(model, optimizer, range(1))
+    if are_saved:
+        # A checkpoint may have them.
+        monkeypatch.setattr("megafsdp.checkpoint.state_dict.GROUP_MEMBERS", {"params"})
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    turned = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=0.3)
+    load(tmp_path, model=model, optimizer=turned)
+    (group,) = turned.param_groups
+    assert group["param_names"] == ["scalar", "vector", "matrix"] and group["lr"] == 0.01
+    bare = torch.optim.AdamW(model.parameters())
+    load(tmp_path, model=model, optimizer=bare)
+    bare.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert all("param_names" not in group for group in bare.param_groups)
+    assert any(b"param_names" in f.read_bytes() for f in tmp_path.rglob("*.*")) == are_saved
+
+
 def test_a_tensor_learning_rate_stays_the_same_tensor(tmp_path: Path) -> None:
     """Between a number and a tensor the value is carried over, the kind is the running job's."""
     model = _model(0)
