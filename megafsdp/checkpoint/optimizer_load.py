@@ -256,9 +256,14 @@ def plan_param_groups(
         taken = {k: v for k, v in found.items() if k not in left}
         unknown = set(load.optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
         lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])
+        kind = type(load.optimizer).__name__
         if lacking:
-            kind = type(load.optimizer).__name__
             complain(f"the hyperparameters of {kind}", f"a stored group without {lacking}", index)
+        foreign = {k for k in taken if k in _NEUTRAL and k not in load.optimizer.defaults}
+        changing = [f"{k}={taken[k]}" for k in sorted(foreign) if taken[k] != _NEUTRAL[k]]
+        if changing:
+            complain(f"options of {kind}", f"{', '.join(changing)}, which it ignores", index)
+        taken = {k: v for k, v in taken.items() if k not in foreign}
         load.groups.append((group, taken))
 
 

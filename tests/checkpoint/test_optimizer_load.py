@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from megafsdp import FusedAdam
 from megafsdp.checkpoint import load, save
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import differences, fill, fixed, full_state
@@ -248,6 +249,50 @@ def test_decay_is_what_torch_makes_of_it(
     _step(other, loaded, range(1, 3))
     _step(wanted, by_torch, range(1, 3))
     assert differences(full_state(other, loaded), full_state(wanted, by_torch)) == []
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "option"),
+    [
+        (torch.optim.AdamW, FusedAdam, "amsgrad=True"),
+        (torch.optim.AdamW, FusedAdam, "maximize=True"),
+        (FusedAdam, torch.optim.AdamW, "bias_correction=False"),
+    ],
+)
+def test_an_option_that_the_optimizer_ignores_is_refused(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    saves: type[torch.optim.Optimizer],
+    loads: type[torch.optim.Optimizer],
+    option: str,
+) -> None:
+    """As by load_state_dict; where options may differ, a warning says so, and none is taken."""
+    model = _model(0)
+    name, _, value = option.partition("=")
+    optimizer = saves(model.parameters(), **{name: value == "True"})
+    _step(model, optimizer, range(1))
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = _model(1)
+    ours = loads([other.matrix, other.vector, other.scalar])
+    before = full_state(other, ours)
+    with pytest.raises(CheckpointError, match=rf"{option}.*\n?.*param_groups\[0\]"):
+        load(tmp_path, model=other, optimizer=ours, ignore=["*.max_exp_avg_sq"])
+    assert differences(before, full_state(other, ours)) == []
+    with caplog.at_level(logging.WARNING, logger="megafsdp.checkpoint"):
+        load(tmp_path, model=other, optimizer=ours, strict="model", ignore=["*.max_exp_avg_sq"])
+    assert option in caplog.text
+    assert name not in ours.param_groups[0]
+
+
+def test_a_neutral_option_that_the_optimizer_ignores_is_left_out(tmp_path: Path) -> None:
+    """A group shows what its optimizer computes with."""
+    model = _model(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    save(tmp_path, step=0, model=model, optimizer=optimizer)
+    ours = FusedAdam(model.parameters())
+    load(tmp_path, model=model, optimizer=ours)
+    (group,) = ours.param_groups
+    assert group["lr"] == 0.25 and group.keys() == {"params", *ours.defaults}
 
 
 def test_a_resized_layer_can_be_left_out_with_its_states(tmp_path: Path) -> None:
