@@ -42,11 +42,14 @@ def async_save(
 ) -> PendingSave:
     """Begin to save a training state and return; collective over all ranks.
 
-    Training may go on at once: the next step of an optimizer waits until weights and states are
-    copied to host memory (pinned where there is CUDA), which is kept for the next save; see
-    :func:`release_staging_memory`. One save is in flight at a time. The process does not end before
-    the save has: a normal exit waits for it, and so does SIGTERM unless the program handles that
-    itself. Do not destroy the process groups before :meth:`PendingSave.result` has returned.
+    Training may go on at once: the next step of an optimizer, and loads, wait until weights and
+    states are copied to host memory (pinned where there is CUDA), which is kept for the next save;
+    see :func:`release_staging_memory`. Before ``torch.distributed.checkpoint.load`` writes into
+    ``model.state_dict()``, as before edits in place, call :meth:`PendingSave.wait_staged`.
+
+    One save is in flight at a time. The process does not end before the save has: a normal exit
+    waits for it, and so does SIGTERM unless the program handles that itself. Do not destroy the
+    process groups before :meth:`PendingSave.result` has returned.
 
     Args:
         directory: As for :func:`megafsdp.checkpoint.save`, like all that follow.
@@ -98,7 +101,8 @@ def async_save(
         own.data = copy
     pending = PendingSave(step, staging, lambda: finish_save(begun, group))
     in_flight.set_current(pending)
-    _watch(model)
+    for module in model.modules():
+        _watch(module)
     if optimizer is not None:
         _watch(optimizer)
     pending.start()
@@ -115,7 +119,8 @@ def _watch(target: nn.Module | torch.optim.Optimizer) -> None:
     """Let ``load_state_dict`` wait for the copies, once for each object."""
     if target not in _watched:
         _watched.add(target)
-        target.register_load_state_dict_pre_hook(lambda *_: in_flight.wait_until_staged())
+        # A function of the module, not a lambda: the model must still be pickled.
+        target.register_load_state_dict_pre_hook(in_flight.wait_until_staged)
 
 
 def _background_group() -> dist.ProcessGroup | None:

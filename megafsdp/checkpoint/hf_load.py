@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megafsdp.checkpoint import in_flight
 from megafsdp.checkpoint.agreement import agree, attempt, rank_and_world_size
 from megafsdp.checkpoint.hf_files import SafetensorsReader
 from megafsdp.checkpoint.hf_plan import ConfigLike, Entry, HubPlan, plan_stored, stored_names
@@ -69,6 +70,7 @@ class _Import:
     @torch.no_grad()
     def run(self) -> None:
         """Write into the model."""
+        in_flight.wait_until_staged()
         names = {entry.ours for entry in self._plan.entries}
         give_memory_to_meta_tensors(
             self._model,

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint.staging import Staging
 from megafsdp.errors import CheckpointError, expected
+from megafsdp.fsdp.main_weights import register_before_load
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
@@ -48,8 +49,10 @@ class PendingSave:
     def wait_staged(self) -> None:
         """Wait until weights and states have been copied, so that they may change.
 
-        Steps of any optimizer, ``load_state_dict`` and ``checkpoint.load`` call it themselves;
-        whoever edits a parameter in place right after ``async_save`` calls it before.
+        Steps of any optimizer, ``load_state_dict`` of modules and optimizers, ``checkpoint.load``,
+        ``import_hf`` and ``load_full_state_dict`` call it themselves. Whoever writes to a parameter
+        in place right after ``async_save`` calls it before, and so does whoever has
+        ``torch.distributed.checkpoint.load`` write into ``model.state_dict()``.
         """
         self._staging.wait()
 
@@ -103,14 +106,19 @@ def set_current(pending: PendingSave) -> None:
     """Make a save the one in flight; watches over steps, the end of the process and SIGTERM."""
     global _current
     if _current is None:
-        register_optimizer_step_pre_hook(lambda *_: wait_until_staged())
+        register_optimizer_step_pre_hook(wait_until_staged)
+        register_before_load(wait_until_staged)
         atexit.register(_report_at_exit)
         _flush_on_sigterm()
     _current = pending
 
 
-def wait_until_staged() -> None:
-    """Wait until nothing that is being saved lies in the model or the optimizer any more; local."""
+def wait_until_staged(*unused: object) -> None:
+    """Wait until nothing that is being saved lies in the model or the optimizer any more; local.
+
+    Args:
+        unused: What a hook is called with.
+    """
     if _current is not None:
         _current.wait_staged()
 

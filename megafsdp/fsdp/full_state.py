@@ -12,7 +12,7 @@ from megafsdp.buffer.common_errors import raise_together
 from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.initialized import device_of, require_initialized
-from megafsdp.fsdp.main_weights import mark_main_weights_changed
+from megafsdp.fsdp.main_weights import mark_main_weights_changed, wait_before_load
 from megafsdp.fsdp.plain_tensors import give_memory_to_meta_tensors
 from megafsdp.fsdp.unit import FSDPUnit, units_below
 
@@ -54,6 +54,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     """
     own = model.state_dict()
     raise_together(_mismatch(own, state))
+    wait_before_load()
     give_memory_to_meta_tensors(model, device_below(model), is_wanted=own.__contains__)
     own = model.state_dict()
     with torch.no_grad():

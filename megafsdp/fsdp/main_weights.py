@@ -3,12 +3,13 @@
 After any ``torch.optim.Optimizer`` step one process-wide hook marks the groups of its parameters,
 with or without a gradient on this rank, so no optimizer needs an adapter. Before the step another
 hook refuses optimizers over parameters that ``fully_shard`` has replaced. Edits by hand are told by
-:func:`mark_main_weights_changed`.
+:func:`mark_main_weights_changed`. Who still reads main weights is asked before this room's own
+loads write to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.initialized import mark_initialized
 from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.fsdp.unit import units_below
+
+_before_loads: list[Callable[[], object]] = []
 
 
 class MarksMainWeights:
@@ -51,6 +54,21 @@ def _refuse_originals(optimizer: Optimizer, *unused: object) -> None:
 
 register_optimizer_step_pre_hook(_refuse_originals)
 register_optimizer_step_post_hook(_mark_stepped)
+
+
+def register_before_load(wait: Callable[[], object]) -> None:
+    """Have a function called before main weights are loaded other than by ``load_state_dict``.
+
+    Args:
+        wait: Returns when main weights may be written.
+    """
+    _before_loads.append(wait)
+
+
+def wait_before_load() -> None:
+    """Return when nobody reads main weights any more that are about to be loaded; local."""
+    for wait in _before_loads:
+        wait()
 
 
 def mark_main_weights_changed(

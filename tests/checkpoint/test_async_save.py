@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,11 +16,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from megafsdp import load_full_state_dict
 from megafsdp.checkpoint import (
     PendingSave,
     async_save,
+    export_hf,
+    import_hf,
     in_flight,
     latest_step,
     load,
@@ -134,6 +139,75 @@ def test_who_changes_the_state_waits_for_the_copies(tmp_path: Path, change: str)
         worker.join(60)
     assert not worker.is_alive()
     pending.result()
+
+
+def _load_meanwhile(kind: str, root: Path) -> list[str]:
+    """Return how the stored state differs from that of the call of ``async_save``."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = full_state(model, None)
+    config = {"model_type": "toy"}
+    export_hf(_model(salt=1), root / "hub", config=config, dtype=None)
+    zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    whole = {name: torch.zeros(value.shape) for name, value in zeros.items()}
+    part = {name.removeprefix("2."): v for name, v in zeros.items() if name.startswith("2.")}
+
+    def load_with_torch() -> None:
+        pending.wait_staged()
+        dcp.load({"model": model.state_dict()}, checkpoint_id=str(root / "torch"))
+
+    loads: dict[str, Callable[[], object]] = {
+        "whole": lambda: load_full_state_dict(model, whole),
+        "hub": lambda: import_hf(model, root / "hub", config=config),
+        "unit": lambda: model.get_submodule("2").load_state_dict(part),
+        "torch": load_with_torch,
+    }
+    dcp.save({"model": zeros}, checkpoint_id=str(root / "torch"))
+    copy = Staging.copy
+
+    def late(staging: Staging) -> None:
+        time.sleep(0.3)
+        copy(staging)
+
+    with mock.patch.object(Staging, "copy", late):
+        pending = async_save(root / "saved", step=1, model=model, optimizer=optimizer)
+        loads[kind]()
+        pending.result()
+    assert differences(wanted, full_state(model, None))
+    load(root / "saved", model=model)
+    return differences(wanted, full_state(model, None))
+
+
+@pytest.mark.parametrize("kind", ["whole", "hub", "unit", "torch"])
+def test_loads_right_after_the_call_do_not_reach_the_file(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """Our own loads wait for late copies; before torch's, the caller does."""
+    assert ranks(2).run(_load_meanwhile, kind, tmp_path) == [[]] * 2
+
+
+def test_a_part_of_a_plain_model_waits_and_the_model_is_still_pickled(tmp_path: Path) -> None:
+    """Each module waits by itself, and what makes it wait goes with a copy of the model."""
+    model = Toy()
+    gate = threading.Event()
+    copy = Staging.copy
+
+    def held(staging: Staging) -> None:
+        assert gate.wait(60)
+        copy(staging)
+
+    part = next(model.children())
+    with mock.patch.object(Staging, "copy", held):
+        pending = async_save(tmp_path, step=1, model=model)
+        worker = threading.Thread(target=part.load_state_dict, args=(part.state_dict(),))
+        worker.start()
+        worker.join(0.2)
+        assert worker.is_alive()
+        gate.set()
+        worker.join(60)
+    pending.result()
+    twin = pickle.loads(pickle.dumps(model))
+    assert twin.load_state_dict(model.state_dict()).missing_keys == []
 
 
 def test_a_step_does_not_wait_for_the_writing(tmp_path: Path) -> None:
