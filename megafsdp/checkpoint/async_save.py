@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp.checkpoint import in_flight
-from megafsdp.checkpoint.agreement import on_rank_zero
+from megafsdp.checkpoint.agreement import attempt, on_rank_zero
 from megafsdp.checkpoint.in_flight import PendingSave
-from megafsdp.checkpoint.save import HasState, begin_save, finish_save
+from megafsdp.checkpoint.save import BegunSave, HasState, begin_save, finish_save
 from megafsdp.checkpoint.staging import HostSlab, Staging
 from megafsdp.errors import expected
 
@@ -96,9 +96,7 @@ def async_save(
         keep_every=keep_every,
     )
     group = _background_group()
-    staging = Staging([own.data for own in begun.tensors], _slab)
-    for own, copy in zip(begun.tensors, staging.copies, strict=True):
-        own.data = copy
+    staging = _stage(begun)
     pending = PendingSave(step, staging, lambda: finish_save(begun, group))
     in_flight.set_current(pending)
     for module in model.modules():
@@ -113,6 +111,22 @@ def release_staging_memory() -> None:
     """Wait for the save in flight, if any, and give its host memory back; local."""
     in_flight.wait_for_end()
     _slab.release()
+
+
+def _stage(begun: BegunSave) -> Staging:
+    """Put host copies in the place of what this rank writes.
+
+    A rank without memory for them goes on with its error: the others have agreed to save, and hear
+    of it where the thread gathers.
+    """
+    staging, error = attempt(lambda: Staging([own.data for own in begun.tensors], _slab))
+    if staging is None:
+        begun.error = error
+        begun.tensors.clear()
+        return Staging([], _slab)
+    for own, copy in zip(begun.tensors, staging.copies, strict=True):
+        own.data = copy
+    return staging
 
 
 def _watch(target: nn.Module | torch.optim.Optimizer) -> None:

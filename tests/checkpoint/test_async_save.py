@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import signal
@@ -283,6 +284,40 @@ def test_a_failure_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path) -> 
         assert "step 2 failed" in messages[0] and "rank 1" in messages[0]
         assert "step 3 failed" in messages[1] and "no space left" in messages[1]
     assert on_disk.published_steps(tmp_path) == [1, 5]
+    assert list(tmp_path.glob(".tmp*")) == []
+
+
+def _fail_to_stage(root: Path) -> str:
+    model = _model()
+    save(root, step=1, model=model)
+
+    def full(slab: HostSlab, nbytes: int, *, is_pinned: bool) -> None:
+        if nbytes:
+            raise MemoryError("no host memory")
+
+    with contextlib.ExitStack() as stack:
+        if torch.distributed.get_rank() == 1:
+            stack.enter_context(mock.patch.object(HostSlab, "_reserve", full))
+        pending = async_save(root, step=2, model=model)
+    # The rank that failed has nothing to wait for.
+    model.load_state_dict(model.state_dict())
+    try:
+        pending.result()
+        message = ""
+    except CheckpointError as error:
+        message = str(error)
+    assert latest_step(root) == 1
+    async_save(root, step=3, model=model).result()
+    return message
+
+
+def test_a_rank_without_memory_for_the_copies_fails_the_save_on_all(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Nobody is left waiting, nothing is published, and the next save works."""
+    for message in ranks(2).run(_fail_to_stage, tmp_path):
+        assert "step 2 failed" in message and "no host memory" in message and "rank 1" in message
+    assert on_disk.published_steps(tmp_path) == [1, 3]
     assert list(tmp_path.glob(".tmp*")) == []
 
 
