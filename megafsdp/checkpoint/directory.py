@@ -6,7 +6,8 @@ step. A crash at any instant leaves what the tracker named before, whole. The ru
 
 - Saving the step that the tracker names is refused: replacing it could not be atomic. Any other
   existing directory of the same step (a run that went back and came by again) is replaced.
-- What a crashed save left behind is removed by the next save. One job at a time may save to a root.
+- What a crashed save left behind is removed by the next save, and nothing else: exports under way
+  have temporary directories too. One job at a time may save to a root.
 - Retention looks at steps up to the tracker's only, and never removes that one.
 
 Everything here runs on rank 0, except :func:`latest_step` and :func:`find`, which only read.
@@ -18,13 +19,14 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from megafsdp.checkpoint.manifest import MANIFEST_FILE
 from megafsdp.errors import CheckpointError, expected
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-_TEMPORARY_PREFIX = ".tmp-"
+_TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}", re.DOTALL)
 _STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
 
 
@@ -116,9 +118,8 @@ def prepare(root: Path, step: int) -> Path:
             )
         )
     root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(f"{_TEMPORARY_PREFIX}*"):
-        _remove(leftover)
-    temporary = _temporary(root, step_directory(root, step).name)
+    remove_leftovers(root, _is_of_saves)
+    temporary = temporary_beside(step_directory(root, step))
     temporary.mkdir()
     reached("prepared")
     return temporary
@@ -138,7 +139,7 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
     final = step_directory(root, step)
     sync_directory(temporary)
     reached("temporary directory synced")
-    replaced = _temporary(root, final.name) if final.exists() else None
+    replaced = temporary_beside(final) if final.exists() else None
     if replaced is not None:
         final.rename(replaced)
         reached("old directory moved away")
@@ -146,7 +147,7 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
     reached("renamed")
     sync_directory(root)
     reached("root synced")
-    tracker = _temporary(root, TRACKER_FILE)
+    tracker = temporary_beside(root / TRACKER_FILE)
     write_durably(tracker, f"{step}\n")
     reached("tracker written")
     tracker.replace(root / TRACKER_FILE)
@@ -181,7 +182,7 @@ def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[
     for step in removed:
         path = step_directory(root, step)
         # Renamed first, so that a crash cannot leave a half-removed directory that looks published.
-        away = _temporary(root, path.name)
+        away = temporary_beside(path)
         path.rename(away)
         reached("retired directory renamed")
         _remove(away)
@@ -215,8 +216,26 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _temporary(root: Path, name: str) -> Path:
-    return root / f"{_TEMPORARY_PREFIX}{name}-{uuid.uuid4().hex[:8]}"
+def temporary_beside(path: Path) -> Path:
+    """Return a fresh hidden name, in the same folder, to write what will be renamed to a path."""
+    return path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+
+
+def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:
+    """Remove what :func:`temporary_beside` has named and a crash has left.
+
+    Args:
+        folder: Where to look.
+        is_own: Tells from the name of the final path whether nobody else may be writing it.
+    """
+    for path in list(folder.iterdir()):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and is_own(match[1]):
+            _remove(path)
+
+
+def _is_of_saves(name: str) -> bool:
+    return name == TRACKER_FILE or _STEP_DIRECTORY.fullmatch(name) is not None
 
 
 def _remove(path: Path) -> None:

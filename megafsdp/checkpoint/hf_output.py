@@ -7,8 +7,6 @@ process. Where they come from is ``hf``'s and ``hf_checkpoint``'s business.
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +102,8 @@ def prepare(target: Path) -> Path:
             )
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f".tmp-{target.name}-*"):
-        shutil.rmtree(leftover)
-    temporary = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
+    on_disk.remove_leftovers(target.parent, target.name.__eq__)
+    temporary = on_disk.temporary_beside(target)
     temporary.mkdir()
     return temporary
 

@@ -58,13 +58,16 @@ def test_a_missing_checkpoint_lists_those_there_are(tmp_path: Path) -> None:
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     """The next save removes temporary files and directories; the user's own files stay."""
     _root_with(tmp_path, [3], 3)
-    (tmp_path / ".tmp-iter_0000005-x").mkdir()
-    (tmp_path / ".tmp-iter_0000005-x" / "__0_0.distcp").write_text("half")
-    (tmp_path / ".tmp-latest-y").write_text("5")
-    (tmp_path / "metrics.jsonl").write_text("{}")
+    half = on_disk.temporary_beside(on_disk.step_directory(tmp_path, 5))
+    half.mkdir()
+    (half / "__0_0.distcp").write_text("half")
+    on_disk.temporary_beside(tmp_path / on_disk.TRACKER_FILE).write_text("5")
+    kept = {"metrics.jsonl", ".tmp-llama-0a1b2c3d", ".tmp-iter_0000005-of-mine", ".tmp-mine"}
+    for name in kept:
+        (tmp_path / name).write_text("{}")
     temporary = on_disk.prepare(tmp_path, 6)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"iter_0000003", on_disk.TRACKER_FILE, "metrics.jsonl", temporary.name}
+    assert names == {"iter_0000003", on_disk.TRACKER_FILE, temporary.name, *kept}
     on_disk.discard(temporary)
     assert not temporary.exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from megafsdp import checkpoint, fully_shard_model
 from megafsdp.checkpoint import hf, hf_files
+from megafsdp.checkpoint.hf_output import prepare
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.hf_models import (
     FAMILIES,
@@ -224,6 +226,26 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["exported"]
     with pytest.raises(CheckpointError, match="does not exist or is empty"):
         checkpoint.export_hf(model, tmp_path / "exported")
+
+
+def test_an_export_below_a_save_root_survives_a_save_and_other_exports(tmp_path: Path) -> None:
+    """Neither takes for a leftover what somebody else is writing."""
+    model = our_model("llama")
+    write = hf._write
+
+    def with_others(*args: Any) -> Exception | None:
+        checkpoint.save(tmp_path, step=1, model=model)
+        prepare(tmp_path / "llama")
+        return write(*args)
+
+    with mock.patch.object(hf, "_write", with_others):
+        checkpoint.export_hf(model, tmp_path / "llama-2", dtype=None)
+    fresh = our_model("llama")
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    checkpoint.import_hf(fresh, tmp_path / "llama-2")
+    assert all(map(torch.equal, fresh.parameters(), model.parameters()))
 
 
 def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
