@@ -8,14 +8,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/setup_env.sh
 
 run=runs/quickstart
-overrides=()
+options=(--config examples/configs/quickstart.yaml)
+is_fresh=
 for argument in "$@"; do
   if [ "$argument" = --fresh ]; then
-    rm -rf "$run/checkpoints" "$run/metrics.jsonl"
+    is_fresh=1
   else
-    overrides+=("$argument")
+    options+=("$argument")
   fi
 done
+if [ -n "$is_fresh" ]; then
+  "$PYTHON" scripts/start_over.py "${options[@]}"
+fi
 
 num_gpus=0
 if command -v nvidia-smi >/dev/null; then
@@ -35,8 +39,7 @@ fi
 # would answer a signal with a failure.
 set -m
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$num_ranks" \
-  -m megafsdp.training.cli train --config examples/configs/quickstart.yaml \
-  ${overrides[@]+"${overrides[@]}"} </dev/null &
+  -m megafsdp.training.cli train "${options[@]}" </dev/null &
 launcher=$!
 
 is_interrupted=

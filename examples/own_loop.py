@@ -53,9 +53,10 @@ megafsdp.fully_shard(model)
 # Clips gradients in its step; any element-wise optimizer of torch works in its place.
 optimizer = megafsdp.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01, max_grad_norm=1.0)
 
-done = megafsdp.checkpoint.latest_step(OUTPUT) or 0
-if done:
+last = megafsdp.checkpoint.latest_step(OUTPUT)
+if last is not None:
     megafsdp.checkpoint.load(OUTPUT, model=model, optimizer=optimizer)
+done = last or 0
 
 text = torch.tensor(list(Path(argparse.__file__).read_bytes()), device=device)
 torch.manual_seed(1 + rank + done)  # Each rank draws samples of its own.

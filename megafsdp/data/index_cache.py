@@ -47,7 +47,7 @@ def cached_arrays(
     if entry.is_dir():
         try:
             return _load(entry, text)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             _LOGGER.warning("Cached index '%s' cannot be read and is built again: %s", entry, error)
             shutil.rmtree(entry, ignore_errors=True)
     arrays = build()
@@ -61,21 +61,37 @@ def lengths_digest(lengths: NDArray[np.int32]) -> str:
 
 
 def _load(entry: Path, text: str) -> Arrays:
-    if (entry / _DESCRIPTION).read_text() != text:
+    stored = json.loads((entry / _DESCRIPTION).read_text())
+    if stored.get("built_from") != json.loads(text):
         raise ValueError("its description differs from the one its name was made from")
-    return {path.stem: np.load(path, mmap_mode="r") for path in sorted(entry.glob("*.npy"))}
+    return {name: np.load(_file(entry, name), mmap_mode="r") for name in stored["arrays"]}
 
 
 def _publish(entry: Path, text: str, arrays: Arrays) -> None:
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
+    temporary = None
     try:
-        (temporary / _DESCRIPTION).write_text(text)
-        for name, array in arrays.items():
-            np.save(temporary / f"{name}.npy", array)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
+        _write(temporary, text, arrays)
         os.rename(temporary, entry)
     except OSError as error:
         # Another process may have published the same entry first, which serves as well.
         if not entry.is_dir():
             _LOGGER.warning("Index '%s' is not cached: %s", entry, error)
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(folder: Path, text: str, arrays: Arrays) -> None:
+    stored = {"built_from": json.loads(text), "arrays": list(arrays)}
+    (folder / _DESCRIPTION).write_text(json.dumps(stored, indent=1))
+    for name, array in arrays.items():
+        np.save(_file(folder, name), array)
+    # The rename may reach the disk before the content, and a power loss between them.
+    for path in folder.iterdir():
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.npy"

@@ -181,10 +181,14 @@ def _load_json(path: str) -> tokenizers.Tokenizer:
         where = f"the environment that reads '{path}'"
         raise ConfigError(expected(what, error, where=where, mend=install)) from error
     try:
-        return tokenizers.Tokenizer.from_file(path)
+        tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # The library raises bare Exception.
         what = "a tokenizer file"
         raise ConfigError(expected(what, error, where=f"'{path}'", mend=mend)) from error
+    # Files keep what their model was used with: documents would be cut at its length, or filled.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _types_in(node: object) -> set[str]:

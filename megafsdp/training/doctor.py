@@ -65,6 +65,12 @@ def examine() -> list[Finding]:
     ]
 
 
+def is_installed(package: str) -> bool:
+    """Tell whether a package can be imported, which a folder of its name without files cannot."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def _backends() -> Iterator[Finding]:
     if dist.is_gloo_available():
         yield Finding("gloo", "available")
@@ -112,7 +118,7 @@ def _native_cuda() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     for package, loss in _OPTIONAL:
-        if importlib.util.find_spec(package) is None:
-            yield Finding(package, "not installed", loss)
-        else:
+        if is_installed(package):
             yield Finding(package, importlib.metadata.version(package))
+        else:
+            yield Finding(package, "not installed", loss)

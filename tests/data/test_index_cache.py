@@ -63,6 +63,35 @@ def test_broken_entry_is_built_again(
     assert build.num_calls == 2
 
 
+@pytest.mark.parametrize("name", ["rows.npy", "description.json"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_entry_that_a_power_loss_left_is_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, is_there: bool
+) -> None:
+    """A file of the entry is empty, or not there at all."""
+    build = _Builder()
+    cached_arrays(tmp_path, {}, build)
+    (lost,) = tmp_path.rglob(name)
+    lost.unlink()
+    if is_there:
+        lost.touch()
+    with caplog.at_level(logging.WARNING, "megafsdp.data"):
+        _check(cached_arrays(tmp_path, {}, build))
+    assert "built again" in caplog.text
+    _check(cached_arrays(tmp_path, {}, build))
+    assert build.num_calls == 2
+
+
+def test_folder_that_cannot_be_made_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The arrays are built and used without a cache."""
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING, "megafsdp.data"):
+        _check(cached_arrays(tmp_path / "file" / "cache", {}, _Builder()))
+    assert "is not cached" in caplog.text
+
+
 def test_losing_the_race_to_publish_is_harmless(tmp_path: Path) -> None:
     """When another process publishes first, both have right arrays and no rest is left."""
 

@@ -136,3 +136,17 @@ def test_missing_library_is_said(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"pip install 'megafsdp\[hf\]'"),
     ):
         load_tokenizer(str(tmp_path))
+
+
+def test_lengths_that_a_file_asks_for_are_not_kept(
+    tmp_path: Path, json_tokenizer: JsonTokenizer
+) -> None:
+    """Files that cut and fill what their model reads tokenize whole documents here."""
+    stored = tokenizers.Tokenizer.from_file(json_tokenizer.path)
+    stored.enable_truncation(max_length=8)
+    stored.enable_padding(length=8)
+    stored.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for text in ("".join(_CORPUS), "a"):
+        assert tokenizer.encode(text) == json_tokenizer.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text

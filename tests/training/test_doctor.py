@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from pathlib import Path
 
 import pytest
 
-from megafsdp.training.doctor import examine
+from megafsdp.training.doctor import examine, is_installed
 
 
 def _state() -> dict[str, str]:
@@ -35,3 +36,12 @@ def test_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be built" in state["compiler"]
     assert "several times slower" in state["numba"]
     assert state["gloo"].startswith("ok")
+
+
+def test_a_folder_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """wandb leaves a folder of its name in the working directory."""
+    (tmp_path / "megafsdp_no_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("megafsdp_no_package") is not None
+    assert not is_installed("megafsdp_no_package")
+    assert is_installed("torch") and not is_installed("megafsdp_nothing")

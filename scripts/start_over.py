@@ -1,0 +1,35 @@
+"""Remove the checkpoints and metrics of the run that options of ``megafsdp train`` describe.
+
+Called by ``run.sh --fresh``. A mistake in the options ends it before anything is removed, and files
+that are no checkpoints stay.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+
+from megafsdp.checkpoint.directory import TRACKER_FILE, published_steps, step_directory
+from megafsdp.errors import ConfigError
+from megafsdp.training.parse import parse_config
+
+
+def main(options: Sequence[str]) -> int:
+    """Start a run over; return the process's exit code."""
+    try:
+        config = parse_config(options)
+    except ConfigError as error:
+        print(f"run.sh: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    root = config.checkpoint_directory
+    # First, so that a half-removed checkpoint is never the latest one.
+    (root / TRACKER_FILE).unlink(missing_ok=True)
+    for step in published_steps(root):
+        shutil.rmtree(step_directory(root, step))
+    (config.run_directory / "metrics.jsonl").unlink(missing_ok=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""``run.sh --fresh`` removes the run that it will start, and nothing else."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafsdp import checkpoint
+
+_SCRIPT = Path(__file__).parents[1] / "scripts" / "start_over.py"
+
+
+@pytest.fixture
+def start_over() -> Callable[[Sequence[str]], int]:
+    """Return the script's function."""
+    return runpy.run_path(str(_SCRIPT))["main"]
+
+
+def _run(root: Path, checkpoints: Path | None = None) -> list[Path]:
+    """Make what a run leaves; return the files that starting over removes."""
+    folder = checkpoints or root / "checkpoints"
+    for step in (2, 4):
+        checkpoint.save(folder, step=step, model=torch.nn.Linear(2, 2))
+    root.mkdir(exist_ok=True)
+    (root / "metrics.jsonl").touch()
+    (folder / "notes.txt").touch()
+    return [root / "metrics.jsonl", *(p for p in folder.rglob("*") if p.name != "notes.txt")]
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_the_run_that_options_name_is_removed(
+    tmp_path: Path, start_over: Callable[[Sequence[str]], int], is_apart: bool
+) -> None:
+    """Its checkpoints and metrics, wherever they are; another run and other files stay."""
+    apart = tmp_path / "apart" if is_apart else None
+    removed, others = _run(tmp_path / "mine", apart), _run(tmp_path / "other")
+    options = ["--run.directory", str(tmp_path / "mine")]
+    if apart is not None:
+        options += ["--checkpoint.directory", str(apart)]
+    assert start_over(options) == 0
+    assert not any(path.exists() for path in removed)
+    assert all(path.exists() for path in others)
+    assert ((apart or tmp_path / "mine" / "checkpoints") / "notes.txt").exists()
+    assert start_over(options) == 0, "nothing is left to remove"
+
+
+def test_a_mistake_in_the_options_removes_nothing(
+    tmp_path: Path, start_over: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is answered as the run would answer it."""
+    kept = _run(tmp_path)
+    assert start_over(["--run.directory", str(tmp_path), "--optimizer.knd", "muon"]) == 2
+    assert "optimizer.kind" in capsys.readouterr().err
+    assert all(path.exists() for path in kept)
