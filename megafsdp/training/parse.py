@@ -112,6 +112,8 @@ def _check_names(values: object, where: str) -> None:
     for section, content in values.items():
         if section not in known:
             raise _unknown(str(section), where, known)
+        if content is None:
+            raise _unreadable(where, f"section '{section}' without a value")
         for name in content if isinstance(content, Mapping) else ():
             if f"{section}.{name}" not in known:
                 raise _unknown(f"{section}.{name}", where, known)

@@ -54,7 +54,7 @@ def _run_checkpoints(blocks: list[str], directory: str, seed: int) -> dict[str, 
     loaded = megafsdp.full_state_dict(names["model"])
     exec(compile("".join(lines[after_load:]), "README.md", "exec"), names)
     model = names["model"]
-    found = {"first": names["first"], "loaded": loaded, "left": megafsdp.full_state_dict(model)}
+    found = {"first": names["done"] or 0, "loaded": loaded, "left": megafsdp.full_state_dict(model)}
     if len(blocks) > 1:
         exec(compile(blocks[1], "README.md", "exec"), names)
         tokens = torch.arange(24).reshape(2, 12)

@@ -39,7 +39,7 @@ def test_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """wandb leaves a folder of its name in the working directory."""
+    """Runs of wandb leave a folder of its name in the working directory."""
     (tmp_path / "megafsdp_no_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.util.find_spec("megafsdp_no_package") is not None

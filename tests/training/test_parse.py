@@ -121,6 +121,13 @@ def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> 
         parse_config(["--config", _write(tmp_path, text)])
 
 
+def test_section_without_values_is_named(tmp_path: Path) -> None:
+    """All of its lines are commented out, say."""
+    path = _write(tmp_path, "train: {steps: 2}\nevaluation:\n  # num_samples: 8\n")
+    with pytest.raises(ConfigError, match="section 'evaluation' without a value"):
+        parse_config(["--config", path])
+
+
 def test_print_config_prints_yaml_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
     """--print-config shows the values after overrides."""
     with pytest.raises(SystemExit) as exit_info:
