@@ -10,10 +10,13 @@ from megafsdp.data import (
     IndexedDataset,
     SampleDataset,
     SampleSource,
+    Tokenizer,
     check_vocabulary,
     samples_per_dataset,
     split_ranges,
+    token_range,
 )
+from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config import Config
 from megafsdp.training.validate import split_shares
 
@@ -35,20 +38,23 @@ class Datasets:
     order: dict[str, object]
 
 
-def build_datasets(config: Config, *, vocab_size: int) -> Datasets:
+def build_datasets(
+    config: Config, *, vocab_size: int, tokenizer: Tokenizer | None = None
+) -> Datasets:
     """Open the token files of a run and index their samples; local.
 
     Args:
         config: The run.
         vocab_size: Rows of the model's embedding.
+        tokenizer: What the run turns tokens into text with.
 
     Raises:
         DataError: A file is missing or damaged, has too few tokens, or tokens beyond the
             vocabulary.
-        ConfigError: The split leaves nothing.
+        ConfigError: The split leaves nothing, or the tokenizer is not that of the files.
     """
     data = config.data
-    train_parts, held_out = _parts(config, vocab_size)
+    train_parts, held_out = _parts(config, vocab_size, tokenizer)
     weights = data.weights
     if weights is None:
         weights = [float(o.sequence_lengths[p.start : p.stop].sum()) for o, p in train_parts]
@@ -73,12 +79,16 @@ def build_datasets(config: Config, *, vocab_size: int) -> Datasets:
     )
 
 
-def _parts(config: Config, vocab_size: int) -> tuple[list[_Part], list[_Part]]:
+def _parts(
+    config: Config, vocab_size: int, tokenizer: Tokenizer | None
+) -> tuple[list[_Part], list[_Part]]:
     """Return which sequences of which files are trained on, and which are held out."""
 
     def opened(prefix: str) -> IndexedDataset:
         indexed = IndexedDataset(prefix)
         check_vocabulary(indexed, vocab_size)
+        if tokenizer is not None:
+            _check_tokenizer(indexed, tokenizer, config.data.tokenizer)
         return indexed
 
     data = config.data
@@ -91,6 +101,20 @@ def _parts(config: Config, vocab_size: int) -> tuple[list[_Part], list[_Part]]:
     whole = [(file, range(len(file))) for file in files]
     held_out = [opened(prefix) for prefix in data.validation]
     return whole, [(file, range(len(file))) for file in held_out]
+
+
+def _check_tokenizer(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | None) -> None:
+    """Refuse a tokenizer that cannot have made a file: its bits per byte would be wrong."""
+    _, largest = token_range(indexed)
+    if largest >= tokenizer.vocab_size:
+        raise ConfigError(
+            expected(
+                f"the tokenizer of the data, where '{spec}' has {tokenizer.vocab_size} tokens",
+                f"token {largest} in file '{indexed.data_path}'",
+                where="the training configuration, data.tokenizer",
+                mend="Set it to the tokenizer that the data was prepared with, or to null",
+            )
+        )
 
 
 def _samples(config: Config, part: _Part, *, num_samples: int | None) -> SampleDataset:

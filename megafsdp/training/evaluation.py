@@ -11,6 +11,7 @@ from torch import nn
 
 from megafsdp.buffer.collectives import all_reduce
 from megafsdp.data import Loader, Tokenizer
+from megafsdp.errors import ConfigError, expected
 from megafsdp.models import sample
 
 
@@ -81,6 +82,29 @@ def evaluate(
     )
 
 
+def check_prompt(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> None:
+    """Refuse a prompt with tokens that a model's embedding has no row for.
+
+    Raises:
+        ConfigError: One is not less than ``vocab_size``.
+    """
+    largest = max(_prompt_tokens(tokenizer, prompt))
+    if largest >= vocab_size:
+        raise ConfigError(
+            expected(
+                f"a prompt of tokens below the model's vocab_size {vocab_size}",
+                f"token {largest}",
+                where="the training configuration, evaluation.sample_prompt",
+                mend="Raise model.vocab_size, set data.tokenizer to the one of the data, or"
+                " sample_prompt to null",
+            )
+        )
+
+
+def _prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    return tokenizer.encode(prompt) or [tokenizer.eod]
+
+
 def sample_text(
     model: nn.Module,
     tokenizer: Tokenizer,
@@ -96,7 +120,7 @@ def sample_text(
     was_training = model.training
     model.eval()
     try:
-        context = tokenizer.encode(prompt) or [tokenizer.eod]
+        context = _prompt_tokens(tokenizer, prompt)
         tokens = sample(
             model,
             torch.tensor([context], device=device),

@@ -22,7 +22,7 @@ from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_clas
 from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.config import Config
 from megafsdp.training.datasets import Datasets, build_datasets
-from megafsdp.training.evaluation import EvaluationResult, evaluate, sample_text
+from megafsdp.training.evaluation import EvaluationResult, check_prompt, evaluate, sample_text
 from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.metrics import Meter, Position
 from megafsdp.training.optimizers import build_optimizer
@@ -269,7 +269,10 @@ def _read_data(config: Config, model_config: ModelConfig) -> tuple[Datasets, Tok
     def read() -> tuple[Datasets, Tokenizer | None]:
         spec = config.data.tokenizer
         tokenizer = None if spec is None else load_tokenizer(spec)
-        return build_datasets(config, vocab_size=model_config.vocab_size), tokenizer
+        vocab_size, prompt = model_config.vocab_size, config.evaluation.sample_prompt
+        if tokenizer is not None and prompt is not None:
+            check_prompt(tokenizer, prompt, vocab_size)
+        return build_datasets(config, vocab_size=vocab_size, tokenizer=tokenizer), tokenizer
 
     found, error = attempt(read)
     raise_together(error)

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafsdp.errors import DataError
+from megafsdp.data import ByteTokenizer
+from megafsdp.errors import ConfigError, DataError
 from megafsdp.training.datasets import Datasets, build_datasets
 from tests.training.runs import SEQUENCE_LENGTH, tiny, write_corpus
 
@@ -94,3 +95,12 @@ def test_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path, largest=300)
     with pytest.raises(DataError, match=r"token 300.*train\.bin.*at least 301"):
         _build(tmp_path, vocab_size=300)
+
+
+def test_tokenizer_of_other_data_is_refused(tmp_path: Path) -> None:
+    """The byte tokenizer cannot have made token 999, and would count its bytes as none."""
+    write_corpus(tmp_path, largest=999)
+    config = tiny(tmp_path)
+    build_datasets(config, vocab_size=1024)
+    with pytest.raises(ConfigError, match=r"token 999 in file .*data\.tokenizer"):
+        build_datasets(config, vocab_size=1024, tokenizer=ByteTokenizer())

@@ -11,10 +11,16 @@ import torch.distributed as dist
 
 from megafsdp import fully_shard_model
 from megafsdp.data import ByteTokenizer, Loader
+from megafsdp.errors import ConfigError
 from megafsdp.models import LanguageModel, ModelConfig, build_model, unit_classes
 from megafsdp.training.config import Config
 from megafsdp.training.datasets import build_datasets
-from megafsdp.training.evaluation import EvaluationResult, evaluate, sample_text
+from megafsdp.training.evaluation import (
+    EvaluationResult,
+    check_prompt,
+    evaluate,
+    sample_text,
+)
 from tests.ranks import Ranks
 from tests.training.runs import MODEL, SEQUENCE_LENGTH, tiny, write_corpus
 
@@ -128,3 +134,11 @@ def test_ranks_write_the_same_text(ranks: Ranks) -> None:
     assert one[0].startswith("def ")
     assert len(one[0]) > 4
     assert one[0] != other[0]
+
+
+@pytest.mark.parametrize(("prompt", "largest"), [("", 256), ("hi", 105)])
+def test_prompt_beyond_the_vocabulary_is_refused(prompt: str, largest: int) -> None:
+    """An empty prompt is the end of a document, the byte tokenizer's largest token."""
+    check_prompt(ByteTokenizer(), prompt, largest + 1)
+    with pytest.raises(ConfigError, match=f"token {largest}\\. .*sample_prompt"):
+        check_prompt(ByteTokenizer(), prompt, largest)

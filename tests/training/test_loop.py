@@ -195,3 +195,14 @@ def test_bad_configuration_is_refused_before_anything_is_written(tmp_path: Path)
     with pytest.raises(ConfigError):
         train(tiny(tmp_path, optimizer={"lr": -1.0}))
     assert not (tmp_path / "run").exists()
+
+
+def test_tokenizer_and_prompt_are_looked_at_before_the_first_step(tmp_path: Path) -> None:
+    """Neither a week's run nor an evaluation begins with a wrong one."""
+    write_corpus(tmp_path, largest=999)
+    with pytest.raises(ConfigError, match="token 999"):
+        train(tiny(tmp_path, model={"vocab_size": 1024}))
+    write_corpus(tmp_path)
+    with pytest.raises(ConfigError, match="sample_prompt"):
+        train(tiny(tmp_path, model={"vocab_size": 256}, evaluation={"sample_prompt": ""}))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
