@@ -34,6 +34,7 @@ _LIKE = frozenset(
 )
 _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
+_FUSED_SGD = "_fused_sgd_"
 _REDUCTIONS = frozenset(
     {"sum", "norm", "linalg_vector_norm", "_foreach_norm", "any", "all", "equal", "count_nonzero"}
     | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
@@ -114,6 +115,8 @@ def _run_by_rule(
         _check_operands(func, args)
     if name in _REDUCTIONS:
         return _reduce(func, name, *tree_map(_as_plain_dtensor, (args, kwargs)))
+    if name == _FUSED_SGD:
+        _check_fused_sgd(args)
     is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
     if not (is_pointwise or is_list or name in _LIKE):
         refuse(name, args)
@@ -292,6 +295,20 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
                     f"a {type(operand).__name__} of shape {tuple(operand.shape)}",
                     where=f"{func}",
                     mend="Use full_tensor() on both, local shards on both, or copy_from_full_()",
+                )
+            )
+
+
+def _check_fused_sgd(args: tuple[Any, ...]) -> None:
+    """Refuse what torch's kernel gets wrong: of narrow types it steps only the tail on a CPU."""
+    for weight in args[0]:
+        if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
+            raise NotImplementedError(
+                expected(
+                    "torch.float32 or torch.float64 main weights on a CPU",
+                    weight.dtype,
+                    where=f"torch.optim.SGD(fused=True), a tensor of shape {tuple(weight.shape)}",
+                    mend="Give SGD fused=False: torch's fused kernel does not step these weights",
                 )
             )
 

@@ -42,7 +42,8 @@ class OptimizerSection:
         decay_vectors: Decay parameters of one dimension too (norms, biases).
         implementation: megafsdp steps flat buffers in one pass that unscales and clips too (adamw,
             adam) or divides matrices among ranks (muon); fused, foreach and loop are torch's forms
-            of adamw, adam and sgd. Null takes megafsdp, and fused for sgd.
+            of adamw, adam and sgd. Null takes megafsdp, and foreach for sgd, whose fused form takes
+            neither the strategy no_shard nor, on a CPU, bf16 main weights.
         exp_avg_dtype: First moment of adamw and adam by megafsdp. fp16 and fp8 have a scale for
             each block of 128 elements; one-dimensional parameters keep fp32 then.
         exp_avg_sq_dtype: Second moment, likewise.
@@ -76,7 +77,7 @@ class OptimizerSection:
     @property
     def form(self) -> str:
         """Return the implementation, null resolved."""
-        return self.implementation or ("fused" if self.kind == "sgd" else "megafsdp")
+        return self.implementation or ("foreach" if self.kind == "sgd" else "megafsdp")
 
     @property
     def is_fused_adam(self) -> bool:

@@ -140,10 +140,32 @@ def _check_optimizer(config: Config) -> None:
             f"{main} with {optimizer.kind} in the {form} form",
             "Leave it out, or set precision.main_params_dtype to bf16",
         )
+    if optimizer.kind == "sgd" and form == "fused":
+        _check_fused_sgd(config)
     _check_offload(config)
     if optimizer.kind != "muon" and config.muon != MuonSection():
         raise _bad("muon", "its defaults, or optimizer.kind muon", optimizer.kind, "Leave it out")
     _check_lr_multipliers(config)
+
+
+def _check_fused_sgd(config: Config) -> None:
+    parallel, main = config.parallel, config.precision.main_params_dtype
+    has_gpu = config.run.device != "cpu" and (
+        config.run.device == "cuda" or torch.cuda.is_available()
+    )
+    mend = "Leave implementation null, or use foreach or loop"
+    if parallel.strategy == "no_shard":
+        # Replicated parameters are plain DTensors, for which torch has no fused SGD.
+        what, got = "null, foreach or loop for sgd under the parallel.strategy no_shard", "fused"
+    elif main != "fp32" and (parallel.offload_parameters or not has_gpu):
+        # torch's kernel leaves out whole vectors of narrow weights there, without a word.
+        what, got = (
+            "null, foreach or loop for sgd of narrow main weights on a CPU",
+            f"fused, {main}",
+        )
+    else:
+        return
+    raise _bad("optimizer.implementation", what, got, mend)
 
 
 def _check_offload(config: Config) -> None:

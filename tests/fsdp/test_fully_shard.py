@@ -266,6 +266,19 @@ def test_any_torch_optimizer_steps_sharded_parameters(ranks: Ranks, name: str) -
     ranks(2).run(_optimizer_steps, name)
 
 
+def _fused_sgd_of_narrow_weights(dtype: torch.dtype) -> None:
+    net = shard(Net(), mp_policy=MixedPrecisionPolicy(main_params_dtype=dtype))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)
+    net(*mine(batches(1)[0])).backward()
+    _refused(optimizer.step, NotImplementedError, ["SGD(fused=True)", str(dtype), "fused=False"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_sgd_of_narrow_weights_is_refused_on_a_cpu(ranks: Ranks, dtype: torch.dtype) -> None:
+    """Torch's kernel would step only the last few elements of them, without a word."""
+    ranks(2).run(_fused_sgd_of_narrow_weights, dtype)
+
+
 def _edited_in_place(param_dtype: torch.dtype | None, strategy: str) -> None:
     reference, net = pair(mp_policy=MixedPrecisionPolicy(param_dtype), strategy=strategy)
     batch = batches(1)[0]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megafsdp import full_state_dict, fully_shard_model
+from megafsdp.errors import ConfigError
 from megafsdp.models import ActivationCheckpointing, LanguageModel, build_model
 from megafsdp.training import Config, loop, train
 from megafsdp.training.lr import Schedule
@@ -278,6 +279,42 @@ def test_number_of_ranks_does_not_change_what_an_optimizer_does(
     for alone, row in zip(one, two, strict=True):
         assert row["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+
+
+SGD_FORMS = ("null", "fused", "foreach", "loop")
+SGD_WAYS = list(itertools.product(("fp32", "bf16"), ("no_shard", "optim", "optim_grads_params")))
+
+
+def _weights_by_sgd(folder: Path, form: str, steps: int, **sections: Any) -> dict[str, Any]:
+    run = folder / f"{form}-{steps}"
+    optimizer = {"kind": "sgd", "lr": 1.0, "implementation": None if form == "null" else form}
+    sections |= {"optimizer": optimizer, "train": {"steps": steps}, "data": {"validation": []}}
+    train(tiny(folder, run={"directory": str(run)}, schedule={"warmup_samples": 0}, **sections))
+    stored = stored_tensors(run / "checkpoints", steps)
+    return {name: tensor for name, tensor in stored.items() if name.startswith("model")}
+
+
+@pytest.mark.parametrize(("main", "strategy"), SGD_WAYS)
+def test_forms_of_sgd_train_alike_or_are_refused(tmp_path: Path, main: str, strategy: str) -> None:
+    """Every form gives the weights of torch's plain loop, and these have moved, or says why not.
+
+    Its fused form is refused where torch has none, and where torch's does not step the weights.
+    """
+    write_corpus(tmp_path)
+    sections = {"precision": {"main_params_dtype": main}, "parallel": {"strategy": strategy}}
+    start, wanted = (_weights_by_sgd(tmp_path, "loop", n, **sections) for n in (1, 3))
+    matrices = [name for name, tensor in wanted.items() if tensor.ndim == 2]
+    # A fused multiply and add rounds once: a last place of these weights.
+    rtol, atol = {"fp32": (1e-5, 1e-6), "bf16": (2.0**-7, 2.0**-11)}[main]
+    assert matrices
+    assert all((wanted[name] - start[name]).abs().max() > 4 * atol for name in matrices)
+    for form in SGD_FORMS:
+        if form == "fused" and (main == "bf16" or strategy == "no_shard"):
+            with pytest.raises(ConfigError, match=r"optimizer\.implementation"):
+                _weights_by_sgd(tmp_path, form, 3, **sections)
+            continue
+        for name, weight in _weights_by_sgd(tmp_path, form, 3, **sections).items():
+            torch.testing.assert_close(weight, wanted[name], rtol=rtol, atol=atol)
 
 
 def test_implementations_of_adamw_train_alike(ranks: Ranks, tmp_path: Path) -> None:

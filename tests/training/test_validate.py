@@ -149,13 +149,44 @@ def test_unknown_choice_is_refused(
 
 def test_fused_steps_need_gradients_of_the_weights_dtype(tmp_path: Path) -> None:
     """SGD in its other forms takes any."""
-    precision = {"main_params_dtype": "bf16", "main_grads_dtype": "fp32"}
+    precision = {"main_grads_dtype": "bf16"}
     fused, loop = (
         tiny(tmp_path, precision=precision, optimizer={"kind": "sgd", "implementation": form})
         for form in ("fused", "loop")
     )
     validate(loop, world_size=2)
     with pytest.raises(ConfigError, match="sgd in its fused form"):
+        validate(fused, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_sound"),
+    [
+        ({}, True),
+        ({"parallel": {"strategy": "no_shard"}}, False),
+        ({"precision": {"main_params_dtype": "bf16"}}, False),
+        ({"precision": {"main_params_dtype": "bf16"}, "run": {"device": "cuda"}}, True),
+        (
+            {
+                "precision": {"main_params_dtype": "bf16"},
+                "run": {"device": "cuda"},
+                "parallel": {"offload_parameters": True},
+            },
+            False,
+        ),
+    ],
+)
+def test_fused_sgd_is_refused_where_torchs_is_missing_or_wrong(
+    tmp_path: Path, sections: dict[str, Any], is_sound: bool
+) -> None:
+    """For replicated weights, and for narrow ones on a CPU; null is no fused form anywhere."""
+    sgd: dict[str, Any] = {"kind": "sgd", "implementation": "fused"}
+    fused, free = (tiny(tmp_path, optimizer=s, **sections) for s in (sgd, {"kind": "sgd"}))
+    validate(free, world_size=2)
+    if is_sound:
+        validate(fused, world_size=2)
+        return
+    with pytest.raises(ConfigError, match="Expected null, foreach or loop"):
         validate(fused, world_size=2)
 
 
