@@ -44,7 +44,8 @@ class AdamPass:
     def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
         """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
         remainder = states.buffers.get(REMAINDER)
-        copy_out = self._encodings.output(states)
+        # The kernel has no output beside remainders, so the units cast anew.
+        copy_out = None if remainder is not None else self._encodings.output(states)
         buffers = AdamBuffers(
             weight=states.group.main_weight.flat,
             grad=grads.flat,

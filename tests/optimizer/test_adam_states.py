@@ -263,9 +263,9 @@ def test_a13_decoupled_bf16_gradients_of_dtensors(ranks: Ranks) -> None:
     ranks(2).run(_takes_decoupled_grads)
 
 
-def _remainders_follow_fp32(strategy: str) -> None:
-    net = shard(Net(), mp_policy=ALL_BF16, strategy=strategy)
-    twin = shard(Net(), mp_policy=FP32_MAIN, strategy=strategy)
+def _remainders_follow_fp32(strategy: str, compute: torch.dtype) -> None:
+    policies = [MixedPrecisionPolicy(compute, main_params_dtype=main) for main in (BF16, FP32)]
+    net, twin = (shard(Net(), mp_policy=policy, strategy=strategy) for policy in policies)
     with torch.no_grad():
         for parameter, other in zip(net.parameters(), twin.parameters(), strict=True):
             local_tensor(other).copy_(local_tensor(parameter))
@@ -286,13 +286,23 @@ def _remainders_follow_fp32(strategy: str) -> None:
         weight = ours.canonical_weight(parameter)
         assert isinstance(weight, UnevenDTensor) or strategy == "no_shard"
         assert torch.equal(local_tensor(weight), local_tensor(other.detach()))
+    with torch.no_grad():
+        loss = net(*mine(batches(1)[0]))
+        mark_main_weights_changed(net)
+        assert torch.equal(loss, net(*mine(batches(1)[0]))), "forward reads the new main weights"
     assert any(local_tensor(ours.state[p]["param_remainder"]).any() for p in net.parameters())
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
-def test_remainders_make_fp32_weights_of_bf16_parameters(ranks: Ranks, strategy: str) -> None:
-    """Bits of parameter and remainder are those of fp32 main weights with the same gradients."""
-    ranks(2).run(_remainders_follow_fp32, strategy)
+@pytest.mark.parametrize("compute", [BF16, FP16, FP32])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_remainders_make_fp32_weights_of_bf16_parameters(
+    ranks: Ranks, strategy: str, compute: torch.dtype
+) -> None:
+    """Bits of parameter and remainder are those of fp32 main weights with the same gradients.
+
+    Whatever the weights compute in, and the next forward reads casts of the new ones.
+    """
+    ranks(2).run(_remainders_follow_fp32, strategy, compute)
 
 
 def _wide_storage(net: nn.Module, optimizer: FusedAdam) -> set[torch.dtype]:
