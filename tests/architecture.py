@@ -67,6 +67,7 @@ FILE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "fsdp": (
         "policy",
+        "kept_fp32",
         "steps_beside",
         "axes",
         "managed_parameter",

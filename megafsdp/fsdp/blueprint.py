@@ -16,6 +16,7 @@ from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import claim, find_parameters, find_units, group_parameters
+from megafsdp.fsdp.kept_fp32 import policies_by_module
 from megafsdp.fsdp.managed_parameter import GroupDtypes
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, Strategy
 
@@ -126,9 +127,11 @@ def plan_units(
     names = {id(module): name for name, module in model.named_modules()}
     planned: list[PlannedUnit] = []
     layouts: dict[object, FlatLayout] = {}
+    units = find_units(model, fsdp_unit_modules)
+    policies = policies_by_module(model, units, policy)
     # Inner units first, as they take their parameters before the units around them look.
-    for module in [*reversed(find_units(model, fsdp_unit_modules)), model]:
-        groups = _plan_groups(module, degrees, strategy, policy, layouts)
+    for module in [*reversed(units), model]:
+        groups = _plan_groups(module, degrees, strategy, policies[module], layouts)
         planned.append(PlannedUnit(names[id(module)] or type(model).__name__, groups))
     return planned[::-1]
 

@@ -34,6 +34,7 @@ from megafsdp.fsdp.grouping import (
     find_parameters,
     find_units,
 )
+from megafsdp.fsdp.kept_fp32 import policies_by_module
 from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.unit import FSDPUnit
 from megafsdp.fsdp.unit_memory import UnitMemory
@@ -124,6 +125,8 @@ def fully_shard(
 def fully_shard_model(
     model: nn.Module,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    *,
+    mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     **options: Any,
 ) -> nn.Module:
     """Make every instance of some classes below a model, and then the model, into units.
@@ -132,16 +135,19 @@ def fully_shard_model(
         model: The model, changed in place.
         fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None
             takes the model's ``_no_split_modules``, as Hugging Face models have it.
-        **options: Keyword arguments of :func:`fully_shard`, the same for all units.
+        mp_policy: As for :func:`fully_shard`; names in it may be those of the whole model.
+        **options: Other keyword arguments of :func:`fully_shard`, the same for all units.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: No class is named, or no module below the model is of a named class.
+        ValueError: No class is named, no module below the model is of a named class, or a name in
+            ``mp_policy.keep_fp32`` matches nothing.
         Exception: Whatever :func:`fully_shard` raises.
     """
     units = find_units(model, fsdp_unit_modules)
-    for unit in reversed(units):
-        fully_shard(unit, **options)
-    return fully_shard(model, **options)
+    policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
+    for module in [*reversed(units), model]:
+        fully_shard(module, mp_policy=policies[module], **options)
+    return model

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.axes import DataParallelAxes
+from megafsdp.fsdp.kept_fp32 import matching_names
 from megafsdp.fsdp.managed_parameter import GroupDtypes, ManagedParameter
 from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.policy import MixedPrecisionPolicy, Strategy
@@ -96,11 +97,14 @@ def find_parameters(
     Raises:
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
             outer unit was made first), or has gradient hooks that its sharded face would not have.
+            Or the policy names in fp32 only parameters of inner units, which compute otherwise.
         NotImplementedError: A parameter is a DTensor, complex, or floating-point of 8 bits.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}
     found: dict[int, FoundParameter] = {}
+    applied: set[str] = set()
+    missed: dict[str, str] = {}
     for root in modules:
         for prefix, module in root.named_modules():
             for attribute, parameter in module._parameters.items():
@@ -110,13 +114,18 @@ def find_parameters(
                 group = group_of(parameter)
                 if group is not None:
                     _check_owner(name, root, group, is_below=id(group) in owned_below)
+                    if parameter.is_floating_point() and group.dtypes.compute != torch.float32:
+                        missed |= dict.fromkeys(matching_names(name, module, policy), name)
                     continue
                 if id(parameter) not in found:
                     _check(name, parameter)
                     record = ManagedParameter(name, [], parameter.shape)
-                    is_kept = _is_kept_fp32(name, module, policy)
-                    found[id(parameter)] = FoundParameter(parameter, record, is_kept)
-                found[id(parameter)].record.owners.append((weakref.ref(module), attribute))
+                    found[id(parameter)] = FoundParameter(parameter, record, is_kept_fp32=False)
+                item, matching = found[id(parameter)], matching_names(name, module, policy)
+                item.is_kept_fp32 |= bool(matching)
+                applied |= matching
+                item.record.owners.append((weakref.ref(module), attribute))
+    _check_kept_fp32({wanted: name for wanted, name in missed.items() if wanted not in applied})
     return list(found.values())
 
 
@@ -255,11 +264,18 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _is_kept_fp32(name: str, module: nn.Module, policy: MixedPrecisionPolicy) -> bool:
-    names = {name, type(module).__name__}
-    parts = name.split(".")
-    names.update(".".join(parts[:k]) for k in range(1, len(parts)))
-    return not names.isdisjoint(policy.keep_fp32)
+def _check_kept_fp32(missed: dict[str, str]) -> None:
+    if missed:
+        wanted, name = next(iter(missed.items()))
+        raise ValueError(
+            expected(
+                "names of the unit's own parameters and modules",
+                f"'{wanted}', which is '{name}' of a unit below that computes in another dtype",
+                where="keep_fp32 of fully_shard()",
+                mend="Name it in the inner unit's call as that unit knows it, or use "
+                "fully_shard_model(), where names of the whole model count",
+            )
+        )
 
 
 def device_type_of(found: Sequence[FoundParameter]) -> str:

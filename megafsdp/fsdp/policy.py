@@ -52,8 +52,11 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: Whether floating-point inputs are cast to ``param_dtype``.
         main_params_dtype: Main weights, which the optimizer sees; fp64 parameters keep fp64.
         main_grads_dtype: Main gradients; None means ``main_params_dtype``.
-        keep_fp32: FQNs of parameters or modules, or module class names, whose compute weights stay
-            fp32.
+        keep_fp32: Parameters whose compute weights stay fp32: their names, those of modules above
+            them, patterns (``fnmatch``) of either, or the class names of the modules that hold
+            them. ``fully_shard_model`` takes names in the model and in its units, and refuses one
+            that matches nothing; ``fully_shard`` takes names in the module it is called on, and a
+            unit that has no such name is unchanged. Their modules get inputs in ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None = None

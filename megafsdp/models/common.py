@@ -89,8 +89,12 @@ class Linear(AnnotatedModule):
             annotate(self.bias, tp_dim=0 if self.tp_dim == 0 else None, fused=self.fused)
 
     def forward(self, x_BTI: Tensor) -> Tensor:
-        """Map (B, T, I) to (B, T, O)."""
-        return F.linear(x_BTI, self.weight, self.bias)
+        """Map (B, T, I) to (B, T, O), of the dtype of the input."""
+        if x_BTI.dtype == self.weight.dtype:
+            return F.linear(x_BTI, self.weight, self.bias)
+        # A policy keeps the weight in fp32, as it may norms.
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return F.linear(x_BTI.to(self.weight.dtype), self.weight, bias).to(x_BTI.dtype)
 
     def extra_repr(self) -> str:
         """Describe the sizes for ``repr``."""
@@ -143,7 +147,10 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim; the result has the dtype of ``x``."""
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+        dtype, bias = self.weight.dtype, self.bias
+        bias = None if bias is None else bias.to(dtype)
+        out = F.layer_norm(x.to(dtype), self.normalized_shape, self.weight, bias, self.eps)
+        return out.to(x.dtype)
 
 
 def rotary_table(

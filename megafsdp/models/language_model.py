@@ -108,8 +108,8 @@ class OutputLayer(AnnotatedModule):
         annotate(self.weight, tp_dim=0)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """Map (B, T, H) to logits (B, T, V)."""
-        return F.linear(x_BTH, self.weight)
+        """Map (B, T, H) to logits (B, T, V) of the weight's dtype; a policy may keep it in fp32."""
+        return F.linear(x_BTH.to(self.weight.dtype), self.weight)
 
 
 class LanguageModel(nn.Module):

@@ -76,7 +76,8 @@ class PrecisionSection:
         main_params_dtype: Main weights, which the optimizer steps on, and its states.
         main_grads_dtype: Gradients that the optimizer sees; null for main_params_dtype, which
             torch's adamw and adam, and its fused sgd need.
-        keep_fp32: Names of parameters or modules that compute in fp32.
+        keep_fp32: What computes in fp32: names of parameters, of modules or of their classes, or
+            patterns (``fnmatch``), each of which must match something.
     """
 
     param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -18,6 +18,7 @@ from megafsdp.models.config import ModelConfig
 from megafsdp.training.config import Config, DataSection, TrainSection
 from megafsdp.training.execution import ParallelSection
 from megafsdp.training.optimization import LossScaleSection, MuonSection
+from megafsdp.training.validate_names import check_kept_fp32
 
 
 def validate(config: Config, *, world_size: int) -> None:
@@ -56,6 +57,7 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
     _check_optimizer(config)
     _check_loss_scale(config)
     _check_dtypes(config)
+    check_kept_fp32(config)
 
 
 def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
@@ -149,23 +151,19 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_fused_sgd(config: Config) -> None:
-    parallel, main = config.parallel, config.precision.main_params_dtype
-    has_gpu = config.run.device != "cpu" and (
-        config.run.device == "cuda" or torch.cuda.is_available()
-    )
-    mend = "Leave implementation null, or use foreach or loop"
+    parallel, device = config.parallel, config.run.device
+    has_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    is_on_host = parallel.offload_parameters or not has_gpu
     if parallel.strategy == "no_shard":
         # Replicated parameters are plain DTensors, for which torch has no fused SGD.
-        what, got = "null, foreach or loop for sgd under the parallel.strategy no_shard", "fused"
-    elif main != "fp32" and (parallel.offload_parameters or not has_gpu):
+        what = "under the parallel.strategy no_shard"
+    elif config.precision.main_params_dtype != "fp32" and is_on_host:
         # torch's kernel leaves out whole vectors of narrow weights there, without a word.
-        what, got = (
-            "null, foreach or loop for sgd of narrow main weights on a CPU",
-            f"fused, {main}",
-        )
+        what = "of narrow main weights on a CPU"
     else:
         return
-    raise _bad("optimizer.implementation", what, got, mend)
+    mend = "Leave it null, or use one of these"
+    raise _bad("optimizer.implementation", f"null, foreach or loop for sgd {what}", "fused", mend)
 
 
 def _check_offload(config: Config) -> None:

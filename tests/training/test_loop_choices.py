@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -207,6 +208,78 @@ def test_main_dtypes_are_what_the_configuration_says(
     optimizer = {"kind": "sgd", "implementation": "foreach"}
     config = tiny(tmp_path, precision=precision, optimizer=optimizer)
     assert ranks(2).run(_dtypes_of_run, config) == [{(weights, gradients)}] * 2
+
+
+def _kept_in_fp32(config: Config) -> tuple[set[str], list[float]]:
+    """Return the modules whose weights were fp32 when they ran, and the losses of a run."""
+    kept: set[str] = set()
+    losses: list[float] = []
+
+    def build(*arguments: Any, **options: Any) -> nn.Module:
+        model = fully_shard_model(*arguments, **options)
+        for name, module in model.named_modules():
+            if isinstance(module._parameters.get("weight"), torch.Tensor):
+                module.register_forward_pre_hook(functools.partial(look, name))
+        return model
+
+    def look(name: str, module: nn.Module, _: object) -> None:
+        if module.weight.dtype == torch.float32:
+            kept.add(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "fully_shard_model", build)
+        train(config, on_step=lambda _, report: losses.append(report.loss))
+    return kept, losses
+
+
+LAYERS = [f"decoder.layers.{i}" for i in (0, 1)]
+KEPT = {
+    "decoder.layers.0.input_layernorm": {"decoder.layers.0.input_layernorm"},
+    "decoder.layers.1.input_layernorm.weight": {"decoder.layers.1.input_layernorm"},
+    "mlp.linear_fc2": {f"{layer}.mlp.linear_fc2" for layer in LAYERS},
+    "decoder.layers.1.mlp": {f"decoder.layers.1.mlp.linear_fc{i}" for i in (1, 2)},
+    "*layernorm*": {
+        *(f"{layer}.{name}_layernorm" for layer in LAYERS for name in ("input", "pre_mlp")),
+        "decoder.final_layernorm",
+        *(f"{layer}.self_attention.{x}_layernorm" for layer in LAYERS for x in "qk"),
+    },
+    "embedding": {"embedding.word_embeddings", "embedding.position_embeddings"},
+    "OutputLayer": {"output_layer"},
+    "output_layer": {"output_layer"},
+}
+TIED = {"embedding.word_embeddings", "output_layer"}
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "qwen3"])
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_in_fp32_is_what_is_named(
+    tmp_path: Path, name: str, is_tied: bool, architecture: str
+) -> None:
+    """Weights of the named modules, and no others, and they do change the losses."""
+    write_corpus(tmp_path)
+    model = {"architecture": architecture, "tie_embeddings": is_tied}
+    sections = {"model": model, "train": {"steps": 2}, "data": {"validation": []}}
+    runs = [
+        _kept_in_fp32(
+            tiny(
+                tmp_path,
+                run={"directory": str(tmp_path / f"run{len(names)}")},
+                precision={"param_dtype": "bf16", "keep_fp32": names},
+                **sections,
+            )
+        )
+        for names in ([], [name])
+    ]
+    (none, losses), (kept, others) = runs
+    with torch.device("meta"):
+        modules = {
+            n for n, _ in build_model(tiny(tmp_path, model=model).model.resolve()).named_modules()
+        }
+    wanted = KEPT[name] | (TIED if is_tied and KEPT[name] & TIED else set())
+    assert none == set()
+    assert kept == wanted & modules
+    assert losses != others
 
 
 def test_bf16_run_learns(ranks: Ranks, tmp_path: Path) -> None:

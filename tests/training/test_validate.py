@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,17 @@ def test_fused_sgd_is_refused_where_torchs_is_missing_or_wrong(
         return
     with pytest.raises(ConfigError, match="Expected null, foreach or loop"):
         validate(fused, world_size=2)
+
+
+@pytest.mark.parametrize("name", ["*typo_norm*", "final_layernorm", "LayerNorm", "decoder.layers"])
+def test_kept_name_that_matches_nothing_is_refused(tmp_path: Path, name: str) -> None:
+    """Beside one that does; a module of modules is a name."""
+    config = tiny(tmp_path, precision={"keep_fp32": ["embedding", name]})
+    if name == "decoder.layers":
+        validate(config, world_size=2)
+        return
+    with pytest.raises(ConfigError, match=rf"got \['{re.escape(name)}'\].*precision.keep_fp32"):
+        validate(config, world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
