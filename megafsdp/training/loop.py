@@ -17,6 +17,7 @@ from megafsdp import checkpoint
 from megafsdp.buffer.common_errors import raise_together
 from megafsdp.checkpoint.agreement import attempt
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
+from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.optimizer.scaler import LossScaler
@@ -221,7 +222,16 @@ class _Run:
         if self.state.step == self.saved_step:
             return
         self._finish_save()
-        self.pending = save(self.config, self.state, self.restorable, order=self.order)
+        self._begin_save(in_background=self.config.checkpoint.in_background)
+
+    def _begin_save(self, *, in_background: bool) -> None:
+        self.pending = save(
+            self.config,
+            self.state,
+            self.restorable,
+            order=self.order,
+            in_background=in_background,
+        )
         self.saved_step = self.state.step
         if self.pending is None:
             self._say_saved()
@@ -232,10 +242,18 @@ class _Run:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Wait for the background save, if there is one, and raise what went wrong."""
+        """Wait for the background save, if there is one, and raise what went wrong.
+
+        The present state is saved before the error ends the run: it may be many steps further, and
+        what failed then may do well at this moment.
+        """
         if self.pending is not None:
             pending, self.pending = self.pending, None
-            pending.result()
+            try:
+                pending.result()
+            except CheckpointError:
+                self._begin_save(in_background=False)
+                raise
             self._say_saved()
 
     def _say_saved(self) -> None:

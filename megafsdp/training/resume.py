@@ -61,7 +61,12 @@ class Restorable:
 
 
 def save(
-    config: Config, state: RunState, targets: Restorable, *, order: Mapping[str, object]
+    config: Config,
+    state: RunState,
+    targets: Restorable,
+    *,
+    order: Mapping[str, object],
+    in_background: bool,
 ) -> checkpoint.PendingSave | None:
     """Save a checkpoint of the run, or begin to; collective over all ranks.
 
@@ -70,14 +75,14 @@ def save(
         state: Where it stands.
         targets: What to store.
         order: What decides the order of samples.
+        in_background: Return before it is written.
 
     Returns:
-        The save in flight, if the run saves in the background.
+        The save in flight, if it goes on in the background.
 
     Raises:
         CheckpointError: It could not be written, or a save before it; on all ranks.
     """
-    in_background = config.checkpoint.in_background
     begun = (checkpoint.async_save if in_background else checkpoint.save)(
         config.checkpoint_directory,
         step=state.step,

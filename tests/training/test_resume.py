@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megafsdp.training import Config, train
 from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.resume import Restorable, RunState, restore
+from megafsdp.training.step import StepResult
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import stored_tensors, tiny, write_corpus
 
@@ -66,22 +69,58 @@ def test_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) ->
     assert stored_tensors(other.checkpoint_directory, 1)
 
 
+def _failing_at(num_files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a save find the disk full at the file of this number."""
+    files_opened = []
+
+    def fail(point: str) -> None:
+        if point == "file opened":
+            files_opened.append(point)
+            if len(files_opened) == num_files:
+                raise OSError("no space left")
+
+    monkeypatch.setattr(directory, "reached", fail)
+
+
 def test_a_failed_background_save_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is raised by the next save at the latest, and what was published before stays."""
+    """It is raised by the next save at the latest, which saves the state of that moment."""
     write_corpus(tmp_path)
-    config = tiny(tmp_path, checkpoint={"interval_steps": 2, "in_background": True})
-    files_opened = []
-
-    def fail_the_second(point: str) -> None:
-        if point == "file opened":
-            files_opened.append(point)
-            if len(files_opened) == 2:
-                raise OSError("no space left")
-
-    monkeypatch.setattr(directory, "reached", fail_the_second)
+    section = {"interval_steps": 2, "in_background": True, "keep_last": None}
+    config = tiny(tmp_path, checkpoint=section, train={"steps": 7})
+    _failing_at(2, monkeypatch)
     with pytest.raises(CheckpointError, match=r"step 4 failed.*no space left"):
+        train(config)
+    assert directory.published_steps(config.checkpoint_directory) == [2, 6]
+
+
+def test_a_stop_after_a_failed_background_save_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step at which SIGTERM came is saved, and the failure is raised all the same."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, checkpoint={"interval_steps": 3, "in_background": True})
+    _failing_at(1, monkeypatch)
+
+    def stop(step: int, result: StepResult) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(CheckpointError, match=r"step 3 failed.*no space left"):
+        train(config, on_step=stop)
+    # The signal came after step 4 had agreed, so step 5 is the last.
+    assert latest_step(config.checkpoint_directory) == 5
+
+
+def test_the_last_background_save_is_made_again_if_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has no step left to save at still ends with its last state on disk."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, checkpoint={"in_background": True}, train={"steps": 2})
+    _failing_at(1, monkeypatch)
+    with pytest.raises(CheckpointError, match=r"step 2 failed.*no space left"):
         train(config)
     assert latest_step(config.checkpoint_directory) == 2
 
