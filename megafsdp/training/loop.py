@@ -28,7 +28,7 @@ from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.metrics import Meter, Position
 from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.report import Report
-from megafsdp.training.resume import Restorable, restore, save
+from megafsdp.training.resume import Restorable, require_writable, restore, save
 from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import StepResult, TrainStep
 from megafsdp.training.tracker import check_trackers
@@ -74,7 +74,8 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     Raises:
         ConfigError: The configuration cannot be run as written.
         DataError: A data file is missing, damaged, or does not fit the model.
-        CheckpointError: The latest checkpoint is damaged or of another model.
+        CheckpointError: The latest checkpoint is damaged or of another model, their folder cannot
+            be written, or a save failed.
         RuntimeError: A loss is not finite; see ``train.nan_policy``.
     """
     world = find_world(config.run.device)
@@ -160,6 +161,8 @@ class _Run:
     def train(self) -> RunSummary:
         """Run to the end, or until a signal; collective over all ranks."""
         state = self.state
+        if not self._is_complete:
+            require_writable(self.config)
         num_parameters = sum(p.numel() for p in self.model.parameters())
         self.report.start(num_parameters, state, self.last_step)
         if self._is_evaluation_due and not self._is_complete:

@@ -8,6 +8,7 @@ so.
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
@@ -16,7 +17,8 @@ from torch import nn
 
 from megafsdp import checkpoint
 from megafsdp.buffer.collectives import broadcast_object
-from megafsdp.errors import ConfigError, expected
+from megafsdp.checkpoint.agreement import on_rank_zero
+from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.config import Config
 from megafsdp.training.lr import LearningRate
@@ -99,6 +101,34 @@ def save(
         keep_every=config.checkpoint.keep_every,
     )
     return begun if isinstance(begun, checkpoint.PendingSave) else None
+
+
+def require_writable(config: Config) -> None:
+    """Make the folder of checkpoints and check that files can be made there; collective.
+
+    Raises:
+        CheckpointError: The first rank cannot; on all ranks.
+    """
+    folder = config.checkpoint_directory
+
+    def write() -> bool:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Of the names that the next save removes, should this process end in between.
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-") as probe:
+                probe.write(b"0")
+        except OSError as error:
+            raise CheckpointError(
+                expected(
+                    "a folder that checkpoints can be written to",
+                    f"{type(error).__name__}: {error}",
+                    where=f"checkpoint.directory, '{folder}'",
+                    mend="Make it a folder that this user may write to, or name another",
+                )
+            ) from error
+        return True
+
+    on_rank_zero(write)
 
 
 def restore(config: Config, targets: Restorable, *, order: Mapping[str, object]) -> RunState:

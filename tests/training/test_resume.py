@@ -21,7 +21,7 @@ from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.resume import Restorable, RunState, restore
 from megafsdp.training.step import StepResult
 from tests.ranks import Ranks, RanksError
-from tests.training.runs import stored_tensors, tiny, write_corpus
+from tests.training.runs import rows, stored_tensors, tiny, write_corpus
 
 
 def _restored(config: Config) -> tuple[RunState, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -123,6 +123,33 @@ def test_the_last_background_save_is_made_again_if_it_fails(
     with pytest.raises(CheckpointError, match=r"step 2 failed.*no space left"):
         train(config)
     assert latest_step(config.checkpoint_directory) == 2
+
+
+@pytest.mark.parametrize("place", ["a file", "a file/below"])
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(
+    ranks: Ranks, tmp_path: Path, place: str
+) -> None:
+    """On every rank, so that no training is lost for want of a place to save it."""
+    write_corpus(tmp_path)
+    (tmp_path / "a file").write_text("")
+    config = tiny(tmp_path, checkpoint={"directory": str(tmp_path / place)})
+    with pytest.raises(RanksError) as failure:
+        ranks(2).run(train, config)
+    assert set(failure.value.failures) == {0, 1}
+    for text in failure.value.failures.values():
+        assert "CheckpointError: Expected a folder that checkpoints can be written to" in text
+    assert rows(tmp_path) == []
+
+
+def test_a_finished_run_needs_no_place_for_checkpoints(tmp_path: Path) -> None:
+    """It is evaluated again beside checkpoints that it could not replace."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, train={"steps": 1})
+    train(config)
+    folder = config.checkpoint_directory
+    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+    assert train(config).is_finished
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def _changed(folder: Path, caplog: pytest.LogCaptureFixture, **sections: dict[str, Any]) -> str:
