@@ -216,6 +216,8 @@ class CheckpointSection:
 class LoggingSection:
     """What is told, and to whom; metrics.jsonl is always written.
 
+    What cannot be written while the run goes on, on a full disk say, is left out with a warning.
+
     Attributes:
         interval_steps: Steps between progress lines and metrics rows; the first and the last step
             are always told.

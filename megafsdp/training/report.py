@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -17,6 +18,8 @@ from megafsdp.training.step import StepResult
 from megafsdp.training.tracker import EVALUATION_KEY, Trackers
 from megafsdp.training.world import World
 
+_LOGGER = logging.getLogger("megafsdp.training")
+
 CONFIG_FILE = "config.yaml"
 
 
@@ -24,7 +27,8 @@ class Report:
     """Tell where a run stands; only the first rank speaks and writes.
 
     Making one is collective: it writes the run's config.yaml and opens the trackers, and every rank
-    raises if the first cannot.
+    raises if the first cannot. Later a line or a row that cannot be written is left out, with one
+    warning, and the run goes on.
 
     Args:
         config: The run.
@@ -47,6 +51,7 @@ class Report:
         self._world = world
         self._meter = meter
         self._trackers: Trackers | None = None
+        self._is_output_lost = False
         error = None
         if world.is_first:
             self._trackers, error = attempt(lambda: self._open(state, repeats_evaluation))
@@ -71,9 +76,16 @@ class Report:
             self._trackers.close()
 
     def say(self, line: str) -> None:
-        """Print a line."""
-        if self._world.is_first:
+        """Print a line, or go on without: a full disk or a closed pipe does not end the run."""
+        if not self._world.is_first:
+            return
+        try:
             print(line, flush=True)
+        except (OSError, ValueError) as error:
+            # ValueError: a closed stream, or characters that its encoding has not.
+            if not self._is_output_lost:
+                self._is_output_lost = True
+                _LOGGER.warning("lines are lost: %s: %s", type(error).__name__, error)
 
     def start(self, num_parameters: int, state: RunState, last_step: int) -> None:
         """Say what is about to run."""

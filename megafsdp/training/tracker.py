@@ -5,13 +5,14 @@ Only the first rank has trackers. A row is a flat dict of numbers with its ``ste
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib.util
 import json
+import logging
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +21,8 @@ from megafsdp.training.config import Config
 
 if TYPE_CHECKING:
     import wandb
+
+_LOGGER = logging.getLogger("megafsdp.training")
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_KEY = "validation_loss"
@@ -147,6 +150,9 @@ class TensorBoardTracker:
 class Trackers:
     """All trackers of a run as one.
 
+    Once open, a tracker that fails (a full disk, a server that is away) loses rows and never ends
+    the run.
+
     Args:
         config: The run; its folder is there.
         last_step: Step that the run goes on from.
@@ -163,6 +169,7 @@ class Trackers:
             folder / METRICS_FILE, last_step=last_step, repeats_evaluation=repeats_evaluation
         )
         self._trackers: list[Tracker] = [jsonl]
+        self._failed: list[Tracker] = []
         if config.logging.tensorboard:
             self._trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
         if config.logging.wandb:
@@ -171,15 +178,32 @@ class Trackers:
             self._trackers.append(to_wandb)
 
     def log(self, row: Row) -> None:
-        """Give a row to every tracker."""
+        """Give a row to every tracker, also when one fails: that one goes without the row."""
         for tracker in self._trackers:
-            tracker.log(row)
+            self._attempt(tracker, functools.partial(tracker.log, row))
 
     def close(self) -> None:
         """Close every tracker, also when one fails."""
-        with contextlib.ExitStack() as stack:
-            for tracker in self._trackers:
-                stack.callback(tracker.close)
+        for tracker in self._trackers:
+            self._attempt(tracker, tracker.close)
+
+    def _attempt(self, tracker: Tracker, action: Callable[[], None]) -> None:
+        """Run an action of a tracker; warn of its first failure.
+
+        No row is worth the run: an error here would end this rank alone, without a checkpoint,
+        while the other ranks wait for it.
+        """
+        try:
+            action()
+        except Exception as error:
+            if tracker not in self._failed:
+                self._failed.append(tracker)
+                _LOGGER.warning(
+                    "%s lacks rows, from this moment on as long as it fails: %s: %s",
+                    type(tracker).__name__,
+                    type(error).__name__,
+                    error,
+                )
 
 
 def check_trackers(config: Config) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
+import io
+import logging
 import os
 import signal
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import yaml
 from megafsdp.errors import ConfigError, DataError
 from megafsdp.training import Config, RunSummary, config_from_dict, evaluation, train
 from megafsdp.training.step import StepResult
+from megafsdp.training.tracker import JsonlTracker
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, tiny, write_corpus
 
@@ -179,6 +185,46 @@ def test_fault_of_another_rank_alone_is_raised_by_all(ranks: Ranks, tmp_path: Pa
         ranks(2).run(_train_without_data_on_one_rank, tiny(tmp_path))
     assert "rank 1: DataError" in failure.value.failures[0]
     assert "DataError" in failure.value.failures[1]
+
+
+class _FullDisk(io.StringIO):
+    """An output that has no room for one line."""
+
+    def write(self, text: str) -> int:
+        if "step 3/6" in text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def _train_on_a_full_disk(config: Config) -> tuple[RunSummary, str, list[str]]:
+    """Train where step 3 can be neither printed nor logged; return the output and warnings too."""
+    plain = JsonlTracker.log
+
+    def log(self: JsonlTracker, row: Mapping[str, float | int | None]) -> None:
+        if row["step"] in (3, 4):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(self, row)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(JsonlTracker, "log", log)
+        monkeypatch.setattr("sys.stdout", _FullDisk())
+        warnings: list[str] = []
+        logger = logging.getLogger("megafsdp.training")
+        monkeypatch.setattr(logger, "warning", lambda text, *parts: warnings.append(text % parts))
+        return train(config), sys.stdout.getvalue(), warnings  # type: ignore[attr-defined]
+
+
+def test_a_full_disk_costs_rows_but_not_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    """Each sink warns once and goes on when there is room again; the other rank never waits."""
+    write_corpus(tmp_path)
+    first, second = ranks(2).run(_train_on_a_full_disk, tiny(tmp_path))
+    assert first[0].is_finished
+    assert second[0].is_finished
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 5, 6]
+    assert "step 2/6" in first[1]
+    assert "step 4/6" in first[1]
+    assert len(first[2]) == 2
+    assert all("No space left" in text for text in first[2])
 
 
 def test_no_validation_data_means_no_evaluation(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megafsdp.errors import ConfigError
-from megafsdp.training.tracker import JsonlTracker, Trackers, check_trackers
+from megafsdp.training.tracker import JsonlTracker, TensorBoardTracker, Trackers, check_trackers
 from tests.training.runs import tiny
 
 
@@ -108,3 +108,25 @@ def test_missing_package_says_how_to_install_it(
     check_trackers(tiny(tmp_path))
     with pytest.raises(ConfigError, match=rf"pip install 'megafsdp\[{package}\]'"):
         check_trackers(tiny(tmp_path, logging={package: True}))
+
+
+def test_a_tracker_that_fails_leaves_the_others_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a row nor the end raises; the warning comes once."""
+    pytest.importorskip("tensorboard")
+    config = tiny(tmp_path, logging={"tensorboard": True})
+    config.run_directory.mkdir()
+    trackers = Trackers(config, last_step=0, wandb_id=None, repeats_evaluation=False)
+
+    def fail(*unused: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TensorBoardTracker, "log", fail)
+        broken.setattr(TensorBoardTracker, "close", fail)
+        for step in (1, 2):
+            trackers.log({"step": step, "loss": 1.0})
+        trackers.close()
+    assert _steps(config.run_directory / "metrics.jsonl") == [(1, "step"), (2, "step")]
+    assert caplog.text.count("TensorBoardTracker lacks rows") == 1
