@@ -28,7 +28,14 @@ from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.metrics import Meter, Position
 from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.report import Report
-from megafsdp.training.resume import Restorable, require_writable, restore, save
+from megafsdp.training.resume import (
+    Restorable,
+    RunState,
+    find_stored,
+    require_writable,
+    restore,
+    save,
+)
 from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import StepResult, TrainStep
 from megafsdp.training.tracker import check_trackers
@@ -101,6 +108,7 @@ class _Run:
         self.config, self.world, self.stop = config, world, stop
         self.on_step = on_step
         torch.manual_seed(config.run.seed + world.rank)
+        stored = find_stored(config)
         model_config = config.model.resolve()
         datasets, self.tokenizer = _read_data(config, model_config)
         self.order = datasets.order
@@ -117,7 +125,10 @@ class _Run:
         if config.precision.param_dtype == "fp16":
             scaler = LossScaler(config.loss_scale.rule())
         self.restorable = Restorable(self.model, optimizer, self.learning_rate, scaler)
-        self.state = restore(config, self.restorable, order=datasets.order)
+        self.state = RunState()
+        if stored is not None:
+            restore(config, self.restorable, stored, order=datasets.order)
+            self.state = stored.state
         self.first_step = self.saved_step = self.state.step
         self.pending: checkpoint.PendingSave | None = None
         num_left = max(config.num_samples - self.state.consumed_samples, 0)

@@ -11,13 +11,16 @@ import logging
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from megafsdp import checkpoint
-from megafsdp.buffer.collectives import broadcast_object
 from megafsdp.checkpoint.agreement import on_rank_zero
+from megafsdp.checkpoint.optimizer_load import GROUPS_KEY
+from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.config import Config
@@ -26,6 +29,8 @@ from megafsdp.training.optimizers import apply_hyperparameters
 from megafsdp.training.parse import differences
 
 _LOGGER = logging.getLogger("megafsdp.training")
+# Kinds of optimizers that go on from each other's states share a value.
+_STATES_OF = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
 
 @dataclass(slots=True)
@@ -50,6 +55,25 @@ class RunState:
     num_skips_in_a_row: int = 0
     skipped_samples: int = 0
     wandb_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """What a checkpoint says of its run.
+
+    Attributes:
+        step: The checkpoint's.
+        state: Where the run stood; the run that goes on changes it.
+        config: Its configuration as plain values; empty if it is not known.
+        order: What decided its order of samples; empty if it is not known.
+        has_groups: Whether the checkpoint has the optimizer's parameter groups.
+    """
+
+    step: int
+    state: RunState
+    config: Mapping[str, Any]
+    order: Mapping[str, Any]
+    has_groups: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,67 +155,128 @@ def require_writable(config: Config) -> None:
     on_rank_zero(write)
 
 
-def restore(config: Config, targets: Restorable, *, order: Mapping[str, object]) -> RunState:
-    """Load the latest checkpoint, if there is one; collective over all ranks.
+def find_stored(config: Config) -> StoredRun | None:
+    """Read what the latest checkpoint says of its run; collective over all ranks.
 
     Args:
         config: The run.
-        targets: What to fill.
-        order: What decides the order of samples, to be compared with the checkpoint's.
 
     Returns:
-        Where the run stands: at its beginning without a checkpoint.
+        What a run that goes on from it must know before it builds anything; None if there is no
+        checkpoint.
 
     Raises:
-        ConfigError: There are checkpoints, and the configuration says not to resume.
-        CheckpointError: The checkpoint is damaged or of another model; nothing was changed.
+        ConfigError: There are checkpoints, and the configuration says not to resume, or the latest
+            is not of a training run.
+        CheckpointError: The latest cannot be read.
     """
+    folder = config.checkpoint_directory
     # The first rank decides: others may not see yet what it sees on a shared file system.
-    step = broadcast_object(checkpoint.latest_step(config.checkpoint_directory))
-    if step is None:
-        return RunState()
+    (found,) = on_rank_zero(lambda: (_read_latest(folder),))
+    if found is None:
+        return None
+    step, extra, has_groups = found
     if not config.checkpoint.resume:
         raise ConfigError(
             expected(
                 "no checkpoint, as checkpoint.resume is false",
                 f"one of step {step}",
-                where=f"'{config.checkpoint_directory}'",
+                where=f"'{folder}'",
                 mend="Choose another run.directory, remove the checkpoints, or resume",
             )
         )
-    extra = checkpoint.load(
-        config.checkpoint_directory,
-        step=step,
-        model=targets.model,
-        optimizer=targets.optimizer,
-        lr_scheduler=targets.learning_rate,
-        loss_scaler=targets.loss_scaler,
-        # A run that goes on in fp16 from another dtype begins with the first scale.
-        allow_missing=["loss_scaler"],
-    )
-    apply_hyperparameters(targets.optimizer, targets.model, config.optimizer, config.muon)
-    _report_differences(config, order, extra)
-    stored = extra.get("run")
-    if not isinstance(stored, Mapping):
+    state = extra.get("run")
+    if not isinstance(state, Mapping):
         raise ConfigError(
             expected(
                 "a checkpoint of a training run",
                 f"one with {sorted(extra)} beside the weights",
-                where=f"'{config.checkpoint_directory}', step {step}",
+                where=f"'{folder}', step {step}",
                 mend="Choose another run.directory",
             )
         )
-    return RunState(**{f.name: stored[f.name] for f in fields(RunState) if f.name in stored})
+    return StoredRun(
+        step=step,
+        state=RunState(**{f.name: state[f.name] for f in fields(RunState) if f.name in state}),
+        config=_mapping(extra.get("config")),
+        order=_mapping(extra.get("order")),
+        has_groups=has_groups,
+    )
 
 
-def _report_differences(
-    config: Config, order: Mapping[str, object], extra: Mapping[str, object]
+def _read_latest(folder: Path) -> tuple[int, dict[str, object], bool] | None:
+    """Return the latest step, the run's values in it, and whether it has parameter groups."""
+    step = checkpoint.latest_step(folder)
+    if step is None:
+        return None
+    with CheckpointReader(folder, step) as reader:
+        extra = reader.object("extra")
+        assert isinstance(extra, dict), "save() stores a dict"
+        return step, extra, GROUPS_KEY in reader.manifest.objects
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def restore(
+    config: Config, targets: Restorable, stored: StoredRun, *, order: Mapping[str, object]
 ) -> None:
-    stored, stored_order = extra.get("config"), extra.get("order")
-    if isinstance(stored, Mapping):
-        for line in differences(stored, config.to_dict()):
+    """Load the checkpoint that :func:`find_stored` has found; collective over all ranks.
+
+    Args:
+        config: The run.
+        targets: What to fill.
+        stored: The checkpoint.
+        order: What decides the order of samples, to be compared with the checkpoint's.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or of another model; nothing was changed.
+    """
+    checkpoint.load(
+        config.checkpoint_directory,
+        step=stored.step,
+        model=targets.model,
+        optimizer=targets.optimizer,
+        lr_scheduler=targets.learning_rate,
+        loss_scaler=targets.loss_scaler,
+        # States belong to parameters, however these are grouped.
+        ignore=[GROUPS_KEY] if _is_grouped_anew(config, stored) else [],
+        # A run that goes on in fp16 from another dtype begins with the first scale.
+        allow_missing=["loss_scaler"],
+    )
+    apply_hyperparameters(targets.optimizer, targets.model, config.optimizer, config.muon)
+    _report_differences(config, order, stored)
+
+
+def _is_grouped_anew(config: Config, stored: StoredRun) -> bool:
+    """Tell whether nothing but the grouping of parameters keeps an optimizer from going on.
+
+    Where the kind of optimizer changes, or which parameters Muon steps, the states themselves do
+    not fit; what the groups say then decides.
+    """
+    before, after = stored.config.get("optimizer"), config.to_dict()["optimizer"]
+    if not isinstance(before, Mapping) or not stored.has_groups:
+        return False
+    if _STATES_OF.get(before.get("kind", "")) != _STATES_OF[config.optimizer.kind]:
+        return False
+    matrices = _mapping(stored.config.get("muon")).get("adamw")
+    if config.optimizer.kind == "muon" and matrices != config.muon.adamw:
+        return False
+    return _grouping(before) != _grouping(after)
+
+
+def _grouping(section: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what decides which parameters share a group; the first pattern that fits counts."""
+    multipliers = list(_mapping(section.get("lr_multipliers")).items())
+    return bool(section.get("weight_decay")), section.get("decay_vectors"), multipliers
+
+
+def _report_differences(config: Config, order: Mapping[str, object], stored: StoredRun) -> None:
+    if stored.config:
+        for line in differences(stored.config, config.to_dict()):
             _LOGGER.info("differs from the checkpoint: %s", line)
-    if isinstance(stored_order, Mapping) and (changed := differences(stored_order, order)):
+    if stored.order and (changed := differences(stored.order, order)):
         _LOGGER.warning(
             "The order of samples is not the checkpoint's: some will be seen again, some not at "
             "all (%s). To train longer in one order, set data.num_samples to the longest run from "

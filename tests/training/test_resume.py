@@ -5,23 +5,34 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megafsdp import full_state_dict, full_tensor, fully_shard_model
-from megafsdp.checkpoint import directory, latest_step
+from megafsdp.checkpoint import directory, latest_step, save
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
 from megafsdp.training import Config, train
 from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.optimizers import build_optimizer
-from megafsdp.training.resume import Restorable, RunState, restore
+from megafsdp.training.resume import Restorable, RunState, find_stored, restore
 from megafsdp.training.step import StepResult
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
+
+
+def _restore(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> RunState:
+    """Load the run's latest checkpoint and return where it stands."""
+    rate = LearningRate(optimizer, Schedule.of(config), follows_checkpoint=False)
+    stored = find_stored(config)
+    assert stored is not None
+    restore(config, Restorable(model, optimizer, rate), stored, order={})
+    return stored.state
 
 
 def _restored(config: Config) -> tuple[RunState, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -29,8 +40,7 @@ def _restored(config: Config) -> tuple[RunState, dict[str, torch.Tensor], dict[s
     model_config = config.model.resolve()
     model = fully_shard_model(build_model(model_config, seed=99), unit_classes(model_config))
     optimizer = build_optimizer(model, config.optimizer)
-    rate = LearningRate(optimizer, Schedule.of(config), follows_checkpoint=False)
-    state = restore(config, Restorable(model, optimizer, rate), order={})
+    state = _restore(config, model, optimizer)
     moments = {
         name: full_tensor(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()
     }
@@ -176,8 +186,7 @@ def _restored_weight_decay(config: Config) -> float:
     model_config = config.model.resolve()
     model = fully_shard_model(build_model(model_config, seed=99), unit_classes(model_config))
     optimizer = build_optimizer(model, config.optimizer)
-    rate = LearningRate(optimizer, Schedule.of(config), follows_checkpoint=False)
-    restore(config, Restorable(model, optimizer, rate), order={})
+    _restore(config, model, optimizer)
     return optimizer.param_groups[0]["weight_decay"]
 
 
@@ -273,6 +282,100 @@ def test_multipliers_of_the_rate_are_the_configurations(tmp_path: Path) -> None:
     before, after = stored_tensors(first, 1), stored_tensors(first, 2)
     assert torch.equal(before[key], after[key])
     assert any(not torch.equal(before[k], after[k]) for k in before if k.startswith("model."))
+
+
+def _regrouped(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+    """Compare every restored state with the checkpoint's.
+
+    Returns:
+        The options of the restored groups, those of a fresh optimizer, and the number of states.
+    """
+    model_config = config.model.resolve()
+    model = fully_shard_model(build_model(model_config, seed=99), unit_classes(model_config))
+    optimizer, fresh = (build_optimizer(model, config.optimizer, config.muon) for _ in range(2))
+    _restore(config, model, optimizer)
+    stored = stored_tensors(config.checkpoint_directory, 2)
+    num_states = 0
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            whole = full_tensor(value) if value.ndim else value
+            assert torch.equal(whole, stored[f"optimizer.state.{name}.{key}"])
+            assert whole.any()
+            num_states += 1
+    options = [
+        [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in o.param_groups]
+        for o in (optimizer, fresh)
+    ]
+    return options[0], options[1], num_states
+
+
+_HALF = {"lr_multipliers": {"*embedding*": 0.5}}
+REGROUPED = {
+    "no decay": ({}, {"weight_decay": 0.0}),
+    "decay": ({"weight_decay": 0.0}, {}),
+    "decay of vectors": ({}, {"decay_vectors": True}),
+    "multiplier": ({}, _HALF),
+    "no multiplier": (_HALF, {}),
+    "another pattern": (_HALF, {"lr_multipliers": {"*linear_fc1*": 0.5}}),
+    "adam without decay": ({}, {"kind": "adam", "weight_decay": 0.0}),
+    "loop without decay": ({}, {"implementation": "loop", "weight_decay": 0.0}),
+    "sgd without decay": ({"kind": "sgd"}, {"kind": "sgd", "weight_decay": 0.0}),
+    "muon without decay": ({"kind": "muon"}, {"kind": "muon", "weight_decay": 0.0}),
+}
+
+
+@pytest.mark.parametrize("change", REGROUPED)
+def test_parameters_are_grouped_as_configured(ranks: Ranks, tmp_path: Path, change: str) -> None:
+    """Each parameter keeps its states, bit for bit, in whichever group it is."""
+    write_corpus(tmp_path)
+    before, after = REGROUPED[change]
+    num_ranks = 2 if change == "no decay" else 1
+    ranks(num_ranks).run(train, tiny(tmp_path, train={"steps": 2}, optimizer=before))
+    config = tiny(tmp_path, train={"steps": 3}, optimizer=after)
+    for restored, configured, num_states in ranks(num_ranks).run(_regrouped, config):
+        assert restored == configured
+        assert num_states > 10
+    assert ranks(num_ranks).run(train, config)[0].step == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"optimizer": {"kind": "sgd"}}),
+        ({"kind": "sgd"}, {"optimizer": {"kind": "adamw"}}),
+        ({}, {"optimizer": {"kind": "muon", "weight_decay": 0.0}}),
+        ({"kind": "muon"}, {"optimizer": {"kind": "adamw", "weight_decay": 0.0}}),
+        ({"kind": "muon"}, {"optimizer": {"kind": "muon"}, "muon": {"adamw": ["*"]}}),
+    ],
+)
+def test_states_of_another_optimizer_are_refused(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Whatever else changes: they would be lost without a word."""
+    write_corpus(tmp_path)
+    train(tiny(tmp_path, train={"steps": 1}, optimizer=before))
+    with pytest.raises(CheckpointError, match="group"):
+        train(tiny(tmp_path, train={"steps": 2}, **after))
+
+
+def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path: Path) -> None:
+    """Other groups are no reason to begin with empty moments."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, optimizer={"weight_decay": 0.0})
+    model = build_model(config.model.resolve(), seed=1)
+    save(
+        config.checkpoint_directory,
+        step=1,
+        model=model,
+        lr_scheduler=LearningRate(
+            torch.optim.SGD(model.parameters()), Schedule.of(config), follows_checkpoint=False
+        ),
+        extra={"run": asdict(RunState(step=1)), "config": tiny(tmp_path).to_dict()},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"missing in the checkpoint: optimizer\.param_groups"
+    ):
+        train(config)
 
 
 def test_another_order_of_samples_is_a_warning(
