@@ -154,7 +154,8 @@ class TrainSection:
     """Length and batch of the run.
 
     Attributes:
-        steps: Optimizer steps; null if samples is given.
+        steps: Optimizer steps, those before a resume included, whatever their batch was; null if
+            samples is given.
         samples: Samples to train on, instead of steps; an incomplete last batch is not trained.
         global_batch_size: Samples of one step over all ranks.
         micro_batch_size: Samples of one forward on one rank; null for a rank's whole share.
@@ -274,15 +275,27 @@ class Config:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of optimizer steps of the whole run."""
+        """Return the number of optimizer steps of a whole run of one batch size."""
         if self.train.steps is not None:
             return self.train.steps
         return (self.train.samples or 0) // self.train.global_batch_size
 
     @property
     def num_samples(self) -> int:
-        """Return the number of samples of the whole run."""
+        """Return the number of samples of a whole run of one batch size."""
         return self.num_steps * self.train.global_batch_size
+
+    def num_steps_left(self, *, step: int, consumed_samples: int) -> int:
+        """Return the number of steps that a run still takes.
+
+        Args:
+            step: Steps taken, whatever their batch was.
+            consumed_samples: Their samples.
+        """
+        if self.train.steps is not None:
+            return max(self.train.steps - step, 0)
+        num_samples_left = (self.train.samples or 0) - consumed_samples
+        return max(num_samples_left, 0) // self.train.global_batch_size
 
     @property
     def run_directory(self) -> Path:

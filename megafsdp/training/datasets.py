@@ -39,7 +39,11 @@ class Datasets:
 
 
 def build_datasets(
-    config: Config, *, vocab_size: int, tokenizer: Tokenizer | None = None
+    config: Config,
+    *,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    num_samples: int | None = None,
 ) -> Datasets:
     """Open the token files of a run and index their samples; local.
 
@@ -47,6 +51,7 @@ def build_datasets(
         config: The run.
         vocab_size: Rows of the model's embedding.
         tokenizer: What the run turns tokens into text with.
+        num_samples: Length of the run; None for that of a run of one batch size.
 
     Raises:
         DataError: A file is missing or damaged, has too few tokens, or tokens beyond the
@@ -58,7 +63,8 @@ def build_datasets(
     weights = data.weights
     if weights is None:
         weights = [float(o.sequence_lengths[p.start : p.stop].sum()) for o, p in train_parts]
-    num_samples = max(config.num_samples, data.num_samples or 0)
+    num_trained = config.num_samples if num_samples is None else num_samples
+    num_samples = max(num_trained, data.num_samples or 0)
     is_blend = len(train_parts) > 1
     needed = samples_per_dataset(weights, num_samples) if is_blend else [num_samples]
     train = [

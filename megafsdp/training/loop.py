@@ -109,8 +109,15 @@ class _Run:
         self.on_step = on_step
         torch.manual_seed(config.run.seed + world.rank)
         stored = find_stored(config)
+        self.state = RunState() if stored is None else stored.state
+        step, consumed_samples = self.state.step, self.state.consumed_samples
+        num_left = config.num_steps_left(step=step, consumed_samples=consumed_samples)
+        # Steps before a resume may have had another batch.
+        num_samples = consumed_samples + num_left * config.train.global_batch_size
+        self.saved_step = step
+        self.last_step = step + num_left
         model_config = config.model.resolve()
-        datasets, self.tokenizer = _read_data(config, model_config)
+        datasets, self.tokenizer = _read_data(config, model_config, num_samples)
         self.order = datasets.order
         self.loader = _loader(config, world, datasets.train)
         self.held_out: Loader | None = None
@@ -119,20 +126,17 @@ class _Run:
         self.model = _build_sharded(config, model_config, world)
         optimizer = build_optimizer(self.model, config.optimizer, config.muon)
         self.learning_rate = LearningRate(
-            optimizer, Schedule.of(config), follows_checkpoint=config.schedule.from_checkpoint
+            optimizer,
+            Schedule.of(config, num_samples=num_samples),
+            follows_checkpoint=config.schedule.from_checkpoint,
         )
         scaler = None
         if config.precision.param_dtype == "fp16":
             scaler = LossScaler(config.loss_scale.rule())
         self.restorable = Restorable(self.model, optimizer, self.learning_rate, scaler)
-        self.state = RunState()
         if stored is not None:
             restore(config, self.restorable, stored, order=datasets.order)
-            self.state = stored.state
-        self.first_step = self.saved_step = self.state.step
         self.pending: checkpoint.PendingSave | None = None
-        num_left = max(config.num_samples - self.state.consumed_samples, 0)
-        self.last_step = self.first_step + num_left // config.train.global_batch_size
         self.step = TrainStep(
             self.model,
             optimizer,
@@ -295,7 +299,9 @@ def _is_due(interval_steps: int | None, step: int) -> bool:
     return interval_steps is not None and step > 0 and step % interval_steps == 0
 
 
-def _read_data(config: Config, model_config: ModelConfig) -> tuple[Datasets, Tokenizer | None]:
+def _read_data(
+    config: Config, model_config: ModelConfig, num_samples: int
+) -> tuple[Datasets, Tokenizer | None]:
     """Open data and tokenizer; collective, as every rank raises if any cannot."""
 
     def read() -> tuple[Datasets, Tokenizer | None]:
@@ -304,7 +310,10 @@ def _read_data(config: Config, model_config: ModelConfig) -> tuple[Datasets, Tok
         vocab_size, prompt = model_config.vocab_size, config.evaluation.sample_prompt
         if tokenizer is not None and prompt is not None:
             check_prompt(tokenizer, prompt, vocab_size)
-        return build_datasets(config, vocab_size=vocab_size, tokenizer=tokenizer), tokenizer
+        datasets = build_datasets(
+            config, vocab_size=vocab_size, tokenizer=tokenizer, num_samples=num_samples
+        )
+        return datasets, tokenizer
 
     found, error = attempt(read)
     raise_together(error)

@@ -47,9 +47,15 @@ class Schedule:
     decay_shape: str
 
     @classmethod
-    def of(cls, config: Config) -> Schedule:
-        """Return the schedule of a configuration, its defaults filled in."""
-        section, total = config.schedule, config.num_samples
+    def of(cls, config: Config, *, num_samples: int | None = None) -> Schedule:
+        """Return the schedule of a configuration, its defaults filled in.
+
+        Args:
+            config: The run.
+            num_samples: Its length; None for that of a run of one batch size.
+        """
+        section = config.schedule
+        total = config.num_samples if num_samples is None else num_samples
         decay = section.decay_samples
         if section.kind == "wsd":
             left = max(total - section.warmup_samples, 0)

@@ -15,9 +15,10 @@ from torch import nn
 
 from megafsdp import full_state_dict, full_tensor, fully_shard_model
 from megafsdp.checkpoint import directory, latest_step, save
+from megafsdp.data import Loader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
-from megafsdp.training import Config, train
+from megafsdp.training import Config, RunSummary, train
 from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.resume import Restorable, RunState, find_stored, restore
@@ -320,6 +321,10 @@ REGROUPED = {
     "adam without decay": ({}, {"kind": "adam", "weight_decay": 0.0}),
     "loop without decay": ({}, {"implementation": "loop", "weight_decay": 0.0}),
     "sgd without decay": ({"kind": "sgd"}, {"kind": "sgd", "weight_decay": 0.0}),
+    "offloaded without decay": (
+        {"offload_fraction": 0.5},
+        {"offload_fraction": 0.5, "weight_decay": 0.0},
+    ),
     "muon without decay": ({"kind": "muon"}, {"kind": "muon", "weight_decay": 0.0}),
 }
 
@@ -376,6 +381,54 @@ def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"missing in the checkpoint: optimizer\.param_groups"
     ):
         train(config)
+
+
+def _seen_samples(config: Config) -> tuple[RunSummary, list[int]]:
+    """Train; return how it ended and the first sample of each step."""
+    starts: list[int] = []
+    plain = Loader.step_batch
+
+    def watched(loader: Loader, start: int) -> Any:
+        starts.append(start)
+        return plain(loader, start)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Loader, "step_batch", watched)
+        return train(config), starts
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "starts"),
+    [(12, 6, [48, 54, 60, 66]), (6, 12, [24, 36, 48, 60])],
+)
+def test_steps_count_whatever_their_batch_was(
+    tmp_path: Path, before: int, after: int, starts: list[int]
+) -> None:
+    """The run ends at the step asked for; data and learning rate reach to its last sample."""
+    # So few that the order of samples must be made for the right number of epochs.
+    write_corpus(tmp_path, num_documents=3)
+    data = {"validation": []}
+    first = {"steps": 4, "global_batch_size": before}
+    train(tiny(tmp_path, train=first, data=data, schedule={"warmup_samples": 0}))
+    second = {"steps": 8, "global_batch_size": after}
+    config = tiny(tmp_path, train=second, data=data, schedule={"warmup_samples": 0})
+    summary, seen = _seen_samples(config)
+    assert (summary.step, summary.consumed_samples) == (8, starts[-1] + after)
+    assert seen == starts
+    lr = [row["lr"] for row in rows(tmp_path)][4:]
+    assert lr[0] == 1e-2
+    assert lr[-1] == pytest.approx(1e-3)
+    assert lr[-2] > lr[-1]
+
+
+def test_samples_count_whatever_the_batch_was(tmp_path: Path) -> None:
+    """The last whole batch that fits is trained, counted from where the run went on."""
+    write_corpus(tmp_path)
+    data = {"validation": []}
+    train(tiny(tmp_path, train={"steps": 1, "global_batch_size": 6}, data=data))
+    section = {"steps": None, "samples": 54, "global_batch_size": 12}
+    summary = train(tiny(tmp_path, train=section, data=data))
+    assert (summary.step, summary.consumed_samples) == (5, 54)
 
 
 def test_another_order_of_samples_is_a_warning(
