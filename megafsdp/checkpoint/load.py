@@ -215,7 +215,7 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
     whole_of = wholes_by_part(state.fused_into) | wholes_by_part(manifest.fused_into)
     optimizer = None
     if targets.optimizer is not None:
-        optimizer = plan_optimizer_load(targets.optimizer, names, manifest)
+        optimizer = plan_optimizer_load(targets.optimizer, names, manifest, rules.is_ignored)
         tensors.update(optimizer.tensors)
         own.update(optimizer.own)
         whole_of.update(optimizer.whole_of)

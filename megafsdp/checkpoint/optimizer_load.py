@@ -50,6 +50,7 @@ class OptimizerLoad:
         tensors: Tensor to read into, by key; existing states are reused, others fresh.
         objects: Keys of stored non-tensor states.
         state: The new ``optimizer.state`` of each parameter: state name -> keys, one for each part.
+        left_alone: Names of states that are not stored and that the caller chose to keep.
         groups: Each parameter group with the stored hyperparameters it takes.
         whole_of: Key of a part -> key of the whole state.
         own: Keys that only some ranks load -> these ranks.
@@ -59,6 +60,7 @@ class OptimizerLoad:
     tensors: dict[str, Stored] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
     state: dict[nn.Parameter, dict[str, list[str]]] = field(default_factory=dict)
+    left_alone: dict[nn.Parameter, list[str]] = field(default_factory=dict)
     groups: list[tuple[dict, dict]] = field(default_factory=list)
     whole_of: dict[str, str] = field(default_factory=dict)
     own: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class OptimizerLoad:
         for parameter, keys_by_name in self.state.items():
             current = self.optimizer.state.get(parameter, {})
             loaded: dict[str, object] = {}
-            kept: dict[str, object] = {}
+            kept: dict[str, object] = {name: current[name] for name in self.left_alone[parameter]}
             for name, keys in keys_by_name.items():
                 taken = [key for key in keys if key not in skipped]
                 if taken:
@@ -93,7 +95,10 @@ class OptimizerLoad:
 
 
 def plan_optimizer_load(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], manifest: Manifest
+    optimizer: torch.optim.Optimizer,
+    names: dict[nn.Parameter, str],
+    manifest: Manifest,
+    is_ignored: Callable[[str], bool],
 ) -> OptimizerLoad:
     """Match stored states with an optimizer's parameters by name; allocates the missing states.
 
@@ -101,6 +106,7 @@ def plan_optimizer_load(
         optimizer: The optimizer to load into.
         names: Canonical names of the model's parameters.
         manifest: What is stored.
+        is_ignored: Tells which keys the caller chose to leave alone.
 
     Raises:
         CheckpointError: The optimizer holds parameters that are not the model's.
@@ -119,6 +125,11 @@ def plan_optimizer_load(
                 state_name: [state_key(part, state_name) for part in form.parts]
                 for state_name in state_names
             }
+            load.left_alone[parameter] = [
+                own
+                for own in optimizer.state.get(parameter, {})
+                if own not in state_names and _is_left_alone(own, form, is_ignored)
+            ]
             for state_name, keys in load.state[parameter].items():
                 if len(keys) > 1:
                     load.whole_of.update(dict.fromkeys(keys, state_key(form.name, state_name)))
@@ -130,6 +141,12 @@ def plan_optimizer_load(
                 state = _planned_state(load, state_name, parameter, group, form, manifest)
                 load.tensors.update(zip(keys, form.pieces(state), strict=True))
     return load
+
+
+def _is_left_alone(state_name: str, form: StoredForm, is_ignored: Callable[[str], bool]) -> bool:
+    """Tell whether a state is ignored by its parameter's name or by those of all parts."""
+    keys = [f"optimizer.state.{part}.{state_name}" for part in form.parts]
+    return is_ignored(f"optimizer.state.{form.name}.{state_name}") or all(map(is_ignored, keys))
 
 
 @torch.no_grad()

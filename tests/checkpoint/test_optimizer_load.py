@@ -251,6 +251,34 @@ def test_decay_is_what_torch_makes_of_it(
     assert differences(full_state(other, loaded), full_state(wanted, by_torch)) == []
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam])
+def test_states_that_are_ignored_stay_where_none_are_stored(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    """Of a parameter that was frozen in the saved run; those not ignored are dropped."""
+    model = _model(0)
+    model.vector.requires_grad_(False)
+    optimizer = kind(model.parameters(), lr=0.01)
+    model.matrix.grad = torch.ones(4, 3)
+    optimizer.step()
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = _model(1)
+    used = kind(other.parameters(), lr=0.01)
+    _step(other, used, range(3))
+    before = copy.deepcopy(used.state[other.vector])
+    load(tmp_path, model=other, optimizer=used, ignore=["vector.*"])
+    assert set(used.state) == {other.matrix, other.vector}
+    assert used.state[other.matrix]["step"] == 1
+    after = used.state[other.vector]
+    assert after.keys() == before.keys() and float(after["step"]) == 3
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    load(tmp_path, model=other, optimizer=used, ignore=["*.exp_avg"])
+    assert list(used.state[other.vector]) == ["exp_avg"] or kind is FusedAdam
+    assert torch.equal(used.state[other.vector]["exp_avg"], before["exp_avg"])
+    load(tmp_path, model=other, optimizer=used)
+    assert set(used.state) == {other.matrix}
+
+
 @pytest.mark.parametrize(
     ("saves", "loads", "option"),
     [

@@ -173,6 +173,24 @@ def test_dropped_states_of_plain_parameters_begin_at_zero(kind: str) -> None:
         assert torch.equal(optimizer.get_unscaled_state(weight, name), wanted)
 
 
+def test_a_load_that_leaves_the_model_alone_keeps_remainders(tmp_path: Path) -> None:
+    """The states alone are loaded: weights keep all of their bits."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 8, dtype=BF16)
+    optimizer = FusedAdam(model.parameters(), store_param_remainders=True)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model.weight.grad = torch.randn_like(model.weight)
+        optimizer.step()
+        if seed == 0:
+            save(tmp_path, step=1, model=model, optimizer=optimizer)
+    before = optimizer.canonical_weight(model.weight).clone()
+    assert not torch.equal(before, model.weight.float())
+    load(tmp_path, model=model, optimizer=optimizer, ignore=["model.*"])
+    assert float(optimizer.state[model.weight]["step"]) == 1
+    assert torch.equal(optimizer.canonical_weight(model.weight), before)
+
+
 def test_a_remainder_of_a_weight_that_was_replaced_makes_no_nan() -> None:
     """Zeros written into a parameter whose states were cleared stay within half of a bf16."""
     torch.manual_seed(0)
