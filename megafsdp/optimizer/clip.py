@@ -22,6 +22,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``; return the norm before.
 
@@ -34,6 +35,7 @@ def clip_grad_norm_(
         max_norm: The largest norm allowed.
         norm_type: Order of the norm, positive; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: Raise instead of scaling by a NaN or infinite norm.
+        foreach: Taken for torch's sake: kernels over many tensors are used in any case.
 
     Returns:
         The norm over all ranks, a 0-dim fp32 tensor, equal on all ranks.

@@ -130,3 +130,16 @@ def _counts_zeros_and_norms(strategy: str) -> None:
 def test_group_norms_and_zeros_count_every_element_once(ranks: Ranks, strategy: str) -> None:
     """Sharded, replicated, plain and missing gradients; gaps of flat buffers are nobody's zeros."""
     ranks(3).run(_counts_zeros_and_norms, strategy)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torchs_keywords_are_taken(foreach: bool | None) -> None:
+    """A call written for torch's function clips alike."""
+    both = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    for clip, parameter in zip(
+        (torch.nn.utils.clip_grad_norm_, clip_grad_norm_), both, strict=True
+    ):
+        parameter.grad = torch.full((4,), 3.0)
+        norm = clip([parameter], 1.0, norm_type=2.0, error_if_nonfinite=True, foreach=foreach)
+        assert norm.item() == 6.0
+    assert torch.equal(both[0].grad, both[1].grad)
