@@ -87,8 +87,11 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     Build an element-wise optimizer over them instead of ``model.parameters()``: the result is the
     same as long as every parameter of a group gets a gradient, one gets none only together with
     its group, or the update by a zero gradient is none. Weight decay, too, then holds for all of a
-    group alike. Clip with ``clip_grad_norm_(model, ...)``. The optimizer's states are those of this
-    mesh; an optimizer that is to be saved is built over ``model.parameters()``.
+    group alike. Clip with ``clip_grad_norm_(model, ...)``. Scale losses with
+    :class:`~megafsdp.optimizer.scaler.LossScaler`: ``torch.amp.GradScaler`` sees plain tensors, so
+    each rank would decide by itself whether to skip a step, and ranks would part. The optimizer's
+    states are those of this mesh; an optimizer that is to be saved is built over
+    ``model.parameters()``.
 
     Args:
         model: A module with units below it.

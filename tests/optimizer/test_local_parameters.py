@@ -8,9 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megafsdp import clip_grad_norm_, full_state_dict, local_parameters
+from megafsdp.optimizer.scale_rule import ScaleRule
+from megafsdp.optimizer.scaler import LossScaler
 from tests.fsdp.toy import Net, assert_same_parameters, batches, mine, pair, shard, train_both
 from tests.ranks import RankPool
 
@@ -94,3 +97,22 @@ def _follows_gradients() -> None:
 def test_the_flat_gradient_follows_those_of_the_parameters(ranks: Ranks) -> None:
     """Clipped, replaced, cleared one by one and all together."""
     ranks(1).run(_follows_gradients)
+
+
+def _skips_together(strategy: str) -> None:
+    net = shard(Net(), strategy=strategy)
+    flat = local_parameters(net)
+    optimizer = torch.optim.SGD(flat, lr=0.1)
+    scaler = LossScaler(ScaleRule.constant(4.0))
+    scaler.scale(net(*mine(batches(1)[0]))).backward()
+    before = [p.detach().clone() for p in flat]
+    if dist.get_rank() == 1:
+        flat[0].grad[:1] = float("inf")
+    assert not scaler.step(optimizer)
+    assert all(torch.equal(p, rows) for p, rows in zip(flat, before, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_loss_scaler_skips_a_step_on_all_ranks(ranks: Ranks, strategy: str) -> None:
+    """Also where the gradient that overflows is one rank's own."""
+    ranks(2).run(_skips_together, strategy)
