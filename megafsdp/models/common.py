@@ -147,8 +147,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim; the result has the dtype of ``x``."""
-        dtype, bias = self.weight.dtype, self.bias
-        bias = None if bias is None else bias.to(dtype)
+        dtype = self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
         out = F.layer_norm(x.to(dtype), self.normalized_shape, self.weight, bias, self.eps)
         return out.to(x.dtype)
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
-from megafsdp.optimizer.loaded_states import _FOREIGN_OPTIONS
+from megafsdp.optimizer.loaded_states import FOREIGN_OPTIONS
 from megafsdp.optimizer.state import is_scaled
 from megafsdp.optimizer.state_store import STATES
 
@@ -51,7 +51,7 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
         ValueError: A trainable parameter is wider than fp32, in which all steps are made; or an
             option is not built here.
     """
-    neutral = dict.fromkeys(_FOREIGN_OPTIONS, False) | {"decoupled_weight_decay": adam_w_mode}
+    neutral = dict.fromkeys(FOREIGN_OPTIONS, False) | {"decoupled_weight_decay": adam_w_mode}
     asked = {
         name: group[name] for name, value in neutral.items() if group.get(name, value) != value
     }

@@ -149,12 +149,11 @@ class FlatStates:
     def adopt_step(self, index: int, current: torch.Tensor | float | None) -> torch.Tensor:
         """Return a parameter's count of steps, 0-dim fp32, which takes over what there is, or 0."""
         own = self._shown_steps[index]
-        if current is own:
-            return own
-        if current is not None:
+        if current is None:
+            if (index, _STEP) in self._used:
+                own.zero_()
+        elif current is not own:
             own.copy_(torch.as_tensor(current))
-        elif (index, _STEP) in self._used:
-            own.zero_()
         self._used.add((index, _STEP))
         return own
 

@@ -247,8 +247,7 @@ class HybridDeviceOptimizer(FusedAdam):
             grads: Its main gradient, 1-D.
         """
         # Of replicated gradients, which are plain DTensors, changes cannot be told.
-        is_told = bucket.group.axes.is_sharded
-        if self.max_grad_norm is None or not self.overlap or not is_told:
+        if self.max_grad_norm is None or not self.overlap or not bucket.group.axes.is_sharded:
             return
         bucket.group.wait_for_step()
         speculates = self._host is None and self._ahead.wants_more(self.max_grad_norm)
@@ -275,7 +274,8 @@ class HybridDeviceOptimizer(FusedAdam):
         self._ahead.call_off(bucket)
 
     def _threads(self) -> HostThreads:
-        return HostThreads(torch.get_num_threads(), self.ftz, self._meter and self._meter.rate)
+        rate = self._meter.rate if self._meter is not None else None
+        return HostThreads(torch.get_num_threads(), self.ftz, rate)
 
     def _settle_fraction(self, meter: FractionMeter) -> None:
         """Bring what the host is too slow for back to the device; collective."""

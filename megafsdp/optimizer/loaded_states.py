@@ -16,7 +16,7 @@ from megafsdp.buffer.uneven import local_tensor
 from megafsdp.errors import expected
 
 # Options of torch's optimizers that change the arithmetic.
-_FOREIGN_OPTIONS = ("amsgrad", "maximize")
+FOREIGN_OPTIONS = ("amsgrad", "maximize")
 
 
 def packed_parameters(
@@ -39,7 +39,7 @@ def check_loaded_states(
             optimizer that made it is not built here.
     """
     for group in packed["param_groups"]:
-        for name in _FOREIGN_OPTIONS:
+        for name in FOREIGN_OPTIONS:
             if group.get(name, False):
                 raise ValueError(
                     expected(
