@@ -49,6 +49,8 @@ class HostOptimizer:
         options: Mapping[str, Any],
         parameters: Sequence[Sequence[torch.Tensor]],
     ) -> None:
+        self._options = dict(options)
+        self._shown: set[int] = set()
         self.plain: dict[int, torch.nn.Parameter] = {
             # Its own count of writes: what the worker writes must not be taken for a load.
             id(p): torch.nn.Parameter(local_tensor(p).data.view(-1))
@@ -78,12 +80,25 @@ class HostOptimizer:
         """Return a parameter's states, those of its shape like it; aliases."""
         plain = self.plain[id(parameter)]
         local = local_tensor(parameter)
+        self._shown.add(id(parameter))
         return {
             name: wrap_like(parameter, value.view(local.shape))
             if isinstance(value, torch.Tensor) and value.shape == plain.shape
             else value
             for name, value in self.optimizer.state.get(plain, {}).items()
         }
+
+    def begin_again(self, parameter: torch.Tensor) -> None:
+        """Drop a parameter's states if they were shown: its user has dropped what was shown."""
+        plain = self.plain[id(parameter)]
+        if id(parameter) not in self._shown or not self.optimizer.state.get(plain):
+            return
+        self._shown.discard(id(parameter))
+        del self.optimizer.state[plain]
+        # Some optimizers have states from the start.
+        fresh = type(self.optimizer)([plain], **self._options)
+        if plain in fresh.state:
+            self.optimizer.state[plain] = fresh.state[plain]
 
     def take_over(self, parameter: torch.Tensor, given: Mapping[str, Any]) -> None:
         """Replace a parameter's states by loaded ones, in the memory of those there are."""
@@ -114,6 +129,7 @@ class HostPlan(GroupPlan):
         self, parameters: list[torch.Tensor], store: StateStore, host: HostOptimizer
     ) -> None:
         super().__init__([p for p in parameters if not host.holds(p)], store)
+        self._host = host
         self._all = list(parameters)
         self.on_host = [p for p in parameters if host.holds(p)]
 
@@ -138,6 +154,8 @@ class HostPlan(GroupPlan):
             grad = getattr(parameter, attribute, None)
             if grad is not None:
                 check_grad(parameter, grad)
+                if not states_by_parameter.get(parameter):
+                    self._host.begin_again(parameter)
         return found
 
 

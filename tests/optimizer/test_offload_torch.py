@@ -176,3 +176,30 @@ def test_what_is_no_class_of_optimizers_is_refused(options: dict[str, Any]) -> N
     """The class itself must be given, and options only with it."""
     with pytest.raises(TypeError, match="cpu_optimizer_cls"):
         HybridDeviceOptimizer([torch.nn.Parameter(torch.zeros(2))], **options)
+
+
+def _begins_again(kind: str) -> None:
+    nets = [make_net(Case()) for _ in range(2)]
+    hybrid, other = (_hybrid(net, kind) for net in nets)
+    for seed in range(3):
+        backward(nets[0], seed)
+        hybrid.step()
+        hybrid.zero_grad()
+    hybrid.state.clear()
+    nets[1].load_state_dict(nets[0].state_dict())
+    for seed in (5, 6):
+        for net, optimizer in zip(nets, (hybrid, other), strict=True):
+            backward(net, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    for own, wanted in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert hybrid.state[own].keys() == other.state[wanted].keys()
+        for key, value in other.state[wanted].items():
+            assert torch.equal(local_tensor(hybrid.state[own][key]), local_tensor(value)), key
+        assert torch.equal(local_tensor(own.detach()), local_tensor(wanted.detach()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_that_were_cleared_begin_again_on_the_host(ranks: Ranks, kind: str) -> None:
+    """As the host's optimizer has them at first, not with what it kept."""
+    ranks(2).run(_begins_again, kind)
