@@ -93,7 +93,8 @@ class StateStore:
                 state[REMAINDER] = place[0].adopt(place[1], REMAINDER, current)
             else:
                 state[REMAINDER] = _by_itself(parameter, torch.int16, current)
-            self._remainders[parameter] = state[REMAINDER]
+            if place is None or state[REMAINDER] is not current:
+                self._remainders[parameter] = state[REMAINDER]
 
     def _remainder(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor | None:
         """Return a parameter's remainder; None if it never had one."""
