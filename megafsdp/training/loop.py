@@ -155,13 +155,7 @@ class _Run:
             flops_per_token=flops_per_token(model_config, config.data.sequence_length),
             num_devices=world.size,
         )
-        self.report = Report(
-            config,
-            world,
-            meter=self.meter,
-            state=self.state,
-            repeats_evaluation=self._is_complete or self._is_evaluation_due,
-        )
+        self.report = Report(config, world, meter=self.meter, state=self.state)
 
     @property
     def _is_complete(self) -> bool:

@@ -35,18 +35,9 @@ class Report:
         world: Its processes.
         meter: Times the steps.
         state: Where the run stands now; learns the identity of the run in W&B.
-        repeats_evaluation: True if the evaluation of the present step will be made again.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        *,
-        meter: Meter,
-        state: RunState,
-        repeats_evaluation: bool,
-    ) -> None:
+    def __init__(self, config: Config, world: World, *, meter: Meter, state: RunState) -> None:
         self._config = config
         self._world = world
         self._meter = meter
@@ -54,21 +45,16 @@ class Report:
         self._is_output_lost = False
         error = None
         if world.is_first:
-            self._trackers, error = attempt(lambda: self._open(state, repeats_evaluation))
+            self._trackers, error = attempt(lambda: self._open(state))
         raise_together(error)
         if self._trackers is not None:
             state.wandb_id = self._trackers.wandb_id
 
-    def _open(self, state: RunState, repeats_evaluation: bool) -> Trackers:
+    def _open(self, state: RunState) -> Trackers:
         folder = self._config.run_directory
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_FILE).write_text(to_yaml(self._config), encoding="utf-8")
-        return Trackers(
-            self._config,
-            last_step=state.step,
-            wandb_id=state.wandb_id,
-            repeats_evaluation=repeats_evaluation,
-        )
+        return Trackers(self._config, last_step=state.step, wandb_id=state.wandb_id)
 
     def close(self) -> None:
         """Close the trackers."""

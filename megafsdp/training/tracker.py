@@ -46,12 +46,15 @@ class JsonlTracker:
     Args:
         path: The file; its folder is there.
         last_step: Rows of later steps are cut off: the run starts again behind this step and will
-            write them anew. 0 starts a new file.
-        repeats_evaluation: Cut off the evaluation of ``last_step`` too.
+            write them anew. An evaluation of this very step takes the place of the one that is
+            there. 0 starts a new file.
     """
 
-    def __init__(self, path: Path, *, last_step: int, repeats_evaluation: bool = False) -> None:
-        self._truncate(path, last_step, repeats_evaluation)
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        self._path = path
+        self._last_step = last_step
+        if path.exists():
+            self._rewrite(self._kept())
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, row: Row) -> None:
@@ -60,31 +63,39 @@ class JsonlTracker:
             name: None if isinstance(v, float) and not math.isfinite(v) else v
             for name, v in row.items()
         }
-        self._file.write(json.dumps(spelt) + "\n")
-        self._file.flush()
+        line = json.dumps(spelt) + "\n"
+        if EVALUATION_KEY in row and row["step"] == self._last_step:
+            self._file.flush()
+            self._rewrite([*self._kept(with_last_evaluation=False), line])
+            before, self._file = self._file, self._path.open("a", encoding="utf-8")
+            before.close()
+        else:
+            self._file.write(line)
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    @staticmethod
-    def _truncate(path: Path, last_step: int, repeats_evaluation: bool) -> None:
-        if not path.exists():
-            return
+    def _kept(self, *, with_last_evaluation: bool = True) -> list[str]:
+        """Return the lines up to the last step."""
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
                 row = json.loads(line)
                 step, is_evaluation = int(row["step"]), EVALUATION_KEY in row
             except (ValueError, KeyError, TypeError):
                 # The last line of a run that was killed while it wrote.
                 continue
-            is_repeated = is_evaluation and repeats_evaluation and step == last_step
-            if step <= last_step and line.endswith("\n") and not is_repeated:
+            is_repeated = is_evaluation and step == self._last_step and not with_last_evaluation
+            if step <= self._last_step and line.endswith("\n") and not is_repeated:
                 kept.append(line)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        return kept
+
+    def _rewrite(self, lines: list[str]) -> None:
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        temporary.write_text("".join(lines), encoding="utf-8")
+        os.replace(temporary, self._path)
 
 
 class WandbTracker:
@@ -157,17 +168,12 @@ class Trackers:
         config: The run; its folder is there.
         last_step: Step that the run goes on from.
         wandb_id: Identity of the run in W&B, from a checkpoint.
-        repeats_evaluation: True if the evaluation of ``last_step`` will be logged again.
     """
 
-    def __init__(
-        self, config: Config, *, last_step: int, wandb_id: str | None, repeats_evaluation: bool
-    ) -> None:
+    def __init__(self, config: Config, *, last_step: int, wandb_id: str | None) -> None:
         folder = config.run_directory
         self.wandb_id = wandb_id
-        jsonl = JsonlTracker(
-            folder / METRICS_FILE, last_step=last_step, repeats_evaluation=repeats_evaluation
-        )
+        jsonl = JsonlTracker(folder / METRICS_FILE, last_step=last_step)
         self._trackers: list[Tracker] = [jsonl]
         self._failed: list[Tracker] = []
         if config.logging.tensorboard:

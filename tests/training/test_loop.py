@@ -72,6 +72,20 @@ def test_finished_run_is_evaluated_again(tmp_path: Path) -> None:
     assert len([row for row in rows(tmp_path) if "validation_loss" in row]) == 1
 
 
+def test_finished_run_keeps_the_evaluation_that_is_not_made_again(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Neither for want of held-out data nor because a signal ends it."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, train={"steps": 1})
+    ranks(2).run(train, config)
+    (evaluation,) = (row for row in rows(tmp_path) if "validation_loss" in row)
+    ranks(2).run(train, tiny(tmp_path, train={"steps": 1}, data={"validation": []}))
+    assert [row for row in rows(tmp_path) if "validation_loss" in row] == [evaluation]
+    assert ranks(2).run(_interrupted_evaluation, config)[0].evaluation is None
+    assert [row for row in rows(tmp_path) if "validation_loss" in row] == [evaluation]
+
+
 def test_checkpoints_follow_interval_and_retention(tmp_path: Path) -> None:
     """Every second step is saved, the newest two stay, and those that are to be kept."""
     write_corpus(tmp_path)

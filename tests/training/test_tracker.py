@@ -39,13 +39,18 @@ def test_rows_after_the_resumed_step_are_cut(metrics_path: Path) -> None:
     assert _steps(metrics_path) == [(1, "step"), (2, "step"), (2, "evaluation")]
 
 
-def test_evaluation_that_is_repeated_is_cut(metrics_path: Path) -> None:
-    """A finished run that is started again has its last evaluation once."""
-    tracker = JsonlTracker(metrics_path, last_step=4, repeats_evaluation=True)
+def test_evaluation_that_is_repeated_takes_the_place_of_the_first(metrics_path: Path) -> None:
+    """A finished run that is started again has its last evaluation once, and never none."""
+    steps = [(1, "step"), (2, "step"), (2, "evaluation"), (3, "step"), (4, "step")]
+    before = [*steps, (4, "evaluation")]
+    tracker = JsonlTracker(metrics_path, last_step=4)
+    assert _steps(metrics_path) == before
     tracker.log({"step": 4, "validation_loss": 1.5})
+    assert _steps(metrics_path) == before
+    assert json.loads(metrics_path.read_text().splitlines()[-1])["validation_loss"] == 1.5
+    tracker.log({"step": 5, "validation_loss": 1.25})
     tracker.close()
-    assert _steps(metrics_path)[-2:] == [(4, "step"), (4, "evaluation")]
-    assert len(_steps(metrics_path)) == 6
+    assert _steps(metrics_path) == [*before, (5, "evaluation")]
 
 
 def test_new_run_starts_a_new_file(metrics_path: Path) -> None:
@@ -73,10 +78,10 @@ def test_wandb_runs_offline_and_keeps_its_identity(
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = tiny(tmp_path, logging={"wandb": True})
     config.run_directory.mkdir()
-    first = Trackers(config, last_step=0, wandb_id=None, repeats_evaluation=False)
+    first = Trackers(config, last_step=0, wandb_id=None)
     first.log({"step": 1, "loss": 2.0})
     first.close()
-    again = Trackers(config, last_step=1, wandb_id=first.wandb_id, repeats_evaluation=False)
+    again = Trackers(config, last_step=1, wandb_id=first.wandb_id)
     again.close()
     assert first.wandb_id
     assert again.wandb_id == first.wandb_id
@@ -91,7 +96,7 @@ def test_tensorboard_gets_scalars(tmp_path: Path) -> None:
 
     config = tiny(tmp_path, logging={"tensorboard": True})
     config.run_directory.mkdir()
-    trackers = Trackers(config, last_step=0, wandb_id=None, repeats_evaluation=False)
+    trackers = Trackers(config, last_step=0, wandb_id=None)
     trackers.log({"step": 3, "loss": 2.5, "mfu": None})
     trackers.close()
     events = EventAccumulator(str(config.run_directory / "tensorboard")).Reload()
@@ -117,7 +122,7 @@ def test_a_tracker_that_fails_leaves_the_others_their_rows(
     pytest.importorskip("tensorboard")
     config = tiny(tmp_path, logging={"tensorboard": True})
     config.run_directory.mkdir()
-    trackers = Trackers(config, last_step=0, wandb_id=None, repeats_evaluation=False)
+    trackers = Trackers(config, last_step=0, wandb_id=None)
 
     def fail(*unused: object) -> None:
         raise OSError("no space left")
