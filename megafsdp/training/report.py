@@ -120,17 +120,16 @@ class Report:
 
     def end(self, *, is_finished: bool) -> None:
         """Say how the run ended and which command goes on with it."""
-        config, size = self._config, self._world.size
+        config, world = self._config, self._world
         words = ["-m", "megafsdp", "train", "--config", str(config.run_directory / CONFIG_FILE)]
-        if size > 1:
-            words = [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={size}",
-                *words,
-            ]
+        is_one_machine = world.size == world.local_size
+        if world.size > 1:
+            num_machines = world.size // world.local_size
+            machines = "--standalone" if is_one_machine else f"--nnodes={num_machines}"
+            ranks = f"--nproc-per-node={world.local_size}"
+            words = ["-m", "torch.distributed.run", machines, ranks, *words]
         python = min(sys.executable, os.path.relpath(sys.executable), key=len)
         command = shlex.join([python, *words])
         state = "finished; evaluate again" if is_finished else "stopped; resume"
-        self.say(f"{state} with: {command}")
+        where = "" if is_one_machine else " on every machine, its rendezvous options added,"
+        self.say(f"{state}{where} with: {command}")

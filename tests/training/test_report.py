@@ -1,0 +1,52 @@
+"""What the first rank prints about a run as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafsdp.training.metrics import Meter
+from megafsdp.training.report import Report
+from megafsdp.training.resume import RunState
+from megafsdp.training.world import World
+from tests.training.runs import tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("world", "launcher", "where"),
+    [
+        (World(0, 1, 0, 1, CPU), "", ""),
+        (
+            World(0, 8, 0, 8, CPU),
+            "-m torch.distributed.run --standalone --nproc-per-node=8 ",
+            "",
+        ),
+        (
+            World(0, 16, 0, 8, CPU),
+            "-m torch.distributed.run --nnodes=2 --nproc-per-node=8 ",
+            " on every machine, its rendezvous options added,",
+        ),
+        (
+            World(0, 2, 0, 1, CPU),
+            "-m torch.distributed.run --nnodes=2 --nproc-per-node=1 ",
+            " on every machine, its rendezvous options added,",
+        ),
+    ],
+)
+def test_last_line_names_the_command_for_these_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], world: World, launcher: str, where: str
+) -> None:
+    """It starts as many ranks on each machine as there were."""
+    config = tiny(tmp_path)
+    meter = Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=world.size)
+    report = Report(config, world, meter=meter, state=RunState())
+    report.end(is_finished=False)
+    report.close()
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"stopped; resume{where} with: ")
+    command = f"{launcher}-m megafsdp train --config {config.run_directory}/config.yaml\n"
+    assert printed.partition(" with: ")[2].partition(" ")[2] == command
