@@ -8,7 +8,6 @@ so.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import nn
 
 from megafsdp import checkpoint
 from megafsdp.checkpoint.agreement import on_rank_zero
+from megafsdp.checkpoint.directory import TRACKER_FILE, temporary_beside
 from megafsdp.checkpoint.optimizer_load import GROUPS_KEY
 from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError, expected
@@ -139,8 +139,9 @@ def require_writable(config: Config) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Of the names that the next save removes, should this process end in between.
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-") as probe:
-                probe.write(b"0")
+            probe = temporary_beside(folder / TRACKER_FILE)
+            probe.write_bytes(b"0")
+            probe.unlink()
         except OSError as error:
             raise CheckpointError(
                 expected(

@@ -6,7 +6,6 @@ Only the first rank has trackers. A row is a flat dict of numbers with its ``ste
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import logging
 import math
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config import Config
+from megafsdp.training.doctor import is_installed
 
 if TYPE_CHECKING:
     import wandb
@@ -222,7 +222,7 @@ def check_trackers(config: Config) -> None:
         ("wandb", config.logging.wandb),
         ("tensorboard", config.logging.tensorboard),
     ):
-        if is_wanted and importlib.util.find_spec(package) is None:
+        if is_wanted and not is_installed(package):
             raise ConfigError(
                 expected(
                     f"the package {package}",
