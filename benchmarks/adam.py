@@ -2,8 +2,9 @@
 
 Three jobs: the bare update in fp32; all that a step does in mixed precision, from bf16 gradients
 with a scale to a bf16 copy; and the same with zero gradients and subnormal first moments in one row
-of twenty, as rare tokens and idle experts leave them. On a CPU our own step out of place takes part
-in the latter two; so do DeepSpeed's CPUAdam and a loop in numba, in all, if they are installed.
+of twenty, as rare tokens and idle experts leave them. In the latter two our kernel also takes part
+with weights kept as bf16 and int16 remainders, whose bf16 half is the copy, and on a CPU out of
+place. There DeepSpeed's CPUAdam and a loop in numba take part in all, if they are installed.
 Sides take turns in every repeat. Achieved bytes a second stand beside those of a probe: on a CPU a
 pass that reads and writes one array in place, on a GPU a copy from one array to another.
 """
@@ -25,6 +26,7 @@ from megafsdp._native import require_native_module, why_cuda_missing
 from megafsdp.optimizer.cuda_kernels import usable_module
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamBuffers, adam_step
+from megafsdp.optimizer.reference import fp32_to_halves, halves_to_fp32
 
 _HYPER = AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1)
 _GRAD_SCALE = 0.3
@@ -33,10 +35,13 @@ _CHECKED_STEPS = 3
 _QUEUEING_CYCLES = 2_000_000
 _PROBE = "probe"
 _APART = "out of place"
+_IN_HALVES = "remainders"
 _JOBS = ("fp32", "bf16 to bf16", "subnormal")
 _CHECKED_NUMEL = 1 << 20
-# fp32 weights and moments read and written, gradients read; both halves of bf16 where those are.
-_BYTES_PER_ELEMENT = {"fp32": 28, "bf16 to bf16": 28, "subnormal": 28, _PROBE: 8}
+# fp32 weights and moments read and written, gradients read; or two bytes read of bf16 gradients and
+# two written of a bf16 copy, which weights in halves do not need.
+_BYTES_PER_ELEMENT = {_PROBE: 8, _IN_HALVES: 26}
+_USUAL_BYTES_PER_ELEMENT = 28
 # torch's foreach, and fused on a GPU, compute in another order: a few roundings of 2**-24 a step,
 # relative to weights and steps.
 _OTHER_ORDER_TOLERANCE = _CHECKED_STEPS * 2.0**-22
@@ -75,6 +80,35 @@ class Ours:
         buffers = self.turns[self.num_steps % 2]
         self.num_steps += 1
         adam_step(buffers, _HYPER, step=self.num_steps, grad_scale=self.grad_scale)
+
+
+class InHalves:
+    """A flat buffer under the kernel, its fp32 weights kept as bf16 values and int16 remainders.
+
+    The bf16 values are the copy that compute reads; of two equally near a weight they are the one
+    further from zero.
+    """
+
+    copy_out = None
+
+    def __init__(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        """Take the weights apart; moments begin at zero."""
+        high, remainder = fp32_to_halves(weight)
+        exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
+        self.buffers = AdamBuffers(high, grad, exp_avg, exp_avg_sq, remainder)
+        self.exp_avg = exp_avg
+        self.num_steps = 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Return the weights in fp32, joined."""
+        assert self.buffers.remainder is not None, "the weights are in halves"
+        return halves_to_fp32(self.buffers.weight, self.buffers.remainder)
+
+    def step(self) -> None:
+        """Run one step."""
+        self.num_steps += 1
+        adam_step(self.buffers, _HYPER, step=self.num_steps, grad_scale=_GRAD_SCALE)
 
 
 class Torch:
@@ -116,7 +150,7 @@ class Torch:
             self.copy_out.copy_(self.weight)
 
 
-Side = Ours | Torch | Rival
+Side = Ours | InHalves | Torch | Rival
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,6 +212,8 @@ def _sides(job: str, numel: int, device: torch.device) -> dict[str, Side]:
         "fused": Torch(weight, grad, has_copy, is_fused=True),
         "foreach": Torch(weight, grad, has_copy, is_fused=False),
     }
+    if has_copy:
+        sides[_IN_HALVES] = InHalves(weight, grad)
     if device.type == "cpu":
         if has_copy:
             sides[_APART] = Ours(weight, grad, has_copy, is_apart=True)
@@ -195,17 +231,8 @@ def _idle_rows(values: torch.Tensor) -> torch.Tensor:
 def _check(numel: int, device: torch.device) -> None:
     for job in ("fp32", "bf16 to bf16"):
         sides = _sides(job, numel, torch.device("cpu"))
-        ours = sides["megafsdp"]
-        equal = {"torch's fused AdamW": sides["fused"]}
-        if _APART in sides:
-            equal["our step out of place"] = sides[_APART]
-        ours_or_equal = ("megafsdp", "fused", _APART)
-        others = {name: side for name, side in sides.items() if name not in ours_or_equal}
-        near = {f"{name}'s Adam": side for name, side in others.items()}
-        if device.type == "cuda":
-            there = _sides(job, numel, device)
-            equal["our kernel on the GPU"] = there["megafsdp"]
-            near |= {f"torch's {name} AdamW there": there[name] for name in ("fused", "foreach")}
+        there = _sides(job, numel, device) if device.type == "cuda" else {}
+        ours, equal, near = sides["megafsdp"], _equal_sides(sides, there), _near_sides(sides, there)
         start = ours.weight.clone()
         for side in (ours, *equal.values(), *near.values()):
             for _ in range(_CHECKED_STEPS):
@@ -219,6 +246,26 @@ def _check(numel: int, device: torch.device) -> None:
         tolerance = _OTHER_ORDER_TOLERANCE * start.abs().max().item()
         for name, side in near.items():
             _check_weights(f"{job}: weights differ from those of {name}", ours, side, tolerance)
+
+
+def _equal_sides(sides: dict[str, Side], there: dict[str, Side]) -> dict[str, Side]:
+    """Return what must have our bits, by what messages call it; ``there`` is on the GPU."""
+    found = {
+        "torch's fused AdamW": sides["fused"],
+        "our step out of place": sides.get(_APART),
+        "our step of weights in halves": sides.get(_IN_HALVES),
+        "our kernel on the GPU": there.get("megafsdp"),
+        "our kernel on the GPU of weights in halves": there.get(_IN_HALVES),
+    }
+    return {name: side for name, side in found.items() if side is not None}
+
+
+def _near_sides(sides: dict[str, Side], there: dict[str, Side]) -> dict[str, Side]:
+    """Return what computes in another order, by what messages call it."""
+    others = (name for name in sides if name not in ("megafsdp", "fused", _APART, _IN_HALVES))
+    near = {f"{name}'s Adam": sides[name] for name in others}
+    torchs = (name for name in ("fused", "foreach") if name in there)
+    return near | {f"torch's {name} AdamW there": there[name] for name in torchs}
 
 
 def _check_weights(failure: str, left: Side, right: Side, tolerance: float) -> None:
@@ -247,7 +294,7 @@ def _measure(numel: int, repeats: int, device: torch.device) -> dict[str, object
                 time_ms = _time_ms(call, device)
                 if repeat >= _WARM_UP_REPEATS:
                     times_ms[name].append(time_ms)
-        results[job] = _summary(job, numel, times_ms)
+        results[job] = _summary(numel, times_ms)
     dense, sparse = (results[job]["ms"] for job in ("bf16 to bf16", "subnormal"))
     results["subnormal"]["ratio_to_dense"] = {
         name: sparse[name]["median"] / dense[name]["median"] for name in dense if name != _PROBE
@@ -272,20 +319,22 @@ def _time_ms(call: Callable[[], object], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start_s)
 
 
-def _summary(job: str, numel: int, times_ms: dict[str, list[float]]) -> dict[str, Any]:
-    def gigabytes_a_second(name: str, kind: str) -> float:
-        return _BYTES_PER_ELEMENT[kind] * numel / statistics.median(times_ms[name]) / 1e6
-
+def _summary(numel: int, times_ms: dict[str, list[float]]) -> dict[str, Any]:
+    medians = {name: statistics.median(times) for name, times in times_ms.items()}
+    nbytes = {name: _BYTES_PER_ELEMENT.get(name, _USUAL_BYTES_PER_ELEMENT) for name in times_ms}
+    achieved = {name: nbytes[name] * numel / medians[name] / 1e6 for name in times_ms}
+    probe = achieved.pop(_PROBE)
     ours = times_ms["megafsdp"]
-    others = [name for name in times_ms if name not in ("megafsdp", _PROBE)]
-    probe = gigabytes_a_second(_PROBE, _PROBE)
-    achieved = {name: gigabytes_a_second(name, job) for name in times_ms if name != _PROBE}
+    others = [name for name in achieved if name != "megafsdp"]
+    rivals = [name for name in others if name not in (_APART, _IN_HALVES)]
+    in_halves_ms = medians.get(_IN_HALVES)
     # Bytes a second are those of one pass; a side that makes several moves more than they say.
     return {
         "ms": {name: spread(times) for name, times in times_ms.items()},
-        "ratio": {
-            name: statistics.median(ours) / statistics.median(times_ms[name]) for name in others
-        },
+        "ratio": {name: medians["megafsdp"] / medians[name] for name in others},
+        "ratio_of_remainders": (
+            {name: in_halves_ms / medians[name] for name in rivals} if in_halves_ms else {}
+        ),
         "ratio_range": {
             name: [f(a / b for a, b in zip(ours, times_ms[name], strict=True)) for f in (min, max)]
             for name in others
@@ -298,13 +347,18 @@ def _summary(job: str, numel: int, times_ms: dict[str, list[float]]) -> dict[str
 
 def describe(results: dict[str, object]) -> str:
     """Return the results as lines for people."""
-    lines = [f"Adam on {str(results['device']).upper()}: ms, and ours over theirs"]
+    lines = [
+        f"Adam on {str(results['device']).upper()}: ms, and ours over theirs, of fp32 weights and "
+        "of weights in halves"
+    ]
     for name, jobs in results.items():
         if not isinstance(jobs, dict):
             continue
         for job, case in jobs.items():
+            in_halves = case["ratio_of_remainders"]
             others = ", ".join(
-                f"{other} {case['ms'][other]['median']:.1f} ({ratio:.3f})"
+                f"{other} {case['ms'][other]['median']:.1f} ({ratio:.3f}"
+                + (f", {in_halves[other]:.3f})" if other in in_halves else ")")
                 for other, ratio in case["ratio"].items()
             )
             idle = case.get("ratio_to_dense", {}).get("megafsdp")

@@ -13,11 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megafsdp.device.host_memory import keep_freed_memory
+
 
 def launch(function: Callable[..., object], *args: object, num_ranks: int) -> object:
     """Run ``function(*args)`` on ranks of a fresh process group, one thread each.
 
-    NCCL with one rank a GPU if there are enough GPUs, else gloo on the CPU.
+    NCCL with one rank a GPU if there are enough GPUs, else gloo on the CPU; there the C library
+    keeps freed memory, as in training, so that no side's time depends on what lies at the end of
+    the heap.
 
     Args:
         function: A module-level function.
@@ -59,6 +63,8 @@ def _run_rank(
     is_cuda = device_type(num_ranks) == "cuda"
     if is_cuda:
         torch.cuda.set_device(rank)
+    else:
+        keep_freed_memory()
     store = f"file://{directory}/store"
     backend = "nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks)

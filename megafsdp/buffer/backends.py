@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend of each device type that a group serves."""
-    return dict(item.split(":") for item in dist.get_backend_config(group).split(","))
+    return _parse(dist.get_backend_config(group))
+
+
+@functools.cache
+def _parse(config: str) -> dict[str, str]:
+    # Every collective asks: cpu:gloo,cuda:nccl and the like.
+    return dict(item.split(":") for item in config.split(","))
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -39,7 +39,16 @@ class DBuffer:
     The storage is allocated on construction; its content is undefined.
     """
 
-    __slots__ = ("__weakref__", "_full_views", "_gaps", "layout", "residence", "shard", "storage")
+    __slots__ = (
+        "__weakref__",
+        "_full_views",
+        "_gaps",
+        "_pieces",
+        "layout",
+        "residence",
+        "shard",
+        "storage",
+    )
 
     def __init__(
         self,
@@ -63,6 +72,7 @@ class DBuffer:
         # Views outlive the release of the storage: made at the first use, once.
         self._full_views: list[torch.Tensor] | None = None
         self._gaps: list[torch.Tensor] | None = None
+        self._pieces: list[torch.Tensor] | None = None
 
     @property
     def flat(self) -> torch.Tensor:
@@ -73,7 +83,8 @@ class DBuffer:
         """Let the memory of two buffers that are alike change places; views stay where it was."""
         assert self.flat.shape == other.flat.shape, "the buffers are alike"
         self.storage, other.storage = other.storage, self.storage
-        self._full_views = self._gaps = other._full_views = other._gaps = None
+        for buffer in (self, other):
+            buffer._full_views = buffer._gaps = buffer._pieces = None
 
     def tensor(self, index: int) -> torch.Tensor:
         """Return the 1-D view of what this rank holds of tensor ``index``; empty if nothing."""
@@ -93,13 +104,16 @@ class DBuffer:
 
     def pieces(self) -> list[torch.Tensor]:
         """Return the 1-D view of each sub-buffer."""
-        layout = self.layout
-        if self.residence is Residence.SHARD:
-            return [self.flat.narrow(0, s.local_offset, s.shard_numel) for s in layout.sub_buffers]
-        return [
-            self.flat.narrow(0, s.gathered_offset, s.shard_numel * layout.num_shards)
-            for s in layout.sub_buffers
-        ]
+        if self._pieces is None:
+            layout, is_shard = self.layout, self.residence is Residence.SHARD
+            factor = 1 if is_shard else layout.num_shards
+            self._pieces = [
+                self.flat.narrow(
+                    0, s.local_offset if is_shard else s.gathered_offset, factor * s.shard_numel
+                )
+                for s in layout.sub_buffers
+            ]
+        return self._pieces
 
     def zero_gaps(self) -> None:
         """Zero the elements that belong to no tensor."""

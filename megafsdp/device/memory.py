@@ -12,7 +12,6 @@ which reads elements nobody wrote is found by its result.
 from __future__ import annotations
 
 import os
-import weakref
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -75,10 +74,12 @@ class ByteLedger:
         """Count bytes that became alive."""
         if self._parent is not None:
             self._parent.debit(category, nbytes)
-        self.live[category] += nbytes
-        self.num_live[category] += 1
-        self.peak[category] = max(self.peak[category], self.live[category])
-        self.peak_num_live[category] = max(self.peak_num_live[category], self.num_live[category])
+        self.live[category] = live = self.live[category] + nbytes
+        self.num_live[category] = num_live = self.num_live[category] + 1
+        if live > self.peak[category]:
+            self.peak[category] = live
+        if num_live > self.peak_num_live[category]:
+            self.peak_num_live[category] = num_live
         self.peak_total = max(self.peak_total, self.total)
 
     def credit(self, category: Category, nbytes: int) -> None:
@@ -115,9 +116,13 @@ class FlatStorage:
     The storage is allocated on construction, uninitialised, on the current stream. On CUDA it must
     be released on the stream that allocated it (the caching allocator reuses memory in stream
     order).
+
+    Attributes:
+        tensor: The flat tensor.
+        is_allocated: Whether the memory is there.
     """
 
-    __slots__ = ("__weakref__", "_category", "_finalizer", "_ledger", "_nbytes", "tensor")
+    __slots__ = ("__weakref__", "_category", "_ledger", "_nbytes", "is_allocated", "tensor")
 
     def __init__(
         self,
@@ -129,6 +134,7 @@ class FlatStorage:
         category: Category,
         memory: torch.Tensor | None = None,
     ) -> None:
+        self.is_allocated = False
         if memory is None:
             # A tensor made in inference mode could never be written outside of it.
             with torch.inference_mode(False):
@@ -137,13 +143,12 @@ class FlatStorage:
         self._nbytes = memory.nbytes
         self._ledger = ledger
         self._category = category
-        self._finalizer: weakref.finalize[[Category, int], FlatStorage] | None = None
         self._count_allocation()
 
-    @property
-    def is_allocated(self) -> bool:
-        """Tell whether the memory is there."""
-        return self._finalizer is not None
+    def __del__(self) -> None:
+        """Count the memory as freed: the tensor goes with its last view."""
+        if self.is_allocated:
+            self._ledger.credit(self._category, self._nbytes)
 
     def allocate(self) -> None:
         """Give the storage its memory back, uninitialised; nothing happens if it has it."""
@@ -153,15 +158,14 @@ class FlatStorage:
 
     def release(self) -> None:
         """Free the memory; views stay aliases and must not be read until :meth:`allocate`."""
-        if self._finalizer is not None:
-            self._finalizer()
-            self._finalizer = None
+        if self.is_allocated:
+            self.is_allocated = False
+            self._ledger.credit(self._category, self._nbytes)
             self.tensor.untyped_storage().resize_(0)
 
     def _count_allocation(self) -> None:
         self._ledger.debit(self._category, self._nbytes)
-        self._finalizer = weakref.finalize(self, self._ledger.credit, self._category, self._nbytes)
-        self._finalizer.atexit = False
+        self.is_allocated = True
         if os.environ.get(_POISON_VARIABLE) == "1":
             poison(self.tensor)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megafsdp.buffer.collectives import barrier
+from megafsdp.device.host_memory import keep_freed_memory
 from megafsdp.errors import ConfigError, expected
 
 
@@ -74,12 +75,15 @@ def process_group(world: World, *, timeout_s: float) -> Iterator[None]:
 
     Collective over all ranks on entry, and on exit without an error. On CPU with several ranks a
     machine each gets one thread, unless OMP_NUM_THREADS is set: threads of ranks that share cores
-    slow each other down many times over.
+    slow each other down many times over. There glibc keeps freed memory, unless its own variables
+    are set.
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    elif world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    else:
+        keep_freed_memory()
+        if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
     if dist.is_initialized():
         yield
         return

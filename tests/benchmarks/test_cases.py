@@ -159,6 +159,7 @@ def test_adam_is_timed_against_torch(
         assert 0 < low <= high
         assert case["ms"]["numba"]["median"] > 0
     assert jobs["bf16 to bf16"]["ratio"]["out of place"] > 0
+    assert jobs["bf16 to bf16"]["ratio_of_remainders"]["fused"] > 0
     assert jobs["subnormal"]["ratio_to_dense"]["megafsdp"] > 0
     monkeypatch.setattr(adam, "_HYPER", AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1, adam_w_mode=False))
     with pytest.raises(CheckError, match="differ from those of torch's fused AdamW by"):

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from megafsdp.device.host_memory import HostArena, aligned_nbytes, host_bytes
+
+# Prints the answer, and the page faults of blocks that are freed at once, each larger than any
+# before: glibc by itself maps every one of them afresh.
+_FAULTS = """
+import resource, sys, torch
+from megafsdp.device.host_memory import keep_freed_memory
+
+torch.set_num_threads(1)
+answer = "--keep" in sys.argv and keep_freed_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for mebibytes in range(1, 25):
+    torch.ones(mebibytes << 18)
+print(answer, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
 
 def test_tensors_of_an_arena_lie_side_by_side() -> None:
@@ -29,3 +49,26 @@ def test_no_bytes_are_an_empty_tensor() -> None:
         memory = host_bytes(8, is_pinned=False)
     memory.fill_(1)
     assert not memory.is_inference()
+
+
+def _answer_and_faults(*options: str, **variables: str) -> tuple[str, int]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    answer, faults = subprocess.run(
+        [sys.executable, "-c", _FAULTS, *options],
+        env=kept | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return answer, int(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_kept_for_the_next_allocation() -> None:
+    """Without it each block faults in afresh; the environment's settings win."""
+    pages_of_all, pages_of_largest = (mebibytes << 8 for mebibytes in (sum(range(1, 25)), 24))
+    answer, faults = _answer_and_faults()
+    assert answer == "False" and faults > 0.9 * pages_of_all
+    answer, faults = _answer_and_faults("--keep")
+    assert answer == "True" and faults < 2 * pages_of_largest
+    assert _answer_and_faults("--keep", MALLOC_TRIM_THRESHOLD_="0")[0] == "False"
