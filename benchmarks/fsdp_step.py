@@ -86,7 +86,7 @@ class Side:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the case."""
     parser.add_argument("--ranks", type=int, default=0, help="0: two, or one on a single GPU")
-    parser.add_argument("--repeats", type=int, default=10, help="blocks a side after warm-up")
+    parser.add_argument("--repeats", type=int, default=20, help="blocks a side after warm-up")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 24])
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 64])
     parser.add_argument("--sequence", type=int, default=128)
