@@ -279,27 +279,30 @@ def _check_weights(failure: str, left: Side, right: Side, tolerance: float) -> N
 
 
 def _measure(numel: int, repeats: int, device: torch.device) -> dict[str, object]:
-    array = torch.ones(numel, device=device)
-    other = torch.ones_like(array) if device.type == "cuda" else None
-    results: dict[str, dict[str, Any]] = {}
-    for job in _JOBS:
-        sides = _sides(job, numel, device)
-        calls: dict[str, Callable[[], object]] = {n: side.step for n, side in sides.items()}
-        calls[_PROBE] = (lambda: array.mul_(1.0)) if other is None else (lambda: other.copy_(array))
-        times_ms: dict[str, list[float]] = {name: [] for name in calls}
-        for repeat in range(_WARM_UP_REPEATS + repeats):
-            for name, call in calls.items():
-                if job == "subnormal" and name != _PROBE:
-                    _idle_rows(sides[name].exp_avg).fill_(2.0**-130)
-                time_ms = _time_ms(call, device)
-                if repeat >= _WARM_UP_REPEATS:
-                    times_ms[name].append(time_ms)
-        results[job] = _summary(numel, times_ms)
+    results = {job: _summary(numel, _times_ms(job, numel, repeats, device)) for job in _JOBS}
     dense, sparse = (results[job]["ms"] for job in ("bf16 to bf16", "subnormal"))
     results["subnormal"]["ratio_to_dense"] = {
         name: sparse[name]["median"] / dense[name]["median"] for name in dense if name != _PROBE
     }
-    return results
+    return dict(results)
+
+
+def _times_ms(job: str, numel: int, repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the times of all sides of one job, whose memory, gigabytes, goes with the call."""
+    array = torch.ones(numel, device=device)
+    other = torch.ones_like(array) if device.type == "cuda" else None
+    sides = _sides(job, numel, device)
+    calls: dict[str, Callable[[], object]] = {n: side.step for n, side in sides.items()}
+    calls[_PROBE] = (lambda: array.mul_(1.0)) if other is None else (lambda: other.copy_(array))
+    times_ms: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(_WARM_UP_REPEATS + repeats):
+        for name, call in calls.items():
+            if job == "subnormal" and name != _PROBE:
+                _idle_rows(sides[name].exp_avg).fill_(2.0**-130)
+            time_ms = _time_ms(call, device)
+            if repeat >= _WARM_UP_REPEATS:
+                times_ms[name].append(time_ms)
+    return times_ms
 
 
 def _time_ms(call: Callable[[], object], device: torch.device) -> float:
