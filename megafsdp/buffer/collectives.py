@@ -77,7 +77,8 @@ def all_gather(
 
     Args:
         output: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
-        shards: For each sub-buffer this rank's 1-D shard of ``S`` elements, of the same dtype.
+        shards: For each sub-buffer this rank's 1-D shard of ``S`` elements, of the same dtype; it
+            may be this rank's part of the output.
         group: Ranks that hold the shards, in shard order.
         label: FQN of the unit, for counters and profilers.
 
@@ -104,7 +105,8 @@ def _gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) ->
         return _all_gather_single(out, shard, group=group, async_op=True)
     # Between two ranks straight into the output: gloo's own all-gather copies it twice.
     halves = out.chunk(2)
-    halves[group.rank()].copy_(shard)
+    if halves[group.rank()].data_ptr() != shard.data_ptr():
+        halves[group.rank()].copy_(shard)
     return _swap(halves[1 - group.rank()], shard, group)
 
 

@@ -115,6 +115,13 @@ class DBuffer:
             ]
         return self._pieces
 
+    def parts(self, shard: int) -> list[torch.Tensor]:
+        """Return the 1-D view of what a shard holds of each sub-buffer of this whole buffer."""
+        assert self.residence is not Residence.SHARD, "a shard has no parts"
+        numels = [s.shard_numel for s in self.layout.sub_buffers]
+        pairs = zip(self.pieces(), numels, strict=True)
+        return [piece.narrow(0, shard * numel, numel) for piece, numel in pairs]
+
     def zero_gaps(self) -> None:
         """Zero the elements that belong to no tensor."""
         if self._gaps is None:
@@ -163,10 +170,13 @@ def gather_buffers(
     """Fill buffers from every rank's shards of them, in one launch; collective.
 
     The first are whole and the second shards, or the first are shards of an inner axis and the
-    second the pieces of them that an outer axis divides.
+    second the pieces of them that an outer axis divides. A whole buffer that stands in both places
+    holds this rank's part already.
     """
     pairs = list(zip(full, shards, strict=True))
-    assert all(s.residence is Residence.SHARD for _, s in pairs), "a gather joins shards"
-    outputs = [piece for f, _ in pairs for piece in f.pieces()]
-    inputs = [piece for _, s in pairs for piece in s.pieces()]
+    inputs: list[torch.Tensor] = []
+    for whole, own in pairs:
+        assert own is whole or own.residence is Residence.SHARD, "a gather joins shards"
+        inputs += own.parts(group.rank()) if own is whole else own.pieces()
+    outputs = [piece for whole, _ in pairs for piece in whole.pieces()]
     return all_gather(outputs, inputs, group=group, label=label)

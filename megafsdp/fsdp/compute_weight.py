@@ -5,7 +5,7 @@ recipe names the buffers; for each there is a full one, gathered between uses, a
 from:
 
 * the main weight itself where the recipe casts to the main dtype,
-* a temporary, filled at each gather, where it casts to another one,
+* this rank's own part of the full buffer, filled at each gather, where it casts to another one,
 * a kept one, encoded once after each change of the main weight, for every other recipe,
 * a kept one too where an outer axis divides the main weight (HFSDP): encoded in pieces, which are
   joined over the outer axis once after each change,
@@ -84,7 +84,6 @@ class ComputeWeight:
         self._outdated: set[str] = set()
         self._encoding: DBuffer | None = None
         self._is_encoded = False
-        self._casts: dict[str, DBuffer] = {}
         self._device_copy: DBuffer | None = None
         self._sources: list[DBuffer] = []
         self._pieces: dict[str, DBuffer] = {}
@@ -330,17 +329,24 @@ class ComputeWeight:
         self._pending.append(pending)
 
     def _source(self, spec: BufferSpec) -> DBuffer:
-        """Return what to gather a buffer from: what is kept, or a cast of the main weight."""
+        """Return what to gather a buffer from: what is kept, or itself with its own part filled."""
         if spec.name in self._shards:
             return self._shards[spec.name]
         encoded = self._take_encoding()
-        source = self._casts.get(spec.name) if encoded is None else encoded
-        if source is None:
-            source = self._casts[spec.name] = self._buffers.new_shard(spec)
-        if encoded is None:
-            source.storage.allocate()
-            self._encode({spec.name: source}, None)
-        return source
+        if encoded is not None:
+            return encoded
+        if self._host_weight is None:
+            self._encode_own_part(spec)
+            return self._full[spec.name]
+        return self._host_weight.copied(lambda: self._buffers.new_shard(spec))
+
+    def _encode_own_part(self, spec: BufferSpec) -> None:
+        """Cast the main weight to where the gathered one will hold it."""
+        full = self._full[spec.name]
+        parts = full.parts(self._main.shard)
+        with torch.no_grad(), _versions_kept([full]):
+            for main, part in zip(self._main.pieces(), parts, strict=True):
+                self.recipe.encode(main, {spec.name: part}, None)
 
     def finish_unshard(self) -> None:
         """Wait for the gather; afterwards the full buffers may be read."""
@@ -352,8 +358,8 @@ class ComputeWeight:
             pending.wait()
         self._pending = []
         self._sources = []
-        for cast in self._casts.values():
-            cast.storage.release()
+        if self._host_weight is not None:
+            self._host_weight.release_copy()
         if not self._axes.is_divided:
             self._release_encoding()
         # An asynchronous gather bumps the version counter when it completes, and tensors that

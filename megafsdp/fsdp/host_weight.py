@@ -12,7 +12,7 @@ the copy is issued within :meth:`HostWeight.beside`, the others wait by :meth:`H
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -55,6 +55,7 @@ class HostWeight:
                 category=Category.COMPUTE_WEIGHT,
                 memory=memory.arena.take(numel, dtype),
             )
+        self._copy: DBuffer | None = None
         self._is_current = False
         self._copied: torch.cuda.Event | None = None
 
@@ -85,6 +86,24 @@ class HostWeight:
         with self.beside():
             target.copy_(source, non_blocking=True)
             self._copied = self._handle.record_event()
+
+    @torch.no_grad()
+    def copied(self, make: Callable[[], DBuffer]) -> DBuffer:
+        """Return a copy on the device for a gather to read, until :meth:`release_copy`; local.
+
+        Args:
+            make: Makes its buffer, which is kept for the next copy.
+        """
+        if self._copy is None:
+            self._copy = make()
+        self._copy.storage.allocate()
+        self.copy_to(self._copy.flat)
+        return self._copy
+
+    def release_copy(self) -> None:
+        """Free what :meth:`copied` returned: the gather is complete."""
+        if self._copy is not None:
+            self._copy.storage.release()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

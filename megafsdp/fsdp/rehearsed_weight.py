@@ -72,7 +72,8 @@ class RehearsedWeight:
         piece_nbytes = layout.shard_numel * dtypes.compute.itemsize
         has_copy = group.is_offloaded and group.is_sharded
         cast_nbytes = piece_nbytes if is_cast and not has_copy else 0
-        self._source_nbytes = 0 if self._is_kept_shard else cast_nbytes
+        # A cast that no step has written goes straight into the full buffer.
+        self._encoded_nbytes = 0 if self._is_kept_shard else cast_nbytes
         self._outer_source_nbytes = cast_nbytes if self._is_kept_shard else 0
         # Where a cast is read once a step, a step may write it along with the main weight.
         is_read_once = group.is_sharded and (self.is_kept or self._is_kept_shard)
@@ -100,20 +101,16 @@ class RehearsedWeight:
         self.is_stale = True
         if casts_from is not None and casts_from == self._main_dtype and not self._is_encoded:
             self._is_encoded = True
-            nbytes = self._source_nbytes + self._outer_source_nbytes
+            nbytes = self._encoded_nbytes + self._outer_source_nbytes
             self._meter.ledger.debit(Category.COMPUTE_WEIGHT, nbytes)
-
-    def _debit_source(self, nbytes: int) -> None:
-        """Allocate what is gathered from, unless a step has."""
-        if not self._is_encoded:
-            self._meter.ledger.debit(Category.COMPUTE_WEIGHT, nbytes)
-        self._is_encoded = False
 
     def join(self) -> None:
         """Note the gather of a stale shard over the outer axis, if that divides it."""
         if self._is_kept_shard and self.is_stale:
             self.is_stale, self._is_joining = False, True
-            self._debit_source(self._outer_source_nbytes)
+            if not self._is_encoded:
+                self._meter.ledger.debit(Category.COMPUTE_WEIGHT, self._outer_source_nbytes)
+            self._is_encoded = False
             self._meter.count(DP_OUTER, "all_gather", self._inner_nbytes)
 
     def start_unshard(self, *, in_backward: bool) -> None:
@@ -131,9 +128,10 @@ class RehearsedWeight:
             ledger.debit(Category.UNSHARDED, self._full_nbytes)
         self.is_allocated = self._is_in_flight = True
         axis = NEIGHBOURS if self._slice_nbytes else DP_SHARD
-        self._read_nbytes = self._slice_nbytes or self._source_nbytes
+        self._read_nbytes = self._slice_nbytes
         if not self._slice_nbytes:
-            self._debit_source(self._source_nbytes)
+            self._read_nbytes = self._encoded_nbytes if self._is_encoded else 0
+            self._is_encoded = False
         elif in_backward:
             self._slice_nbytes = 0
         else:

@@ -167,13 +167,11 @@ def _check_peak(
     num_pieces = sizes.num_shards // sizes.num_gathered
     waiting = num_inner_sums * sizes.block_main_shard * num_pieces
     assert ledger.peak[Category.MAIN_GRAD] == main_grad + waiting
-    # Shards cast for a gather live until it is complete.
-    gathering = max(sizes.root_compute, sizes.block_compute) + prefetch * sizes.block_compute
-    if engine == "hfsdp":
-        # Pieces of all units are cast at once, and joined over the outer axis.
-        gathering = sizes.compute
+    # Main weights are cast into what the gather fills; under HFSDP pieces of all units are cast at
+    # once, and joined over the outer axis.
     casts = ledger.peak[Category.COMPUTE_WEIGHT] - ledger.live[Category.COMPUTE_WEIGHT]
-    assert casts <= (0 if sizes.is_same_dtype else gathering // sizes.num_shards)
+    is_joined = engine == "hfsdp" and not sizes.is_same_dtype
+    assert casts == (sizes.compute // sizes.num_shards if is_joined else 0)
 
 
 NAMES = ("engine", "mesh", "dtype", "prefetch", "num_blocks")
