@@ -94,13 +94,13 @@ class DBuffer:
         spec = self.layout.slots[index].spec
         return self.flat.narrow(0, self.layout.gathered_offset(index), spec.numel)
 
-    def full_view(self, index: int) -> torch.Tensor:
-        """Return tensor ``index`` in its own shape; the buffer must hold the whole."""
+    def full_views(self) -> list[torch.Tensor]:
+        """Return all tensors in their own shapes; the buffer must hold the whole."""
         assert self.residence is not Residence.SHARD, "a shard has no full views"
         if self._full_views is None:
             slots = self.layout.slots
             self._full_views = [self.tensor(i).view(s.spec.shape) for i, s in enumerate(slots)]
-        return self._full_views[index]
+        return self._full_views
 
     def pieces(self) -> list[torch.Tensor]:
         """Return the 1-D view of each sub-buffer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -56,9 +56,10 @@ IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) <
 
 def wrapper(cls: type[D], local: torch.Tensor, spec: DTensorSpec) -> D:
     """Make a DTensor of a class over a local tensor, which may lie anywhere in its storage."""
-    offset = local.storage_offset()
     # A wrapper takes over the offset, and torch's staging an offset for the address of a storage.
-    result = cls(local.new_empty(0) if offset else local, spec, requires_grad=False)
+    source = local.new_empty(0) if local.storage_offset() else local
+    # DTensor's initializer serves export alone, and takes longer than all else that is done here.
+    result = cast(D, cls.__new__(cls, source, spec, requires_grad=False))
     result._local_tensor = local
     return result
 
@@ -186,15 +187,19 @@ if IS_DISPATCH_BYPASSED:
 
 def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operation on local tensors and wrap what comes out."""
-    leaves = _leaves_of((*args, *kwargs.values()))
-    sources = [leaf for leaf in leaves if isinstance(leaf, RowShardedDTensor)]
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg]
-    for operands in zip(*lists, strict=False) if lists else [leaves]:
-        _check_operands(func, operands)
+    if not lists or not _are_cut_alike(lists):
+        everything = [_leaves_of((*args, *kwargs.values()))]
+        for operands in zip(*lists, strict=False) if lists else everything:
+            _check_operands(func, operands)
     local_args = [_local_operands(arg) for arg in args]
     local_kwargs = {name: _local_operands(arg) for name, arg in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     _count_writes(func, local_args, local_kwargs)
+    if result is None:
+        return None
+    leaves = _leaves_of((*args, *kwargs.values()))
+    sources = [leaf for leaf in leaves if isinstance(leaf, RowShardedDTensor)]
     if isinstance(result, (list, tuple)):
         firsts = lists[0] if lists else sources
         return type(result)(_wrap_result(r, s) for r, s in zip(result, firsts, strict=False))
@@ -274,6 +279,18 @@ def _as_plain_dtensor(value: object) -> object:
 
 def _all_uneven(tree: object) -> list[RowShardedDTensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, RowShardedDTensor)]
+
+
+def _are_cut_alike(lists: Sequence[Sequence[object]]) -> bool:
+    """Tell whether lists pair tensors of the same cuts, or scalars; if not, one must look closer.
+
+    In bulk: with hundreds of parameters in one call a look at each costs as much as the kernel.
+    """
+    first, *others = ([getattr(o, "_uneven_layout", None) for o in operands] for operands in lists)
+    are_scalars = (not any(getattr(o, "ndim", 0) for o in operands) for operands in lists[1:])
+    return None not in first and all(
+        cuts == first or is_scalar for cuts, is_scalar in zip(others, are_scalars, strict=True)
+    )
 
 
 def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> None:

@@ -190,7 +190,8 @@ class UnevenDTensor(RowShardedDTensor):
 
     def like(self, local: torch.Tensor) -> UnevenDTensor:
         """Wrap other local elements, as many as this tensor has, in the same mesh and layout."""
-        rows = local.view(self._local_tensor.shape)
+        shape = self._local_tensor.shape
+        rows = local if local.shape == shape else local.view(shape)
         return type(self).wrap(rows, self._spec, self._uneven_layout)
 
     def copy_from_full_(self, full: torch.Tensor) -> None:

@@ -44,6 +44,7 @@ class ByteLedger:
 
     Attributes:
         live: Bytes alive by category.
+        total: Bytes alive in all categories.
         peak: Largest value of ``live`` by category since :meth:`reset_peak`.
         peak_total: Largest sum over categories since :meth:`reset_peak`.
         num_live: Storages alive by category.
@@ -51,6 +52,7 @@ class ByteLedger:
     """
 
     live: dict[Category, int] = field(default_factory=lambda: dict.fromkeys(Category, 0))
+    total: int = 0
     peak: dict[Category, int] = field(default_factory=lambda: dict.fromkeys(Category, 0))
     peak_total: int = 0
     num_live: dict[Category, int] = field(default_factory=lambda: dict.fromkeys(Category, 0))
@@ -68,6 +70,7 @@ class ByteLedger:
         for category in Category:
             other.live[category] += topmost.live[category]
             other.num_live[category] += topmost.num_live[category]
+        other.total += topmost.total
         other.reset_peak()
 
     def debit(self, category: Category, nbytes: int) -> None:
@@ -75,24 +78,22 @@ class ByteLedger:
         if self._parent is not None:
             self._parent.debit(category, nbytes)
         self.live[category] = live = self.live[category] + nbytes
+        self.total = total = self.total + nbytes
         self.num_live[category] = num_live = self.num_live[category] + 1
         if live > self.peak[category]:
             self.peak[category] = live
         if num_live > self.peak_num_live[category]:
             self.peak_num_live[category] = num_live
-        self.peak_total = max(self.peak_total, self.total)
+        if total > self.peak_total:
+            self.peak_total = total
 
     def credit(self, category: Category, nbytes: int) -> None:
         """Count bytes that were freed."""
         if self._parent is not None:
             self._parent.credit(category, nbytes)
         self.live[category] -= nbytes
+        self.total -= nbytes
         self.num_live[category] -= 1
-
-    @property
-    def total(self) -> int:
-        """Return the bytes alive in all categories."""
-        return sum(self.live.values())
 
     def reset_peak(self) -> None:
         """Start measuring peaks from what is alive."""

@@ -344,7 +344,7 @@ class ComputeWeight:
         """Cast the main weight to where the gathered one will hold it."""
         full = self._full[spec.name]
         parts = full.parts(self._main.shard)
-        with torch.no_grad(), _versions_kept([full]):
+        with torch.no_grad():  # Its version is kept with the gather's.
             for main, part in zip(self._main.pieces(), parts, strict=True):
                 self.recipe.encode(main, {spec.name: part}, None)
 

@@ -69,6 +69,7 @@ class GradientReducer:
         self._main_grad: weakref.ref[DBuffer] | None = None
         self._shown: list[weakref.ref[torch.Tensor] | None] = [None] * len(group.parameters)
         self._working_grad: DBuffer | None = None
+        self._views: list[torch.Tensor] = []  # Of the working gradient.
         self._states = [_State.CLEAR] * len(group.parameters)
         self._reduce_group = group.axes.group
         self._outer_group = group.axes.outer_group
@@ -240,7 +241,7 @@ class GradientReducer:
         """Leave the main gradient to the gradients shown, unless some are still to be shown."""
         if self.has_pending:
             return
-        grads, self._working_grad = self._working_grad, None
+        grads, self._working_grad, self._views = self._working_grad, None, []
         if self._is_handed_over and self.group.work_ahead is not None and grads is not None:
             self.group.work_ahead.grads_are_final(grads.flat)
 
@@ -270,6 +271,7 @@ class GradientReducer:
         self._pending = self._accumulated = None
         self._free_partial()
         self._inner_sum = self._working_grad = None
+        self._views = []
         self._used = [False] * len(self._used)
         held = _State.HELD
         self._states = [s if s is held else _State.CLEAR for s in self._states]
@@ -299,14 +301,16 @@ class GradientReducer:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         """Take the gradients off the parameters: (views, gradients, indices without one)."""
         views, grads, missing = [], [], []
+        all_views = buffer.full_views()
         for i, parameter in enumerate(self.group.parameters):
-            grad = parameter.unsharded.grad
+            unsharded = parameter.unsharded
+            grad = unsharded.grad
             if grad is None:
                 missing.append(i)
                 continue
-            parameter.unsharded.grad = None
+            unsharded.grad = None
             self._used[i] = True
-            views.append(buffer.full_view(i))
+            views.append(all_views[i])
             grads.append(grad)
         return views, grads, missing
 
@@ -351,7 +355,7 @@ class GradientReducer:
             buffer = self._new_main_grad()
             self._main_grad = weakref.ref(buffer)
             self._shown = [None] * len(grads)
-        self._working_grad = buffer
+        self._working_grad, self._views = buffer, []
         if is_clear:
             return buffer, False
         if group.work_ahead is not None:
@@ -377,7 +381,9 @@ class GradientReducer:
         parameter = self.group.parameters[index].sharded
         if parameter.grad is None or not self._is_shown(index, parameter.grad):
             assert self._working_grad is not None, "the sum was made"
-            grad = self.group.like_main_weight(index, self._working_grad)
+            if not self._views:
+                self._views = self.group.views_of(self._working_grad)
+            grad = self.group.like_main_weight(index, self._views[index])
             grad._megafsdp_buffer = self._working_grad  # type: ignore[attr-defined]
             grad._megafsdp_index = index  # type: ignore[attr-defined]
             self._shown[index] = weakref.ref(grad)

@@ -44,6 +44,7 @@ from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.fsdp.compute_weight import ComputeWeight
 from megafsdp.fsdp.host_weight import HostWeight
+from megafsdp.fsdp.local_rows import LocalRows
 from megafsdp.fsdp.managed_parameter import GroupDtypes, ManagedParameter
 from megafsdp.fsdp.policy import Strategy
 from megafsdp.fsdp.steps_beside import StepInFlight, WorkAhead
@@ -114,9 +115,6 @@ class ParameterGroup:
         self.main_weight = self._new_beside_main_weight(
             self.residence, dtypes.main, Category.MAIN_WEIGHT
         )
-        own = [self.main_weight.tensor(index) for index in range(len(parameters))]
-        start = self.main_weight.flat.storage_offset()
-        self._own_ranges = [(rows.storage_offset() - start, rows.numel()) for rows in own]
         host_weight = None
         if self.host_memory is not None:
             assert recipe is None, "no policy has both"
@@ -140,6 +138,7 @@ class ParameterGroup:
         self.work_ahead: WorkAhead | None = None
         self.num_changes = 0  # Of the main weight, as far as this rank was told.
         self._shown = [local_object(p.sharded) for p in parameters]
+        self._local_rows = LocalRows(self._shown, self.main_weight.flat)
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
         self.release()
@@ -250,7 +249,7 @@ class ParameterGroup:
 
     def views_of(self, buffer: DBuffer) -> list[torch.Tensor]:
         """Return what a buffer like the main weight holds of each parameter, in local shapes."""
-        return [buffer.tensor(i).view(shown.shape) for i, shown in enumerate(self._shown)]
+        return self._local_rows.views(buffer.flat)
 
     def new_gathered_shard(self, dtype: torch.dtype, category: Category) -> DBuffer:
         """Allocate what one rank of the inner axis holds; more than a main weight's if divided."""
@@ -304,13 +303,12 @@ class ParameterGroup:
             rows, self.axes.mesh, layout, is_divided=self.axes.is_divided
         )
 
-    def like_main_weight(self, index: int, buffer: DBuffer) -> torch.Tensor:
-        """Wrap tensor ``index`` of a buffer that lies like the main weight, as that is wrapped."""
+    def like_main_weight(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """Wrap what a buffer that lies like the main weight holds of a tensor, as that is."""
         sharded = self.parameters[index].sharded
-        local = buffer.flat.narrow(0, *self._own_ranges[index])
         if isinstance(sharded, UnevenDTensor):
-            return sharded.like(local)
-        return make_replicated(local.view(self.parameters[index].shape), self.axes.mesh)
+            return sharded.like(rows)
+        return make_replicated(rows.view(self.parameters[index].shape), self.axes.mesh)
 
     @property
     def is_moved(self) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from megafsdp.mesh.annotation import FusedParts, annotate
+from megafsdp.models.causal_attention import causal_attention
 from megafsdp.models.config import ModelConfig
 
 
@@ -267,12 +268,8 @@ class SelfAttention(nn.Module):
             cos_T1D, sin_T1D = rotary_factors(rotary_TR)
             q_BTND = rotate(q_BTND, cos_T1D, sin_T1D)
             k_BTGD = rotate(k_BTGD, cos_T1D, sin_T1D)
-        context_BNTD = F.scaled_dot_product_attention(
-            q_BTND.transpose(1, 2),
-            k_BTGD.transpose(1, 2),
-            v_BTGD.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.heads_per_group > 1,
+        context_BNTD = causal_attention(
+            q_BTND.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)
         )
         return self.linear_proj(context_BNTD.transpose(1, 2).flatten(2))
 

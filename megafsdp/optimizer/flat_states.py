@@ -124,7 +124,7 @@ class FlatStates:
         elif (index, name) in self._used:
             own.zero_()
         self._used.add((index, name))
-        return self.group.like_main_weight(index, buffer)
+        return self.group.like_main_weight(index, own)
 
     def exchange(
         self,

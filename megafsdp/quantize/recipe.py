@@ -12,6 +12,7 @@ their maximum over ranks, then each rank encodes its rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -100,8 +101,8 @@ class CastRecipe:
     is_elementwise: bool = True
     num_statistics: int = 0
 
-    @property
-    def specs(self) -> tuple[BufferSpec, ...]:
+    @functools.cached_property
+    def specs(self) -> tuple[BufferSpec, ...]:  # type: ignore[override]
         """Return the one buffer."""
         return (BufferSpec("weight", self.dtype),)
 

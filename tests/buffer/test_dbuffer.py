@@ -65,7 +65,7 @@ def _gather(dtype: torch.dtype, merge_classes: bool) -> None:
     assert merge_classes or len(layout.sub_buffers) > 2
     sources = [_filled_shard(layout, rank, dtype, salt) for salt in (0, 50)]
     fulls = [_buffer(layout, Residence.REPLICATE, rank, dtype) for _ in sources]
-    views = [[full.full_view(i) for i in range(len(SHAPES))] for full in fulls]
+    views = [full.full_views() for full in fulls]
     with record_collectives() as record:
         gather_buffers(fulls, sources, group=_world(), label="unit").wait()
     assert record.calls == Counter(all_gather=1)
@@ -91,7 +91,7 @@ def _reduce(accumulate: bool, merge_classes: bool) -> None:
     layout = _layout(world, merge_classes=merge_classes)
     partial = _buffer(layout, Residence.PARTIAL, rank, torch.bfloat16)
     for index, shape in enumerate(SHAPES):
-        partial.full_view(index).copy_(random(*shape, seed=100 * rank + index))
+        partial.full_views()[index].copy_(random(*shape, seed=100 * rank + index))
     grad = _filled_shard(layout, rank, torch.float32, salt=1000)
     grad.reduce_scatter_from(
         partial,
@@ -154,14 +154,14 @@ def test_pieces_are_the_sub_buffers_in_order() -> None:
 def test_a_shard_has_no_full_views() -> None:
     """Asking for one is our mistake."""
     with pytest.raises(AssertionError, match="no full views"):
-        _buffer(_layout(2), Residence.SHARD).full_view(0)
+        _buffer(_layout(2), Residence.SHARD).full_views()
 
 
 def _views_outlive_a_release() -> None:
     layout = _layout(dist.get_world_size())
     source = _filled_shard(layout, dist.get_rank(), torch.float32)
     full = _buffer(layout, Residence.REPLICATE)
-    weight = full.full_view(0).requires_grad_()
+    weight = full.full_views()[0].requires_grad_()
     gather_buffers([full], [source], group=_world(), label="").wait()
     version = full.flat._version
     x = random(5, 7, seed=9).requires_grad_()

@@ -30,7 +30,7 @@ def test_loss_and_gradient_equal_cross_entropy(
     monkeypatch: pytest.MonkeyPatch, block_numel: int
 ) -> None:
     """Whatever the block, masked tokens count nothing and the rest are averaged."""
-    monkeypatch.setattr(loss_module, "_BLOCK_NUMEL", block_numel)
+    monkeypatch.setattr(loss_module, "_BLOCK_NUMEL_ON_CPU", block_numel)
     logits, labels, mask = _problem()
     loss = masked_cross_entropy(logits, labels, mask)
     (gradient,) = torch.autograd.grad(loss * 3, logits)

@@ -1,0 +1,86 @@
+"""Causal attention: equal to the naive formula in every dtype, in fp32 where that is faster."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafsdp.models.causal_attention import causal_attention
+
+
+class _DtypesOfKernels(TorchDispatchMode):
+    """Note in which dtype attention kernels run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.dtype] = []
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Run the operator."""
+        if func._schema.name.startswith("aten::_scaled_dot_product"):
+            self.found.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _inputs(dtype: torch.dtype, length: int, num_groups: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, length, 8) for heads in (4, num_groups, num_groups)]
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def _attend_naively(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax of masked, scaled products, in fp64."""
+    q, k, v = q.double(), k.double(), v.double()
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(is_later, -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("num_groups", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_naive_formula(dtype: torch.dtype, num_groups: int) -> None:
+    """Output and gradients, with as many key heads as query heads and with fewer."""
+    inputs = _inputs(dtype, 33, num_groups)
+    copies = [t.detach().clone().requires_grad_() for t in inputs]
+    output, wanted = causal_attention(*inputs), _attend_naively(*copies)
+    assert output.dtype == dtype
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    (output.float() * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    # A unit in the last place of numbers below 4; sums of gradients over 33 places below 8.
+    unit = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=unit)
+    for own, copy in zip(inputs, copies, strict=True):
+        assert own.grad is not None and copy.grad is not None
+        torch.testing.assert_close(own.grad.double(), copy.grad.double(), rtol=0, atol=4 * unit)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "wanted"),
+    [
+        (torch.bfloat16, 256, torch.float32),
+        (torch.bfloat16, 257, torch.bfloat16),
+        (torch.float16, 257, torch.float32),
+        (torch.float32, 16, torch.float32),
+    ],
+)
+def test_runs_in_the_faster_dtype(dtype: torch.dtype, length: int, wanted: torch.dtype) -> None:
+    """On a CPU short sequences of bf16, and fp16, are computed in fp32."""
+    inputs = _inputs(dtype, length, 2)
+    with _DtypesOfKernels() as kernels:
+        causal_attention(*inputs).sum().backward()
+    assert len(kernels.found) == 2  # Forward and backward.
+    assert set(kernels.found) == {wanted}
