@@ -32,11 +32,16 @@ _HYPER = AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1)
 _GRAD_SCALE = 0.3
 _WARM_UP_REPEATS = 2
 _CHECKED_STEPS = 3
+# Short calls are repeated more often than was asked for, up to a factor: as long as the largest.
+_MOST_TIMES_THE_REPEATS = 20
 _QUEUEING_CYCLES = 2_000_000
 _PROBE = "probe"
 _APART = "out of place"
 _IN_HALVES = "remainders"
-_JOBS = ("fp32", "bf16 to bf16", "subnormal")
+_SUBNORMAL = "subnormal"
+_JOBS = ("fp32", "bf16 to bf16", _SUBNORMAL)
+# First moments of idle rows, where they are subnormal and where the same job is dense.
+_IDLE_MOMENT, _DENSE_MOMENT = 2.0**-130, 2.0**-10
 _CHECKED_NUMEL = 1 << 20
 # fp32 weights and moments read and written, gradients read; or two bytes read of bf16 gradients and
 # two written of a bf16 copy, which weights in halves do not need.
@@ -179,12 +184,14 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         _check(min(max(options.numel) // 64 * 64, _CHECKED_NUMEL), device)
     results: dict[str, object] = {"device": device.type}
     for numel in options.numel:
+        factor = min(max(options.numel) // numel, _MOST_TIMES_THE_REPEATS)
+        repeats = options.repeats * factor
         if device.type == "cuda":
-            results[f"{numel} elements"] = _measure(numel, options.repeats, device)
+            results[f"{numel} elements"] = _measure(numel, repeats, device)
             continue
         for num_threads in options.threads:
             with _threads(num_threads):
-                measured = _measure(numel, options.repeats, device)
+                measured = _measure(numel, repeats, device)
             results[f"{numel} elements, threads {num_threads}"] = measured
     return results
 
@@ -203,7 +210,7 @@ def _sides(job: str, numel: int, device: torch.device) -> dict[str, Side]:
     generator = torch.Generator().manual_seed(0)
     weight, grad = (torch.randn(numel, generator=generator).to(device) for _ in range(2))
     has_copy = job != "fp32"
-    if job == "subnormal":
+    if job == _SUBNORMAL:
         _idle_rows(grad).zero_()
     if has_copy:
         grad = grad.bfloat16()
@@ -279,30 +286,44 @@ def _check_weights(failure: str, left: Side, right: Side, tolerance: float) -> N
 
 
 def _measure(numel: int, repeats: int, device: torch.device) -> dict[str, object]:
-    results = {job: _summary(numel, _times_ms(job, numel, repeats, device)) for job in _JOBS}
-    dense, sparse = (results[job]["ms"] for job in ("bf16 to bf16", "subnormal"))
-    results["subnormal"]["ratio_to_dense"] = {
-        name: sparse[name]["median"] / dense[name]["median"] for name in dense if name != _PROBE
-    }
+    results = {}
+    for job in _JOBS:
+        times_ms, dense_ms = _times_ms(job, numel, repeats, device)
+        results[job] = _summary(numel, times_ms)
+        if dense_ms:
+            results[job]["ratio_to_dense"] = {
+                name: statistics.median(times_ms[name]) / statistics.median(times)
+                for name, times in dense_ms.items()
+                if name != _PROBE
+            }
     return dict(results)
 
 
-def _times_ms(job: str, numel: int, repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Return the times of all sides of one job, whose memory, gigabytes, goes with the call."""
+Times = dict[str, list[float]]
+
+
+def _times_ms(job: str, numel: int, repeats: int, device: torch.device) -> tuple[Times, Times]:
+    """Return the times of all sides of one job, whose memory, gigabytes, goes with the call.
+
+    With subnormal moments the rounds alternate with such on the same memory without; theirs are the
+    second times, else none.
+    """
     array = torch.ones(numel, device=device)
     other = torch.ones_like(array) if device.type == "cuda" else None
     sides = _sides(job, numel, device)
     calls: dict[str, Callable[[], object]] = {n: side.step for n, side in sides.items()}
     calls[_PROBE] = (lambda: array.mul_(1.0)) if other is None else (lambda: other.copy_(array))
-    times_ms: dict[str, list[float]] = {name: [] for name in calls}
+    moments = (_IDLE_MOMENT, _DENSE_MOMENT) if job == _SUBNORMAL else (None,)
+    found: list[Times] = [{name: [] for name in calls} for _ in moments]
     for repeat in range(_WARM_UP_REPEATS + repeats):
-        for name, call in calls.items():
-            if job == "subnormal" and name != _PROBE:
-                _idle_rows(sides[name].exp_avg).fill_(2.0**-130)
-            time_ms = _time_ms(call, device)
-            if repeat >= _WARM_UP_REPEATS:
-                times_ms[name].append(time_ms)
-    return times_ms
+        for moment, times_ms in zip(moments, found, strict=True):
+            for name, call in calls.items():
+                if moment is not None and name != _PROBE:
+                    _idle_rows(sides[name].exp_avg).fill_(moment)
+                time_ms = _time_ms(call, device)
+                if repeat >= _WARM_UP_REPEATS:
+                    times_ms[name].append(time_ms)
+    return found[0], found[1] if len(found) > 1 else {}
 
 
 def _time_ms(call: Callable[[], object], device: torch.device) -> float:

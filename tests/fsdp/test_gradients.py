@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
 from megafsdp.buffer.collectives import Pending, record_collectives
@@ -341,11 +342,19 @@ def _freed_with_the_last() -> list[int]:
     ledger = net._fsdp_unit().ledger
     net(*mine(batches(1)[0])).backward()
     alive = [ledger.live[Category.MAIN_GRAD]]
+    reducers = [r for u in net._fsdp_unit().require_context().units for r in u.reducers]
+    buffers = [r.main_grad_buffer for r in reducers]
+    storages = [StorageWeakRef(b.flat.untyped_storage()) for b in buffers if b is not None]
+    del buffers
     parameters = list(net.blocks[0].parameters())
     for parameter in parameters[1:]:
         parameter.grad = None
     alive.append(ledger.live[Category.MAIN_GRAD])
-    net.zero_grad()
+    # As optimizers clear: the module is not told.
+    for parameter in net.parameters():
+        parameter.grad = None
+    assert len(storages) == len(reducers)
+    assert all(storage.expired() for storage in storages), "a view outlives the gradients"
     return [*alive, ledger.live[Category.MAIN_GRAD]]
 
 
