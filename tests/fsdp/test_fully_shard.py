@@ -351,6 +351,18 @@ def test_a_policy_decides_dtypes_and_torchs_own_is_accepted(ranks: Ranks) -> Non
     ranks(2).run(_policies)
 
 
+def _own_dtype() -> None:
+    net = shard(Net().bfloat16())
+    with torch.no_grad():
+        assert net(mine(batches(1)[0])[0]).dtype == torch.bfloat16
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
+def test_parameters_compute_in_their_own_dtype_without_a_policy(ranks: Ranks) -> None:
+    """Main weights are fp32 all the same."""
+    ranks(2).run(_own_dtype)
+
+
 def _other_method() -> None:
     class Scorer(Block):
         def score(self, x: torch.Tensor) -> torch.Tensor:

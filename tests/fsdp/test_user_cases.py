@@ -393,6 +393,36 @@ def test_the_optimizer_may_be_swapped(ranks: Ranks, strategy: str) -> None:
     ranks(2).run(_optimizer_swapped, strategy)
 
 
+class _Halves(torch.optim.Optimizer):
+    """Halves weights by address, with or without a gradient, as an average of weights might."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter_group in self.param_groups:
+            for parameter in parameter_group["params"]:
+                local_tensor(parameter).data.mul_(0.5)
+
+
+def _stepped_without_gradients(strategy: str) -> None:
+    reference, net = pair(strategy=strategy)
+    tokens = batches(1)[0][0]
+    with torch.no_grad():
+        net(mine((tokens, tokens))[0])
+        _Halves(net.parameters()).step()
+        for parameter in reference.parameters():
+            parameter.mul_(0.5)
+        torch.testing.assert_close(net(tokens), reference(tokens))
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_a_step_counts_without_gradients(ranks: Ranks, strategy: str) -> None:
+    """The next forward reads what an optimizer wrote to weights that had none."""
+    ranks(2).run(_stepped_without_gradients, strategy)
+
+
 def _forward_without_backward() -> None:
     reference, net = pair()
     batch = batches(1)[0]
@@ -426,7 +456,7 @@ def _submodule_loaded(strategy: str) -> None:
     assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
 def test_loading_a_part_of_a_unit_counts(ranks: Ranks, strategy: str) -> None:
     """load_state_dict() of a plain submodule refreshes compute weights."""
     ranks(2).run(_submodule_loaded, strategy)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from megafsdp import FSDPModule, fully_shard
 from megafsdp.buffer.collectives import record_collectives
 from tests.fsdp.toy import (
+    WIDTH,
     Block,
     Net,
     adamw,
@@ -339,12 +340,45 @@ def test_whole_buffers_are_reduced_without_a_choice(ranks: Ranks) -> None:
 
 def _exception_in_another_method() -> None:
     _, net = pair()
-    net.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), torch.no_grad():
-        net(mine(batches(1)[0])[0])
-    assert _shown(net) == {"sharded"}
+    tokens = mine(batches(1)[0])[0]
+    units = [m._fsdp_unit() for m in net.modules() if isinstance(m, FSDPModule)]
+    for failing in (1, 0):
+        # After a whole forward units are gathered ahead.
+        hook = net.blocks[failing].register_forward_pre_hook(lambda *_: 1 / 0)
+        for has_grad in (False, True):
+            with pytest.raises(ZeroDivisionError), torch.set_grad_enabled(has_grad):
+                net(tokens)
+            assert _shown(net) == {"sharded"}
+            assert not any(u.is_unsharded for u in units)
+        hook.remove()
+        net(tokens)
 
 
 def test_an_exception_in_a_users_hook_leaves_the_model_at_rest(ranks: Ranks) -> None:
     """Hooks run inside of the unit's forward."""
     ranks(2).run(_exception_in_another_method)
+
+
+def _divided_by_nothing() -> None:
+    _, net = pair()
+    for factor in (0, -2.0):
+        with pytest.raises(ValueError, match=f"a positive factor, got {factor}"):
+            net.set_gradient_divide_factor(factor)
+
+
+def test_a_divide_factor_must_be_positive(ranks: Ranks) -> None:
+    """Gradients would be infinite, or lead uphill."""
+    ranks(1).run(_divided_by_nothing)
+
+
+def _outer_called_from_within() -> None:
+    inner = fully_shard(Block())
+    outer = fully_shard(nn.Sequential(inner))
+    inner.norm.register_forward_pre_hook(lambda _, args: outer(*args) and None)
+    with pytest.raises(RuntimeError, match="Call the outermost module first"):
+        inner(torch.randn(2, WIDTH))
+
+
+def test_a_root_cannot_adopt_a_unit_at_work(ranks: Ranks) -> None:
+    """What the unit has recorded of its forward would be lost with its schedule."""
+    ranks(1).run(_outer_called_from_within)

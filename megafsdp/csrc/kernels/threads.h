@@ -4,7 +4,6 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -12,7 +11,7 @@
 #include <thread>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <xmmintrin.h>
 #endif
 
 namespace megafsdp {
@@ -39,25 +38,6 @@ class DenormalMode {
   unsigned saved_;
 #endif
 };
-
-// How long a thread looks out for what it waits for before it sleeps: about what waking it costs.
-constexpr std::chrono::microseconds kPatience{100};
-
-// Returns when is_there() holds, or the patience has ended. Others may have the core meanwhile.
-template <typename IsThere>
-void look_out(const IsThere& is_there) {
-  constexpr int kLooksPerTurn = 64;
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  do {
-    for (int look = 0; look < kLooksPerTurn; ++look) {
-      if (is_there()) return;
-#if defined(__x86_64__)
-      _mm_pause();
-#endif
-    }
-    std::this_thread::yield();
-  } while (std::chrono::steady_clock::now() < end);
-}
 
 // Threads that wait between calls, as many as the largest call has asked for.
 //
@@ -96,12 +76,8 @@ class Workers {
     wake_.notify_all();
     task();
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      num_wanted_ = 0;
-    }
-    look_out([this] { return num_running_ == 0; });
-    {
       std::unique_lock<std::mutex> lock(mutex_);
+      num_wanted_ = 0;
       done_.wait(lock, [this] { return num_running_ == 0; });
     }
     busy_.unlock();
@@ -122,17 +98,14 @@ class Workers {
   }
 
   void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      // The next call often follows at once: an optimizer's step makes one for each buffer.
-      look_out([this] { return num_wanted_ > 0; });
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [this] { return num_wanted_ > 0; });
-        --num_wanted_;
-        ++num_running_;
-      }
+      wake_.wait(lock, [this] { return num_wanted_ > 0; });
+      --num_wanted_;
+      ++num_running_;
+      lock.unlock();
       call_(task_);
-      const std::lock_guard<std::mutex> lock(mutex_);
+      lock.lock();
       if (--num_running_ == 0) done_.notify_one();
     }
   }
@@ -141,9 +114,7 @@ class Workers {
   std::condition_variable wake_, done_;
   const void* task_ = nullptr;
   void (*call_)(const void*) = nullptr;
-  int64_t num_hired_ = 0;
-  // Changed under the mutex; who looks out reads them without.
-  std::atomic<int64_t> num_wanted_{0}, num_running_{0};
+  int64_t num_hired_ = 0, num_wanted_ = 0, num_running_ = 0;
 };
 
 // Ranges for each thread: more than one, so that a thread whose core is taken from it leaves the
