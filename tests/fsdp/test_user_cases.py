@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import megafsdp
@@ -129,9 +130,17 @@ def test_gradients_of_inputs_alone_leave_parameters_without_any(ranks: Ranks) ->
     ranks(2).run(_gradients_of_inputs)
 
 
+def _engine_options(strategy: str) -> dict[str, object]:
+    if strategy != "hfsdp":
+        return {"strategy": strategy}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_outer", "dp_shard"))
+    return {"mesh": mesh, "outer_strategy": "optim"}
+
+
 def _inference_first_in_bf16(strategy: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    wanted, net = (pair(strategy=strategy, mp_policy=policy)[1] for _ in range(2))
+    options = _engine_options(strategy)
+    wanted, net = (pair(mp_policy=policy, **options)[1] for _ in range(2))
     optimizers = [adamw(wanted), adamw(net)]
     for step in range(3):
         batch = mine(batches(1, seed=step)[0])
@@ -146,7 +155,7 @@ def _inference_first_in_bf16(strategy: str) -> None:
 
 
 def _inference_first(strategy: str) -> None:
-    reference, net = pair(strategy=strategy)
+    reference, net = pair(**_engine_options(strategy))
     with torch.inference_mode():
         batch = batches(1)[0]
         logits = net(mine(batch)[0])
@@ -161,7 +170,9 @@ def _inference_first(strategy: str) -> None:
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
+@pytest.mark.parametrize(
+    "strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard", "hfsdp"]
+)
 @pytest.mark.parametrize("body", [_inference_first, _inference_first_in_bf16])
 def test_inference_mode_may_come_first(ranks: Ranks, body: object, strategy: str) -> None:
     """A forward in inference mode before and between steps changes nothing for training."""
