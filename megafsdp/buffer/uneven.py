@@ -287,15 +287,35 @@ class UnevenDTensor(RowShardedDTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            expected(
-                "in-place changes of a sharded parameter",
-                "an assignment to its .data, which would cut it from its flat buffer",
-                where=f"a parameter of shape {self._uneven_layout.shape}",
-                mend="Use parameter.copy_() under torch.no_grad(), then "
-                "megafsdp.mark_main_weights_changed(module)",
-            )
+        _refuse_other_memory(self)
+
+
+class ReplicatedParameter(DTensor):
+    """What a replicated parameter over a flat buffer is: its memory cannot be exchanged.
+
+    Its operations give plain DTensors.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """Return the tensor outside autograd; assigning is refused."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> NoReturn:
+        _refuse_other_memory(self)
+
+
+def _refuse_other_memory(parameter: DTensor) -> NoReturn:
+    raise RuntimeError(
+        expected(
+            "in-place changes of a sharded parameter",
+            "an assignment to its .data, which would cut it from its flat buffer",
+            where=f"a parameter of shape {tuple(parameter.shape)}",
+            mend="Use parameter.copy_() under torch.no_grad(), then "
+            "megafsdp.mark_main_weights_changed(module)",
         )
+    )
 
 
 class _LocalRows(torch.autograd.Function):
@@ -342,7 +362,7 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return wrapper(DTensor, local, spec)
 
 
-def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def make_replicated(local: torch.Tensor, mesh: DeviceMesh, cls: type[DTensor] = DTensor) -> DTensor:
     """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)

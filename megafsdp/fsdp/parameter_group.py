@@ -38,7 +38,12 @@ from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
-from megafsdp.buffer.uneven import UnevenDTensor, local_object, make_replicated
+from megafsdp.buffer.uneven import (
+    ReplicatedParameter,
+    UnevenDTensor,
+    local_object,
+    make_replicated,
+)
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.axes import DataParallelAxes
@@ -272,6 +277,8 @@ class ParameterGroup:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
             local.copy_(original.detach().reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
+        if not isinstance(sharded, UnevenDTensor):
+            sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
         for name, value in vars(original).items():
             setattr(sharded, name, value)
         tie_to_group(sharded, self)

@@ -79,7 +79,8 @@ class FSDPUnit:
         self.requires_all_reduce = True
         self.phase = Phase.RESTING
         self.context: FSDPContext | None = None
-        self.outstanding: weakref.WeakSet[ForwardToken] = weakref.WeakSet()
+        # Strong: whether the graph of a forward is still alive may differ between ranks.
+        self.outstanding: set[ForwardToken] = set()
         self.is_kept = False
         self.is_pinned = False
         self.post_optim_event: torch.cuda.Event | None = None

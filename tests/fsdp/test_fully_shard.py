@@ -176,6 +176,10 @@ def _replicated_facts() -> None:
     _, net = pair(strategy="no_shard")
     for parameter in net.parameters():
         assert isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
+        assert isinstance(parameter, nn.Parameter)
+        for value in (torch.zeros_like(parameter), torch.zeros(parameter.shape)):
+            with pytest.raises(RuntimeError, match=r"parameter\.copy_"):
+                parameter.data = value
 
 
 def test_no_shard_parameters_are_replicated_dtensors(ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafsdp import fully_shard, microbatch
 from megafsdp.buffer.collectives import record_collectives
-from tests.fsdp.test_unit import Choosing, Guard
+from tests.fsdp.test_unit import Choosing, Guard, UsedAndKept
 from tests.fsdp.toy import Block, Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
 
@@ -275,3 +275,50 @@ def _parts_only() -> list[int]:
 def test_the_roots_order_does_not_grow_by_units_without_it(ranks: Ranks) -> None:
     """However often they run."""
     assert ranks(2).run(_parts_only) == [[3, 3, 3]] * 2
+
+
+def _output_dropped_on_one_rank() -> list[tuple[str, str]]:
+    torch.manual_seed(0)
+    reference = UsedAndKept()
+    net = copy.deepcopy(reference)
+    for module in (net.first, net.last, net):
+        fully_shard(module)
+    x, rank = torch.randn(2, 3, 12), dist.get_rank()
+    reference(x)[0].mean().backward()
+    for ranks_that_drop in ((0, 1), (1,)):
+        net.zero_grad()
+        used, kept = net(x[rank])
+        if rank in ranks_that_drop:
+            del kept
+        with record_collectives() as record:
+            used.mean().backward()
+        assert_same_grads(net, reference)
+        assert not net._fsdp_unit().require_context().passes_in_backward
+    return record.events
+
+
+def test_an_output_that_one_rank_alone_drops_changes_no_order(ranks: Ranks) -> None:
+    """Ranks reduce in one order, whether what they did not use is still alive or not."""
+    first, second = ranks(2).run(_output_dropped_on_one_rank, timeout_s=60)
+    assert first == second
+
+
+def _resharded_in_backward() -> None:
+    reference, net = pair()
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    block = net.blocks[1]
+
+    def reshard(gradient: torch.Tensor) -> None:
+        block.reshard()
+
+    block.down.register_forward_hook(lambda _, args, out: out.register_hook(reshard) and None)
+    for _ in range(2):
+        net.zero_grad()
+        net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+
+
+def test_a_unit_at_work_in_backward_is_not_resharded(ranks: Ranks) -> None:
+    """A user's hook may ask for it; what backward reads stays until it has ended."""
+    ranks(2).run(_resharded_in_backward)

@@ -670,7 +670,7 @@ def _forward_kept_by_one_rank() -> None:
     assert_same_grads(net, reference)
 
 
-class _TwoOutputs(nn.Module):
+class UsedAndKept(nn.Module):
     """Two outputs, whose last block runs once for each."""
 
     def __init__(self) -> None:
@@ -678,13 +678,14 @@ class _TwoOutputs(nn.Module):
         self.first, self.last = Block(), Block()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both."""
         x = self.first(x)
         return self.last(x), self.last(-x)
 
 
 def _output_kept_without_backward() -> None:
     torch.manual_seed(0)
-    reference = _TwoOutputs()
+    reference = UsedAndKept()
     net = copy.deepcopy(reference)
     for module in (net.first, net.last, net):
         fully_shard(module)
