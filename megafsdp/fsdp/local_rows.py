@@ -34,9 +34,10 @@ class LocalRows:
         self._shapes.append(torch.empty((), device="meta").expand(shape))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return what a buffer holds of each parameter, in local shapes.
-
-        They alias the buffer, but for those without elements.
-        """
+        """Return what a buffer holds of each parameter, in local shapes; they alias the buffer."""
         views = _unflatten_dense_tensors(flat, self._shapes)
-        return [views[place] for place in self._places]
+        # torch makes what has no elements elsewhere.
+        return [
+            view if view.numel() else flat.narrow(0, 0, 0).view(view.shape)
+            for view in (views[place] for place in self._places)
+        ]

@@ -283,7 +283,7 @@ def _output_dropped_on_one_rank() -> list[tuple[str, str]]:
     net = copy.deepcopy(reference)
     for module in (net.first, net.last, net):
         fully_shard(module)
-    x, rank = torch.randn(2, 3, 12), dist.get_rank()
+    x, rank = torch.randn(2, 3, 12, requires_grad=True), dist.get_rank()
     reference(x)[0].mean().backward()
     for ranks_that_drop in ((0, 1), (1,)):
         net.zero_grad()

@@ -259,7 +259,8 @@ def test_what_is_kept_in_fp32_is_what_is_named(
     """Weights of the named modules, and no others, and they do change the losses."""
     write_corpus(tmp_path)
     model = {"architecture": architecture, "tie_embeddings": is_tied}
-    sections = {"model": model, "train": {"steps": 2}, "data": {"validation": []}}
+    # Outputs of an embedding are rounded in any case: the first step differs in gradients alone.
+    sections = {"model": model, "train": {"steps": 4}, "data": {"validation": []}}
     runs = [
         _kept_in_fp32(
             tiny(
