@@ -50,6 +50,26 @@ from megafsdp.mesh.parallel_dims import flat_group
 _TORCH_CHUNK_WRITER = "_distribute_tensors"
 
 
+def _outside_autograd(parameter: DTensor) -> torch.Tensor:
+    return parameter.detach()
+
+
+def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        expected(
+            "in-place changes of a sharded parameter",
+            "an assignment to its .data, which would cut it from its flat buffer",
+            where=f"a parameter of shape {tuple(parameter.shape)}",
+            mend="Use parameter.copy_() under torch.no_grad(), then "
+            "megafsdp.mark_main_weights_changed(module)",
+        )
+    )
+
+
+# What .data is of a parameter over a flat buffer, from which an assignment would cut it.
+_DATA = property(_outside_autograd, _refuse_other_memory)
+
+
 class UnevenDTensor(RowShardedDTensor):
     """A DTensor over the last axis of its mesh with arbitrary row ranges as shards.
 
@@ -280,14 +300,7 @@ class UnevenDTensor(RowShardedDTensor):
             f"mesh={tuple(self.device_mesh.shape)}, dtype={self.dtype})"
         )
 
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        """Return the tensor outside autograd; assigning is refused."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> NoReturn:
-        _refuse_other_memory(self)
+    data = _DATA  # type: ignore[assignment]
 
 
 class ReplicatedParameter(DTensor):
@@ -296,26 +309,7 @@ class ReplicatedParameter(DTensor):
     Its operations give plain DTensors.
     """
 
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        """Return the tensor outside autograd; assigning is refused."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> NoReturn:
-        _refuse_other_memory(self)
-
-
-def _refuse_other_memory(parameter: DTensor) -> NoReturn:
-    raise RuntimeError(
-        expected(
-            "in-place changes of a sharded parameter",
-            "an assignment to its .data, which would cut it from its flat buffer",
-            where=f"a parameter of shape {tuple(parameter.shape)}",
-            mend="Use parameter.copy_() under torch.no_grad(), then "
-            "megafsdp.mark_main_weights_changed(module)",
-        )
-    )
+    data = _DATA  # type: ignore[assignment]
 
 
 class _LocalRows(torch.autograd.Function):

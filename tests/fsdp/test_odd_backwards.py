@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafsdp import fully_shard, microbatch
 from megafsdp.buffer.collectives import record_collectives
-from tests.fsdp.test_unit import Choosing, Guard, UsedAndKept
+from tests.fsdp.test_unit import Choosing, Guard, used_and_kept
 from tests.fsdp.toy import Block, Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
 
@@ -278,11 +278,7 @@ def test_the_roots_order_does_not_grow_by_units_without_it(ranks: Ranks) -> None
 
 
 def _output_dropped_on_one_rank() -> list[tuple[str, str]]:
-    torch.manual_seed(0)
-    reference = UsedAndKept()
-    net = copy.deepcopy(reference)
-    for module in (net.first, net.last, net):
-        fully_shard(module)
+    reference, net = used_and_kept()
     x, rank = torch.randn(2, 3, 12, requires_grad=True), dist.get_rank()
     reference(x)[0].mean().backward()
     for ranks_that_drop in ((0, 1), (1,)):

@@ -683,12 +683,18 @@ class UsedAndKept(nn.Module):
         return self.last(x), self.last(-x)
 
 
-def _output_kept_without_backward() -> None:
+def used_and_kept() -> tuple[UsedAndKept, UsedAndKept]:
+    """Return the module, and a copy whose blocks are units."""
     torch.manual_seed(0)
     reference = UsedAndKept()
     net = copy.deepcopy(reference)
     for module in (net.first, net.last, net):
         fully_shard(module)
+    return reference, net
+
+
+def _output_kept_without_backward() -> None:
+    reference, net = used_and_kept()
     x, rank = torch.randn(2, 3, 12, requires_grad=True), dist.get_rank()
     reference(x)[0].mean().backward()
 
