@@ -17,7 +17,7 @@ import copy
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.collectives import all_gather_equal
+from megafsdp.buffer.fixed_data import FIXED_DATA
 from megafsdp.buffer.local_ops import (
     IS_DISPATCH_BYPASSED,
     RowShardedDTensor,
@@ -48,26 +49,6 @@ from megafsdp.mesh.parallel_dims import flat_group
 # It takes a full tensor apart as torch.chunk does and writes the chunk, or broadcasts a part of it,
 # over this rank's rows: an error on some ranks or none. Nothing else that it asks for tells.
 _TORCH_CHUNK_WRITER = "_distribute_tensors"
-
-
-def _outside_autograd(parameter: DTensor) -> torch.Tensor:
-    return parameter.detach()
-
-
-def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
-    raise RuntimeError(
-        expected(
-            "in-place changes of a sharded parameter",
-            "an assignment to its .data, which would cut it from its flat buffer",
-            where=f"a parameter of shape {tuple(parameter.shape)}",
-            mend="Use parameter.copy_() under torch.no_grad(), then "
-            "megafsdp.mark_main_weights_changed(module)",
-        )
-    )
-
-
-# What .data is of a parameter over a flat buffer, from which an assignment would cut it.
-_DATA = property(_outside_autograd, _refuse_other_memory)
 
 
 class UnevenDTensor(RowShardedDTensor):
@@ -300,16 +281,7 @@ class UnevenDTensor(RowShardedDTensor):
             f"mesh={tuple(self.device_mesh.shape)}, dtype={self.dtype})"
         )
 
-    data = _DATA  # type: ignore[assignment]
-
-
-class ReplicatedParameter(DTensor):
-    """What a replicated parameter over a flat buffer is: its memory cannot be exchanged.
-
-    Its operations give plain DTensors.
-    """
-
-    data = _DATA  # type: ignore[assignment]
+    data = FIXED_DATA  # type: ignore[assignment]
 
 
 class _LocalRows(torch.autograd.Function):

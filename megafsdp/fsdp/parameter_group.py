@@ -36,14 +36,10 @@ from torch import nn
 
 from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.fixed_data import ReplicatedParameter
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
-from megafsdp.buffer.uneven import (
-    ReplicatedParameter,
-    UnevenDTensor,
-    local_object,
-    make_replicated,
-)
+from megafsdp.buffer.uneven import UnevenDTensor, local_object, make_replicated
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.axes import DataParallelAxes
