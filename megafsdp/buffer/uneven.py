@@ -328,7 +328,7 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return wrapper(DTensor, local, spec)
 
 
-def make_replicated(local: torch.Tensor, mesh: DeviceMesh, cls: type[DTensor] = DTensor) -> DTensor:
+def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
