@@ -368,6 +368,8 @@ def _frozen_parts_agree() -> int:
             _handed_over(net, seed)
             optimizer.step()
             optimizer.zero_grad()
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.synchronize()
         weights = {n: full_tensor(p.detach()) for n, p in net.named_parameters()}
         found.append({n: w.clone() for n, w in weights.items()})
     assert_same(found[1], found[0])
