@@ -5,8 +5,8 @@ with a scale to a bf16 copy; and the same with zero gradients and subnormal firs
 of twenty, as rare tokens and idle experts leave them. In the latter two our kernel also takes part
 with weights kept as bf16 and int16 remainders, whose bf16 half is the copy, and on a CPU out of
 place. There DeepSpeed's CPUAdam and a loop in numba take part in all, if they are installed.
-Sides take turns in every repeat. Achieved bytes a second stand beside those of a probe: on a CPU a
-pass that reads and writes one array in place, on a GPU a copy from one array to another.
+Sides take turns in every repeat. Achieved bytes a second stand beside those of a probe that touches
+as much memory: on a CPU a pass over one array in place, on a GPU a copy from one array to another.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ _IDLE_MOMENT, _DENSE_MOMENT = 2.0**-130, 2.0**-10
 _CHECKED_NUMEL = 1 << 20
 # fp32 weights and moments read and written, gradients read; or two bytes read of bf16 gradients and
 # two written of a bf16 copy, which weights in halves do not need.
-_BYTES_PER_ELEMENT = {_PROBE: 8, _IN_HALVES: 26}
+_BYTES_PER_ELEMENT = {_IN_HALVES: 26}
 _USUAL_BYTES_PER_ELEMENT = 28
+# fp32 values an element of any job: weight, two moments, and gradient with copy or gradient alone.
+_TOUCHED_VALUES = 4
+_PROBE_ARRAYS = {"cpu": 1, "cuda": 2}
 # torch's foreach, and fused on a GPU, compute in another order: a few roundings of 2**-24 a step,
 # relative to weights and steps.
 _OTHER_ORDER_TOLERANCE = _CHECKED_STEPS * 2.0**-22
@@ -289,7 +292,7 @@ def _measure(numel: int, repeats: int, device: torch.device) -> dict[str, object
     results = {}
     for job in _JOBS:
         times_ms, dense_ms = _times_ms(job, numel, repeats, device)
-        results[job] = _summary(numel, times_ms)
+        results[job] = _summary(numel, times_ms, device)
         if dense_ms:
             results[job]["ratio_to_dense"] = {
                 name: statistics.median(times_ms[name]) / statistics.median(times)
@@ -308,11 +311,11 @@ def _times_ms(job: str, numel: int, repeats: int, device: torch.device) -> tuple
     With subnormal moments the rounds alternate with such on the same memory without; theirs are the
     second times, else none.
     """
-    array = torch.ones(numel, device=device)
-    other = torch.ones_like(array) if device.type == "cuda" else None
+    num_arrays = _PROBE_ARRAYS[device.type]
+    probed = torch.ones(num_arrays, _TOUCHED_VALUES * numel // num_arrays, device=device)
     sides = _sides(job, numel, device)
     calls: dict[str, Callable[[], object]] = {n: side.step for n, side in sides.items()}
-    calls[_PROBE] = (lambda: array.mul_(1.0)) if other is None else (lambda: other.copy_(array))
+    calls[_PROBE] = lambda: probed.mul_(1.0) if num_arrays == 1 else probed[1].copy_(probed[0])
     moments = (_IDLE_MOMENT, _DENSE_MOMENT) if job == _SUBNORMAL else (None,)
     found: list[Times] = [{name: [] for name in calls} for _ in moments]
     for repeat in range(_WARM_UP_REPEATS + repeats):
@@ -343,9 +346,10 @@ def _time_ms(call: Callable[[], object], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start_s)
 
 
-def _summary(numel: int, times_ms: dict[str, list[float]]) -> dict[str, Any]:
+def _summary(numel: int, times_ms: dict[str, list[float]], device: torch.device) -> dict[str, Any]:
     medians = {name: statistics.median(times) for name, times in times_ms.items()}
     nbytes = {name: _BYTES_PER_ELEMENT.get(name, _USUAL_BYTES_PER_ELEMENT) for name in times_ms}
+    nbytes[_PROBE] = 2 * 4 * _TOUCHED_VALUES // _PROBE_ARRAYS[device.type]
     achieved = {name: nbytes[name] * numel / medians[name] / 1e6 for name in times_ms}
     probe = achieved.pop(_PROBE)
     ours = times_ms["megafsdp"]

@@ -1,8 +1,5 @@
-// Adam over flat buffers: tiles small enough for the first-level cache go through three stages.
-//
-//   decode  gradient and 16-bit states to fp32
-//   update  adam_formula.h
-//   encode  to the stored types or, out of place, elsewhere; and the 16-bit copy of the weights
+// Adam over flat buffers, a tile at a time: one loop that loads an element, updates it and stores
+// it, compiled for each combination of stored types. Gradients and copies in fp16 go through fp32.
 //
 // The naive formula is the first comment of adam_formula.h. Elements do not touch each other, so
 // neither tiles, threads nor instruction sets show in a result.
@@ -62,119 +59,136 @@ template <Simd level>
 using MathOf = FusedMath;
 #endif
 
-// Elements of a tile; a constant count lets the compiler drop the loops' ends.
+// Elements of a tile; a constant count lets the compiler drop the loop's end.
 constexpr int64_t kTileNumel = 64;
-constexpr int64_t kPrefetchNumel = 512;
+constexpr int64_t kPrefetchNumel = 256;
 
-template <typename T>
-MEGAFSDP_INLINE void decode(const T* from, float* to, int64_t count) {
+// Where fp32 weights are read, and written with a copy in bf16 or with none.
+struct PlainWeights {
+  const float* from;
+  float* to;
+  MEGAFSDP_INLINE float load(int64_t i) const { return from[i]; }
+  MEGAFSDP_INLINE void store(int64_t i, float weight) const { to[i] = weight; }
+};
+
+struct CopiedWeights : PlainWeights {
+  BFloat16* copy;
+  MEGAFSDP_INLINE void store(int64_t i, float weight) const {
+    to[i] = weight;
+    copy[i] = FromFloat<BFloat16>::convert(weight);
+  }
+};
+
+// Weights kept as bf16 values and remainders.
+struct HalvedWeights {
+  uint16_t* high;
+  int16_t* low;
+  MEGAFSDP_INLINE float load(int64_t i) const {
+    return float_of((static_cast<uint32_t>(high[i]) << 16) + static_cast<uint32_t>(low[i]));
+  }
+  MEGAFSDP_INLINE void store(int64_t i, float weight) const {
+    // Rounding up the bits of a NaN with a large payload gives a number.
+    const uint32_t raw = bits_of(weight);
+    const uint32_t bits = (raw & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : raw;
+    high[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
+    low[i] = static_cast<int16_t>(bits);
+  }
+};
+
+template <typename State>
+struct Moments {
+  State* exp_avg;
+  State* exp_avg_sq;
+};
+
+template <typename Math, typename Grad, typename State, typename Weights>
+MEGAFSDP_INLINE void adam_loop(const AdamConstants& c, const Grad* grad, float scale,
+                               Moments<State> old, Moments<State> updated, Weights weights,
+                               int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    float p = weights.load(i), m = to_float(old.exp_avg[i]), v = to_float(old.exp_avg_sq[i]);
+    adam_update<Math>(c, to_float(grad[i]) * scale, p, m, v);
+    weights.store(i, p);
+    updated.exp_avg[i] = FromFloat<State>::convert(m);
+    updated.exp_avg_sq[i] = FromFloat<State>::convert(v);
+  }
+}
+
+// Conversions of fp16 are long: compilers make vector code of them in a loop of their own.
+MEGAFSDP_INLINE void decode(const Float16* from, float* to, int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);
 }
 
-template <typename T>
-MEGAFSDP_INLINE void encode(const float* from, T* to, int64_t count) {
+MEGAFSDP_INLINE void encode(const float* from, Float16* to, int64_t count) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) to[i] = FromFloat<T>::convert(from[i]);
+  for (int64_t i = 0; i < count; ++i) to[i] = FromFloat<Float16>::convert(from[i]);
 }
 
-template <Simd level, typename T>
-MEGAFSDP_INLINE void encode_copy(const float* from, T* to, int64_t count, bool streams) {
-  if (streams) {
-    T rounded[kTileNumel];
-    encode(from, rounded, count);
-    stream<level>(&rounded[0].bits, &to->bits, count);
+// One tile whose weights are fp32: in place, or with results elsewhere. What is streamed waits in
+// rooms until all of the tile is there.
+template <Simd level, typename Weights, typename Grad, typename State>
+MEGAFSDP_INLINE void fp32_tile(const AdamBuffers& job, const AdamConstants& c, const Grad* grad,
+                               Moments<State> old, int64_t start, int64_t count) {
+  float rooms[3][kTileNumel];
+  uint16_t copy_room[kTileNumel];
+  auto* weight = static_cast<float*>(job.weight) + start;
+  auto* copy = static_cast<uint16_t*>(job.copy_out) + start;
+  Moments<State> updated = old;
+  PlainWeights weights{weight, weight};
+  bool streams_all = false;
+  if constexpr (std::is_same_v<State, float>) {
+    if (job.new_weight != nullptr) {
+      streams_all = job.streams;
+      weights.to = streams_all ? rooms[0] : job.new_weight + start;
+      updated.exp_avg = streams_all ? rooms[1] : job.new_exp_avg + start;
+      updated.exp_avg_sq = streams_all ? rooms[2] : job.new_exp_avg_sq + start;
+    }
+  }
+  uint16_t* const copied = job.streams ? copy_room : copy;
+  if constexpr (std::is_same_v<Weights, CopiedWeights>) {
+    const CopiedWeights both{weights, reinterpret_cast<BFloat16*>(copied)};
+    adam_loop<MathOf<level>>(c, grad, job.grad_scale, old, updated, both, count);
   } else {
-    encode(from, to, count);
+    adam_loop<MathOf<level>>(c, grad, job.grad_scale, old, updated, weights, count);
+    if (job.copy_out != nullptr) encode(weights.to, reinterpret_cast<Float16*>(copied), count);
+  }
+  if (job.streams && job.copy_out != nullptr) stream<level>(copy_room, copy, count);
+  if constexpr (std::is_same_v<State, float>) {
+    if (!streams_all) return;
+    stream<level>(rooms[0], job.new_weight + start, count);
+    stream<level>(rooms[1], job.new_exp_avg + start, count);
+    stream<level>(rooms[2], job.new_exp_avg_sq + start, count);
   }
 }
 
-template <Simd level>
-MEGAFSDP_INLINE void copy(const float* from, float* to, int64_t count, bool streams) {
-  if (streams) {
-    stream<level>(from, to, count);
+template <Simd level, typename Grad, typename State, typename Weights>
+MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& c, int64_t start,
+                               int64_t count) {
+  const Moments<State> moments{static_cast<State*>(job.exp_avg) + start,
+                               static_cast<State*>(job.exp_avg_sq) + start};
+  const auto* grad = static_cast<const Grad*>(job.grad) + start;
+  float decoded[kTileNumel];
+  if constexpr (std::is_same_v<Grad, float>) {
+    if (job.grad_dtype == Dtype::kFloat16) {
+      decode(static_cast<const Float16*>(job.grad) + start, decoded, count);
+      grad = decoded;
+    }
+  }
+  if constexpr (std::is_same_v<Weights, HalvedWeights>) {
+    const Weights weights{static_cast<uint16_t*>(job.weight) + start, job.remainder + start};
+    adam_loop<MathOf<level>>(c, grad, job.grad_scale, moments, moments, weights, count);
   } else {
-    encode(from, to, count);
+    fp32_tile<level, Weights>(job, c, grad, moments, start, count);
   }
 }
 
 // Prefetches one tile; an address beyond the buffer's end is harmless to ask for.
 MEGAFSDP_INLINE void prefetch(const void* base, int64_t offset, int64_t itemsize) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(base) + offset * itemsize;
-  for (int64_t byte = 0; byte < kTileNumel * itemsize; byte += 64) {
+  for (int64_t byte = 0; byte < kTileNumel * itemsize; byte += kLineNbytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(address + byte));
-  }
-}
-
-// The fp32 faces of one tile: in place where a buffer is fp32 and written, else in room.
-template <Simd level>
-MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& constants,
-                               int64_t start, int64_t count) {
-  using Math = MathOf<level>;
-  float grads[kTileNumel], rooms[3][kTileNumel];
-  const auto* grad16 = static_cast<const uint16_t*>(job.grad) + start;
-  switch (job.grad_dtype) {
-    case Dtype::kBFloat16:
-      decode(reinterpret_cast<const BFloat16*>(grad16), grads, count);
-      break;
-    case Dtype::kFloat16:
-      decode(reinterpret_cast<const Float16*>(grad16), grads, count);
-      break;
-    default:
-      decode(static_cast<const float*>(job.grad) + start, grads, count);
-  }
-  const bool has_narrow_states = job.state_dtype == Dtype::kBFloat16;
-  float* m = static_cast<float*>(job.exp_avg) + start;
-  float* v = static_cast<float*>(job.exp_avg_sq) + start;
-  auto* narrow_m = static_cast<BFloat16*>(job.exp_avg) + start;
-  auto* narrow_v = static_cast<BFloat16*>(job.exp_avg_sq) + start;
-  if (has_narrow_states) {
-    decode(narrow_m, m = rooms[0], count);
-    decode(narrow_v, v = rooms[1], count);
-  }
-  float* p = static_cast<float*>(job.weight) + start;
-  auto* high = static_cast<uint16_t*>(job.weight) + start;
-  int16_t* low = job.remainder + start;
-  if (job.remainder != nullptr) {
-    p = rooms[2];
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) {
-      p[i] = float_of((static_cast<uint32_t>(high[i]) << 16) + static_cast<uint32_t>(low[i]));
-    }
-  }
-  const float *old_m = m, *old_v = v, *old_p = p;
-  const bool is_out_of_place = job.new_weight != nullptr;
-  if (is_out_of_place) m = rooms[0], v = rooms[1], p = rooms[2];
-  const float scale = job.grad_scale;
-  const AdamConstants c = constants;
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    float new_p = old_p[i], new_m = old_m[i], new_v = old_v[i];
-    adam_update<Math>(c, grads[i] * scale, new_p, new_m, new_v);
-    p[i] = new_p, m[i] = new_m, v[i] = new_v;
-  }
-  if (has_narrow_states) {
-    encode(m, narrow_m, count);
-    encode(v, narrow_v, count);
-  }
-  if (is_out_of_place) {
-    copy<level>(p, job.new_weight + start, count, job.streams);
-    copy<level>(m, job.new_exp_avg + start, count, job.streams);
-    copy<level>(v, job.new_exp_avg_sq + start, count, job.streams);
-  }
-  if (job.remainder != nullptr) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) {
-      // Rounding up the bits of a NaN with a large payload gives a number.
-      const uint32_t raw = bits_of(p[i]);
-      const uint32_t bits = (raw & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : raw;
-      high[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
-      low[i] = static_cast<int16_t>(bits);
-    }
-  } else if (job.copy_out_dtype == Dtype::kBFloat16) {
-    encode_copy<level>(p, static_cast<BFloat16*>(job.copy_out) + start, count, job.streams);
-  } else if (job.copy_out_dtype == Dtype::kFloat16) {
-    encode_copy<level>(p, static_cast<Float16*>(job.copy_out) + start, count, job.streams);
   }
 }
 
@@ -186,61 +200,85 @@ MEGAFSDP_INLINE int64_t numel_to_line(const AdamBuffers& job, int64_t start) {
   return static_cast<int64_t>((kNbytes - address % kNbytes) % kNbytes / sizeof(float));
 }
 
-template <Simd level>
+// Runs elements start to stop, all with the same constants.
+template <Simd level, typename Grad, typename State, typename Weights>
 MEGAFSDP_INLINE void adam_run(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
                               int64_t stop) {
+  constexpr bool is_in_halves = std::is_same_v<Weights, HalvedWeights>;
+  const AdamConstants c = constants;
   // A line that two tiles write in part may leave the processor between them, as two transfers.
-  const int64_t head = numel_to_line(job, start);
-  if (head > 0 && start + head < stop) {
-    adam_tile<level>(job, constants, start, head);
-    start += head;
-  }
-  for (; start + kTileNumel <= stop; start += kTileNumel) {
+  int64_t wished = numel_to_line(job, start);
+  for (; start < stop; start += wished, wished = 0) {
+    if (wished == 0) wished = kTileNumel;
+    if (wished != kTileNumel || stop - start < kTileNumel) {
+      if (stop - start < wished) wished = stop - start;
+      adam_tile<level, Grad, State, Weights>(job, c, start, wished);
+      continue;
+    }
     const int64_t ahead = start + kPrefetchNumel;
-    prefetch(job.weight, ahead, job.remainder == nullptr ? 4 : 2);
-    if (job.remainder != nullptr) prefetch(job.remainder, ahead, 2);
+    prefetch(job.weight, ahead, is_in_halves ? 2 : 4);
+    if (is_in_halves) prefetch(job.remainder, ahead, 2);
     prefetch(job.grad, ahead, itemsize_of(job.grad_dtype));
-    prefetch(job.exp_avg, ahead, itemsize_of(job.state_dtype));
-    prefetch(job.exp_avg_sq, ahead, itemsize_of(job.state_dtype));
-    adam_tile<level>(job, constants, start, kTileNumel);
+    prefetch(job.exp_avg, ahead, sizeof(State));
+    prefetch(job.exp_avg_sq, ahead, sizeof(State));
+    adam_tile<level, Grad, State, Weights>(job, c, start, kTileNumel);
   }
-  if (start < stop) adam_tile<level>(job, constants, start, stop - start);
 }
 
-// Runs elements start to stop, all with the same constants.
-inline void adam_scalar(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
-                        int64_t stop) {
-  adam_run<Simd::kScalar>(job, constants, start, stop);
+template <typename... Types>
+void adam_scalar(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
+                 int64_t stop) {
+  adam_run<Simd::kScalar, Types...>(job, constants, start, stop);
 }
 
-MEGAFSDP_AVX2 inline void adam_avx2(const AdamBuffers& job, const AdamConstants& constants,
-                                    int64_t start, int64_t stop) {
-  adam_run<Simd::kAvx2>(job, constants, start, stop);
+template <typename... Types>
+MEGAFSDP_AVX2 void adam_avx2(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
+                             int64_t stop) {
+  adam_run<Simd::kAvx2, Types...>(job, constants, start, stop);
 }
 
-MEGAFSDP_AVX512 inline void adam_avx512(const AdamBuffers& job, const AdamConstants& constants,
-                                        int64_t start, int64_t stop) {
-  adam_run<Simd::kAvx512>(job, constants, start, stop);
+template <typename... Types>
+MEGAFSDP_AVX512 void adam_avx512(const AdamBuffers& job, const AdamConstants& constants,
+                                 int64_t start, int64_t stop) {
+  adam_run<Simd::kAvx512, Types...>(job, constants, start, stop);
+}
+
+using AdamRun = void (*)(const AdamBuffers&, const AdamConstants&, int64_t, int64_t);
+
+template <typename... Types>
+AdamRun run_at(Simd level) {
+  if (level == Simd::kAvx512) return adam_avx512<Types...>;
+  if (level == Simd::kAvx2) return adam_avx2<Types...>;
+  return adam_scalar<Types...>;
+}
+
+template <typename... Types>
+AdamRun run_with_weights(Simd level, const AdamBuffers& job) {
+  if (job.remainder != nullptr) return run_at<Types..., HalvedWeights>(level);
+  if (job.copy_out_dtype == Dtype::kBFloat16) return run_at<Types..., CopiedWeights>(level);
+  return run_at<Types..., PlainWeights>(level);
+}
+
+template <typename Grad>
+AdamRun run_with_states(Simd level, const AdamBuffers& job) {
+  if (job.state_dtype == Dtype::kBFloat16) return run_with_weights<Grad, BFloat16>(level, job);
+  return run_with_weights<Grad, float>(level, job);
+}
+
+// Returns what runs a job of these types.
+inline AdamRun run_of(Simd level, const AdamBuffers& job) {
+  if (job.grad_dtype == Dtype::kBFloat16) return run_with_states<BFloat16>(level, job);
+  return run_with_states<float>(level, job);
 }
 
 // Runs what segments have between start and stop.
 inline void adam_at(Simd level, const AdamBuffers& job, const std::vector<AdamSegment>& segments,
                     int64_t start, int64_t stop) {
+  const AdamRun run = run_of(level, job);
   for (const AdamSegment& segment : segments) {
     const int64_t first = segment.start > start ? segment.start : start;
     const int64_t last = segment.stop < stop ? segment.stop : stop;
-    if (first >= last) continue;
-    switch (level) {
-      case Simd::kScalar:
-        adam_scalar(job, segment.constants, first, last);
-        break;
-      case Simd::kAvx2:
-        adam_avx2(job, segment.constants, first, last);
-        break;
-      case Simd::kAvx512:
-        adam_avx512(job, segment.constants, first, last);
-        break;
-    }
+    if (first < last) run(job, segment.constants, first, last);
   }
   if (job.streams) fence_streams();
 }

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -39,7 +40,25 @@ class DenormalMode {
 #endif
 };
 
-// Threads that wait between calls, as many as the largest call has asked for.
+// Returns once met() is true, or after a few times what it takes to wake a thread: who must wait
+// longer may as well sleep.
+template <typename Condition>
+void look_out(const Condition& met) {
+  constexpr std::chrono::microseconds kLongest(100);
+  constexpr int kPauses = 32;
+  const auto end = std::chrono::steady_clock::now() + kLongest;
+  while (std::chrono::steady_clock::now() < end) {
+    for (int pause = 0; pause < kPauses; ++pause) {
+      if (met()) return;
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
+    }
+  }
+}
+
+// Threads that wait between calls, as many as the largest call has asked for. They look out for the
+// next call before they sleep: buffers of a model are stepped one right after the other.
 //
 // A call hands out one task. Whoever has not woken when the caller has ended is not waited for, so
 // a task that leaves its work to whoever comes first loses nothing to threads that sleep long.
@@ -76,8 +95,12 @@ class Workers {
     wake_.notify_all();
     task();
     {
-      std::unique_lock<std::mutex> lock(mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       num_wanted_ = 0;
+    }
+    look_out([this] { return num_running_ == 0; });
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
       done_.wait(lock, [this] { return num_running_ == 0; });
     }
     busy_.unlock();
@@ -107,6 +130,9 @@ class Workers {
       call_(task_);
       lock.lock();
       if (--num_running_ == 0) done_.notify_one();
+      lock.unlock();
+      look_out([this] { return num_wanted_ > 0; });
+      lock.lock();
     }
   }
 
@@ -114,7 +140,9 @@ class Workers {
   std::condition_variable wake_, done_;
   const void* task_ = nullptr;
   void (*call_)(const void*) = nullptr;
-  int64_t num_hired_ = 0, num_wanted_ = 0, num_running_ = 0;
+  int64_t num_hired_ = 0;
+  // Written with the mutex held; read without it by those that look out.
+  std::atomic<int64_t> num_wanted_{0}, num_running_{0};
 };
 
 // Ranges for each thread: more than one, so that a thread whose core is taken from it leaves the
