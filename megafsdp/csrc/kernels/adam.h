@@ -184,12 +184,19 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& c, i
   }
 }
 
-// Prefetches one tile; an address beyond the buffer's end is harmless to ask for.
-MEGAFSDP_INLINE void prefetch(const void* base, int64_t offset, int64_t itemsize) {
-  const uintptr_t address = reinterpret_cast<uintptr_t>(base) + offset * itemsize;
-  for (int64_t byte = 0; byte < kTileNumel * itemsize; byte += kLineNbytes) {
-    __builtin_prefetch(reinterpret_cast<const void*>(address + byte));
-  }
+// An address beyond a buffer's end is harmless to ask for.
+MEGAFSDP_INLINE void prefetch_tile(const AdamBuffers& job, int64_t start) {
+  const auto prefetch = [start](const void* base, int64_t itemsize) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(base) + start * itemsize;
+    for (int64_t byte = 0; byte < kTileNumel * itemsize; byte += kLineNbytes) {
+      __builtin_prefetch(reinterpret_cast<const void*>(address + byte));
+    }
+  };
+  prefetch(job.weight, job.remainder == nullptr ? 4 : 2);
+  if (job.remainder != nullptr) prefetch(job.remainder, 2);
+  prefetch(job.grad, itemsize_of(job.grad_dtype));
+  prefetch(job.exp_avg, itemsize_of(job.state_dtype));
+  prefetch(job.exp_avg_sq, itemsize_of(job.state_dtype));
 }
 
 // Returns the elements up to where streamed outputs begin a line, or two of copy_out's 16-bit ones.
@@ -204,24 +211,18 @@ MEGAFSDP_INLINE int64_t numel_to_line(const AdamBuffers& job, int64_t start) {
 template <Simd level, typename Grad, typename State, typename Weights>
 MEGAFSDP_INLINE void adam_run(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
                               int64_t stop) {
-  constexpr bool is_in_halves = std::is_same_v<Weights, HalvedWeights>;
   const AdamConstants c = constants;
   // A line that two tiles write in part may leave the processor between them, as two transfers.
   int64_t wished = numel_to_line(job, start);
   for (; start < stop; start += wished, wished = 0) {
     if (wished == 0) wished = kTileNumel;
-    if (wished != kTileNumel || stop - start < kTileNumel) {
-      if (stop - start < wished) wished = stop - start;
+    if (wished == kTileNumel && start + wished <= stop) {
+      if (job.prefetches) prefetch_tile(job, start + kPrefetchNumel);
+      adam_tile<level, Grad, State, Weights>(job, c, start, kTileNumel);
+    } else {
+      if (start + wished > stop) wished = stop - start;
       adam_tile<level, Grad, State, Weights>(job, c, start, wished);
-      continue;
     }
-    const int64_t ahead = start + kPrefetchNumel;
-    prefetch(job.weight, ahead, is_in_halves ? 2 : 4);
-    if (is_in_halves) prefetch(job.remainder, ahead, 2);
-    prefetch(job.grad, ahead, itemsize_of(job.grad_dtype));
-    prefetch(job.exp_avg, ahead, sizeof(State));
-    prefetch(job.exp_avg_sq, ahead, sizeof(State));
-    adam_tile<level, Grad, State, Weights>(job, c, start, kTileNumel);
   }
 }
 

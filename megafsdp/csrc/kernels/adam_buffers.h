@@ -20,9 +20,10 @@ struct AdamSegment {
 // Addresses of flat buffers of one length. With a remainder, weight holds bf16 and remainder the
 // low 16 bits; else weight holds fp32 and remainder is null. copy_out is null for kNone.
 //
-// Only a CPU knows the last four. The step is out of place where the new ones are given, all three,
+// Only a CPU knows the last five. The step is out of place where the new ones are given, all three,
 // beside fp32 weights and moments, which it then only reads. streams tells that what is written and
-// not read, here and in copy_out, goes past the caches.
+// not read, here and in copy_out, goes past the caches; prefetches that tiles are asked for before
+// they are read.
 struct AdamBuffers {
   void* weight;
   int16_t* remainder;
@@ -35,6 +36,7 @@ struct AdamBuffers {
   Dtype copy_out_dtype;
   float grad_scale;
   bool streams = false;
+  bool prefetches = false;
   float* new_weight = nullptr;
   float* new_exp_avg = nullptr;
   float* new_exp_avg_sq = nullptr;

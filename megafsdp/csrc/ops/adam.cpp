@@ -26,6 +26,16 @@ int64_t cached_nbytes() {
   return kMost;
 }
 
+// Asking for lines beforehand was measured to make a step 6 to 12 % faster on an Intel Xeon, and 3
+// to 12 % slower on an AMD Zen 4, whose own prefetchers follow all streams.
+bool gains_by_prefetching() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 int64_t touched_nbytes(const AdamBuffers& job, int64_t numel) {
   const int64_t new_nbytes = job.new_weight == nullptr ? 0 : 12;
   return numel *
@@ -40,6 +50,8 @@ void run_adam(const AdamArguments& arguments, int64_t num_threads, Simd level) {
   static const int64_t cache_nbytes = cached_nbytes();
   const bool writes_elsewhere = job.copy_out_dtype != Dtype::kNone || job.new_weight != nullptr;
   job.streams = writes_elsewhere && touched_nbytes(job, arguments.numel) > cache_nbytes;
+  static const bool gains = gains_by_prefetching();
+  job.prefetches = gains;
   const std::vector<AdamSegment> segments = segments_of(arguments);
   parallel_ranges(arguments.numel, kGrainNumel, kMinRangeNumel, num_threads,
                   [&](int64_t start, int64_t stop) {

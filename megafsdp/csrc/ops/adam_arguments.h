@@ -102,6 +102,7 @@ inline AdamBuffers buffers_of(const AdamArguments& arguments) {
           arguments.copy_out == 0 ? Dtype::kNone : dtype_of(arguments.copy_out_dtype),
           static_cast<float>(arguments.grad_scale),
           false,
+          false,
           reinterpret_cast<float*>(arguments.new_weight),
           reinterpret_cast<float*>(arguments.new_exp_avg),
           reinterpret_cast<float*>(arguments.new_exp_avg_sq)};
