@@ -5,8 +5,9 @@ with a scale to a bf16 copy; and the same with zero gradients and subnormal firs
 of twenty, as rare tokens and idle experts leave them. In the latter two our kernel also takes part
 with weights kept as bf16 and int16 remainders, whose bf16 half is the copy, and on a CPU out of
 place. There DeepSpeed's CPUAdam and a loop in numba take part in all, if they are installed.
-Sides take turns in every repeat. Achieved bytes a second stand beside those of a probe that touches
-as much memory: on a CPU a pass over one array in place, on a GPU a copy from one array to another.
+Sides take turns in every repeat, each beginning with its threads asleep. Achieved bytes a second
+stand beside those of a probe that touches as much memory: on a CPU a pass over one array in place,
+on a GPU a copy from one array to another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.adam_rivals import Rival, installed
+from benchmarks.adam_rivals import Rival, Torch, installed
 from benchmarks.record import CheckError, spread
 from megafsdp._native import require_native_module, why_cuda_missing
 from megafsdp.optimizer.cuda_kernels import usable_module
@@ -33,7 +34,9 @@ _GRAD_SCALE = 0.3
 _WARM_UP_REPEATS = 2
 _CHECKED_STEPS = 3
 # Short calls are repeated more often than was asked for, up to a factor: as long as the largest.
-_MOST_TIMES_THE_REPEATS = 20
+_MOST_TIMES_THE_REPEATS = 10
+# OpenMP's threads spin for milliseconds after a call, on cores that the next side needs.
+_SETTLING_S = 0.01
 _QUEUEING_CYCLES = 2_000_000
 _PROBE = "probe"
 _APART = "out of place"
@@ -119,46 +122,7 @@ class InHalves:
         adam_step(self.buffers, _HYPER, step=self.num_steps, grad_scale=_GRAD_SCALE)
 
 
-class Torch:
-    """A flat parameter under torch.optim.AdamW, with the passes around it that a job needs."""
-
-    def __init__(
-        self, weight: torch.Tensor, grad: torch.Tensor, has_copy: bool, *, is_fused: bool
-    ) -> None:
-        """Copy the weights; moments begin at zero, with a step that changes no weight."""
-        parameter = torch.nn.Parameter(weight.clone())
-        self.weight = parameter.detach()
-        self.narrow_grad = grad if has_copy else None
-        self.copy_out = torch.zeros_like(weight, dtype=torch.bfloat16) if has_copy else None
-        self.optimizer = torch.optim.AdamW(
-            [parameter],
-            lr=_HYPER.lr,
-            betas=_HYPER.betas,
-            eps=_HYPER.eps,
-            weight_decay=_HYPER.weight_decay,
-            fused=is_fused,
-            foreach=not is_fused,
-        )
-        parameter.grad = torch.zeros_like(weight)
-        self.optimizer.step()
-        state = self.optimizer.state[parameter]
-        state["step"].zero_()
-        self.weight.copy_(weight)
-        self.exp_avg = state["exp_avg"]
-        self.grad = parameter.grad
-        self.grad.copy_(grad)
-
-    def step(self) -> None:
-        """Run one step."""
-        if self.narrow_grad is not None:
-            self.grad.copy_(self.narrow_grad)
-            self.grad.mul_(_GRAD_SCALE)
-        self.optimizer.step()
-        if self.copy_out is not None:
-            self.copy_out.copy_(self.weight)
-
-
-Side = Ours | InHalves | Torch | Rival
+Side = Ours | InHalves | Rival
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,10 +181,11 @@ def _sides(job: str, numel: int, device: torch.device) -> dict[str, Side]:
         _idle_rows(grad).zero_()
     if has_copy:
         grad = grad.bfloat16()
+    scale = _GRAD_SCALE if has_copy else None
     sides: dict[str, Side] = {
         "megafsdp": Ours(weight, grad, has_copy),
-        "fused": Torch(weight, grad, has_copy, is_fused=True),
-        "foreach": Torch(weight, grad, has_copy, is_fused=False),
+        "fused": Torch(weight, grad, scale, _HYPER, is_fused=True),
+        "foreach": Torch(weight, grad, scale, _HYPER, is_fused=False),
     }
     if has_copy:
         sides[_IN_HALVES] = InHalves(weight, grad)
@@ -228,7 +193,7 @@ def _sides(job: str, numel: int, device: torch.device) -> dict[str, Side]:
         if has_copy:
             sides[_APART] = Ours(weight, grad, has_copy, is_apart=True)
         for name, rival in installed().items():
-            sides[name] = rival(weight, grad, _GRAD_SCALE if has_copy else None, _HYPER)
+            sides[name] = rival(weight, grad, scale, _HYPER)
     return sides
 
 
@@ -341,6 +306,7 @@ def _time_ms(call: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
+    time.sleep(_SETTLING_S)
     start_s = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - start_s)

@@ -1,6 +1,6 @@
-"""Other people's Adam on a CPU, for benchmarks/adam.py: DeepSpeed's CPUAdam and a loop in numba.
+"""Other people's Adam, for benchmarks/adam.py: torch's, DeepSpeed's CPUAdam and a loop in numba.
 
-Both take part where they are installed; DeepSpeed compiles its kernel at first use.
+The last two take part where they are installed.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ import torch
 from megafsdp.optimizer.hyper import AdamHyper
 
 
-class DeepSpeed:
-    """A flat parameter under DeepSpeed's CPUAdam, with the passes around it that a job needs."""
+class _FlatParameter:
+    """A flat parameter under a torch optimizer, with the passes around it that a job needs."""
 
     def __init__(
-        self, weight: torch.Tensor, grad: torch.Tensor, grad_scale: float | None, hyper: AdamHyper
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        grad_scale: float | None,
+        hyper: AdamHyper,
+        **options: bool,
     ) -> None:
         """Copy the weights; moments begin at zero, after a step that changes no weight."""
-        adam = importlib.import_module("deepspeed.ops.adam")
         parameter = torch.nn.Parameter(weight.clone())
         self.weight = parameter.detach()
         self.narrow_grad, self.grad_scale = grad, grad_scale
         self.copy_out = None if grad_scale is None else torch.zeros_like(weight, dtype=grad.dtype)
-        self.optimizer = adam.DeepSpeedCPUAdam(
+        self.optimizer = optimizer_class(
             [parameter],
             lr=hyper.lr,
             betas=hyper.betas,
             eps=hyper.eps,
             weight_decay=hyper.weight_decay,
-            adamw_mode=True,
+            **options,
         )
         parameter.grad = torch.zeros_like(weight)
         self.optimizer.step()
         state = self.optimizer.state[parameter]
-        state["step"] = 0
+        state["step"] *= 0
         self.weight.copy_(weight)
         self.exp_avg = state["exp_avg"]
         self.grad = parameter.grad
@@ -53,6 +58,34 @@ class DeepSpeed:
         self.optimizer.step()
         if self.copy_out is not None:
             self.copy_out.copy_(self.weight)
+
+
+class Torch(_FlatParameter):
+    """torch.optim.AdamW, fused or foreach, on a CPU or a GPU."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        grad_scale: float | None,
+        hyper: AdamHyper,
+        *,
+        is_fused: bool = True,
+    ) -> None:
+        """Make it."""
+        options = {"fused": is_fused, "foreach": not is_fused}
+        super().__init__(torch.optim.AdamW, weight, grad, grad_scale, hyper, **options)
+
+
+class DeepSpeed(_FlatParameter):
+    """DeepSpeed's CPUAdam."""
+
+    def __init__(
+        self, weight: torch.Tensor, grad: torch.Tensor, grad_scale: float | None, hyper: AdamHyper
+    ) -> None:
+        """Make it; compiles its kernel at first use."""
+        adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        super().__init__(adam, weight, grad, grad_scale, hyper, adamw_mode=True)
 
 
 class Numba:
@@ -90,7 +123,7 @@ class Numba:
         loop(*self.arrays, tuple(np.float32(value) for value in constants))
 
 
-Rival = DeepSpeed | Numba
+Rival = Torch | DeepSpeed | Numba
 
 _COMPILED: list[Any] = []
 
