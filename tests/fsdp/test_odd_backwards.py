@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafsdp import fully_shard, microbatch
 from megafsdp.buffer.collectives import record_collectives
+from megafsdp.fsdp.backward_edges import ForwardToken
 from tests.fsdp.test_unit import Choosing, Guard, used_and_kept
 from tests.fsdp.toy import Block, Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
@@ -318,3 +320,22 @@ def _resharded_in_backward() -> None:
 def test_a_unit_at_work_in_backward_is_not_resharded(ranks: Ranks) -> None:
     """A user's hook may ask for it; what backward reads stays until it has ended."""
     ranks(2).run(_resharded_in_backward)
+
+
+def _num_forwards_in_memory() -> int:
+    gc.collect()
+    return sum(isinstance(held, ForwardToken) for held in gc.get_objects())
+
+
+def _forwards_that_stay() -> int:
+    _, net = used_and_kept()
+    x = torch.randn(3, 12, requires_grad=True)
+    num_before = _num_forwards_in_memory()
+    for _ in range(3):
+        net(x)[0].mean().backward()
+    return _num_forwards_in_memory() - num_before
+
+
+def test_forwards_whose_outputs_went_unused_are_forgotten_with_the_backward(ranks: Ranks) -> None:
+    """Nothing stays of them, in a model that runs for months."""
+    assert ranks(2).run(_forwards_that_stay) == [0, 0]
