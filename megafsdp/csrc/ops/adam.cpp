@@ -26,8 +26,8 @@ int64_t cached_nbytes() {
   return kMost;
 }
 
-// Asking for lines beforehand was measured to make a step 6 to 12 % faster on an Intel Xeon, and 3
-// to 12 % slower on an AMD Zen 4, whose own prefetchers follow all streams.
+// Asking for lines beforehand made a prototype faster on an Intel Xeon, and slows this kernel on an
+// AMD Zen 4, whose own prefetchers follow all streams (docs/log.md).
 bool gains_by_prefetching() {
 #if defined(__x86_64__)
   return __builtin_cpu_is("intel");
