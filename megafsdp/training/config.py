@@ -226,6 +226,9 @@ class LoggingSection:
         wandb: Log to Weights & Biases; offline unless WANDB_API_KEY or WANDB_MODE is set.
         wandb_project: Project in Weights & Biases.
         tensorboard: Log to TensorBoard, in the folder tensorboard of the run's directory.
+        group_grad_norms: Log the gradient norm of each of the optimizer's parameter groups too,
+            before clipping: grad_norm/0 and so on, those with weight decay first.
+        num_zero_grads: Log how many elements of all gradients are zero.
     """
 
     interval_steps: int = 10
@@ -233,6 +236,8 @@ class LoggingSection:
     wandb: bool = False
     wandb_project: str = "megafsdp"
     tensorboard: bool = False
+    group_grad_norms: bool = False
+    num_zero_grads: bool = False
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,8 @@ class _Run:
             max_skips=config.train.max_skips,
             stop=stop,
             scaler=scaler,
+            logs_groups=config.logging.group_grad_norms,
+            logs_zeros=config.logging.num_zero_grads,
         )
         self.step.num_skips_in_a_row = self.state.num_skips_in_a_row
         self.evaluation: EvaluationResult | None = None
@@ -199,15 +201,16 @@ class _Run:
         self.meter.start_step()
         batches = self.loader.step_batch(state.consumed_samples)
         lr = self.learning_rate.set_for(state.consumed_samples - state.skipped_samples + size)
-        result = self.step(batches)
+        next_step, interval = state.step + 1, self.config.logging.interval_steps
+        is_told = next_step in (1, self.last_step) or _is_due(interval, next_step)
+        result = self.step(batches, is_told=is_told)
         self.meter.end_step()
-        state.step += 1
+        state.step = next_step
         state.consumed_samples += size
         state.num_skipped += result.is_skipped
         state.skipped_samples += size * result.is_skipped
         state.num_skips_in_a_row = self.step.num_skips_in_a_row
-        is_edge = state.step in (1, self.last_step) or self.stop.is_agreed
-        if is_edge or _is_due(self.config.logging.interval_steps, state.step):
+        if is_told or self.stop.is_agreed:
             position = Position(
                 state.step, self.last_step, state.consumed_samples, size, state.num_skipped
             )

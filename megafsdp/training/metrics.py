@@ -166,6 +166,7 @@ def progress_line(position: Position, result: StepResult, lr: float, rates: Rate
 def megatron_line(position: Position, result: StepResult, lr: float, rates: Rates) -> str:
     """Return one line on a step as Megatron-LM words it, for scripts that read its logs."""
     now = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
+    num_zeros = result.statistics.num_zeros
     parts = [
         f" [{now}] iteration {position.step:8d}/{position.num_steps:8d}",
         f"consumed samples: {position.consumed_samples:12d}",
@@ -176,6 +177,7 @@ def megatron_line(position: Position, result: StepResult, lr: float, rates: Rate
         f"lm loss: {result.loss:.6E}",
         f"loss scale: {result.loss_scale or 1.0:.1f}",
         f"grad norm: {result.grad_norm:.3f}",
+        *([] if num_zeros is None else [f"num zeros: {num_zeros}"]),
         f"number of skipped iterations: {position.num_skipped:3d}",
         f"number of nan iterations: {int(not math.isfinite(result.loss)):3d} |",
     ]

@@ -91,6 +91,7 @@ class Report:
         line = megatron_line if self._config.logging.style == "megatron" else progress_line
         self.say(line(position, result, lr, rates))
         if self._trackers is not None:
+            norms = {f"grad_norm/{i}": n for i, n in enumerate(result.statistics.group_norms)}
             self._trackers.log(
                 {
                     "step": position.step,
@@ -104,6 +105,8 @@ class Report:
                     "memory_nbytes": rates.memory_nbytes,
                     "consumed_samples": position.consumed_samples,
                     "num_skipped": position.num_skipped,
+                    "num_zero_grads": result.statistics.num_zeros,
+                    **norms,
                 }
             )
 

@@ -10,6 +10,7 @@ Whether a step is taken is decided by :mod:`megafsdp.training.step`, between the
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,7 +18,21 @@ from torch import nn
 from megafsdp.errors import expected
 from megafsdp.optimizer.adam import FusedAdam
 from megafsdp.optimizer.clip import clip_grad_norm_
+from megafsdp.optimizer.grad_norms import num_zero_grads, param_group_norms
 from megafsdp.optimizer.scaler import LossScaler
+
+
+@dataclass(frozen=True, slots=True)
+class GradStatistics:
+    """What is logged of a step's gradients beside their norm, alike on all ranks.
+
+    Attributes:
+        group_norms: Norm of each parameter group, unscaled and before clipping; empty if unwanted.
+        num_zeros: Elements that are zero; None if unwanted.
+    """
+
+    group_norms: tuple[float, ...] = ()
+    num_zeros: int | None = None
 
 
 class WeightUpdate:
@@ -66,12 +81,34 @@ class WeightUpdate:
         """Return the loss that backward starts from; local."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
+    def unscale(self) -> None:
+        """Take the loss scale off the gradients, unless the optimizer's step does.
+
+        Collective over all ranks where it does: one all-reduce of one element.
+        """
+        if self._scaler is not None and not isinstance(self._optimizer, FusedAdam):
+            self._scaler.unscale_(self._optimizer)
+
+    def look(self, *, at_groups: bool, at_zeros: bool) -> GradStatistics:
+        """Return what is wanted of gradients between :meth:`unscale` and :meth:`measure`.
+
+        Collective over all ranks: one small all-reduce for each of the two.
+        """
+        is_scaled = isinstance(self._optimizer, FusedAdam)
+        scale = (self.loss_scale or 1.0) if is_scaled else 1.0
+        norms: tuple[float, ...] = ()
+        if at_groups:
+            norms = tuple((param_group_norms(self._optimizer).double() / scale).tolist())
+        num_zeros = int(num_zero_grads(self._model)) if at_zeros else None
+        return GradStatistics(norms, num_zeros)
+
     def measure(self) -> float:
-        """Return the norm of the unscaled, unclipped gradients; collective over all ranks."""
+        """Return the norm of the unscaled, unclipped gradients; collective over all ranks.
+
+        Comes after :meth:`unscale`, and clips gradients unless the optimizer's step does.
+        """
         if isinstance(self._optimizer, FusedAdam):
             return float(self._optimizer.measure_grad_norm(loss_scale=self.loss_scale or 1.0))
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
         return float(clip_grad_norm_(self._model, self._max_norm))
 
     def finish(self, *, is_finite: bool) -> None:
