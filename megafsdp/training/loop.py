@@ -39,6 +39,7 @@ from megafsdp.training.resume import (
 from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import StepResult, TrainStep
 from megafsdp.training.tracker import check_trackers
+from megafsdp.training.update import GradLook
 from megafsdp.training.validate import validate
 from megafsdp.training.world import World, find_world, process_group
 
@@ -146,8 +147,6 @@ class _Run:
             max_skips=config.train.max_skips,
             stop=stop,
             scaler=scaler,
-            logs_groups=config.logging.group_grad_norms,
-            logs_zeros=config.logging.num_zero_grads,
         )
         self.step.num_skips_in_a_row = self.state.num_skips_in_a_row
         self.evaluation: EvaluationResult | None = None
@@ -201,9 +200,10 @@ class _Run:
         self.meter.start_step()
         batches = self.loader.step_batch(state.consumed_samples)
         lr = self.learning_rate.set_for(state.consumed_samples - state.skipped_samples + size)
-        next_step, interval = state.step + 1, self.config.logging.interval_steps
-        is_told = next_step in (1, self.last_step) or _is_due(interval, next_step)
-        result = self.step(batches, is_told=is_told)
+        next_step, logging = state.step + 1, self.config.logging
+        is_told = next_step in (1, self.last_step) or _is_due(logging.interval_steps, next_step)
+        look = GradLook(logging.group_grad_norms, logging.num_zero_grads) if is_told else GradLook()
+        result = self.step(batches, look=look)
         self.meter.end_step()
         state.step = next_step
         state.consumed_samples += size

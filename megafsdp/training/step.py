@@ -21,11 +21,11 @@ from megafsdp.errors import expected
 from megafsdp.fsdp import microbatch
 from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.signals import StopRequest
-from megafsdp.training.update import GradStatistics, WeightUpdate
+from megafsdp.training.update import GradLook, GradStatistics, WeightUpdate
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _MAX_IDS = 64
-_NOTHING = GradStatistics()
+_NO_LOOK, _NOTHING = GradLook(), GradStatistics()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,6 @@ class TrainStep:
             do not count.
         stop: Its flag travels with the loss, so that stopping costs no collective of its own.
         scaler: Scales the loss for fp16; None for none.
-        logs_groups: Measure the gradient norm of each parameter group in steps that are told.
-        logs_zeros: Count zeros among the gradients in steps that are told.
     """
 
     def __init__(
@@ -77,8 +75,6 @@ class TrainStep:
         max_skips: int,
         stop: StopRequest,
         scaler: LossScaler | None = None,
-        logs_groups: bool = False,
-        logs_zeros: bool = False,
     ) -> None:
         self._model = model
         self._update = WeightUpdate(model, optimizer, clip_norm=clip_norm, scaler=scaler)
@@ -86,15 +82,14 @@ class TrainStep:
         self._skips_nonfinite = skips_nonfinite
         self._max_skips = max_skips
         self._stop = stop
-        self._logs = {"at_groups": logs_groups, "at_zeros": logs_zeros}
         self.num_skips_in_a_row = 0
 
-    def __call__(self, batches: Sequence[Batch], *, is_told: bool = False) -> StepResult:
+    def __call__(self, batches: Sequence[Batch], *, look: GradLook = _NO_LOOK) -> StepResult:
         """Train on this rank's microbatches of a global batch; collective over all ranks.
 
         Args:
             batches: The microbatches.
-            is_told: Whether the step is logged, alike on all ranks.
+            look: What else to find out about the gradients, alike on all ranks.
 
         Raises:
             RuntimeError: A loss or the gradient norm is not finite, and the policy is to raise or
@@ -103,7 +98,7 @@ class TrainStep:
         loss_scale = self._update.loss_scale
         losses = self._accumulate(batches)
         self._update.unscale()
-        statistics = self._update.look(**self._logs) if is_told else _NOTHING
+        statistics = self._update.look(look)
         grad_norm = self._update.measure()
         loss, is_finite = self._reduce(losses, has_finite_grads=math.isfinite(grad_norm))
         is_mendable = math.isfinite(loss) and self._update.is_scale_movable

@@ -23,6 +23,19 @@ from megafsdp.optimizer.scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
+class GradLook:
+    """What to find out about a step's gradients beside their norm.
+
+    Attributes:
+        at_groups: The norm of each parameter group.
+        at_zeros: How many elements are zero.
+    """
+
+    at_groups: bool = False
+    at_zeros: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GradStatistics:
     """What is logged of a step's gradients beside their norm, alike on all ranks.
 
@@ -89,17 +102,17 @@ class WeightUpdate:
         if self._scaler is not None and not isinstance(self._optimizer, FusedAdam):
             self._scaler.unscale_(self._optimizer)
 
-    def look(self, *, at_groups: bool, at_zeros: bool) -> GradStatistics:
-        """Return what is wanted of gradients between :meth:`unscale` and :meth:`measure`.
+    def look(self, wanted: GradLook) -> GradStatistics:
+        """Return what is wanted to know of gradients between :meth:`unscale` and :meth:`measure`.
 
-        Collective over all ranks: one small all-reduce for each of the two.
+        Collective over all ranks: one small all-reduce for each of the two that is wanted.
         """
         is_scaled = isinstance(self._optimizer, FusedAdam)
         scale = (self.loss_scale or 1.0) if is_scaled else 1.0
         norms: tuple[float, ...] = ()
-        if at_groups:
+        if wanted.at_groups:
             norms = tuple((param_group_norms(self._optimizer).double() / scale).tolist())
-        num_zeros = int(num_zero_grads(self._model)) if at_zeros else None
+        num_zeros = int(num_zero_grads(self._model)) if wanted.at_zeros else None
         return GradStatistics(norms, num_zeros)
 
     def measure(self) -> float:

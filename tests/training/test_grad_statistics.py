@@ -16,6 +16,7 @@ from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training import train
 from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import TrainStep
+from megafsdp.training.update import GradLook
 from tests.ranks import Ranks
 from tests.training.runs import MODEL, rows, tiny, write_corpus
 from tests.training.steps import batches_of, rows_of
@@ -45,7 +46,7 @@ def _make(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(_groups(model), fused=True)
 
 
-def _statistics(kind: str, scale: float | None, strategy: str, is_told: bool) -> Statistics:
+def _statistics(kind: str, scale: float | None, strategy: str, is_wanted: bool) -> Statistics:
     model = fully_shard_model(_model(), unit_classes(CONFIG), strategy=strategy)
     step = TrainStep(
         model,
@@ -56,10 +57,9 @@ def _statistics(kind: str, scale: float | None, strategy: str, is_told: bool) ->
         max_skips=0,
         stop=StopRequest(CPU),
         scaler=None if scale is None else LossScaler(ScaleRule.constant(scale)),
-        logs_groups=True,
-        logs_zeros=True,
     )
-    result = step(batches_of(0, dist.get_rank(), dist.get_world_size()), is_told=is_told)
+    batches = batches_of(0, dist.get_rank(), dist.get_world_size())
+    result = step(batches, look=GradLook(at_groups=is_wanted, at_zeros=is_wanted))
     found = result.statistics
     return result.grad_norm, list(found.group_norms), found.num_zeros
 
@@ -96,8 +96,8 @@ def test_statistics_are_of_unscaled_unclipped_gradients(
         assert found_zeros == zeros
 
 
-def test_steps_that_are_not_told_measure_nothing_more(ranks: Ranks) -> None:
-    """Neither passes nor collectives for what nobody reads."""
+def test_nothing_is_measured_that_nobody_reads(ranks: Ranks) -> None:
+    """Unless asked, a step has no statistics."""
     for _, norms, zeros in ranks(2).run(_statistics, "FusedAdam", None, "optim", False):
         assert (norms, zeros) == ([], None)
 
