@@ -6,9 +6,11 @@ and for nothing else. The thread's collectives go over a process group of their 
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -97,7 +99,7 @@ def async_save(
     )
     group = _background_group()
     staging = _stage(begun)
-    pending = PendingSave(step, staging, lambda: finish_save(begun, group))
+    pending = PendingSave(step, staging, functools.partial(_finish, begun, group))
     in_flight.set_current(pending)
     for module in model.modules():
         _watch(module)
@@ -127,6 +129,12 @@ def _stage(begun: BegunSave) -> Staging:
     for own, copy in zip(begun.tensors, staging.copies, strict=True):
         own.data = copy
     return staging
+
+
+def _finish(begun: BegunSave, group: dist.ProcessGroup | None, error: Exception | None) -> Path:
+    """Write what was begun, unless this rank has no copies; collective, in the thread."""
+    begun.error = begun.error or error
+    return finish_save(begun, group)
 
 
 def _watch(target: nn.Module | torch.optim.Optimizer) -> None:

@@ -15,6 +15,7 @@ Everything here runs on rank 0, except :func:`latest_step` and :func:`find`, whi
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from pathlib import Path
 
 from megafsdp.checkpoint.manifest import MANIFEST_FILE
 from megafsdp.errors import CheckpointError, expected
+
+_log = logging.getLogger("megafsdp.checkpoint")
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 _TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}", re.DOTALL)
@@ -155,12 +158,12 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
     sync_directory(root)
     reached("tracker synced")
     if replaced is not None:
-        _remove(replaced)
+        remove(replaced)
     return final
 
 
 def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Remove checkpoints that the retention rules do not keep.
+    """Remove checkpoints that the retention rules do not keep; one that cannot be stays, warned of.
 
     Args:
         root: The save root.
@@ -178,21 +181,21 @@ def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[
     kept = {latest, *steps[-(keep_last or 1) :]}
     if keep_every is not None:
         kept.update(step for step in steps if step % keep_every == 0)
-    removed = [step for step in steps if step not in kept]
-    for step in removed:
+    removed = []
+    for step in (step for step in steps if step not in kept):
         path = step_directory(root, step)
         # Renamed first, so that a crash cannot leave a half-removed directory that looks published.
         away = temporary_beside(path)
-        path.rename(away)
+        try:
+            path.rename(away)
+        except OSError as error:
+            _log.warning("'%s' is kept, as it cannot be removed: %s", path, error)
+            continue
         reached("retired directory renamed")
-        _remove(away)
+        remove(away)
         reached("retired directory removed")
+        removed.append(step)
     return removed
-
-
-def discard(temporary: Path) -> None:
-    """Remove a temporary directory of a save that failed."""
-    _remove(temporary)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -231,15 +234,22 @@ def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:
     for path in list(folder.iterdir()):
         match = _TEMPORARY.fullmatch(path.name)
         if match and is_own(match[1]):
-            _remove(path)
+            remove(path)
 
 
 def _is_of_saves(name: str) -> bool:
     return name == TRACKER_FILE or _STEP_DIRECTORY.fullmatch(name) is not None
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def remove(path: Path) -> None:
+    """Remove a file or directory that nobody needs; warn if it stays, which is no reason to fail.
+
+    A reader of an old checkpoint is enough for a network file system to keep its directory.
+    """
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        _log.warning("'%s' is not needed but cannot be removed: %s", path, error)

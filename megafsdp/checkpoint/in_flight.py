@@ -18,6 +18,7 @@ from types import FrameType
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint.agreement import attempt
 from megafsdp.checkpoint.staging import Staging
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.main_weights import register_before_load
@@ -28,14 +29,18 @@ _log = logging.getLogger("megafsdp.checkpoint")
 class PendingSave:
     """A save that goes on in the background; made by ``checkpoint.async_save``.
 
-    Attributes:
+    Args:
         step: The step that is being saved.
+        staging: Makes the copies.
+        finish: Writes them; collective, so it is called with the error of a rank without copies.
     """
 
-    def __init__(self, step: int, staging: Staging, finish: Callable[[], Path]) -> None:
+    def __init__(
+        self, step: int, staging: Staging, finish: Callable[[Exception | None], Path]
+    ) -> None:
         self.step = step
         self._staging = staging
-        self._finish: Callable[[], Path] | None = finish
+        self._finish: Callable[[Exception | None], Path] | None = finish
         self._published: Path | None = None
         self._error: Exception | None = None
         self._is_observed = False
@@ -90,9 +95,11 @@ class PendingSave:
         finish, self._finish = self._finish, None
         assert finish is not None, "a save runs once"
         try:
-            self._staging.copy()
+            _, error = attempt(self._staging.copy)
+            if error is not None:
+                self._staging.abandon()
             on_disk.reached("copies made")
-            self._published = finish()
+            self._published = finish(error)
         except Exception as error:
             self._error = error
         finally:

@@ -105,7 +105,7 @@ def to_nvidia(
             return on_disk.publish(temporary, root, manifest.step)
         except BaseException:
             if temporary.exists():
-                on_disk.discard(temporary)
+                on_disk.remove(temporary)
             raise
 
 

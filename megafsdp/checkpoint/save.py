@@ -205,7 +205,8 @@ def begin_save(
         tensors, error = attempt(lambda: _own_tensors(ready))
         writers = {key: holders[0] for key, holders in state.own.items()}
         objects = {k: v for k, v in state.objects.items() if writers.get(k, 0) == rank}
-        objects[f"rng.{rank}"] = rng_state()
+    if error is None:
+        objects[f"rng.{rank}"], error = attempt(rng_state)
     keep = {"keep_last": keep_last, "keep_every": keep_every}
     temporary = on_rank_zero(lambda: on_disk.prepare(root, step))
     return BegunSave(temporary, step, keep, state, tensors or [], objects, error)
@@ -234,7 +235,7 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Pat
             return on_rank_zero(lambda: _publish(begun, outcomes), group)
     except CheckpointError:
         if rank_and_world_size()[0] == 0 and begun.temporary.exists():
-            on_disk.discard(begun.temporary)
+            on_disk.remove(begun.temporary)
         raise
 
 

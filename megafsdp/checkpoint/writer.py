@@ -81,7 +81,7 @@ class CheckpointWriter:
         # With an error of any kind the records close without waiting for the disk.
         self._records.__exit__(CheckpointError, CheckpointError("not published"), None)
         if self._temporary.exists():
-            on_disk.discard(self._temporary)
+            on_disk.remove(self._temporary)
 
     def add_tensor(
         self,

@@ -287,18 +287,21 @@ def test_a_failure_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path) -> 
     assert list(tmp_path.glob(".tmp*")) == []
 
 
-def _fail_to_stage(root: Path) -> str:
+def _fail_to_stage(root: Path, where: str) -> str:
     model = _model()
     save(root, step=1, model=model)
 
-    def full(slab: HostSlab, nbytes: int, *, is_pinned: bool) -> None:
-        if nbytes:
+    def full(*args: object, **options: object) -> None:
+        if args[1:] != (0,):
             raise MemoryError("no host memory")
 
+    target = (HostSlab, "_reserve") if where == "memory" else (Staging, "copy")
     with contextlib.ExitStack() as stack:
         if torch.distributed.get_rank() == 1:
-            stack.enter_context(mock.patch.object(HostSlab, "_reserve", full))
+            stack.enter_context(mock.patch.object(*target, full))
         pending = async_save(root, step=2, model=model)
+        if where == "copy":
+            in_flight.wait_for_end()
     # The rank that failed has nothing to wait for.
     model.load_state_dict(model.state_dict())
     try:
@@ -311,11 +314,12 @@ def _fail_to_stage(root: Path) -> str:
     return message
 
 
-def test_a_rank_without_memory_for_the_copies_fails_the_save_on_all(
-    ranks: Ranks, tmp_path: Path
+@pytest.mark.parametrize("where", ["memory", "copy"])
+def test_a_rank_without_copies_fails_the_save_on_all(
+    ranks: Ranks, tmp_path: Path, where: str
 ) -> None:
     """Nobody is left waiting, nothing is published, and the next save works."""
-    for message in ranks(2).run(_fail_to_stage, tmp_path):
+    for message in ranks(2).run(_fail_to_stage, tmp_path, where):
         assert "step 2 failed" in message and "no host memory" in message and "rank 1" in message
     assert on_disk.published_steps(tmp_path) == [1, 3]
     assert list(tmp_path.glob(".tmp*")) == []

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint import save
 from megafsdp.errors import CheckpointError
 
 
@@ -68,8 +72,33 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     temporary = on_disk.prepare(tmp_path, 6)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"iter_0000003", on_disk.TRACKER_FILE, temporary.name, *kept}
-    on_disk.discard(temporary)
+    on_disk.remove(temporary)
     assert not temporary.exists()
+
+
+@pytest.mark.parametrize("fault", ["rename", "rmtree"])
+def test_a_directory_that_cannot_be_removed_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """As when a reader of an old checkpoint keeps it on a network file system: a warning."""
+    save(tmp_path, step=1, model=torch.nn.Linear(2, 2))
+    rename = Path.rename
+
+    def kept(path: Path, target: Path | None = None) -> Path:
+        if target is None or path.name == "iter_0000001":
+            raise OSError(39, "Directory not empty")
+        return rename(path, target)
+
+    where = (Path, "rename") if fault == "rename" else (shutil, "rmtree")
+    with mock.patch.object(*where, kept):
+        save(tmp_path, step=2, model=torch.nn.Linear(2, 2), keep_last=1)
+    assert "cannot be removed: [Errno 39] Directory not empty" in caplog.text
+    assert on_disk.latest_step(tmp_path) == 2
+    assert on_disk.published_steps(tmp_path) == ([1, 2] if fault == "rename" else [2])
+    with mock.patch.object(*where, kept):
+        save(tmp_path, step=3, model=torch.nn.Linear(2, 2))
+    save(tmp_path, step=4, model=torch.nn.Linear(2, 2), keep_last=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000004", on_disk.TRACKER_FILE}
 
 
 @given(

@@ -287,6 +287,27 @@ def test_a_rank_that_cannot_write_stops_all(ranks: Ranks, tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", on_disk.TRACKER_FILE]
 
 
+def _save_without_random_states(root: Path) -> str:
+    model = shard(Toy(), whole_mesh())
+
+    def other_generator() -> dict[str, object]:
+        if dist.get_rank() == 1:
+            raise ValueError("too many values to unpack")
+        return {}
+
+    generators = mock.patch(f"{save.__module__}.rng_state", other_generator)
+    with generators, pytest.raises(CheckpointError) as caught:
+        save(root, step=1, model=model)
+    return str(caught.value)
+
+
+def test_a_rank_without_random_states_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    """As where one rank has given numpy another generator."""
+    for message in ranks(2).run(_save_without_random_states, tmp_path):
+        assert "too many values to unpack" in message and "first on rank 1" in message
+    assert os.listdir(tmp_path) == []
+
+
 def _save_different_models(root: Path) -> str:
     model = nn.Linear(2, 2 + dist.get_rank())
     with pytest.raises(CheckpointError) as caught:
