@@ -40,6 +40,9 @@ class AdamStates(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state dict of an optimizer of this class or of torch's Adam; local.
 
+        Hooks are called as by any optimizer: the first ones see and may replace the whole state
+        dict, the last ones find its states here.
+
         Args:
             state_dict: Its moments are DTensors like the parameters, or plain tensors of what this
                 rank holds of them.
@@ -48,13 +51,28 @@ class AdamStates(Optimizer):
             ValueError: Its groups, options or shapes are not this optimizer's.
             NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
         """
-        check_loaded_states(state_dict, self.param_groups)
-        # States that live on the host would all be brought to the parameters' device at once.
-        super().load_state_dict(state_dict | {"state": {}})
+        packed = state_dict
+
+        # torch would bring all states to the parameters' device at once, those of the host too.
+        def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            nonlocal packed
+            packed = loaded
+            check_loaded_states(packed, self.param_groups)
+            return packed | {"state": {}}
+
+        first = self.register_load_state_dict_pre_hook(set_states_aside)
+        last = self.register_load_state_dict_post_hook(
+            lambda _: self._take_over_all(packed), prepend=True
+        )
+        with first, last:
+            super().load_state_dict(state_dict)
+
+    def _take_over_all(self, packed: dict[str, Any]) -> None:
+        """Bring the states of a state dict, whose groups are loaded, into the form kept."""
         self._store.forget_remainders()
         fill_options(self.param_groups, self.defaults)
-        for index, parameter in packed_parameters(state_dict, self.param_groups):
-            given = state_dict["state"].get(index)
+        for index, parameter in packed_parameters(packed, self.param_groups):
+            given = packed["state"].get(index)
             if given is None:
                 continue
             self.state[parameter] = {

@@ -10,6 +10,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -556,3 +557,31 @@ def test_an_optimizer_with_states_on_the_host_is_not_copied() -> None:
     for copies in (copy.deepcopy, pickle.dumps):
         with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
             copies(optimizer)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
+def test_hooks_of_a_load_see_states(kind: type[torch.optim.Optimizer]) -> None:
+    """The first may replace the state dict that is loaded, the last finds it loaded."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = kind([weight])
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    packed = copy.deepcopy(optimizer.state_dict())
+    seen: list[torch.Tensor] = []
+
+    def renames(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        states = {i: dict(state) for i, state in given["state"].items()}
+        for state in states.values():
+            state["exp_avg"] = 2 * state.pop("old_name")
+        return given | {"state": states}
+
+    packed["state"][0]["old_name"] = packed["state"][0].pop("exp_avg")
+    optimizer.register_load_state_dict_pre_hook(renames)
+    optimizer.register_load_state_dict_post_hook(
+        lambda loaded: seen.append(loaded.state[weight]["exp_avg"].clone())
+    )
+    before = optimizer.state[weight]["exp_avg"].clone()
+    optimizer.load_state_dict(packed)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], 2 * before)
+    assert len(seen) == 1 and torch.equal(seen[0], 2 * before)
+    assert "old_name" in packed["state"][0]
