@@ -18,7 +18,7 @@ from megafsdp.optimizer.loaded_states import (
     fill_options,
     packed_parameters,
 )
-from megafsdp.optimizer.state_store import REMAINDER, StateStore
+from megafsdp.optimizer.state_store import REMAINDER, STATES, StateStore
 
 
 class AdamStates(Optimizer):
@@ -48,7 +48,7 @@ class AdamStates(Optimizer):
                 rank holds of them.
 
         Raises:
-            ValueError: Its groups, options or shapes are not this optimizer's.
+            ValueError: Its groups, options, states or shapes are not this optimizer's.
             NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
         """
         packed = state_dict
@@ -57,7 +57,7 @@ class AdamStates(Optimizer):
         def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal packed
             packed = loaded
-            check_loaded_states(packed, self.param_groups)
+            check_loaded_states(packed, self.param_groups, ("step", *STATES, REMAINDER))
             return packed | {"state": {}}
 
         first = self.register_load_state_dict_pre_hook(set_states_aside)

@@ -5,7 +5,7 @@ Values are checked against the parameters of this rank; how they are kept is up 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,21 @@ def packed_parameters(
 
 
 def check_loaded_states(
-    packed: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
+    packed: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    known_names: Collection[str],
 ) -> None:
     """Check that the states of a state dict are as long as what this rank has; local.
 
+    Args:
+        packed: The state dict.
+        param_groups: Of the optimizer that loads it.
+        known_names: The states of which that one knows what they mean.
+
     Raises:
         NotImplementedError: A state is whole, or torch has cut it.
-        ValueError: A plain state has another length than this rank's rows; or an option of the
-            optimizer that made it is not built here.
+        ValueError: A plain state has another length than this rank's rows; or an option or a state
+            of the optimizer that made it is not built here.
     """
     for group in packed["param_groups"]:
         for name in FOREIGN_OPTIONS:
@@ -51,6 +58,15 @@ def check_loaded_states(
                 )
     for index, parameter in packed_parameters(packed, param_groups):
         for name, value in packed["state"].get(index, {}).items():
+            if name not in known_names:
+                raise ValueError(
+                    expected(
+                        f"states among {', '.join(known_names)}",
+                        f"a state '{name}'",
+                        where=f"parameter {index} of a loaded state dict",
+                        mend="Load it into an optimizer of the kind that made it, or rename states",
+                    )
+                )
             if isinstance(value, torch.Tensor) and value.ndim > 0:
                 _check_state(parameter, f"state '{name}' of parameter {index}", value)
 

@@ -138,10 +138,10 @@ class Muon(Optimizer):
                 rank holds of them.
 
         Raises:
-            ValueError: Its groups or shapes are not this optimizer's.
+            ValueError: Its groups, states or shapes are not this optimizer's.
             NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
         """
-        check_loaded_states(state_dict, self.param_groups)
+        check_loaded_states(state_dict, self.param_groups, ("step", *_STATES))
         super().load_state_dict(state_dict)
         fill_options(self.param_groups, self.defaults)
         for parameter, state in self.state.items():

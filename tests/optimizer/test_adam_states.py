@@ -585,3 +585,20 @@ def test_hooks_of_a_load_see_states(kind: type[torch.optim.Optimizer]) -> None:
     assert torch.equal(optimizer.state[weight]["exp_avg"], 2 * before)
     assert len(seen) == 1 and torch.equal(seen[0], 2 * before)
     assert "old_name" in packed["state"][0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adamax, torch.optim.SGD])
+def test_states_of_another_kind_are_refused(kind: type[torch.optim.Optimizer]) -> None:
+    """What has no place here would be dropped, and the moments begin at zero, without a word."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    other = kind([weight], **({"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {}))
+    weight.grad = torch.ones(4)
+    other.step()
+    optimizer = FusedAdam([weight])
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"got a state '\w+'.*parameter 0 of a loaded"):
+        optimizer.load_state_dict(other.state_dict())
+    after = optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
