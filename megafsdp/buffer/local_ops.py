@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megafsdp.buffer.boxes import UnevenLayout
+from megafsdp.buffer.in_use import is_any_in_use, wait_for_writer
 from megafsdp.errors import expected
 
 Self = TypeVar("Self", bound="RowShardedDTensor")
@@ -112,6 +113,10 @@ def _run_by_rule(
 ) -> Any:
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
+    if is_any_in_use():
+        for leaf in _leaves_of((*args, *kwargs.values())):
+            if isinstance(leaf, RowShardedDTensor):
+                wait_for_writer(leaf._local_tensor)
     if name == "equal":
         _check_operands(func, args)
     if name in _REDUCTIONS:

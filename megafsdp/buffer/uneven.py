@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megafsdp.buffer.boxes import UnevenLayout
 from megafsdp.buffer.collectives import all_gather_equal
 from megafsdp.buffer.fixed_data import FIXED_DATA
+from megafsdp.buffer.in_use import wait_for_writer
 from megafsdp.buffer.local_ops import (
     IS_DISPATCH_BYPASSED,
     RowShardedDTensor,
@@ -103,6 +104,7 @@ class UnevenDTensor(RowShardedDTensor):
     @property
     def local(self) -> torch.Tensor:
         """Return this rank's rows as a plain tensor that aliases the shard, outside autograd."""
+        wait_for_writer(self._local_tensor)
         return self._local_tensor.detach()
 
     @property
@@ -130,6 +132,7 @@ class UnevenDTensor(RowShardedDTensor):
             refuse_full_state(f"a tensor of shape {self._uneven_layout.shape}")
         if IS_DISPATCH_BYPASSED and self.requires_grad and torch.is_grad_enabled():
             refuse("to_local within autograd", [self])
+        wait_for_writer(self._local_tensor)
         return _LocalRows.apply(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

@@ -63,10 +63,11 @@ class HybridDeviceOptimizer(FusedAdam):
     that are shared with another optimizer.
 
     ``step`` reads ``.grad`` and hyperparameters as they are when it is called. With ``overlap`` it
-    returns while gradients are still being copied: what the package does to them next waits
-    (``zero_grad``, another backward), a change by hand must call :meth:`synchronize` first, and so
-    must code that reads the memory of a parameter by itself. ``state``, state dicts and
-    checkpoints of model and optimizer, and the unit's next use wait on their own.
+    returns while gradients are still being copied, and replicated (``no_shard``) parameters alone
+    are stepped. What the package does next waits (``zero_grad``, another backward, the unit's next
+    use, ``state``, state dicts, checkpoints), and so does what reads parameters and states as the
+    DTensors they are. A change of gradients by hand, and plain tensors over a parameter's memory
+    (:func:`megafsdp.local_parameters`), call :meth:`synchronize` first.
 
     A loop *hands over* what a step depends on with ``max_grad_norm`` and
     ``microbatch(model, is_last=True)``. Copies, and Adam if ``speculate`` allows, then begin in
@@ -233,8 +234,7 @@ class HybridDeviceOptimizer(FusedAdam):
 
     def _wait_for_steps(self) -> None:
         for step in self._in_flight:
-            step.meter = None  # Nobody uses the unit here.
-            step.wait()
+            step.wait_for_reader()
         stepped, self._in_flight = self._in_flight, []
         if self._host is not None and stepped:
             self._state.update({p: self._host.shown_state(p) for p in self._on_host()})

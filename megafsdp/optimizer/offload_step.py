@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megafsdp.buffer.in_use import hold, let_go
 from megafsdp.errors import expected
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.hyper import AdamHyper, round_to_fp32
@@ -242,15 +243,18 @@ class BucketStep:
             self._takes_ahead = not self.scale.is_there or ahead.has_guessed(self.scale.value())
         if ahead is not None and not self._takes_ahead:
             ahead.call_off()
-        self._take_buffers(ahead.buffers if ahead and self._takes_ahead else None)
+        in_use = self._take_buffers(ahead.buffers if ahead and self._takes_ahead else None)
+        hold(in_use, self)
         group.step_in_flight = self
         return self._takes_ahead
 
-    def _take_buffers(self, aside: AdamBuffers | None) -> None:
-        """Take the memory to step, in place or from one slab into the other."""
-        self._buffers = self.bucket.buffers() if aside is None else aside
-        new_weight = self._buffers.new_weight
-        self._result = self._buffers.weight if new_weight is None else new_weight
+    def _take_buffers(self, aside: AdamBuffers | None) -> list[torch.Tensor]:
+        """Take the memory to step, in place or from one slab into the other, and return it."""
+        buffers = self._buffers = self.bucket.buffers() if aside is None else aside
+        self._result = buffers.weight if buffers.new_weight is None else buffers.new_weight
+        moments = (buffers.exp_avg, buffers.exp_avg_sq)
+        made = (buffers.new_weight, buffers.new_exp_avg, buffers.new_exp_avg_sq)
+        return [buffers.weight, *(t for t in (*moments, *made) if t is not None)]
 
     def _issue_copy(self) -> GradientCopy:
         """Return the gradients on their way to the host."""
@@ -265,9 +269,14 @@ class BucketStep:
         return self.bucket.copy_pieces(pieces)
 
     def finish(self) -> None:
-        """Tell the group, which has been told that its main weight changed, what needs no cast."""
+        """Tell the group, which has been told that its main weight changed, what needs no cast.
+
+        Replicated parameters are plain DTensors, whose readers do not ask: their step ends here.
+        """
         if sum(stretch.numel for stretch in self.stretches) == self.bucket.states.numel:
             self.bucket.group.compute_weight.finish_encoding()
+        if not self.bucket.group.axes.is_sharded:
+            self.wait_for_reader()
 
     def run(self) -> None:
         """Do the step; in the worker's thread. An error is kept for :meth:`wait`."""
@@ -331,6 +340,7 @@ class BucketStep:
         begin = None if meter is None else meter.mark_time()
         begin_s = time.perf_counter()
         self._has_ended.wait()
+        let_go(self)
         if self._error is not None:
             raise RuntimeError(
                 expected(
@@ -344,3 +354,12 @@ class BucketStep:
         self.bucket.uploaded.order()
         if meter is not None and begin is not None:
             meter.is_needed(begin, time.perf_counter() - begin_s)
+
+    def wait_for_reader(self) -> None:
+        """Wait as :meth:`wait` does, for one who does not use the unit: nothing is measured.
+
+        Raises:
+            RuntimeError: The step failed.
+        """
+        self.meter = None
+        self.wait()

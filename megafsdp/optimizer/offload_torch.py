@@ -196,9 +196,10 @@ class TorchBucketStep(BucketStep):
             pieces.append((segment.start, piece))
         return self.bucket.copy_pieces(pieces)
 
-    def _take_buffers(self, aside: AdamBuffers | None) -> None:
+    def _take_buffers(self, aside: AdamBuffers | None) -> list[torch.Tensor]:
         assert aside is None, "only Adam is run ahead of the step"
         self._result = self.bucket.group.main_weight.flat
+        return [self._result]
 
     def _update(self, scale: float) -> None:
         optimizer = self.host.optimizer

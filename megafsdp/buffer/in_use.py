@@ -1,0 +1,64 @@
+"""Memory that another thread writes for now: who reads it through a DTensor waits first.
+
+Whoever hands a buffer to a thread says so here, and operations of sharded DTensors ask. Memory is
+known by its storage, so aliases count: a detached parameter, a tensor of an earlier state dict.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+
+class Writer(Protocol):
+    """Work of another thread on some memory."""
+
+    def wait_for_reader(self) -> None:
+        """Return when the memory may be read and written, and call :func:`let_go`."""
+
+
+# A writer that nobody holds any more has nothing left to do.
+_writers: dict[int, weakref.ref[Writer]] = {}
+
+
+def hold(tensors: Iterable[torch.Tensor], writer: Writer) -> None:
+    """Have readers of what these tensors lie in wait for a writer, until :func:`let_go`.
+
+    Args:
+        tensors: Plain tensors.
+        writer: What writes them.
+    """
+    reference = weakref.ref(writer)
+    for tensor in tensors:
+        _writers[_key(tensor)] = reference
+
+
+def let_go(writer: Writer) -> None:
+    """Have nobody wait for a writer any more."""
+    for key, reference in list(_writers.items()):
+        if reference() in (None, writer):
+            _writers.pop(key, None)
+
+
+def wait_for_writer(tensor: torch.Tensor) -> None:
+    """Return when no other thread writes what a plain tensor lies in.
+
+    Raises:
+        Exception: What made the writer fail.
+    """
+    reference = _writers.get(_key(tensor)) if _writers else None
+    writer = None if reference is None else reference()
+    if writer is not None:
+        writer.wait_for_reader()
+
+
+def is_any_in_use() -> bool:
+    """Tell whether there is anything to wait for: it costs less than to look at tensors."""
+    return bool(_writers)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
