@@ -203,9 +203,20 @@ class FusedAdam(MarksMainWeights, AdamStates):
         return self.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, as torch does, and drop the norm that was measured of them."""
+        """Clear gradients, as torch does, and drop the norm that was measured of them.
+
+        With ``use_decoupled_grad`` these are the ones in ``decoupled_grad``, and those in ``grad``.
+        """
         self._measured = None
         super().zero_grad(set_to_none)
+        if not self.use_decoupled_grad:
+            return
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            grad = getattr(parameter, "decoupled_grad", None)
+            if grad is not None and set_to_none:
+                parameter.decoupled_grad = None
+            elif grad is not None:
+                grad.zero_()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

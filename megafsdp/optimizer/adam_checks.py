@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megafsdp.buffer.uneven import local_tensor
 from megafsdp.errors import expected
 from megafsdp.optimizer.loaded_states import FOREIGN_OPTIONS
 from megafsdp.optimizer.state import is_scaled
@@ -140,11 +141,12 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
         )
 
 
-def check_scaled_state(name: str, values: torch.Tensor) -> None:
+def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
     """Check what a state is to be set to.
 
     Raises:
-        ValueError: The values are not fp32, or no state has this name.
+        ValueError: The values are not fp32 or not as many as this rank's of the parameter, or no
+            state has this name.
     """
     if values.dtype != torch.float32 or name not in STATES:
         raise ValueError(
@@ -153,5 +155,15 @@ def check_scaled_state(name: str, values: torch.Tensor) -> None:
                 f"{values.dtype} for '{name}'",
                 where="FusedAdam.set_scaled_state()",
                 mend="Cast the values, or set optimizer.state[parameter] directly",
+            )
+        )
+    own, given = local_tensor(parameter).shape, local_tensor(values).shape
+    if own != given:
+        raise ValueError(
+            expected(
+                f"values like the parameter, {(*own,)} on this rank",
+                (*given,),
+                where="FusedAdam.set_scaled_state()",
+                mend="Start from get_unscaled_state(), or torch.zeros_like(parameter)",
             )
         )

@@ -134,11 +134,11 @@ class AdamStates(Optimizer):
         return self._store.unscaled(parameter, name, self.state[parameter])
 
     def set_scaled_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Set a state from fp32 values, a tensor like the parameter; local.
+        """Set a state from fp32 values, a tensor like the parameter, which are copied; local.
 
         Raises:
-            ValueError: The values are not fp32, or the state has no such name.
+            ValueError: The values are not fp32 or of another shape, or the state has no such name.
         """
-        check_scaled_state(name, values)
-        self.state[parameter][name] = values
+        check_scaled_state(parameter, name, values)
+        self.state[parameter][name] = values.detach().clone()
         self._store.prepare(parameter, self.state[parameter])

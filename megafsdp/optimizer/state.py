@@ -3,8 +3,9 @@
 A *scaled* state divides each row of a tensor into blocks of 128 elements, the last one shorter, and
 keeps ``absmax / largest`` of each block as an fp32 scale, where ``largest`` is the largest value
 that the format is used for. Rows are never cut between ranks, so what a state holds does not depend
-on the mesh. A block of zeros has scale 0 and stays zero. One-dimensional parameters, whose elements
-may be cut anywhere, keep fp32 states.
+on the mesh. A block of zeros has scale 0 and stays zero. Second moments, by whose root a step
+divides, are rounded up where the format would make 0 of them: the step is then too short, not
+without bound. One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states.
 
 This file knows tensors; which parameter has which state is :mod:`megafsdp.optimizer.adam`'s.
 """
@@ -21,6 +22,7 @@ BLOCK_NUMEL = 128
 
 # Half of the largest fp16 leaves room for a sum of two; FP8 has no infinities to run into.
 _LARGEST = {torch.float16: 32752.0, torch.float8_e4m3fn: 448.0}
+_SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
 PLAIN_DTYPES = (torch.float32, torch.bfloat16)
 STATE_DTYPES = (*PLAIN_DTYPES, *_LARGEST)
 
@@ -62,20 +64,29 @@ class ScaledState:
     Attributes:
         codes: ``(rows, columns)`` fp16 or FP8 (e4m3); aliases what the optimizer shows.
         scales: ``(rows, blocks)`` fp32.
+        keeps_positive: Round no positive value to 0, unless all of its block is as good as zero.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
+    keeps_positive: bool = False
 
     @classmethod
     def zeros(
-        cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+        cls,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        keeps_positive: bool = False,
     ) -> ScaledState:
         """Make the state of zeros."""
         num_blocks = -(-columns // BLOCK_NUMEL)
         return cls(
             torch.zeros(rows, columns, dtype=dtype, device=device),
             torch.zeros(rows, num_blocks, device=device),
+            keeps_positive,
         )
 
     def clear(self) -> None:
@@ -99,6 +110,11 @@ class ScaledState:
         inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
         # A scale below the normal range has an infinite inverse; such a block is as good as zero.
         inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)
-        codes = (blocks * inverse.unsqueeze(2)).flatten(1)[:, :columns]
+        codes = blocks * inverse.unsqueeze(2)
+        if self.keeps_positive:
+            smallest = _SMALLEST[self.codes.dtype]
+            is_kept = (blocks > 0) & (inverse > 0).unsqueeze(2)
+            codes = torch.where(is_kept, codes.clamp_min(smallest), codes)
+        codes = codes.flatten(1)[:, :columns]
         self.scales.copy_(torch.where(inverse > 0, scales, torch.zeros_like(scales)))
         self.codes.copy_(codes.to(self.codes.dtype))

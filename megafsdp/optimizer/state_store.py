@@ -48,8 +48,8 @@ class StateStore:
         self._main_dtype = torch.bfloat16 if has_remainders else torch.float32
         self._flat: weakref.WeakKeyDictionary[ParameterGroup, FlatStates]
         self._flat = weakref.WeakKeyDictionary()
-        # By identity: tensors compare by element.
-        self._scaled: dict[int, dict[str, ScaledState]] = {}
+        # Of each parameter, by name.
+        self._scaled = WeakTensorKeyDictionary()
         # Parts of weights, which outlive states that are dropped.
         self._remainders = WeakTensorKeyDictionary()
 
@@ -80,7 +80,7 @@ class StateStore:
             state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
         for name, wished in self.dtypes.items():
             current = state.get(name)
-            dtype = dtype_for(parameter.shape, wished)
+            dtype = _dtype_of(parameter, wished)
             if is_scaled(dtype):
                 self._prepare_scaled(parameter, name, dtype, state)
             elif place is not None and name in place[0].buffers:
@@ -126,11 +126,13 @@ class StateStore:
     def _prepare_scaled(
         self, parameter: torch.Tensor, name: str, dtype: torch.dtype, state: dict[str, Any]
     ) -> None:
-        kept = self._scaled.setdefault(id(parameter), {})
+        kept = self._scaled.setdefault(parameter, {})
         local, current = local_tensor(parameter), state.get(name)
         rows, columns = local.shape[0], parameter.shape[1:].numel()
         if name not in kept:
-            kept[name] = ScaledState.zeros(rows, columns, dtype, local.device)
+            kept[name] = ScaledState.zeros(
+                rows, columns, dtype, local.device, keeps_positive=name == "exp_avg_sq"
+            )
         elif current is None:
             kept[name].clear()
         codes = kept[name].codes
@@ -175,7 +177,7 @@ class StateStore:
 
     def unscaled(self, parameter: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:
         """Return a state's values in fp32, a copy like the parameter."""
-        scaled = self._scaled.get(id(parameter), {}).get(name)
+        scaled = self._scaled.get(parameter, {}).get(name)
         local = local_tensor(state[name])
         # A load may have put a tensor of its own in the place of the codes.
         if scaled is not None and _is_same_memory(local, scaled.codes):
@@ -185,11 +187,11 @@ class StateStore:
     def decode(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the 1-D values of all states in fp32 or bf16; the memory itself if possible."""
         values = {}
-        kept = {dtype_for(parameter.shape, dtype) for dtype in self.dtypes.values()}
+        kept = {_dtype_of(parameter, dtype) for dtype in self.dtypes.values()}
         # The kernel takes both moments in one dtype.
         is_mixed = len(kept) > 1
         for name in self.dtypes:
-            scaled = self._scaled.get(id(parameter), {}).get(name)
+            scaled = self._scaled.get(parameter, {}).get(name)
             if scaled is not None:
                 values[name] = scaled.decode().view(-1)
                 continue
@@ -205,13 +207,20 @@ class StateStore:
     ) -> None:
         """Keep what :meth:`decode` returned, changed in place since."""
         for name, value in values.items():
-            scaled = self._scaled.get(id(parameter), {}).get(name)
+            scaled = self._scaled.get(parameter, {}).get(name)
             if scaled is not None:
                 scaled.encode(value.view(scaled.codes.shape))
                 continue
             local = local_tensor(state[name])
             if value.data_ptr() != local.data_ptr():
                 local.copy_(value.view(local.shape))
+
+
+def _dtype_of(parameter: torch.Tensor, wished: torch.dtype) -> torch.dtype:
+    """Return the dtype of a state; fp32 where the mesh cuts rows, and blocks with them."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    are_rows_cut = is_scaled(wished) and any(p.is_shard() and not p.is_shard(0) for p in placements)
+    return torch.float32 if are_rows_cut else dtype_for(parameter.shape, wished)
 
 
 def _by_itself(
