@@ -62,13 +62,14 @@ def _optimizer(
 class _Moment:
     """One moment of the oracle, kept in a format."""
 
-    def __init__(self, shape: torch.Size, wished: torch.dtype) -> None:
+    def __init__(self, shape: torch.Size, wished: torch.dtype, *, is_second: bool) -> None:
         self.dtype = dtype_for(shape, wished)
         self.rows = (shape[0] if shape else 1, shape[1:].numel())
         self.kept = torch.zeros(shape, dtype=FP32 if is_scaled(self.dtype) else self.dtype)
         self.scaled = None
         if is_scaled(self.dtype):
-            self.scaled = ScaledState.zeros(*self.rows, self.dtype, torch.device("cpu"))
+            cpu = torch.device("cpu")
+            self.scaled = ScaledState.zeros(*self.rows, self.dtype, cpu, keeps_positive=is_second)
 
     def get(self) -> torch.Tensor:
         if self.scaled is not None:
@@ -98,7 +99,10 @@ def _matches_the_definition(modes: tuple[torch.dtype, torch.dtype]) -> None:
     net = shard(Net())
     optimizer = _optimizer(net, modes)
     weights = {n: full_tensor(p.detach()).clone() for n, p in net.named_parameters()}
-    moments = {n: [_Moment(w.shape, mode) for mode in modes] for n, w in weights.items()}
+    moments = {
+        name: [_Moment(weight.shape, modes[i], is_second=bool(i)) for i in range(2)]
+        for name, weight in weights.items()
+    }
     num_steps = 3
     generator = torch.Generator().manual_seed(0)
     with reference.denormal_mode(True):
@@ -159,8 +163,9 @@ def _seven_large_steps(
         ((FP16, FP16), 2e-3, 2e-2),
         ((BF16, BF16), 2e-3, 2e-2),
         ((FP8, FP32), 1e-2, 6e-2),
-        ((FP32, FP8), 1e-2, 1e-1),
-        ((FP8, FP8), 1.5e-2, 1e-1),
+        # Where a second moment was rounded up to FP8's smallest value, a step is too short.
+        ((FP32, FP8), 1e-2, 3e-1),
+        ((FP8, FP8), 1.5e-2, 3e-1),
     ],
 )
 def test_f12_formats_stay_near_fp32_with_bf16_gradients(
