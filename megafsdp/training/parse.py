@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jsonargparse
 import yaml
@@ -23,7 +24,28 @@ _NUM_SUGGESTIONS = 3
 _DESCRIPTION = (
     "Pretrain a model. Every value of the configuration can stand in a YAML file (--config) and be "
     "overridden on the command line (--section.field value). With --dry-run [RANKS] nothing is "
-    "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON)."
+    "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON). "
+    "Text arrives as it is written; the bare word null on the command line stands for no value."
+)
+_MODE = "megafsdp"
+_T = TypeVar("_T")
+
+
+class _Text(str):
+    """Text that a file or a caller has given as text.
+
+    jsonargparse reads a plain str as YAML once more, where "null" and "# Title" are no value.
+    """
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that jsonargparse's YAML reads as a number, and PyYAML's does not."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )
 
 
@@ -62,12 +84,12 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
         ConfigError: A name is unknown, or a value has the wrong type.
     """
     _check_names(values, "the given values")
-    return _instantiate(lambda parser: parser.parse_object(dict(values)))
+    return _instantiate(lambda parser: parser.parse_object(_marked(dict(values))))
 
 
 def to_yaml(config: Config) -> str:
     """Return the whole configuration as YAML that ``--config`` reads."""
-    return yaml.safe_dump(config.to_dict(), sort_keys=False, width=100)
+    return _dump(config.to_dict())
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -82,14 +104,45 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _instantiate(parse: Callable[[_Parser], jsonargparse.Namespace]) -> Config:
-    parser = _Parser(prog="megafsdp train", description=_DESCRIPTION)
+    jsonargparse.set_loader(_MODE, _load, (yaml.YAMLError,))
+    jsonargparse.set_dumper(_MODE, _dump)
+    parser = _Parser(prog="megafsdp train", description=_DESCRIPTION, parser_mode=_MODE)
     parser.add_argument("--config", action="config", help="YAML file; may be given repeatedly.")
     parser.add_class_arguments(Config)
     try:
-        parsed = parser.instantiate(parse(parser))
+        parsed = parse(parser)
+        for name, value in list(parsed.items()):
+            parsed[name] = _unmarked(value)
+        parsed = parser.instantiate(parsed)
     except (argparse.ArgumentError, TypeError) as error:
         raise _unreadable("the training configuration", str(error)) from error
     return Config(**{f.name: parsed[f.name] for f in fields(Config)})
+
+
+def _load(text: str) -> object:
+    """Read a file, or a value of the command line; what YAML takes for nothing is that text."""
+    value = jsonargparse.get_loader("yaml")(text)
+    return text if value is None else _marked(value)
+
+
+def _dump(values: object) -> str:
+    return yaml.dump(_unmarked(values), Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def _marked(value: _T) -> _T:
+    return _map_text(_Text, value)
+
+
+def _unmarked(value: _T) -> _T:
+    return _map_text(str, value)
+
+
+def _map_text(convert: Callable[[str], str], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _map_text(convert, each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map_text(convert, each) for each in value)
+    return convert(value) if isinstance(value, str) else value
 
 
 def _check_options(words: Sequence[str]) -> None:
@@ -98,6 +151,9 @@ def _check_options(words: Sequence[str]) -> None:
         if not word.startswith("--") or word == "--":
             continue
         name, equals, value = word[2:].partition("=")
+        if " " in name:
+            # Text, which argparse takes for a value too.
+            continue
         if name.removesuffix("+") not in known:
             raise _unknown(name, "the command line", known)
         if name == "config":

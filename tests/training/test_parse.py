@@ -114,6 +114,70 @@ def test_a_number_or_a_word_is_what_it_looks_like(
     assert type(found[1]) is type(values[1])
 
 
+TEXTS = [
+    "# Title",
+    "null",
+    "Null",
+    "~",
+    "---",
+    "--title",
+    "a # b",
+    "1e3",
+    "-1.5E7",
+    "[a]",
+    "'a'",
+    " a ",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_arrives_as_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """From values, a file and a command line, for fields with and without null, and in a list."""
+    values = {
+        "run": {"name": text},
+        "data": {"train": [text, text], "tokenizer": text},
+        "evaluation": {"sample_prompt": text},
+        "checkpoint": {"directory": text},
+    }
+    words = ["--config", _write(tmp_path, json.dumps(values))]
+    configs = [config_from_dict(values), parse_config(words)]
+    if text != "null":
+        scalars = ("run.name", "data.tokenizer", "evaluation.sample_prompt", "checkpoint.directory")
+        more = f"--data.train={json.dumps([text, text])}"
+        configs.append(parse_config([more, *(f"--{name}={text}" for name in scalars)]))
+    for config in configs:
+        given = {name: {k: config.to_dict()[name][k] for k in values[name]} for name in values}
+        assert given == values
+        assert config_from_dict(config.to_dict()) == config
+        assert type(config.evaluation.sample_prompt) is str
+        assert type(config.data.train[0]) is str
+    with pytest.raises(SystemExit):
+        parse_config([*words, "--print-config"])
+    printed = _write(tmp_path, capsys.readouterr().out)
+    assert parse_config(["--config", printed]) == configs[0]
+
+
+@pytest.mark.parametrize("null", ["null", "~", ""])
+def test_null_is_none(tmp_path: Path, null: str) -> None:
+    """A bare null of a file, and the word null on a command line, take a text away."""
+    path = _write(tmp_path, "evaluation: {sample_prompt: a}")
+    more = tmp_path / "more.yaml"
+    more.write_text(f"evaluation:\n  sample_prompt: {null}\n")
+    for words in (["--config", str(more)], ["--evaluation.sample_prompt", "null"]):
+        assert parse_config(["--config", path]).evaluation.sample_prompt == "a"
+        assert parse_config(["--config", path, *words]).evaluation.sample_prompt is None
+    assert config_from_dict({"data": {"tokenizer": None}}).data.tokenizer is None
+
+
+def test_text_that_begins_with_dashes_is_no_option() -> None:
+    """It has a space where a name would be, so it may stand behind its option's name."""
+    config = parse_config(["--evaluation.sample_prompt", "-- a = b"])
+    assert config.evaluation.sample_prompt == "-- a = b"
+
+
 @pytest.mark.parametrize("text", ["a: {b: [}", "- a\n- b\n", "optimizer: 3\n"])
 def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
     """Broken YAML, a list, and a value in a section's place are errors."""
