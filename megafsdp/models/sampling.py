@@ -8,10 +8,15 @@ Shape suffixes: B batch, T sequence, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from megafsdp.errors import expected
+
+# Below it logits over the temperature are no fp32 numbers; only the likeliest token is left anyway.
+_LOWEST_TEMPERATURE = 1e-30
 
 
 @torch.no_grad()
@@ -48,10 +53,10 @@ def sample(
         ValueError: The context is empty, or a count or the temperature is out of its range.
     """
     smallest = min(tokens_BT.shape[1], max_context)
-    if smallest < 1 or num_tokens < 0 or temperature < 0:
+    if smallest < 1 or num_tokens < 0 or not 0 <= temperature < math.inf:
         raise ValueError(
             expected(
-                "at least 1 token of context, num_tokens >= 0 and temperature >= 0",
+                "at least 1 token of context, num_tokens >= 0 and a finite temperature >= 0",
                 f"{smallest}, {num_tokens} and {temperature}",
                 where="sample()",
                 mend="Begin with one token at least, such as the end-of-document one",
@@ -60,7 +65,9 @@ def sample(
     for _ in range(num_tokens):
         logits_BV = model(tokens_BT[:, -max_context:])[:, -1, :vocab_size].float()
         if temperature > 0:
-            probabilities_BV = torch.softmax(logits_BV / temperature, dim=-1)
+            probabilities_BV = torch.softmax(
+                logits_BV / max(temperature, _LOWEST_TEMPERATURE), dim=-1
+            )
             next_B1 = torch.multinomial(probabilities_BV, 1, generator=generator)
         else:
             next_B1 = logits_BV.argmax(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Checks of a configuration's values, alone and together, before anything is built.
+"""Checks of a configuration's values, together and alone, before anything is built.
 
 Nothing here reads a file or talks to another rank: every rank finds the same, before the first
 collective.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from typing import Any
 
 import torch
 
-from megafsdp.errors import ConfigError, expected
+from megafsdp.errors import ConfigError
 from megafsdp.models.build import build_model
 from megafsdp.models.config import ModelConfig
 from megafsdp.training.config import Config, DataSection, TrainSection
 from megafsdp.training.execution import ParallelSection
 from megafsdp.training.optimization import LossScaleSection, MuonSection
 from megafsdp.training.validate_names import check_kept_fp32
+from megafsdp.training.validate_ranges import bad_value, check_ranges, value_of
 
 
 def validate(config: Config, *, world_size: int) -> None:
@@ -51,7 +51,7 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
     """
     config.model.resolve()
     config.activation_checkpointing.resolve()
-    _check_ranges(config)
+    check_ranges(config, world_size=world_size)
     _check_parallel(config.parallel, world_size)
     _check_batch(config, world_size)
     _check_optimizer(config)
@@ -69,14 +69,14 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
         raise ConfigError(str(error)) from error
     if parallel.outer_strategy == "optim":
         if dims.dp_outer == 1:
-            raise _bad(
+            raise bad_value(
                 "parallel.outer_strategy",
                 "a parallel.dp_outer above 1 for optim",
                 dims.dp_outer,
                 "Set parallel.dp_outer to the number of nodes, or leave outer_strategy at no_shard",
             )
         if parallel.strategy != "optim_grads_params":
-            raise _bad(
+            raise bad_value(
                 "parallel.outer_strategy",
                 "the parallel.strategy optim_grads_params for optim",
                 parallel.strategy,
@@ -86,7 +86,7 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
     if reshard is None or isinstance(reshard, bool):
         return
     if reshard < 1 or dims.dp_shard % reshard:
-        raise _bad(
+        raise bad_value(
             "parallel.reshard_after_forward",
             f"true, false, null, or a divisor of the {dims.dp_shard} ranks of dp_shard",
             reshard,
@@ -102,7 +102,7 @@ def _check_dtypes(config: Config) -> None:
         optimizer.kind in ("adamw", "adam") and not optimizer.is_fused_adam
     )
     if is_mixed and is_narrow:
-        raise _bad(
+        raise bad_value(
             "precision.main_grads_dtype",
             f"main_params_dtype, {precision.main_params_dtype}, for {optimizer.kind} in its"
             f" {optimizer.form} form",
@@ -116,10 +116,10 @@ def _check_optimizer(config: Config) -> None:
     decays = {"optimizer.betas": config.optimizer.betas, "muon.momentum": (config.muon.momentum,)}
     for path, values in decays.items():
         if not all(0 <= value < 1 for value in values):
-            raise _bad(path, "numbers of at least 0 and below 1", _value_of(config, path))
+            raise bad_value(path, "numbers of at least 0 and below 1", value_of(config, path))
     forms = {"sgd": ("fused", "foreach", "loop"), "muon": ("megafsdp",)}.get(optimizer.kind)
     if forms is not None and form not in forms:
-        raise _bad(
+        raise bad_value(
             "optimizer.implementation",
             f"null or {' or '.join(forms)} for {optimizer.kind}",
             form,
@@ -128,7 +128,7 @@ def _check_optimizer(config: Config) -> None:
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         dtype = getattr(optimizer, name)
         if dtype != "fp32" and not optimizer.is_fused_adam:
-            raise _bad(
+            raise bad_value(
                 f"optimizer.{name}",
                 f"fp32 for {optimizer.kind} in its {form} form",
                 dtype,
@@ -136,7 +136,7 @@ def _check_optimizer(config: Config) -> None:
             )
     main = config.precision.main_params_dtype
     if optimizer.store_param_remainders and not (optimizer.is_fused_adam and main == "bf16"):
-        raise _bad(
+        raise bad_value(
             "optimizer.store_param_remainders",
             "false, or bf16 main weights with adamw or adam in the megafsdp form",
             f"{main} with {optimizer.kind} in the {form} form",
@@ -146,7 +146,9 @@ def _check_optimizer(config: Config) -> None:
         _check_fused_sgd(config)
     _check_offload(config)
     if optimizer.kind != "muon" and config.muon != MuonSection():
-        raise _bad("muon", "its defaults, or optimizer.kind muon", optimizer.kind, "Leave it out")
+        raise bad_value(
+            "muon", "its defaults, or optimizer.kind muon", optimizer.kind, "Leave it out"
+        )
     _check_lr_multipliers(config)
 
 
@@ -163,25 +165,27 @@ def _check_fused_sgd(config: Config) -> None:
     else:
         return
     mend = "Leave it null, or use one of these"
-    raise _bad("optimizer.implementation", f"null, foreach or loop for sgd {what}", "fused", mend)
+    raise bad_value(
+        "optimizer.implementation", f"null, foreach or loop for sgd {what}", "fused", mend
+    )
 
 
 def _check_offload(config: Config) -> None:
     optimizer, main = config.optimizer, config.precision.main_params_dtype
     fraction = optimizer.offload_fraction
     if fraction != "auto" and (isinstance(fraction, str) or not 0.0 <= fraction <= 1.0):
-        raise _bad(
+        raise bad_value(
             "optimizer.offload_fraction", "auto or a number from 0 to 1", fraction, "Use 1 for all"
         )
     if optimizer.speculate is True and not (fraction and optimizer.offload_overlap):
-        raise _bad(
+        raise bad_value(
             "optimizer.speculate",
             "auto or false, or an offload_fraction above 0 with offload_overlap",
             f"true with {fraction} and offload_overlap {optimizer.offload_overlap}",
             "Leave it out: only a step that runs beside the device can begin early",
         )
     if fraction and config.parallel.offload_parameters:
-        raise _bad(
+        raise bad_value(
             "optimizer.offload_fraction",
             "0 where parallel.offload_parameters is true",
             fraction,
@@ -190,7 +194,7 @@ def _check_offload(config: Config) -> None:
     is_plain = optimizer.state_dtypes == (torch.float32, torch.float32)
     is_built = optimizer.is_fused_adam and optimizer.kind == "adamw" and is_plain
     if fraction and not (is_built and main == "fp32" and not optimizer.store_param_remainders):
-        raise _bad(
+        raise bad_value(
             "optimizer.offload_fraction",
             "0, or adamw in the megafsdp form with fp32 states and fp32 main weights",
             f"{fraction} with {optimizer.kind} in the {optimizer.form} form, states in"
@@ -206,12 +210,12 @@ def _check_lr_multipliers(config: Config) -> None:
     where = "optimizer.lr_multipliers"
     for pattern, factor in multipliers.items():
         if not 0 <= factor < math.inf:
-            raise _bad(f"{where}, '{pattern}'", "a finite number of at least 0", factor)
+            raise bad_value(f"{where}, '{pattern}'", "a finite number of at least 0", factor)
     with torch.device("meta"):
         names = [name for name, _ in build_model(config.model.resolve()).named_parameters()]
     idle = [p for p in multipliers if not fnmatch.filter(names, p)]
     if idle:
-        raise _bad(
+        raise bad_value(
             where,
             f"patterns of parameter names such as '{names[0]}'",
             f"{idle} that match none",
@@ -222,7 +226,7 @@ def _check_lr_multipliers(config: Config) -> None:
 def _check_loss_scale(config: Config) -> None:
     section, dtype = config.loss_scale, config.precision.param_dtype
     if dtype != "fp16" and section != LossScaleSection():
-        raise _bad(
+        raise bad_value(
             "loss_scale",
             "its defaults, or precision.param_dtype fp16",
             dtype,
@@ -231,13 +235,13 @@ def _check_loss_scale(config: Config) -> None:
     try:
         section.rule()
     except ValueError as error:
-        raise _bad("loss_scale", "values that work together", str(error)) from error
+        raise bad_value("loss_scale", "values that work together", str(error)) from error
 
 
 def _check_batch(config: Config, world_size: int) -> None:
     size, micro = config.train.global_batch_size, config.train.micro_batch_size
     if size % world_size:
-        raise _bad(
+        raise bad_value(
             "train.global_batch_size",
             f"a multiple of the {world_size} ranks",
             size,
@@ -246,7 +250,7 @@ def _check_batch(config: Config, world_size: int) -> None:
     if micro is not None and size % (micro * world_size):
         share = size // world_size
         fitting = [str(n) for n in range(1, share + 1) if share % n == 0]
-        raise _bad(
+        raise bad_value(
             "train.micro_batch_size",
             f"a divisor of the {share} samples of a rank",
             micro,
@@ -254,59 +258,18 @@ def _check_batch(config: Config, world_size: int) -> None:
         )
 
 
-def _check_ranges(config: Config) -> None:
-    for path in (
-        "train.global_batch_size",
-        "train.max_skips",
-        "train.micro_batch_size",
-        "data.sequence_length",
-        "data.num_samples",
-        "evaluation.interval_steps",
-        "evaluation.batches",
-        "checkpoint.interval_steps",
-        "checkpoint.keep_last",
-        "checkpoint.keep_every",
-        "logging.interval_steps",
-        "muon.ns_steps",
-        "muon.bucket_numel",
-    ):
-        value = _value_of(config, path)
-        if value is not None and value < 1:
-            raise _bad(path, "a whole number of at least 1", value)
-    for path in (
-        "optimizer.weight_decay",
-        "optimizer.eps",
-        "optimizer.momentum",
-        "muon.eps",
-        "schedule.warmup_samples",
-        "evaluation.sample_tokens",
-        "evaluation.sample_temperature",
-        "parallel.prefetch",
-    ):
-        if not 0 <= _value_of(config, path) < math.inf:
-            raise _bad(path, "a finite number of at least 0", _value_of(config, path))
-    for path in ("optimizer.lr", "optimizer.clip_norm", "run.timeout_s"):
-        value = _value_of(config, path)
-        if value is not None and not 0 < value < math.inf:
-            raise _bad(path, "a finite number above 0", value)
-    if not 0 <= config.schedule.min_lr_ratio <= 1:
-        raise _bad("schedule.min_lr_ratio", "a share from 0 to 1", config.schedule.min_lr_ratio)
-    if not config.run.directory:
-        raise _bad("run.directory", "a folder", "''")
-
-
 def _check_length(train: TrainSection) -> None:
     if (train.steps is None) == (train.samples is None):
-        raise _bad(
+        raise bad_value(
             "train",
             "either steps or samples",
             f"steps {train.steps} and samples {train.samples}",
             "Set one of train.steps and train.samples, and leave the other null",
         )
     if train.steps is not None and train.steps < 1:
-        raise _bad("train.steps", "a whole number of at least 1", train.steps)
+        raise bad_value("train.steps", "a whole number of at least 1", train.steps)
     if train.samples is not None and train.samples < train.global_batch_size:
-        raise _bad(
+        raise bad_value(
             "train.samples", f"at least one global batch, {train.global_batch_size},", train.samples
         )
 
@@ -315,10 +278,10 @@ def _check_schedule(config: Config) -> None:
     schedule = config.schedule
     if schedule.kind != "constant" and schedule.decay_samples is not None:
         if schedule.decay_samples < 1:
-            raise _bad("schedule.decay_samples", "at least 1 sample", schedule.decay_samples)
+            raise bad_value("schedule.decay_samples", "at least 1 sample", schedule.decay_samples)
         both = schedule.warmup_samples + schedule.decay_samples
         if schedule.kind == "wsd" and both > config.num_samples:
-            raise _bad(
+            raise bad_value(
                 "schedule",
                 f"warm-up and decay within the run's {config.num_samples} samples",
                 f"{schedule.warmup_samples} and {schedule.decay_samples}",
@@ -328,7 +291,7 @@ def _check_schedule(config: Config) -> None:
 
 def _check_data(data: DataSection, model: ModelConfig) -> None:
     if not data.train:
-        raise _bad(
+        raise bad_value(
             "data.train",
             "at least one prefix of token files",
             "none",
@@ -337,13 +300,13 @@ def _check_data(data: DataSection, model: ModelConfig) -> None:
     if data.weights is not None and (
         len(data.weights) != len(data.train) or not all(0 < w < math.inf for w in data.weights)
     ):
-        raise _bad(
+        raise bad_value(
             "data.weights",
             f"one positive weight for each of {len(data.train)} prefixes",
             data.weights,
         )
     if data.validation and data.split is not None:
-        raise _bad(
+        raise bad_value(
             "data",
             "either validation prefixes or a split",
             f"both, {data.validation} and {data.split!r}",
@@ -352,7 +315,7 @@ def _check_data(data: DataSection, model: ModelConfig) -> None:
     if data.split is not None:
         split_shares(data.split)
     if data.sequence_length > model.max_sequence_length:
-        raise _bad(
+        raise bad_value(
             "data.sequence_length",
             f"at most the model's max_sequence_length, {model.max_sequence_length},",
             data.sequence_length,
@@ -372,20 +335,10 @@ def split_shares(split: str) -> list[float]:
         shares = []
     is_sound = len(shares) in (2, 3) and all(0 <= s < math.inf for s in shares)
     if not is_sound or min(shares[:2]) <= 0:
-        raise _bad(
+        raise bad_value(
             "data.split",
             "shares for training and validation",
             repr(split),
             'Write it like "99,1", in percent or any other unit',
         )
     return shares
-
-
-def _value_of(config: Config, path: str) -> Any:
-    section, _, name = path.partition(".")
-    return getattr(getattr(config, section), name)
-
-
-def _bad(path: str, what: str, got: object, mend: str | None = None) -> ConfigError:
-    mend = mend or f"Set {path} within this range"
-    return ConfigError(expected(what, got, where=f"the training configuration, {path}", mend=mend))

@@ -74,3 +74,25 @@ def test_an_empty_context_is_refused() -> None:
     """There is nothing to predict from."""
     with pytest.raises(ValueError, match="at least 1 token of context"):
         sample(_NextInteger(), torch.zeros(1, 0, dtype=torch.int64), num_tokens=1, max_context=4)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
+def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
+    """NaN would take the likeliest token, and infinity forget the model, without a word."""
+    with pytest.raises(ValueError, match=f"a finite temperature >= 0, got 1, 4 and {temperature}"):
+        sample(
+            _NextInteger(),
+            torch.tensor([[3]]),
+            num_tokens=4,
+            max_context=4,
+            temperature=temperature,
+        )
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-320])
+def test_the_lowest_temperatures_take_the_likeliest_token(temperature: float) -> None:
+    """Logits divided by them are no numbers in fp32."""
+    tokens = sample(
+        _NextInteger(), torch.tensor([[3]]), num_tokens=2, max_context=4, temperature=temperature
+    )
+    assert tokens.tolist() == [[3, 4, 5]]

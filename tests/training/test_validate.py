@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megafsdp.errors import ConfigError
 from megafsdp.training.validate import validate
@@ -99,6 +101,13 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("loss_scale", {"window": 5}, "param_dtype fp16, got fp32"),
         ("checkpoint", {"keep_last": 0}, "checkpoint.keep_last"),
         ("logging", {"interval_steps": 0}, "logging.interval_steps"),
+        ("run", {"seed": -1}, "from 0 to 18446744073709551614, got -1.*run.seed"),
+        ("run", {"seed": 2**64 - 1}, "from 0 to 18446744073709551614, got"),
+        ("data", {"seed": -1}, "from 0 to 4294967295, got -1.*data.seed"),
+        ("data", {"seed": 2**32}, "from 0 to 4294967295, got"),
+        ("evaluation", {"sample_temperature": -0.5}, "evaluation.sample_temperature"),
+        ("evaluation", {"sample_temperature": float("nan")}, "evaluation.sample_temperature"),
+        ("evaluation", {"sample_temperature": float("inf")}, "evaluation.sample_temperature"),
     ],
 )
 def test_value_that_cannot_be_run_is_refused(
@@ -108,6 +117,15 @@ def test_value_that_cannot_be_run_is_refused(
     config = tiny(tmp_path, **{section: values})
     with pytest.raises(ConfigError, match=what):
         validate(config, world_size=2)
+
+
+def test_largest_seeds_pass(tmp_path: Path) -> None:
+    """Each rank adds its own number to the run's seed, and the last one still has a generator."""
+    sections = {"run": {"seed": 2**64 - 2}, "data": {"seed": 2**32 - 1}}
+    config = tiny(tmp_path, **sections)
+    validate(config, world_size=2)
+    torch.Generator().manual_seed(config.run.seed + 1)
+    np.random.RandomState(config.data.seed)
 
 
 @pytest.mark.parametrize(
