@@ -40,7 +40,7 @@ from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import StepResult, TrainStep
 from megafsdp.training.tracker import check_trackers
 from megafsdp.training.update import GradLook
-from megafsdp.training.validate import validate
+from megafsdp.training.validate import validate, validate_schedule
 from megafsdp.training.world import World, find_world, process_group
 
 StepObserver = Callable[[int, StepResult], None]
@@ -115,6 +115,8 @@ class _Run:
         num_left = config.num_steps_left(step=step, consumed_samples=consumed_samples)
         # Steps before a resume may have had another batch.
         num_samples = consumed_samples + num_left * config.train.global_batch_size
+        if num_left and (stored is None or not config.schedule.from_checkpoint):
+            validate_schedule(config, num_samples=num_samples)
         self.saved_step = step
         self.last_step = step + num_left
         model_config = config.model.resolve()

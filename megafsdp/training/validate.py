@@ -34,8 +34,33 @@ def validate(config: Config, *, world_size: int) -> None:
     """
     validate_sharding(config, world_size=world_size)
     _check_length(config.train)
-    _check_schedule(config)
+    decay_samples = config.schedule.decay_samples
+    if config.schedule.kind != "constant" and decay_samples is not None and decay_samples < 1:
+        raise bad_value("schedule.decay_samples", "at least 1 sample", decay_samples)
     _check_data(config.data, config.model.resolve())
+
+
+def validate_schedule(config: Config, *, num_samples: int) -> None:
+    """Check that warm-up and decay fit into a run; local.
+
+    Args:
+        config: The run.
+        num_samples: All of its samples. Those before a resume may have come in other batches, so
+            the configuration alone does not say how many they are.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    schedule = config.schedule
+    if schedule.kind != "wsd" or schedule.decay_samples is None:
+        return
+    if schedule.warmup_samples + schedule.decay_samples > num_samples:
+        raise bad_value(
+            "schedule",
+            f"warm-up and decay within the run's {num_samples} samples",
+            f"{schedule.warmup_samples} and {schedule.decay_samples}",
+            "Shorten one of them, or train longer",
+        )
 
 
 def validate_sharding(config: Config, *, world_size: int) -> None:
@@ -272,21 +297,6 @@ def _check_length(train: TrainSection) -> None:
         raise bad_value(
             "train.samples", f"at least one global batch, {train.global_batch_size},", train.samples
         )
-
-
-def _check_schedule(config: Config) -> None:
-    schedule = config.schedule
-    if schedule.kind != "constant" and schedule.decay_samples is not None:
-        if schedule.decay_samples < 1:
-            raise bad_value("schedule.decay_samples", "at least 1 sample", schedule.decay_samples)
-        both = schedule.warmup_samples + schedule.decay_samples
-        if schedule.kind == "wsd" and both > config.num_samples:
-            raise bad_value(
-                "schedule",
-                f"warm-up and decay within the run's {config.num_samples} samples",
-                f"{schedule.warmup_samples} and {schedule.decay_samples}",
-                "Shorten one of them, or train longer",
-            )
 
 
 def _check_data(data: DataSection, model: ModelConfig) -> None:

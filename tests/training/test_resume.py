@@ -421,6 +421,48 @@ def test_steps_count_whatever_their_batch_was(
     assert lr[-2] > lr[-1]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "train_section"),
+    [
+        (12, 6, {"steps": 8}),
+        (6, 12, {"steps": 8}),
+        (6, 12, {"steps": None, "samples": 78}),
+    ],
+)
+def test_schedule_must_fit_the_samples_of_all_batches(
+    tmp_path: Path, before: int, after: int, train_section: dict[str, Any]
+) -> None:
+    """Those before the resume count as they were, those after it as they will be."""
+    write_corpus(tmp_path)
+    data = {"validation": []}
+    first = {"steps": 4 if train_section["steps"] else 1, "global_batch_size": before}
+    train(tiny(tmp_path, train=first, data=data, schedule={"warmup_samples": 0}))
+    section = train_section | {"global_batch_size": after}
+    num_samples = 78 if train_section["steps"] is None else 72
+    short, long = (
+        tiny(
+            tmp_path,
+            train=section,
+            data=data,
+            schedule={"warmup_samples": 24, "decay_samples": num_samples - 24 + more},
+        )
+        for more in (0, 1)
+    )
+    with pytest.raises(ConfigError, match=f"within the run's {num_samples} samples"):
+        train(long)
+    assert train(short).consumed_samples == num_samples
+    # No step is left, so no rate is asked for.
+    assert train(long).is_finished
+
+
+def test_followed_schedule_of_a_checkpoint_is_not_measured(tmp_path: Path) -> None:
+    """What the configuration has in its place decides nothing."""
+    write_corpus(tmp_path)
+    train(tiny(tmp_path, train={"steps": 1}, schedule={"warmup_samples": 0}))
+    schedule = {"decay_samples": 100, "from_checkpoint": True}
+    assert train(tiny(tmp_path, train={"steps": 2}, schedule=schedule)).step == 2
+
+
 def test_samples_count_whatever_the_batch_was(tmp_path: Path) -> None:
     """The last whole batch that fits is trained, counted from where the run went on."""
     write_corpus(tmp_path)
