@@ -23,12 +23,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from megafsdp.checkpoint.manifest import MANIFEST_FILE
+from megafsdp.checkpoint.manifest import MANIFEST_FILE, TRACKER_FILE
 from megafsdp.errors import CheckpointError, expected
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 _TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}", re.DOTALL)
 _STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
 

@@ -23,8 +23,8 @@ from megafsdp.checkpoint.agreement import agree, attempt, rank_and_world_size
 from megafsdp.checkpoint.coverage import is_filled
 from megafsdp.checkpoint.fused import wholes_by_part
 from megafsdp.checkpoint.in_flight import wait_for_end
-from megafsdp.checkpoint.manifest import Manifest, Record, read_manifest
-from megafsdp.checkpoint.matching import Match, Rules, as_patterns, match
+from megafsdp.checkpoint.manifest import ANOTHER_STEP, Manifest, Record, read_manifest
+from megafsdp.checkpoint.matching import Match, Rules, match
 from megafsdp.checkpoint.optimizer_load import (
     GROUPS_KEY,
     OptimizerLoad,
@@ -124,6 +124,7 @@ def load(
     strict: str = "all",
     ignore: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    mend: str | None = None,
 ) -> dict[str, object]:
     """Load a checkpoint in place; collective over all ranks.
 
@@ -148,6 +149,7 @@ def load(
         ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as
             ``"lm_head.*"``; a fused parameter's name means all its parts.
         allow_missing: Patterns of requested keys that may keep their own values.
+        mend: What an error of keys that do not fit tells the user to do; None names the arguments.
 
     Returns:
         The ``extra`` that was saved.
@@ -157,9 +159,7 @@ def load(
             any of them touched its model.
         ValueError: The arguments contradict each other.
     """
-    rules = Rules(
-        strict, as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
-    )
+    rules = Rules.of(strict, ignore=ignore, allow_missing=allow_missing, mend=mend)
     if optimizer is not None and model is None:
         raise ValueError(
             expected(
@@ -237,15 +237,14 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
     plan = _Plan(
         path, manifest, matched, tensors, copies, optimizer=optimizer, weights=weights, own=own
     )
-    _verify_and_read_objects(plan, wanted)
+    _verify_and_read_objects(plan, wanted, rules)
     if GROUPS_KEY not in manifest.objects:
         # Allowed by the rules: the optimizer keeps what it has instead of losing it.
         plan.optimizer = None
     elif optimizer is not None and GROUPS_KEY in plan.objects:
         stored_groups = plan.objects[GROUPS_KEY]
         assert isinstance(stored_groups, list), "save() stores a list of groups"
-        is_strict = rules.is_strict(GROUPS_KEY)
-        plan_param_groups(optimizer, names, stored_groups, is_strict=is_strict, warn=_log.warning)
+        plan_param_groups(optimizer, names, stored_groups, rules=rules, warn=_log.warning)
     return plan
 
 
@@ -271,14 +270,14 @@ def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored])
                         f"stored chunks that fill {region} once",
                         f"{[copy.piece for copy in pieces][:8]}",
                         where=f"'{key}'",
-                        mend="The checkpoint is damaged: load another step (step=...)",
+                        mend=f"The checkpoint is damaged: {ANOTHER_STEP}",
                     )
                 )
             copies += pieces
     return sorted(copies, key=lambda copy: (copy.record.file, copy.record.offset))
 
 
-def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
+def _verify_and_read_objects(plan: _Plan, wanted: set[str], rules: Rules) -> None:
     """Verify this rank's share of the records that any rank will read, and read the small ones."""
     rank, world_size = rank_and_world_size()
     manifest = plan.manifest
@@ -304,7 +303,7 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str]) -> None:
             for record, key in records[share :: len(ranks)]:
                 reader.verify(key, record)
         if plan.optimizer is not None:
-            require_equal_copies(plan.optimizer, plan.match.sources, manifest, reader)
+            require_equal_copies(plan.optimizer, plan.match.sources, manifest, reader, rules)
         for key, source in objects.items():
             plan.objects[key] = reader.read_object(source, manifest.objects[source])
 

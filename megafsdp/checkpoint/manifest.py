@@ -35,6 +35,9 @@ from megafsdp.errors import CheckpointError, expected
 from megafsdp.mesh.annotation import FusedParts
 
 MANIFEST_FILE = "manifest.json"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# What remains where a checkpoint cannot be read.
+ANOTHER_STEP = f"load another step: pass step=, or write its number into {TRACKER_FILE}"
 DCP_METADATA_FILE = ".metadata"
 FORMAT_VERSION = 2
 
@@ -344,6 +347,6 @@ def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
             what,
             got,
             where=f"'{path}'",
-            mend="The checkpoint is half-written or damaged: load another step (step=...)",
+            mend=f"The checkpoint is half-written or damaged: {ANOTHER_STEP}",
         )
     )

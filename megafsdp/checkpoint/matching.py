@@ -23,19 +23,33 @@ class Rules:
         ignore: Patterns of keys that are left alone on both sides.
         allow_missing: Patterns of requested keys that the checkpoint need not have.
         whole_of: Key of a part of a fused tensor -> key of the whole, which patterns match too.
+        mend: What an error tells the user to do; None names the arguments of ``load``.
     """
 
     strict: str
     ignore: tuple[str, ...]
     allow_missing: tuple[str, ...]
     whole_of: Mapping[str, str] = field(default_factory=dict)
+    mend: str | None = None
+
+    @classmethod
+    def of(
+        cls, strict: str, *, ignore: Sequence[str], allow_missing: Sequence[str], mend: str | None
+    ) -> Rules:
+        """Return the rules that arguments of ``load`` ask for.
+
+        Raises:
+            ValueError: ``strict`` is none of the choices, or a single string was given for
+                patterns.
+        """
+        patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
+        return cls(strict, *patterns, mend=mend)
 
     def __post_init__(self) -> None:
         """Check the choice.
 
         Raises:
-            ValueError: ``strict`` is none of the choices, or a single string was given for
-                patterns.
+            ValueError: ``strict`` is none of the choices.
         """
         if self.strict not in STRICTNESS:
             raise ValueError(
@@ -146,7 +160,7 @@ def match(
             if rules.is_strict(key):
                 problems.setdefault("in the checkpoint but not asked for", []).append(key)
     if problems:
-        raise CheckpointError(_message(problems, where))
+        raise CheckpointError(_message(problems, where, rules.mend))
     return result
 
 
@@ -170,7 +184,7 @@ def _compare(
         )
 
 
-def _message(problems: dict[str, list[str]], where: str) -> str:
+def _message(problems: dict[str, list[str]], where: str, mend: str | None) -> str:
     listed = []
     for kind, names in problems.items():
         rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
@@ -179,7 +193,8 @@ def _message(problems: dict[str, list[str]], where: str) -> str:
         "the names, shapes and dtypes of the checkpoint",
         "; ".join(listed),
         where=where,
-        mend=(
+        mend=mend
+        or (
             "Build the model and optimizer that were saved, or relax with ignore=[patterns], "
             "allow_missing=[patterns], strict='model' (only the model must match) or strict='none' "
             "(take what fits; also casts dtypes)"

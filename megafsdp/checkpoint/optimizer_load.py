@@ -17,6 +17,7 @@ from torch import nn
 
 from megafsdp.checkpoint.fused import StoredForm, stored_form
 from megafsdp.checkpoint.manifest import Manifest, TensorEntry, path_of
+from megafsdp.checkpoint.matching import Rules
 from megafsdp.checkpoint.records import RecordReader
 from megafsdp.checkpoint.regions import Stored, underlying
 from megafsdp.checkpoint.state_dict import (
@@ -188,7 +189,11 @@ def _planned_state(
 
 
 def require_equal_copies(
-    load: OptimizerLoad, sources: Mapping[str, str], manifest: Manifest, reader: RecordReader
+    load: OptimizerLoad,
+    sources: Mapping[str, str],
+    manifest: Manifest,
+    reader: RecordReader,
+    rules: Rules,
 ) -> None:
     """Check that scalars which are stored with each part of a parameter are equal.
 
@@ -197,6 +202,7 @@ def require_equal_copies(
         sources: Stored key of each key that is loaded.
         manifest: What is stored.
         reader: Reads it.
+        rules: What an error says can be done.
 
     Raises:
         CheckpointError: Parts differ in their count of steps, of which the parameter has one.
@@ -216,7 +222,7 @@ def require_equal_copies(
                     "one value in all parts of a parameter",
                     {key: value.item() for key, value in values.items()},
                     where="the checkpoint's optimizer states",
-                    mend="Leave parts out with ignore=[patterns]",
+                    mend=rules.mend or "Leave parts out with ignore=[patterns]",
                 )
             )
 
@@ -226,7 +232,7 @@ def plan_param_groups(
     names: dict[nn.Parameter, str],
     stored_groups: list[dict],
     *,
-    is_strict: bool,
+    rules: Rules,
     warn: Callable[[str], None],
 ) -> None:
     """Pair each parameter group with the stored group of the same parameters.
@@ -235,9 +241,8 @@ def plan_param_groups(
         load: Receives the pairs.
         names: Canonical names of the model's parameters.
         stored_groups: Names and hyperparameters of the stored groups, in any order.
-        is_strict: True to raise where something does not fit, False to keep the optimizer's own
-            values.
-        warn: Told what was kept where ``is_strict`` is False.
+        rules: Whether to raise where something does not fit, or to keep the optimizer's own values.
+        warn: Told what was kept.
 
     Raises:
         CheckpointError: Groups or hyperparameters differ.
@@ -248,10 +253,11 @@ def plan_param_groups(
             what,
             got,
             where=f"optimizer.param_groups[{index}]",
-            mend="Group the parameters as the saved run did, or pass strict='model' to keep the "
+            mend=rules.mend
+            or "Group the parameters as the saved run did, or pass strict='model' to keep the "
             "optimizer's own hyperparameters where they differ",
         )
-        if is_strict:
+        if rules.is_strict(GROUPS_KEY):
             raise CheckpointError(message)
         warn(message)
 

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 import torch
 
-from megafsdp.checkpoint.manifest import Manifest, Record
+from megafsdp.checkpoint.manifest import ANOTHER_STEP, Manifest, Record
 from megafsdp.errors import CheckpointError, expected
 
 # A checksum is made in pieces of this size, so that verifying needs no memory to speak of.
@@ -183,7 +183,7 @@ class RecordReader:
                     f"checksum {record.crc32}",
                     f"{found} at byte {record.offset}",
                     where=f"'{key}' in file '{self._directory / record.file}'",
-                    mend="The file is damaged: load another step (step=...)",
+                    mend=f"The file is damaged: {ANOTHER_STEP}",
                 )
             )
 
@@ -274,7 +274,7 @@ def require_files(manifest: Manifest, directory: Path, names: Iterable[str]) -> 
                     f"a file of {manifest.files[name]} bytes",
                     "no such file" if found is None else f"{found} bytes",
                     where=f"'{path}'{_lost(manifest, name, found or 0)}",
-                    mend="The checkpoint is incomplete: load another step (step=...)",
+                    mend=f"The checkpoint is incomplete: {ANOTHER_STEP}",
                 )
             )
 

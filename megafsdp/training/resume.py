@@ -18,7 +18,8 @@ from torch import nn
 
 from megafsdp import checkpoint
 from megafsdp.checkpoint.agreement import on_rank_zero
-from megafsdp.checkpoint.directory import TRACKER_FILE, temporary_beside
+from megafsdp.checkpoint.directory import temporary_beside
+from megafsdp.checkpoint.manifest import TRACKER_FILE
 from megafsdp.checkpoint.optimizer_load import GROUPS_KEY
 from megafsdp.checkpoint.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError, expected
@@ -29,6 +30,8 @@ from megafsdp.training.optimizers import apply_hyperparameters
 from megafsdp.training.parse import differences
 
 _LOGGER = logging.getLogger("megafsdp.training")
+# Sections that decide which tensors a checkpoint has.
+_DECIDE_TENSORS = ("model", "precision", "optimizer", "muon")
 # Kinds of optimizers that go on from each other's states share a value.
 _STATES_OF = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
@@ -245,9 +248,24 @@ def restore(
         ignore=[GROUPS_KEY] if _is_grouped_anew(config, stored) else [],
         # A run that goes on in fp16 from another dtype begins with the first scale.
         allow_missing=["loss_scaler"],
+        mend=_mend_of_a_mismatch(config, stored),
     )
     apply_hyperparameters(targets.optimizer, targets.model, config.optimizer, config.muon)
     _report_differences(config, order, stored)
+
+
+def _mend_of_a_mismatch(config: Config, stored: StoredRun) -> str:
+    """Say what a user of the configuration can do where the checkpoint does not fit it."""
+    changed = [
+        line
+        for line in differences(stored.config, config.to_dict())
+        if stored.config and line.partition(".")[0] in _DECIDE_TENSORS
+    ]
+    what = ", ".join(changed) or f"one of {', '.join(_DECIDE_TENSORS)}"
+    return (
+        f"Set back what makes other tensors than the checkpoint's ({what}), or begin anew in"
+        " another run.directory, and another checkpoint.directory if that is set"
+    )
 
 
 def _is_grouped_anew(config: Config, stored: StoredRun) -> bool:
