@@ -28,7 +28,8 @@ class RunSection:
     """What the run is called and where it lives.
 
     Attributes:
-        directory: Folder of config.yaml, metrics.jsonl, checkpoints and the index cache.
+        directory: Folder of config.yaml, metrics.jsonl, checkpoints and the index cache, for one
+            job at a time.
         name: Name for trackers; empty takes the last part of the directory.
         seed: Seeds the initial weights and each rank's random state.
         device: cpu, cuda, or auto for CUDA where there is a GPU.

@@ -36,6 +36,7 @@ from megafsdp.training.resume import (
     restore,
     save,
 )
+from megafsdp.training.run_lock import sole_job
 from megafsdp.training.signals import StopRequest
 from megafsdp.training.step import StepResult, TrainStep
 from megafsdp.training.tracker import check_trackers
@@ -80,7 +81,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
         How it ended, alike on all ranks.
 
     Raises:
-        ConfigError: The configuration cannot be run as written.
+        ConfigError: The configuration cannot be run as written, or another job runs in its folder.
         DataError: A data file is missing, damaged, or does not fit the model.
         CheckpointError: The latest checkpoint is damaged or of another model, their folder cannot
             be written, or a save failed.
@@ -90,7 +91,11 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     validate(config, world_size=world.size)
     check_trackers(config)
     stop = StopRequest(world.device)
-    with stop.listening(), process_group(world, timeout_s=config.run.timeout_s):
+    with (
+        stop.listening(),
+        process_group(world, timeout_s=config.run.timeout_s),
+        sole_job(config.run_directory, world),
+    ):
         run = _Run(config, world, stop=stop, on_step=on_step)
         try:
             return run.train()

@@ -260,14 +260,14 @@ def test_bad_configuration_is_refused_before_anything_is_written(tmp_path: Path)
 def test_schedule_longer_than_the_run_is_an_error_on_every_rank(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Before the first step, and before anything is written."""
+    """Before the first step, and before anything is written but the lock."""
     write_corpus(tmp_path)
     with pytest.raises(RanksError) as failure:
         ranks(2).run(train, tiny(tmp_path, schedule={"decay_samples": 49}))
     assert set(failure.value.failures) == {0, 1}
     for text in failure.value.failures.values():
         assert "warm-up and decay within the run's 72 samples, got 24 and 49" in text
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
 
 
 def test_tokenizer_and_prompt_are_looked_at_before_the_first_step(tmp_path: Path) -> None:
