@@ -122,13 +122,18 @@ class DBuffer:
         pairs = zip(self.pieces(), numels, strict=True)
         return [piece.narrow(0, shard * numel, numel) for piece, numel in pairs]
 
-    def zero_gaps(self) -> None:
-        """Zero the elements that belong to no tensor."""
+    @property
+    def gaps(self) -> list[torch.Tensor]:
+        """Return views of the elements that belong to no tensor."""
         if self._gaps is None:
             is_shard = self.residence is Residence.SHARD
             gaps = self.layout.local_gaps(self.shard) if is_shard else self.layout.gaps()
             self._gaps = [self.flat.narrow(0, start, stop - start) for start, stop in gaps]
-        for gap in self._gaps:
+        return self._gaps
+
+    def zero_gaps(self) -> None:
+        """Zero the elements that belong to no tensor."""
+        for gap in self.gaps:
             gap.zero_()
 
     def reduce_scatter_from(

@@ -28,7 +28,7 @@ def is_enabled() -> bool:
 def encode(kind: str, label: str, nbytes: int) -> torch.Tensor:
     """Return what a rank is about to do as ``(256,)`` uint8; the end of a long label counts."""
     text = f"{kind} of '{label}', {nbytes} bytes".encode()[-_WIDTH:]
-    return torch.tensor(list(text.ljust(_WIDTH)), dtype=torch.uint8)
+    return torch.tensor(list(text.ljust(_WIDTH)), dtype=torch.uint8, device="cpu")
 
 
 def require_same(labels: torch.Tensor, ranks: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ class DCPDirectory:
                     mend="The directory is incomplete: use another checkpoint",
                 )
             )
-        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
         for chunk in entry.chunks:
             piece = self._chunk(key, chunk, entry.torch_dtype)
             tensor[chunk.region.slices_in(whole(entry.shape))] = piece

@@ -370,7 +370,7 @@ def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
     if model is not None:
         _give_memory(plan, model)
     with RecordReader(plan.directory) as reader:
-        last, stored = None, torch.empty(0)
+        last, stored = None, torch.empty(0, device="cpu")
         for copy in plan.copies:
             if copy.record != last:
                 last, stored = copy.record, reader.read_tensor(copy.record)

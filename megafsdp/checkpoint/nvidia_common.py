@@ -262,7 +262,7 @@ def _our_rng(theirs: Mapping) -> dict[str, object]:
     version, words, gauss = theirs["random_rng_state"]
     _, keys, position, has_gauss, cached = theirs["np_rng_state"]
     ours: dict[str, object] = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "numpy": {
             "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
             "position": int(position),

@@ -187,7 +187,10 @@ class _Copy:
                 else:
                     self.ours.add_object(stored, self.theirs.value(key))
             if keys and step is not None and keys.get("step") not in self.theirs.tensors:
-                self.ours.add_tensor(f"optimizer.state.{name}.step", torch.tensor(float(step)))
+                self.ours.add_tensor(
+                    f"optimizer.state.{name}.step",
+                    torch.tensor(float(step), dtype=torch.float32, device="cpu"),
+                )
         self._fuse_states(steps)
 
     def _fuse_states(self, steps: Mapping[str, Any]) -> None:

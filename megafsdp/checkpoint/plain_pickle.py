@@ -236,7 +236,7 @@ def _tensor(made: _StandIn) -> torch.Tensor:
     dtype = named[0] if named else storage.dtype
     shape = tuple(_resolve(size))
     if not math.prod(shape):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     elements = torch.frombuffer(bytearray(storage.data), dtype=dtype)
     return elements.as_strided(shape, tuple(stride), offset).clone()
 

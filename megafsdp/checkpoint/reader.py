@@ -118,7 +118,7 @@ class CheckpointReader:
             # What was written whole needs no second copy.
             self._require_filled(parts[0])
             return self.chunk(parts[0], chunks[0])
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         self._fill(tensor, stored, parts)
         return tensor
 

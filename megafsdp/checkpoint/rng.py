@@ -13,7 +13,7 @@ def rng_state() -> dict[str, object]:
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, object] = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "numpy": {
             "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
             "position": int(position),

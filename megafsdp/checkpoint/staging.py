@@ -21,7 +21,7 @@ class HostSlab:
     """Host memory that is kept from save to save."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +45,7 @@ class HostSlab:
 
     def release(self) -> None:
         """Give the memory back."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _reserve(self, nbytes: int, *, is_pinned: bool) -> None:
         if nbytes <= self.nbytes and (self._memory.is_pinned() or not is_pinned):

@@ -113,7 +113,7 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     """Return a tensor whose memory is a file's, so that the system can write it out and drop it."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     bits = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
     return bits.view(dtype).view(shape)
 

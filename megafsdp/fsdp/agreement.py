@@ -41,7 +41,8 @@ def agree_on_usage(reducers: Sequence[GradientReducer]) -> list[Pending]:
         if members[0].group.axes.num_ranks > 1:
             device = members[0].group.device
             # Of pageable memory the host would wait until the device has come to the copy.
-            votes = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            is_pinned = device.type == "cuda"
+            votes = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
             votes = votes.to(device, non_blocking=True)
             exchange = start_all_reduce(votes, op="max", group=everyone, label="usage")
             if any(reducer.has_pending for reducer in members):

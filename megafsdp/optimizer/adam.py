@@ -30,6 +30,7 @@ from megafsdp.optimizer.adam_states import AdamStates
 from megafsdp.optimizer.capturable import CapturablePass
 from megafsdp.optimizer.clip import gradient_factor
 from megafsdp.optimizer.grad_norms import total_norm
+from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.state import check_state_dtype
 from megafsdp.optimizer.state_store import STATES, StateStore
 
@@ -231,7 +232,8 @@ class FusedAdam(MarksMainWeights, AdamStates):
             What the closure returned; None without one.
 
         Raises:
-            ValueError: A parameter is the original that ``fully_shard`` has replaced.
+            ValueError: A parameter is the original that ``fully_shard`` has replaced, or a group's
+                hyperparameter has no meaning; nothing is stepped.
             RuntimeError: A gradient is not kept as its parameter is.
         """
         loss = None
@@ -243,6 +245,9 @@ class FusedAdam(MarksMainWeights, AdamStates):
         found_inf = self._of_scaler("found_inf")
         if found_inf is not None and not self.capturable and bool(found_inf.item()):
             return loss
+        if not self.capturable:
+            for group in self.param_groups:
+                AdamHyper.of(group, adam_w_mode=self.adam_w_mode)  # Before anything is stepped.
         plans = self._ready_plans()
         found = [plan.find(self._states_to_step(), attribute=self._attribute) for plan in plans]
         self._step_found(found, scale=self._gradient_scale(measured), found_inf=found_inf)

@@ -49,9 +49,11 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
     """Check what a parameter group holds and asks for, as torch's Adam and AdamW write it.
 
     Raises:
-        ValueError: A trainable parameter is wider than fp32, in which all steps are made; or an
-            option is not built here.
+        ValueError: A number has no meaning; a trainable parameter is wider than fp32, in which all
+            steps are made; or an option is not built here.
     """
+    numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+    check_hyperparameters(float(group["lr"]), **numbers, max_grad_norm=None)
     neutral = dict.fromkeys(FOREIGN_OPTIONS, False) | {"decoupled_weight_decay": adam_w_mode}
     asked = {
         name: group[name] for name, value in neutral.items() if group.get(name, value) != value

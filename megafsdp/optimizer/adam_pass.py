@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.uneven import local_tensor
+from megafsdp.buffer.uneven import local_object, local_tensor
+from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.flat_states import FlatStates
 from megafsdp.optimizer.hyper import AdamHyper
 from megafsdp.optimizer.kernels import AdamBuffers, AdamKernel, AdamSegment
@@ -86,6 +87,9 @@ class AdamPass:
         for tensor, stepped in zip(kept, copies, strict=True):
             if tensor.data_ptr() != stepped.data_ptr():
                 tensor.copy_(stepped.view(tensor.shape))
+            elif group_of(parameter) is None:
+                # The kernel writes by address, and autograd would not know.
+                torch.autograd.graph.increment_version(local_object(parameter))
         self._store.encode(parameter, state, moments)
 
     def finish(self) -> None:

@@ -31,11 +31,15 @@ class AdamStates(Optimizer):
 
         With ``store_param_remainders`` the remainders are there too, in int16.
         """
-        packed = super().state_dict()
-        for index, parameter in packed_parameters(packed, self.param_groups):
-            if index in packed["state"]:
-                packed["state"][index] = self._portable_state(parameter)
-        return packed
+
+        def make_portable(_: Optimizer, packed: dict[str, Any]) -> None:
+            for index, parameter in packed_parameters(packed, self.param_groups):
+                if index in packed["state"]:
+                    packed["state"][index] = self._portable_state(parameter)
+
+        # Before the hooks of others, which may replace what they see.
+        with self.register_state_dict_post_hook(make_portable, prepend=True):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state dict of an optimizer of this class or of torch's Adam; local.

@@ -50,7 +50,7 @@ def clip_grad_norm_(
         parameters = [parameters]
     grads = [p.grad for p in parameters if p.grad is not None]
     parts = parts_of(grads)
-    norm = norms_of_parts([parts], norm_type, device_of(grads))[0]
+    norm = norms_of_parts([parts], float(norm_type), device_of(grads))[0]
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             expected(
@@ -63,6 +63,9 @@ def clip_grad_norm_(
     coefficient = clip_coefficient(norm, max_norm)
     for near in by_device([tensor for part in parts for tensor in part.tensors]):
         torch._foreach_mul_(near, coefficient.to(near[0].device))
+    # A factor that is NaN makes NaN of zeros, which would outlive gradients that the user mends.
+    for gaps in by_device([gap for part in parts for gap in part.gaps]):
+        torch._foreach_zero_(gaps)
     return norm
 
 

@@ -153,7 +153,7 @@ class FlatStates:
             if (index, _STEP) in self._used:
                 own.zero_()
         elif current is not own:
-            own.copy_(torch.as_tensor(current))
+            own.copy_(torch.as_tensor(current, device=own.device))
         self._used.add((index, _STEP))
         return own
 

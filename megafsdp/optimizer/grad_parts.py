@@ -29,10 +29,12 @@ class GradParts:
         group: The ranks; None if each rank has all elements.
         tensors: This rank's elements, in tensors of any shape; none is empty. They alias the
             gradients.
+        gaps: Views of those elements in them that are no gradient's; they hold zeros and must.
     """
 
     group: dist.ProcessGroup | None
     tensors: list[torch.Tensor]
+    gaps: list[torch.Tensor]
 
 
 def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> list[GradParts]:
@@ -55,6 +57,7 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
         else:
             known[place[1]] = grad
     parts: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    gaps: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     groups = _Groups()
     for buffer, by_index in flat.items():
         first, *others = by_index.values()
@@ -62,9 +65,13 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
             singles += [first, *others]
         else:
             parts.setdefault(groups.of(first), []).append(buffer.flat)
+            gaps.setdefault(groups.of(first), []).extend(buffer.gaps)
     for grad in singles:
         parts.setdefault(groups.of(grad), []).append(local_tensor(grad))
-    return [GradParts(group, [t for t in ts if t.numel()]) for group, ts in parts.items()]
+    return [
+        GradParts(group, [t for t in tensors if t.numel()], gaps.get(group, []))
+        for group, tensors in parts.items()
+    ]
 
 
 class _Groups:

@@ -49,9 +49,12 @@ class AdamHyper:
         """Check the numbers.
 
         Raises:
-            ValueError: One is negative or NaN, or a beta is 1 or more.
+            ValueError: The learning rate is not finite, another is negative or NaN, or a beta is 1
+                or more.
         """
-        for name in ("lr", "eps", "weight_decay"):
+        # Schedulers that end at 0 may miss it by rounding, on either side.
+        _check_range("lr", abs(self.lr), math.inf)
+        for name in ("eps", "weight_decay"):
             _check_range(name, getattr(self, name), math.inf)
         for i, beta in enumerate(self.betas):
             _check_range(f"betas[{i}]", beta, 1.0)

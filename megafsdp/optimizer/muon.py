@@ -245,7 +245,8 @@ class Muon(Optimizer):
         for parameter in parameters:
             if "exp_avg_sq" not in self.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
-                self.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
+                count = torch.zeros((), dtype=torch.float32, device="cpu")
+                self.state[parameter] = {"step": count, **moments}
             state = self.state[parameter]
             local = local_tensor(parameter)
             assert parameter.grad is not None, "a stepped parameter has a gradient"

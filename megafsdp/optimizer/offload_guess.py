@@ -54,7 +54,7 @@ class LateNumber:
         self._kept = value
         if isinstance(value, torch.Tensor):
             is_pinned = value.device.type == "cuda"
-            self._kept = torch.empty((), dtype=torch.float64, pin_memory=is_pinned)
+            self._kept = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=is_pinned)
             self._source = value.detach().to(torch.float64, copy=True)
             link.fence()
             self._transfer = link.to_host([(self._kept, self._source)])

@@ -72,7 +72,8 @@ def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Ten
 @contextlib.contextmanager
 def denormal_mode(flushes: bool) -> Iterator[None]:
     """Take and give zero for subnormal numbers on this thread, or do not; then as it was before."""
-    was_on = torch.full((1,), 2.0**-120).mul_(2.0**-20).item() == 0
+    small = torch.full((1,), 2.0**-120, dtype=torch.float32, device="cpu")
+    was_on = small.mul_(2.0**-20).item() == 0
     torch.set_flush_denormal(flushes)
     try:
         yield
@@ -95,8 +96,14 @@ def plain_nans(values: torch.Tensor) -> torch.Tensor:
 
 
 def halves_to_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 values that :func:`fp32_to_halves` took apart."""
-    bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder
+    """Return the fp32 values that :func:`fp32_to_halves` took apart.
+
+    A zero that was written over another high half is one whatever was left beside it: a negative
+    remainder, which no zero has, would make it NaN.
+    """
+    upper = high.view(torch.int16).to(torch.int32)
+    is_another = ((upper & 0x7FFF) == 0) & (remainder < 0)
+    bits = (upper << 16) + remainder.masked_fill(is_another, 0)
     return bits.view(torch.float32)
 
 

@@ -53,7 +53,7 @@ def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = Non
         dtype=DTYPE_NAMES[values.dtype],
         num_threads=num_threads,
     )
-    return torch.tensor(total, dtype=torch.float64)
+    return torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 def remember_square_sum(values: torch.Tensor) -> torch.Tensor:

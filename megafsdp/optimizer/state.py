@@ -85,7 +85,7 @@ class ScaledState:
         num_blocks = -(-columns // BLOCK_NUMEL)
         return cls(
             torch.zeros(rows, columns, dtype=dtype, device=device),
-            torch.zeros(rows, num_blocks, device=device),
+            torch.zeros(rows, num_blocks, dtype=torch.float32, device=device),
             keeps_positive,
         )
 

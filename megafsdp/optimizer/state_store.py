@@ -100,12 +100,7 @@ class StateStore:
         """Return a parameter's remainder; None if it never had one."""
         if state.get(REMAINDER) is not None:
             return state[REMAINDER]
-        kept = self._remainders.get(parameter)
-        if kept is not None:
-            # The weight may have been replaced since: a half that belongs to no zero makes it NaN.
-            low = local_tensor(kept)
-            low.masked_fill_((local_tensor(parameter.detach()) == 0) & (low < 0), 0)
-        return kept
+        return self._remainders.get(parameter)
 
     def forget_remainders(self) -> None:
         """Let the remainders of parameters without states be zero; local."""

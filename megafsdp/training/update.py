@@ -138,7 +138,8 @@ class WeightUpdate:
             optimizer.step()
             return
         # torch's protocol of optimizers that unscale by themselves.
-        optimizer.grad_scale = torch.tensor(loss_scale, dtype=torch.float64)  # type: ignore[attr-defined]
+        scale = torch.tensor(loss_scale, dtype=torch.float64, device="cpu")
+        optimizer.grad_scale = scale  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:

@@ -16,6 +16,7 @@
 #include "../kernels/adam_buffers.h"
 #include "../kernels/float16.h"
 #include "../kernels/flushing.h"
+#include "../kernels/halves.h"
 
 namespace megafsdp {
 
@@ -126,18 +127,12 @@ MEGAFSDP_INLINE void encode(float value, Dtype dtype, uint16_t& to) {
 
 MEGAFSDP_INLINE float joined(float weight, int16_t) { return weight; }
 
-MEGAFSDP_INLINE float joined(uint16_t high, int16_t low) {
-  return float_of((static_cast<uint32_t>(high) << 16) + static_cast<uint32_t>(low));
-}
+MEGAFSDP_INLINE float joined(uint16_t high, int16_t low) { return join_halves(high, low); }
 
 MEGAFSDP_INLINE void split(float value, float& weight, int16_t&) { weight = value; }
 
 MEGAFSDP_INLINE void split(float value, uint16_t& high, int16_t& low) {
-  // Rounding up the bits of a NaN with a large payload gives a number.
-  const uint32_t raw = bits_of(value);
-  const uint32_t bits = (raw & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : raw;
-  high = static_cast<uint16_t>((bits + 0x8000) >> 16);
-  low = static_cast<int16_t>(bits);
+  split_halves(value, high, low);
 }
 
 // Updates the elements of a range that are a thread's. Weight is uint16_t with a remainder.

@@ -12,6 +12,7 @@
 
 #include "adam_buffers.h"
 #include "float16.h"
+#include "halves.h"
 #include "simd.h"
 #include "stream.h"
 
@@ -83,15 +84,9 @@ struct CopiedWeights : PlainWeights {
 struct HalvedWeights {
   uint16_t* high;
   int16_t* low;
-  MEGAFSDP_INLINE float load(int64_t i) const {
-    return float_of((static_cast<uint32_t>(high[i]) << 16) + static_cast<uint32_t>(low[i]));
-  }
+  MEGAFSDP_INLINE float load(int64_t i) const { return join_halves(high[i], low[i]); }
   MEGAFSDP_INLINE void store(int64_t i, float weight) const {
-    // Rounding up the bits of a NaN with a large payload gives a number.
-    const uint32_t raw = bits_of(weight);
-    const uint32_t bits = (raw & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : raw;
-    high[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
-    low[i] = static_cast<int16_t>(bits);
+    split_halves(weight, high[i], low[i]);
   }
 };
 
