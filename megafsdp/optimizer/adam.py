@@ -50,7 +50,8 @@ class FusedAdam(MarksMainWeights, AdamStates):
     A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, closures, hooks and state
     dicts work as there, ``torch.amp.GradScaler`` too. Parameters of ``fully_shard``, plain tensors
     and DTensors may be mixed. State names are torch's (``step``, ``exp_avg``, ``exp_avg_sq``), so
-    checkpoints of one load into the other.
+    checkpoints of one load into the other. Where several optimizers share a unit, the one that has
+    half of its elements or more keeps states for all of them.
 
     Args:
         params: Parameters or parameter groups.
@@ -163,6 +164,8 @@ class FusedAdam(MarksMainWeights, AdamStates):
             )
             own |= {"_plans": {}, "_measured": None}
         super().__setstate__(own)
+        if "_stored" in state:
+            self._store.hold(p for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with hyperparameters of its own.
@@ -179,6 +182,7 @@ class FusedAdam(MarksMainWeights, AdamStates):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._store.hold(self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def measure_grad_norm(self, *, loss_scale: float = 1.0) -> torch.Tensor:

@@ -340,7 +340,7 @@ def _step_in_torch(
     stored = buffers.weight[chunk]
     low = None if buffers.remainder is None else buffers.remainder[chunk]
     weight, *moments = reference.update(
-        stored if low is None else reference.halves_to_fp32(stored, low),
+        stored if low is None else reference.join_weights(stored, low),
         buffers.grad[chunk].float() * scale,
         buffers.exp_avg[chunk].float(),
         buffers.exp_avg_sq[chunk].float(),

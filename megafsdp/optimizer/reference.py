@@ -96,15 +96,19 @@ def plain_nans(values: torch.Tensor) -> torch.Tensor:
 
 
 def halves_to_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 values that :func:`fp32_to_halves` took apart.
-
-    A zero that was written over another high half is one whatever was left beside it: a negative
-    remainder, which no zero has, would make it NaN.
-    """
-    upper = high.view(torch.int16).to(torch.int32)
-    is_another = ((upper & 0x7FFF) == 0) & (remainder < 0)
-    bits = (upper << 16) + remainder.masked_fill(is_another, 0)
+    """Return the fp32 values that :func:`fp32_to_halves` took apart, to the last bit."""
+    bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder
     return bits.view(torch.float32)
+
+
+def join_weights(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return fp32 weights of halves of which the high ones may have been written by others.
+
+    A zero is one whatever was left beside it: a negative remainder, which of all numbers none that
+    rounds to zero has, would make it NaN.
+    """
+    is_another = (high == 0) & (remainder < 0)
+    return halves_to_fp32(high, remainder.masked_fill(is_another, 0))
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:

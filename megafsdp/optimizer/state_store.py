@@ -10,6 +10,7 @@ is what a step works on and what checkpoints hold.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,22 +49,41 @@ class StateStore:
         self._main_dtype = torch.bfloat16 if has_remainders else torch.float32
         self._flat: weakref.WeakKeyDictionary[ParameterGroup, FlatStates]
         self._flat = weakref.WeakKeyDictionary()
+        # Elements that the optimizer holds of parameter groups, and groups of which that is little.
+        self._held: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
+        self._apart: weakref.WeakSet[ParameterGroup] = weakref.WeakSet()
         # Of each parameter, by name.
         self._scaled = WeakTensorKeyDictionary()
         # Parts of weights, which outlive states that are dropped.
         self._remainders = WeakTensorKeyDictionary()
 
+    def hold(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note parameters that the optimizer holds; local."""
+        for parameter in parameters:
+            owner = group_of(parameter)
+            if owner is not None:
+                self._held[owner] = self._held.get(owner, 0) + parameter.numel()
+
     def flat_place(self, parameter: torch.Tensor) -> tuple[FlatStates, int] | None:
         """Return the flat states of a parameter's group and its index there; local.
 
-        None if its main weight is not flat or not of the dtype that steps are made for.
+        None if its main weight is not flat or not of the dtype that steps are made for, or if less
+        than half of the group is the optimizer's: flat states would be as long as all of it.
         """
         owner = group_of(parameter)
-        if owner is None or owner.dtypes.main != self._main_dtype:
+        if owner is None or owner.dtypes.main != self._main_dtype or self._is_apart(owner):
             return None
         states = self.flat_states(owner)
         index = states.indices.get(id(parameter))
         return None if index is None else (states, index)
+
+    def _is_apart(self, owner: ParameterGroup) -> bool:
+        """Tell whether a group's parameters are stepped one by one, as decided at first."""
+        if owner not in self._flat and owner not in self._apart and owner in self._held:
+            trainable = (p.sharded for p in owner.parameters if p.sharded.requires_grad)
+            if 2 * self._held[owner] < sum(p.numel() for p in trainable):
+                self._apart.add(owner)
+        return owner in self._apart
 
     def prepare(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Give a parameter its states, take over what it has, and begin others at zero; local.
@@ -159,7 +179,7 @@ class StateStore:
         local = local_tensor(parameter.detach())
         if remainder is None:
             return wrap_like(parameter, local.float())
-        return wrap_like(parameter, reference.halves_to_fp32(local, local_tensor(remainder)))
+        return wrap_like(parameter, reference.join_weights(local, local_tensor(remainder)))
 
     def set_weight(
         self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor

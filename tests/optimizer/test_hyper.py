@@ -47,7 +47,7 @@ def test_rounding_to_fp32_covers_all_doubles(value: float, wanted: float) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": -1.0}, "lr of AdamHyper"),
+        ({"lr": -math.inf}, "lr of AdamHyper"),
         ({"eps": math.nan}, "nan.*eps"),
         ({"weight_decay": -0.1}, "-0.1.*weight_decay"),
         ({"betas": (1.0, 0.9)}, r"1.0.*betas\[0\]"),

@@ -247,3 +247,36 @@ def test_probing_for_denormals_takes_no_default_dtype() -> None:
     with _defaults("cpu", FP16), reference.denormal_mode(True):
         pass
     assert torch.full((1,), 2.0**-120).mul_(2.0**-20).item() != 0
+
+
+def _steps_in_parts(num_parts: int) -> None:
+    whole, divided = shard(Net()), shard(Net())
+    wanted = FusedAdam(whole.parameters(), lr=1e-2)
+    parameters = list(divided.parameters())
+    parts = [FusedAdam(parameters[i::num_parts], lr=1e-2) for i in range(num_parts)]
+    for seed in range(3):
+        for net, optimizers in ((whole, [wanted]), (divided, parts)):
+            net(*mine(batches(1, seed=seed)[0])).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            net.zero_grad()
+    for ours, theirs in zip(parameters, whole.parameters(), strict=True):
+        assert torch.equal(local_tensor(ours), local_tensor(theirs))
+    moments = [
+        local_tensor(state[name]).untyped_storage()
+        for part in parts
+        for state in part.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    nbytes = sum({s.data_ptr(): s.nbytes() for s in moments if s.nbytes()}.values())
+    own = sum(local_tensor(p).nbytes for p in parameters)
+    # A part that has half of a unit has states for all of it.
+    assert nbytes <= 2 * own * (1.1 if num_parts == len(parameters) else 2)
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 21])
+def test_optimizers_that_share_units_have_states_of_their_own_alone(
+    ranks: Ranks, num_parts: int
+) -> None:
+    """As where each parameter is stepped in backward by an optimizer of its own."""
+    ranks(2).run(_steps_in_parts, num_parts)
