@@ -141,8 +141,13 @@ class Muon(Optimizer):
             ValueError: Its groups, states or shapes are not this optimizer's.
             NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
         """
-        check_loaded_states(state_dict, self.param_groups, ("step", *_STATES))
-        super().load_state_dict(state_dict)
+
+        # After the hooks of others, which may replace what is loaded.
+        def check(_: Optimizer, packed: dict[str, Any]) -> None:
+            check_loaded_states(packed, self.param_groups, ("step", *_STATES))
+
+        with self.register_load_state_dict_pre_hook(check):
+            super().load_state_dict(state_dict)
         fill_options(self.param_groups, self.defaults)
         for parameter, state in self.state.items():
             for name, value in state.items():

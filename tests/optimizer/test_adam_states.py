@@ -19,6 +19,7 @@ from torch import nn
 from megafsdp import (
     FusedAdam,
     MixedPrecisionPolicy,
+    Muon,
     full_state_dict,
     full_tensor,
     mark_main_weights_changed,
@@ -564,11 +565,11 @@ def test_an_optimizer_with_states_on_the_host_is_not_copied() -> None:
             copies(optimizer)
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [FusedAdam, Muon, torch.optim.AdamW])
 def test_hooks_of_a_load_see_states(kind: type[torch.optim.Optimizer]) -> None:
     """The first may replace the state dict that is loaded, the last finds it loaded."""
     weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = kind([weight])
+    optimizer = kind([{"params": [weight], "use_muon": False}])
     weight.grad = torch.ones(4)
     optimizer.step()
     packed = copy.deepcopy(optimizer.state_dict())
