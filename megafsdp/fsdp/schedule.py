@@ -23,6 +23,7 @@ import torch
 
 from megafsdp.buffer.collectives import Pending
 from megafsdp.fsdp.agreement import agree_on_usage, refresh_with_statistics
+from megafsdp.fsdp.backward_edges import ForwardPass
 from megafsdp.fsdp.gradients import GradientReducer
 from megafsdp.fsdp.order import RecordedOrder
 from megafsdp.fsdp.process_groups import ExtraGroups, separate_reductions
@@ -43,8 +44,8 @@ class FSDPContext:
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
         self.is_handed_over = False  # The user has said so of the microbatch.
-        self.pass_number = 0  # Forwards so far: of the root, and of units without it.
-        self.passes_in_backward: set[int] = set()
+        self.forward_pass = ForwardPass()  # The last one.
+        self.passes_in_backward: set[ForwardPass] = set()
         self.max_reductions_waiting = 1  # Beside the one that is being packed.
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
@@ -72,10 +73,10 @@ class FSDPContext:
         return self._root() is unit
 
     def begin_forward(self, unit: ScheduledUnit) -> None:
-        """Number a forward of the root, or of a unit that runs without it.
+        """Begin a pass with a forward of the root, or of a unit that runs without it.
 
-        Units that run without the root may each be of a graph of their own. A root that begins also
-        cleans up after an exception and follows the recorded order.
+        The latter may each be of a graph of their own. A root that begins also cleans up after an
+        exception and follows the recorded order.
         """
         root = self._root()
         if root is unit:
@@ -83,7 +84,7 @@ class FSDPContext:
         elif self.has_backward_begun:
             self.abandon()  # An exception cut it short: none runs on this thread.
         if root is unit or root is None or not root.is_at_work:
-            self.pass_number += 1
+            self.forward_pass = ForwardPass()
 
     def _begin_root(self) -> None:
         self.abandon()

@@ -24,7 +24,12 @@ from torch.utils.hooks import RemovableHandle
 
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
-from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken
+from megafsdp.fsdp.backward_edges import (
+    BackwardHook,
+    EndOfBackward,
+    ForwardToken,
+    OutstandingForwards,
+)
 from megafsdp.fsdp.conversion_guard import guard_faces
 from megafsdp.fsdp.host_gradients import reducer_of
 from megafsdp.fsdp.parameter_group import ParameterGroup
@@ -79,8 +84,7 @@ class FSDPUnit:
         self.requires_all_reduce = True
         self.phase = Phase.RESTING
         self.context: FSDPContext | None = None
-        # Strong: whether the graph of a forward is still alive may differ between ranks.
-        self.outstanding: set[ForwardToken] = set()
+        self.outstanding = OutstandingForwards()
         self.is_kept = False
         self.is_pinned = False
         self.post_optim_event: torch.cuda.Event | None = None
@@ -224,7 +228,7 @@ class FSDPUnit:
     def _watch_inputs(self, inputs: Any) -> Any:
         """Pass inputs that need a gradient through the identity that ends the unit's backward."""
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
-        self._token = token = ForwardToken(watched, self.require_context().pass_number)
+        self._token = token = ForwardToken(watched, self.require_context().forward_pass)
         if not watched:
             return inputs
         if not _is_in_backward():
@@ -312,7 +316,7 @@ class FSDPUnit:
         """Start the unit's backward: called when a gradient of one of its outputs is there."""
         context = self.require_context()
         context.begin_backward()
-        context.passes_in_backward.add(token.pass_number)
+        context.passes_in_backward.add(token.forward_pass)
         self.outstanding.add(token)
         if self.phase is Phase.BACKWARD:
             return
@@ -329,8 +333,7 @@ class FSDPUnit:
         would make that rank wait.
         """
         self.outstanding.discard(token)
-        under_way = self.require_context().passes_in_backward
-        if not any(other.pass_number in under_way for other in self.outstanding):
+        if not self.outstanding.has_any_of(self.require_context().passes_in_backward):
             self.finish_backward()
 
     def finish_backward(self) -> None:

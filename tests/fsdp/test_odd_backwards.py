@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megafsdp import fully_shard, microbatch
 from megafsdp.buffer.collectives import record_collectives
 from megafsdp.fsdp.backward_edges import ForwardToken
+from megafsdp.fsdp.unit import units_below
 from tests.fsdp.test_unit import Choosing, Guard, used_and_kept
 from tests.fsdp.toy import Block, Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
@@ -339,3 +340,35 @@ def _forwards_that_stay() -> int:
 def test_forwards_whose_outputs_went_unused_are_forgotten_with_the_backward(ranks: Ranks) -> None:
     """Nothing stays of them, in a model that runs for months."""
     assert ranks(2).run(_forwards_that_stay) == [0, 0]
+
+
+def _num_counted(net: nn.Module) -> int:
+    gc.collect()
+    return sum(len(unit.outstanding._by_pass) for unit in units_below([net]).values())
+
+
+def _forwards_without_backward() -> list[int]:
+    _, net = used_and_kept()
+    x = torch.randn(3, 12, requires_grad=True)
+    counts = []
+    for _ in range(3):
+        for _ in range(5):
+            outputs = net(x)
+        counts.append(_num_counted(net))
+    del outputs
+    counts.append(_num_counted(net))
+    kept = [net(x) for _ in range(4)]
+    counts.append(_num_counted(net))
+    kept[0][0].mean().backward()
+    counts.append(_num_counted(net))
+    return counts
+
+
+def test_forwards_without_a_backward_leave_nothing(ranks: Ranks) -> None:
+    """As in an evaluation that builds graphs: what is counted is what a backward may come of."""
+    for counts in ranks(2).run(_forwards_without_backward):
+        *alive, last, kept, none = counts
+        assert alive == [alive[0]] * 3 and alive[0] > 0
+        assert last == alive[0], "the last pass may go on in units that run without the root"
+        assert kept == 4 * alive[0]
+        assert none == 0
