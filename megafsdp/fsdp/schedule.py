@@ -75,8 +75,7 @@ class FSDPContext:
     def begin_forward(self, unit: ScheduledUnit) -> None:
         """Begin a pass with a forward of the root, or of a unit that runs without it.
 
-        The latter may each be of a graph of their own. A root that begins also cleans up after an
-        exception and follows the recorded order.
+        The latter may have a graph of its own. A root cleans up after an exception.
         """
         root = self._root()
         if root is unit:
@@ -95,7 +94,7 @@ class FSDPContext:
     def _join_divided(self) -> None:
         """Issue what the outer axis gathers once a step, all at once and in one order.
 
-        Each unit waits for its own part when it is gathered, and joins what a step is to bring.
+        A unit waits for its part when it is gathered, and joins what a step is to bring.
         """
         for unit in self.units:
             for group in unit.groups:
