@@ -22,6 +22,7 @@ from megafsdp import (
     Muon,
     full_state_dict,
     full_tensor,
+    fully_shard,
     mark_main_weights_changed,
 )
 from megafsdp.buffer.collectives import record_collectives
@@ -218,6 +219,51 @@ def _shares_meshes() -> None:
 def test_a1_a4_a9_a11_f7_states_are_dtensors_like_their_parameters(ranks: Ranks) -> None:
     """Mesh, placements, shape, strides and chunks; no collective; counts of steps where empty."""
     ranks(4).run(_shares_meshes)
+
+
+def _counts_where_empty(directory: Path, modes: tuple[torch.dtype, torch.dtype]) -> int:
+    """Return how many elements of the first unit this rank has."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 8))
+    for unit in (net[0], net):
+        fully_shard(unit)
+    optimizer = _optimizer(net, modes)
+    generator = torch.Generator().manual_seed(0)
+
+    def steps_are(optimizer: FusedAdam, counts: list[int]) -> None:
+        """Compare counts by parameter, as shown and as packed."""
+        parameters = optimizer.param_groups[0]["params"]
+        shown = [optimizer.state[parameter] for parameter in parameters]
+        packed = optimizer.state_dict()["state"]
+        for states in (shown, [packed[index] for index in range(len(parameters))]):
+            assert [float(state["step"]) for state in states] == counts
+
+    for step in range(3):
+        net(torch.randn(4, 5, generator=generator)).square().sum().backward()
+        if step == 1:
+            # Some of a unit step by themselves.
+            net[0].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = [3, 2, 3, 3]
+    steps_are(optimizer, counts)
+    save(directory, step=3, model=net, optimizer=optimizer)
+    resumed = _optimizer(net, modes)
+    load(directory, model=net, optimizer=resumed)
+    steps_are(resumed, counts)
+    net(torch.randn(4, 5, generator=generator)).square().sum().backward()
+    resumed.step()
+    steps_are(resumed, [count + 1 for count in counts])
+    return sum(local_tensor(parameter).numel() for parameter in net[0].parameters())
+
+
+@pytest.mark.parametrize("modes", SOME_MODES)
+def test_a4_f7_a_rank_without_elements_counts_steps_too(
+    ranks: Ranks, tmp_path: Path, modes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Three rows on four ranks: whoever has none of a unit shows, packs and saves its steps."""
+    numels = ranks(4).run(_counts_where_empty, tmp_path, modes)
+    assert min(numels) == 0 < max(numels)
 
 
 def test_a2_states_of_plain_parameters_are_plain() -> None:
