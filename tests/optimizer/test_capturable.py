@@ -7,32 +7,23 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafsdp import FusedAdam
-from megafsdp.buffer.uneven import local_tensor
+from megafsdp import FusedAdam, MixedPrecisionPolicy
+from megafsdp.buffer.uneven import local_tensor, wrap_like
 from tests.fsdp.toy import Net, batches, mine, shard
+from tests.optimizer.host_reads import NoHostReads
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-
-
-class _NoHostReads(TorchDispatchMode):
-    """Refuse what a capture would refuse: values of tensors on the host."""
-
-    def __torch_dispatch__(
-        self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        assert "_local_scalar_dense" not in str(func), "the host reads a tensor"
-        return func(*args, **(kwargs or {}))
 
 
 def _optimizer(net: nn.Module, **options: object) -> FusedAdam:
     return FusedAdam(net.parameters(), **{"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.1} | options)
 
 
-def _trains(options: dict[str, object]) -> None:
-    nets = [shard(Net()), shard(Net())]
+def _trains(options: dict[str, object], grad_dtype: torch.dtype = torch.float32) -> None:
+    policy = MixedPrecisionPolicy(main_grads_dtype=grad_dtype)
+    nets = [shard(Net(), mp_policy=policy) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     lr = torch.tensor(1e-2, dtype=torch.float64)
     plain = _optimizer(nets[0], ftz=False, **options)
@@ -43,9 +34,15 @@ def _trains(options: dict[str, object]) -> None:
         lr.fill_(rate)
         for net in nets:
             net(*mine(batches(1, seed=step)[0])).backward()
+            for parameter in net.parameters():
+                grad = local_tensor(parameter.grad)
+                assert grad.dtype == grad_dtype
+                if "use_decoupled_grad" in options:
+                    parameter.decoupled_grad = wrap_like(parameter, grad.bfloat16())
+                    parameter.grad = None
         plain.step()
         if options.get("max_grad_norm") is None:
-            with _NoHostReads():
+            with NoHostReads():
                 captured.step()
         else:
             captured.step()
@@ -77,6 +74,22 @@ def test_a_capturable_step_has_the_bits_of_the_other(
     ranks(2).run(_trains, options)
 
 
+@pytest.mark.parametrize(
+    ("options", "grad_dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"use_decoupled_grad": True}, torch.float32),
+        ({"use_decoupled_grad": True, "max_grad_norm": 0.3}, torch.float32),
+    ],
+    ids=["main gradients", "decoupled", "decoupled and clipped"],
+)
+def test_bf16_gradients_step_fp32_weights(
+    ranks: Ranks, options: dict[str, object], grad_dtype: torch.dtype
+) -> None:
+    """In flat buffers and tensor by tensor, with the bits of the other step."""
+    ranks(2).run(_trains, options, grad_dtype)
+
+
 def test_nothing_changes_where_gradients_are_not_finite() -> None:
     """Weights, moments and counts stay, without the host knowing."""
     weights = [nn.Parameter(torch.ones(5, 3)) for _ in range(2)]
@@ -88,7 +101,7 @@ def test_nothing_changes_where_gradients_are_not_finite() -> None:
         captured.grad_scale = torch.tensor(4.0)
         captured.found_inf = torch.tensor(float(step == 1))
         weights[0].grad = torch.full((5, 3), float("inf") if step == 1 else 4.0)
-        with _NoHostReads():
+        with NoHostReads():
             captured.step()
         if step != 1:
             weights[1].grad = torch.ones(5, 3)
