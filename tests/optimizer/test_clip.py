@@ -11,7 +11,11 @@ from torch import nn
 
 from megafsdp import clip_grad_norm_, num_zero_grads, param_group_norms
 from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.uneven import local_tensor
+from megafsdp.fsdp.gradients import place_of_grad
+from megafsdp.optimizer.grad_parts import parts_of
 from tests.fsdp.toy import assert_same_grads, batches, mine, pair
+from tests.optimizer.host_reads import NoHostReads
 from tests.ranks import Ranks
 
 
@@ -143,3 +147,26 @@ def test_torchs_keywords_are_taken(foreach: bool | None) -> None:
         norm = clip([parameter], 1.0, norm_type=2.0, error_if_nonfinite=True, foreach=foreach)
         assert norm.item() == 6.0
     assert torch.equal(both[0].grad, both[1].grad)
+
+
+def _clips_buffers(norm_type: float) -> None:
+    _, net = pair()
+    net(*mine(batches(1)[0])).backward()
+    grads = [p.grad for p in net.parameters()]
+    flats = {id(flat): flat for flat in (place_of_grad(grad)[0].flat for grad in grads)}
+    assert len(flats) == 4 < len(grads), "three blocks and the net itself"
+    (part,) = parts_of(grads)
+    assert sorted(map(id, part.tensors)) == sorted(flats)
+    before = [local_tensor(grad).clone() for grad in grads]
+    with NoHostReads():
+        norm = clip_grad_norm_(net, 0.01, norm_type)
+    for grad, own in zip(grads, before, strict=True):
+        assert torch.equal(local_tensor(grad), own * (0.01 / (norm + 1e-6)))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_passes_over_flat_buffers_and_reads_nothing(
+    ranks: Ranks, norm_type: float
+) -> None:
+    """One tensor a unit, whatever the number of parameters, and no wait for a device."""
+    ranks(2).run(_clips_buffers, norm_type)
