@@ -198,6 +198,7 @@ def _trains(layout: str, rule: str | None, split: str, nesterov: bool) -> None:
     [
         (1, "optim_grads_params"),
         (2, "optim_grads_params"),
+        (3, "optim_grads_params"),
         (4, "optim_grads_params"),
         (2, "optim_grads"),
         (2, "optim"),

@@ -22,6 +22,7 @@ from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
 from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.scale_rule import ScaleRule
 from megafsdp.optimizer.scaler import LossScaler
+from megafsdp.training.optimization import LossScaleSection
 from tests.fsdp.toy import adamw, batches, full_grads, mine, pair
 from tests.ranks import Ranks
 
@@ -63,6 +64,26 @@ def test_the_first_scale_is_megatrons() -> None:
     """The default is dynamic and starts at 2^32."""
     assert LossScaler().current_scale == 2.0**32
     assert LossScaler().scale(torch.tensor(2.0)).item() == 2.0**33
+
+
+def test_the_rule_of_a_run_is_megatrons_by_default() -> None:
+    """As the scaler's: 2^32, doubled after 1000 finite steps, halved at the second overflow."""
+    rule = ScaleRule()
+    assert (rule.initial_scale, rule.min_scale) == (2.0**32, 1.0)
+    assert (rule.growth_factor, rule.backoff_factor) == (2.0, 0.5)
+    assert (rule.growth_window, rule.hysteresis) == (1000, 2)
+    assert rule.is_dynamic
+    section = LossScaleSection()
+    assert (section.initial, section.window, section.hysteresis) == (2.0**32, 1000, 2)
+    assert section.rule() == rule
+    state = rule.start()
+    for _ in range(999):
+        state = rule.after(state, is_finite=True)
+    assert state.scale == 2.0**32
+    assert rule.after(state, is_finite=True).scale == 2.0**33
+    state = rule.after(state, is_finite=False)
+    assert state.scale == 2.0**32
+    assert rule.after(state, is_finite=False).scale == 2.0**31
 
 
 def test_a_constant_scale_stays_and_skips_all_the_same() -> None:
