@@ -178,7 +178,7 @@ class FusedAdam(MarksMainWeights, AdamStates):
         try:
             check_group(self.param_groups[-1], adam_w_mode=self.adam_w_mode)
             if self._store.has_remainders:
-                check_remainders(self.param_groups[-1]["params"])
+                check_remainders(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -297,10 +297,11 @@ class FusedAdam(MarksMainWeights, AdamStates):
         return plans
 
     def _plan(self, number: int) -> GroupPlan:
-        parameters = self.param_groups[number]["params"]
+        group = self.param_groups[number]
         plan = self._plans.get(number)
-        if plan is None or not plan.is_of(parameters):
-            plan = self._plans[number] = GroupPlan(parameters, self._store)
+        if plan is None or not plan.is_of(group["params"]):
+            names = group.get("param_names", ())
+            plan = self._plans[number] = GroupPlan(group["params"], self._store, names)
         return plan
 
     def _of_scaler(self, name: str) -> torch.Tensor | None:

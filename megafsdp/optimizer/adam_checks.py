@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.uneven import local_tensor
 from megafsdp.errors import expected
+from megafsdp.fsdp.parameter_group import group_of
 from megafsdp.optimizer.loaded_states import FOREIGN_OPTIONS
 from megafsdp.optimizer.state import is_scaled
 from megafsdp.optimizer.state_store import STATES
@@ -67,31 +68,31 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
                 mend="Leave it out, set adam_w_mode for all groups, or use torch.optim.AdamW",
             )
         )
-    for parameter in group["params"]:
+    for number, parameter in enumerate(group["params"]):
         is_wide = parameter.dtype == torch.float64 or parameter.dtype.is_complex
         if is_wide and parameter.requires_grad:
             raise ValueError(
                 expected(
                     "parameters in fp32 or narrower, in which steps are made",
-                    f"one of shape {tuple(parameter.shape)} in {parameter.dtype}",
+                    f"{_described(parameter, _name_in(group, number))} in {parameter.dtype}",
                     where="FusedAdam",
                     mend="Cast the model, or use torch.optim.AdamW",
                 )
             )
 
 
-def check_remainders(parameters: Iterable[torch.Tensor]) -> None:
-    """Check that parameters are the high halves of fp32 weights.
+def check_remainders(group: Mapping[str, Any]) -> None:
+    """Check that a parameter group's parameters are the high halves of fp32 weights.
 
     Raises:
         ValueError: One is not bf16.
     """
-    for parameter in parameters:
+    for number, parameter in enumerate(group["params"]):
         if parameter.dtype != torch.bfloat16:
             raise ValueError(
                 expected(
                     "bf16 parameters with store_param_remainders=True",
-                    f"one of shape {tuple(parameter.shape)} in {parameter.dtype}",
+                    f"{_described(parameter, _name_in(group, number))} in {parameter.dtype}",
                     where="FusedAdam",
                     mend="Shard with MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
                     "main_params_dtype=torch.bfloat16), or leave the option out: fp32 parameters "
@@ -117,8 +118,13 @@ def check_capturable(dtypes: Iterable[torch.dtype], has_remainders: bool) -> Non
         )
 
 
-def check_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = None) -> None:
     """Check that a gradient is kept as its parameter is.
+
+    Args:
+        parameter: The parameter.
+        grad: Its gradient.
+        name: The parameter's name, if the optimizer was given one.
 
     Raises:
         RuntimeError: It is sparse, or one of the two is a DTensor and the other is not.
@@ -128,7 +134,7 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
             expected(
                 "a dense gradient",
                 "a sparse one",
-                where=f"a parameter of shape {tuple(parameter.shape)}",
+                where=_described(parameter, name),
                 mend="Build the embedding with sparse=False",
             )
         )
@@ -137,7 +143,7 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
             expected(
                 f"a gradient kept as its parameter, a {type(parameter).__name__}",
                 f"a {type(grad).__name__}",
-                where=f"a parameter of shape {tuple(parameter.shape)}",
+                where=_described(parameter, name),
                 mend="Assign a tensor made with torch.zeros_like(parameter), filled by copy_()",
             )
         )
@@ -169,3 +175,21 @@ def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor)
                 mend="Start from get_unscaled_state(), or torch.zeros_like(parameter)",
             )
         )
+
+
+def _name_in(group: Mapping[str, Any], number: int) -> str | None:
+    """Return a parameter's name, which torch keeps if it was given with the parameter."""
+    return group["param_names"][number] if "param_names" in group else None
+
+
+def _described(parameter: torch.Tensor, name: str | None) -> str:
+    """Return a parameter's name as far as it has one, and its shape."""
+    owner = group_of(parameter)
+    if name is not None:
+        who = f"parameter '{name}'"
+    elif owner is not None:
+        own = next((p.name for p in owner.parameters if p.sharded is parameter), "")
+        who = f"parameter '{own}' of unit '{owner.label}'"
+    else:
+        who = "a parameter"
+    return f"{who} of shape {tuple(parameter.shape)}"

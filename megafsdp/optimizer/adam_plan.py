@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,10 +96,15 @@ class GroupPlan:
     Args:
         parameters: The group's list of parameters.
         store: Where states are.
+        names: The parameters' names, for messages; none if the optimizer has none.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], store: StateStore) -> None:
+    def __init__(
+        self, parameters: list[torch.Tensor], store: StateStore, names: Sequence[str] = ()
+    ) -> None:
         self._parameters = list(parameters)
+        # Names are given for all parameters or for none.
+        self._names = dict(zip(map(id, parameters), names, strict=False))
         self._store = store
         flat: dict[FlatStates, list[tuple[torch.Tensor, int]]] = {}
         self._others: list[torch.Tensor] = []
@@ -210,6 +215,6 @@ class GroupPlan:
     def _add_single(
         self, found: Found, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
     ) -> None:
-        check_grad(parameter, grad)
+        check_grad(parameter, grad, self._names.get(id(parameter)))
         self._store.prepare(parameter, state)
         found.singles.append((parameter, grad))

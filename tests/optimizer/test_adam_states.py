@@ -276,23 +276,42 @@ def test_a2_states_of_plain_parameters_are_plain() -> None:
         assert type(optimizer.state[weight]["exp_avg"]) is torch.Tensor
 
 
-def _refuses_mixtures() -> str:
+def _refuses_mixtures(is_named: bool) -> str:
     net = shard(Net())
-    optimizer = FusedAdam(net.parameters(), use_decoupled_grad=True)
-    first = next(net.parameters())
-    first.decoupled_grad = torch.zeros(first.shape)
+    given = net.named_parameters() if is_named else net.parameters()
+    optimizer = FusedAdam(given, use_decoupled_grad=True)
+    second = net.blocks[1].up.weight
+    second.decoupled_grad = torch.zeros(second.shape)
     with pytest.raises(RuntimeError, match="a gradient kept as its parameter") as error:
         optimizer.step()
     with pytest.raises(ValueError, match="fp32 values"):
-        optimizer.set_scaled_state(first, "exp_avg", torch.zeros(1, dtype=BF16))
+        optimizer.set_scaled_state(second, "exp_avg", torch.zeros(1, dtype=BF16))
     return str(error.value)
 
 
-def test_a5_a6_mixtures_and_wrong_dtypes_are_refused(ranks: Ranks) -> None:
-    """The message names shapes and types, not elements."""
-    for message in ranks(2).run(_refuses_mixtures):
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a5_a6_mixtures_and_wrong_dtypes_are_refused(ranks: Ranks, is_named: bool) -> None:
+    """The message names the parameter, shapes and types, not elements."""
+    for message in ranks(2).run(_refuses_mixtures, is_named):
         assert "UnevenDTensor" in message or "Parameter" in message
+        name = "'blocks.1.up.weight'" if is_named else "'up.weight' of unit"
+        assert f"parameter {name}" in message and "shape (60, 12)" in message
         assert len(message) < 500
+
+
+def test_messages_name_plain_parameters_that_came_with_names() -> None:
+    """Sparse gradients and dtypes that are not stepped; without names there is the shape."""
+    named = {name: nn.Parameter(torch.ones(3)) for name in ("good", "bad")}
+    named["bad"].grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match=r"parameter 'bad' of shape \(3,\)"):
+        FusedAdam(named.items()).step()
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(3,\)"):
+        FusedAdam(named.values()).step()
+    with pytest.raises(ValueError, match=r"parameter 'good' of shape \(3,\) in torch.float32"):
+        FusedAdam(named.items(), store_param_remainders=True)
+    named["bad"] = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"parameter 'bad' of shape \(3,\) in torch.float64"):
+        FusedAdam(named.items())
 
 
 def _takes_decoupled_grads() -> None:
