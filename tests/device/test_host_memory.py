@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +52,30 @@ def test_no_bytes_are_an_empty_tensor() -> None:
         memory = host_bytes(8, is_pinned=False)
     memory.fill_(1)
     assert not memory.is_inference()
+
+
+def _mapping_flags(address: int) -> list[str]:
+    """Return the kernel's flags of the mapping around an address; none where it tells none."""
+    smaps = Path("/proc/self/smaps")
+    is_inside = False
+    for line in smaps.read_text().splitlines() if smaps.exists() else []:
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            is_inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+def test_memory_that_lives_long_asks_for_huge_pages() -> None:
+    """The kernel has noted it of the mapping (hg), and not of one that did not ask."""
+    memory = host_bytes(1, is_pinned=False)
+    flags = _mapping_flags(memory.data_ptr())
+    if not flags:
+        pytest.skip("the kernel shows no flags of mappings")
+    assert "hg" in flags
+    other = torch.frombuffer(mmap.mmap(-1, memory.nbytes), dtype=torch.uint8)
+    assert "hg" not in _mapping_flags(other.data_ptr())
 
 
 def _answer_and_faults(*options: str, **variables: str) -> tuple[str, int]:

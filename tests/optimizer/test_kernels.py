@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from megafsdp._native import native_module
 from megafsdp.optimizer import kernels
-from megafsdp.optimizer.hyper import AdamHyper
+from megafsdp.optimizer.hyper import AdamConstants, AdamHyper
 from megafsdp.optimizer.kernels import AdamBuffers, AdamSegment, adam_step
 from megafsdp.optimizer.square_sum import sum_of_squares
 from tests.optimizer.flat_buffers import (
@@ -365,3 +368,72 @@ def test_kernel_names_a_wrong_argument(argument: str, value: object) -> None:
     assert native is not None
     with pytest.raises(ValueError, match=argument):
         native.adam_step(**(arguments | {argument: value}))
+
+
+def _calls_of_all_kernels(
+    numel: int,
+) -> tuple[dict[str, Callable[[], object]], list[torch.Tensor]]:
+    """Return a call of each compiled kernel, in which nothing else happens, and their memory."""
+    native = native_module()
+    assert native is not None
+    tensors = [torch.zeros(numel) for _ in range(4)]
+    first, second, *_ = addresses = [tensor.data_ptr() for tensor in tensors]
+    step = dict(zip(("weight", "grad", "exp_avg", "exp_avg_sq"), addresses, strict=True)) | {
+        "remainder": 0,
+        "copy_out": 0,
+        "numel": numel,
+        "grad_dtype": "float32",
+        "state_dtype": "float32",
+        "copy_out_dtype": "",
+        "segments": [(0, numel, AdamConstants.rounded(HYPER, 1).row())],
+        "grad_scale": 1.0,
+        "flush_denormals": True,
+        "num_threads": 1,
+    }
+    sums = {"shards": [first], "out": second, "scale": 1.0, "accumulate": False}
+    sums |= {"numel": numel, "shard_dtype": "float32", "out_dtype": "float32"}
+    squares = {"values": first, "numel": numel, "dtype": "float32", "num_threads": 1}
+    zeros = {"address": first, "nbytes": 4 * numel, "num_threads": 1}
+    arguments = {
+        "adam_step": step,
+        "sum_of_squares": squares,
+        "sum_shards": sums,
+        "zero_bytes": zeros,
+    }
+    calls = {n: functools.partial(getattr(native, n), **own) for n, own in arguments.items()}
+    # The tensors live as long as the calls.
+    return calls, tensors
+
+
+@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@pytest.mark.parametrize("name", ["adam_step", "sum_of_squares", "sum_shards", "zero_bytes"])
+def test_kernels_let_other_python_threads_run(name: str) -> None:
+    """A thread that waits for the interpreter's lock gets it from a call, and from nothing else."""
+    calls, _memory = _calls_of_all_kernels(1 << 18)
+    call = calls[name]
+    gate, has_run = threading.Lock(), list[bool]()
+    gate.acquire()
+
+    def waits() -> None:
+        with gate:
+            has_run.append(True)
+
+    thread = threading.Thread(target=waits, daemon=True)
+    interval_s = sys.getswitchinterval()
+    # The lock changes hands where it is let go of, never because time is up: at the start, which
+    # gives it back once the thread stands at the gate, and in the calls.
+    sys.setswitchinterval(1000.0)
+    try:
+        thread.start()
+        gate.release()
+        # The thread may take longer to wake than a call lasts; one that keeps the lock never lets
+        # it run, however many there are.
+        for _ in range(20_000):
+            call()
+            if has_run:
+                break
+        was_let = bool(has_run)
+    finally:
+        sys.setswitchinterval(interval_s)
+    thread.join()
+    assert was_let
