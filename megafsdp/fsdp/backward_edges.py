@@ -50,7 +50,7 @@ class ForwardToken:
         self.outer_ids = frozenset(id(t if t._base is None else t._base) for t in inputs)
 
 
-class OutstandingForwards:
+class Outstanding:
     """Forwards of a unit whose backward may come.
 
     They are counted as long as anything is left of the pass that they are a part of, whether or not

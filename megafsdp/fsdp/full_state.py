@@ -102,7 +102,8 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
     example to generate text. The parameters are for reading: changes are lost when the context
     closes. Collective on entry; holds the whole model in memory.
     """
-    units = list(units_below([module]).values())
+    # Those that are pinned belong to a context around this one.
+    units = [unit for unit in units_below([module]).values() if not unit.is_pinned]
     for unit in units:
         _unshard(unit)
     try:

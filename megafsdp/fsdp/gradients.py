@@ -70,6 +70,7 @@ class GradientReducer:
         self._shown: list[weakref.ref[torch.Tensor] | None] = [None] * len(group.parameters)
         self._working_grad: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Of the working gradient.
+        self._before: list[torch.Tensor | None] = []  # What ``.grad`` was when it was made ready.
         self._states = [_State.CLEAR] * len(group.parameters)
         self._reduce_group = group.axes.group
         self._outer_group = group.axes.outer_group
@@ -241,7 +242,7 @@ class GradientReducer:
         """Leave the main gradient to the gradients shown, unless some are still to be shown."""
         if self.has_pending:
             return
-        grads, self._working_grad, self._views = self._working_grad, None, []
+        grads, self._working_grad, self._views, self._before = self._working_grad, None, [], []
         if self._is_handed_over and self.group.work_ahead is not None and grads is not None:
             self.group.work_ahead.grads_are_final(grads.flat)
 
@@ -271,7 +272,7 @@ class GradientReducer:
         self._pending = self._accumulated = None
         self._free_partial()
         self._inner_sum = self._working_grad = None
-        self._views = []
+        self._views, self._before = [], []
         self._used = [False] * len(self._used)
         held = _State.HELD
         self._states = [s if s is held else _State.CLEAR for s in self._states]
@@ -355,7 +356,7 @@ class GradientReducer:
             buffer = self._new_main_grad()
             self._main_grad = weakref.ref(buffer)
             self._shown = [None] * len(grads)
-        self._working_grad, self._views = buffer, []
+        self._working_grad, self._views, self._before = buffer, [], grads
         if is_clear:
             return buffer, False
         if group.work_ahead is not None:
@@ -383,6 +384,9 @@ class GradientReducer:
             assert self._working_grad is not None, "the sum was made"
             if not self._views:
                 self._views = self.group.views_of(self._working_grad)
+            if parameter.grad is not None and parameter.grad is not self._before[index]:
+                # Autograd made it while the sum was under way, of a loss on the parameter itself.
+                self._views[index].view(-1).add_(local_tensor(parameter.grad).reshape(-1))
             grad = self.group.like_main_weight(index, self._views[index])
             grad._megafsdp_buffer = self._working_grad  # type: ignore[attr-defined]
             grad._megafsdp_index = index  # type: ignore[attr-defined]

@@ -363,6 +363,11 @@ class ParameterGroup:
         """Free the full storage of a sharded group; nothing happens for a replicated one."""
         self.compute_weight.release()
 
+    @property
+    def has_unsharded_grads(self) -> bool:
+        """Tell whether backward has left gradients that nobody has taken yet."""
+        return any(p.unsharded.grad is not None for p in self.parameters)
+
     def show_unsharded(self) -> None:
         """Make the modules hold the unsharded parameters."""
         for p in self.parameters:

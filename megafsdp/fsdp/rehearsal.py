@@ -201,6 +201,9 @@ class RehearsedUnit(ScheduledUnit):
             else:
                 context.add_reduction(reducer, is_final=True)
 
+    def leave_rest_out(self) -> None:
+        """Do nothing: all modules run."""
+
     def forget_forwards(self) -> None:
         """Do nothing: there is no autograd graph."""
 
@@ -209,7 +212,7 @@ class RehearsedUnit(ScheduledUnit):
         """Tell whether a forward or backward has begun and not ended."""
         return self._is_at_work
 
-    def abandon(self) -> None:
+    def abandon(self, *, keeps_sums: bool) -> None:
         """Refuse: nothing cuts a rehearsal short."""
         raise AssertionError("a rehearsal is never cut short")
 

@@ -73,10 +73,7 @@ class FSDPContext:
         return self._root() is unit
 
     def begin_forward(self, unit: ScheduledUnit) -> None:
-        """Begin a pass with a forward of the root, or of a unit that runs without it.
-
-        The latter may have a graph of its own. A root cleans up after an exception.
-        """
+        """Begin a pass with a forward of the root, or of a unit that runs without the root."""
         root = self._root()
         if root is unit:
             self._begin_root()
@@ -105,6 +102,8 @@ class FSDPContext:
 
     def end_forward(self, *, is_graph_built: bool) -> None:
         """End a forward of the root: without a graph nothing stays unsharded."""
+        for unit in self.units:
+            unit.leave_rest_out()
         if not is_graph_built:
             self._release_all()
 
@@ -160,15 +159,16 @@ class FSDPContext:
         return self._is_backward_running or bool(self._reductions or self._outer_reductions)
 
     def abandon(self) -> None:
-        """Undo a forward or backward that an exception cut short."""
-        if not (self.has_backward_begun or any(unit.is_at_work for unit in self.units)):
+        """Undo what an exception cut short; sums of earlier microbatches outlive a forward."""
+        is_backward = self.has_backward_begun
+        if not (is_backward or any(unit.is_at_work for unit in self.units)):
             return
         self._is_backward_running = self._is_at_outputs = False
         self.passes_in_backward.clear()
         self._reductions.clear()
         self._outer_reductions.clear()
         for unit in self.units:
-            unit.abandon()
+            unit.abandon(keeps_sums=not is_backward)
 
     def unshard_for_forward(self, unit: ScheduledUnit) -> None:
         """Gather a unit for its forward, and issue the gathers of those expected next."""

@@ -38,6 +38,9 @@ class ScheduledUnit(Protocol):
     def finish_backward(self) -> None:
         """End the unit's backward if it is in one."""
 
+    def leave_rest_out(self) -> None:
+        """End a forward in which some of the unit's modules did not run."""
+
     def forget_forwards(self) -> None:
         """Stop waiting for the gradients of forwards so far."""
 
@@ -45,8 +48,8 @@ class ScheduledUnit(Protocol):
     def is_at_work(self) -> bool:
         """Tell whether a forward or backward has begun and not ended."""
 
-    def abandon(self) -> None:
-        """Return to rest after an exception."""
+    def abandon(self, *, keeps_sums: bool) -> None:
+        """Return to rest after an exception, with or without the sums of earlier microbatches."""
 
     def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
         """Return the units the user chose to prefetch after this one."""

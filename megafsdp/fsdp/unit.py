@@ -6,9 +6,6 @@ gradient of one of its outputs is there, and ends when the gradients of all its 
 pass through an identity whose backward says so. A unit none of whose inputs needs a gradient ends
 in the context's callback. Hooks on parameters are never counted: frozen, detached and unused
 parameters would break the count.
-
-Phases move RESTING <-> FORWARD and RESTING <-> BACKWARD only; recomputation of activations stays in
-BACKWARD.
 """
 
 from __future__ import annotations
@@ -24,12 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
-from megafsdp.fsdp.backward_edges import (
-    BackwardHook,
-    EndOfBackward,
-    ForwardToken,
-    OutstandingForwards,
-)
+from megafsdp.fsdp.backward_edges import BackwardHook, EndOfBackward, ForwardToken, Outstanding
 from megafsdp.fsdp.conversion_guard import guard_faces
 from megafsdp.fsdp.host_gradients import reducer_of
 from megafsdp.fsdp.parameter_group import ParameterGroup
@@ -42,7 +34,7 @@ from megafsdp.fsdp.unit_tree import adopt_units_below, attach, attached_unit, at
 
 
 class Phase(Enum):
-    """What the unit's parameters are doing."""
+    """What the unit's parameters are doing; recomputation of activations stays in BACKWARD."""
 
     RESTING = "resting"  # Modules hold sharded parameters; storage is kept or released.
     FORWARD = "forward"  # Modules hold unsharded parameters.
@@ -78,15 +70,12 @@ class FSDPUnit:
         self.ledger, self.host_ledger = memory.ledger, memory.host_ledger
         self.prefetch = prefetch
         self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.is_unsharded_in_backward = True
-        self.requires_gradient_sync = True
-        self.requires_all_reduce = True
+        self.reshard_after_backward = self.is_unsharded_in_backward = True
+        self.requires_gradient_sync = self.requires_all_reduce = True
         self.phase = Phase.RESTING
         self.context: FSDPContext | None = None
-        self.outstanding = OutstandingForwards()
-        self.is_kept = False
-        self.is_pinned = False
+        self.outstanding = Outstanding()
+        self.is_kept = self.is_pinned = False
         self.post_optim_event: torch.cuda.Event | None = None
         self._prefetch: dict[bool, list[weakref.ref[ScheduledUnit]]] = {}
         self._modules = [weakref.ref(module) for module in modules]
@@ -264,6 +253,13 @@ class FSDPUnit:
         self._token = None
         return output
 
+    def leave_rest_out(self) -> None:
+        """End a forward in which some of the unit's modules did not run: it stays gathered."""
+        if self.phase is Phase.FORWARD and self._to_run:
+            self.phase, self.is_kept = Phase.RESTING, True
+            self._to_run.clear()
+            self.show_sharded()
+
     def _release_after_forward(self, *, is_graph_built: bool) -> None:
         num_ranks = self.reshard_after_forward
         is_sliced = is_graph_built and num_ranks is not None and not isinstance(num_ranks, bool)
@@ -338,16 +334,18 @@ class FSDPUnit:
 
     def finish_backward(self) -> None:
         """Reshard and hand the gradients to reduction or local accumulation; collective."""
-        if self.phase is Phase.BACKWARD:
+        # Those too that came past the outputs: by an object that hides them, or by a hook.
+        if self.phase is Phase.BACKWARD or any(g.has_unsharded_grads for g in self.groups):
             self._finish_backward()
 
     @in_profiler_range("post_backward")
     def _finish_backward(self) -> None:
         context = self.require_context()
-        self.phase = Phase.RESTING
-        self.show_sharded()
-        if self.reshard_after_backward:
-            self.release()
+        if self.phase is not Phase.FORWARD:  # Else it is a backward inside of its forward.
+            self.phase = Phase.RESTING
+            self.show_sharded()
+            if self.reshard_after_backward:
+                self.release()
         for reducer in self.reducers:
             if not reducer.group.is_trainable:
                 continue
@@ -371,12 +369,13 @@ class FSDPUnit:
         for reducer in self.reducers:
             reducer.abort()
 
-    def abandon(self) -> None:
-        """Return to rest after an exception, without gradients and storage."""
+    def abandon(self, *, keeps_sums: bool) -> None:
+        """Return to rest after an exception, without storage, with or without waiting sums."""
         self.phase = Phase.RESTING
         self._to_run.clear()
         self.outstanding.clear()
-        self.forget_sums()
+        if not keeps_sums:
+            self.forget_sums()
         for group in self.groups:
             group.compute_weight.forget_slices()
         self.show_sharded()
