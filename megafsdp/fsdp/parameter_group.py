@@ -140,6 +140,8 @@ class ParameterGroup:
         self.num_changes = 0  # Of the main weight, as far as this rank was told.
         self._shown = [local_object(p.sharded) for p in parameters]
         self._local_rows = LocalRows(self._shown, self.main_weight.flat)
+        # Writes through a parameter or its .data count there, those of loads on its local tensor.
+        self._written = [*self._shown, *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
         self.release()
@@ -341,7 +343,7 @@ class ParameterGroup:
             self.mark_stale()
 
     def _count_writes(self) -> int:
-        return sum(map(_VERSION, self._shown))
+        return sum(map(_VERSION, self._written))
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Make the unsharded parameters current: issue the gather, or refresh the replica.
