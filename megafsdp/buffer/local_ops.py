@@ -8,9 +8,10 @@ wrong without a word, or hang some ranks, and is refused on all ranks alike.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -36,6 +37,7 @@ _LIKE = frozenset(
 _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _FUSED_SGD = "_fused_sgd_"
+_RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "rand_like", "randn_like"})
 _REDUCTIONS = frozenset(
     {"sum", "norm", "linalg_vector_norm", "_foreach_norm", "any", "all", "equal", "count_nonzero"}
     | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
@@ -104,6 +106,20 @@ class RowShardedDTensor(DTensor):
         return _run_by_rule(func, name, is_pointwise, args, kwargs or {})
 
 
+_refused = frozenset[str]()
+
+
+@contextlib.contextmanager
+def refusing_random_numbers() -> Iterator[None]:
+    """Refuse to draw into uneven DTensors: ranks of equal random states would draw equal rows."""
+    global _refused
+    _refused = _RANDOM
+    try:
+        yield
+    finally:
+        _refused = frozenset()
+
+
 def _run_by_rule(
     func: Callable[..., Any],
     name: str,
@@ -111,6 +127,8 @@ def _run_by_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    if name in _refused:
+        refuse(name, (args, kwargs), "Draw each module's own parameters in its own initializer")
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
     if is_any_in_use():
@@ -348,7 +366,7 @@ def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTens
     return type(source).wrap(local, source._spec, source._uneven_layout)
 
 
-def refuse(name: str, args: object) -> NoReturn:
+def refuse(name: str, args: object, mend: str = "") -> NoReturn:
     """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
     shape = next(tuple(t.shape) for t in tree_flatten(args)[0] if isinstance(t, DTensor))
     raise NotImplementedError(
@@ -356,7 +374,7 @@ def refuse(name: str, args: object) -> NoReturn:
             "an elementwise operation, a sum, or a 2-norm",
             f"'{name}'",
             where=f"an unevenly sharded tensor of shape {shape}",
-            mend="Call full_tensor() first, or work on .local, this rank's rows",
+            mend=mend or "Call full_tensor() first, or work on .local, this rank's rows",
         )
     )
 

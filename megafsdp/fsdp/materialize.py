@@ -28,6 +28,7 @@ from torch import nn
 
 from megafsdp.buffer.collectives import require_equal
 from megafsdp.buffer.common_errors import raise_together
+from megafsdp.buffer.local_ops import refusing_random_numbers
 from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
@@ -91,7 +92,8 @@ def materialize(
             where=_WHERE,
             mend="Call torch.manual_seed() with the same seed on all ranks just before",
         )
-    error = walk.run()
+    with refusing_random_numbers():
+        error = walk.run()
     try:
         for group in walk.process_groups:
             raise_together(error, group)

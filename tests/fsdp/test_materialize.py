@@ -508,3 +508,35 @@ def _outside_of_units() -> None:
 def test_what_units_do_not_own_is_made_plain(ranks: Ranks) -> None:
     """Ignored parameters and modules beside the units keep their attributes."""
     ranks(2).run(_outside_of_units)
+
+
+class DrawsItsChildren(nn.Module):
+    """Draws its layers' weights anew once they have been drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        """Draw them smaller."""
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=0.02)
+
+
+def _draws_into_shards() -> str:
+    model = on_meta(DrawsItsChildren)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    torch.manual_seed(0)
+    with pytest.raises(Exception, match="got 'normal_'") as caught:
+        materialize(model)
+    materialize(model, lambda m: isinstance(m, nn.Linear) and m.reset_parameters())
+    nn.init.normal_(model.layers[0].weight)
+    return str(caught.value)
+
+
+def test_a_parent_does_not_draw_into_the_shards_of_its_children(ranks: Ranks) -> None:
+    """Ranks of one random state would draw the same rows: refused, and to be tried again."""
+    for message in ranks(2).run(_draws_into_shards):
+        assert "its own initializer" in message
