@@ -5,6 +5,7 @@ Lists, tuples, named tuples, dicts and dataclasses are walked; anything else is 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +21,20 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
         items = [map_tensors(item, function) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
+        if isinstance(tree, list) and type(tree) is not list:
+            copied = copy.copy(tree)  # With the attributes of a subclass.
+            copied[:] = items
+            return copied
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, dict):
         changed = {k: map_tensors(v, function) for k, v in tree.items()}
         if all(changed[k] is tree[k] for k in tree):
             return tree
-        copy = tree.copy()
-        copy.update(changed)
-        return copy
+        own = tree.copy()
+        if type(own) is not type(tree):
+            own = copy.copy(tree)
+        own.update(changed)
+        return own
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
         mapped = {name: map_tensors(value, function) for name, value in fields.items()}

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import megafsdp
 from megafsdp import MixedPrecisionPolicy, fully_shard
 from megafsdp.buffer.uneven import local_tensor
+from megafsdp.fsdp.tree import map_tensors
 from tests.fsdp.toy import (
     Block,
     Net,
@@ -521,3 +522,31 @@ def _post_accumulate_once() -> None:
 def test_post_accumulate_hooks_fire_once_a_backward(ranks: Ranks) -> None:
     """Tied parameters too."""
     ranks(2).run(_post_accumulate_once)
+
+
+class Named(dict):
+    """A batch whose entries are attributes too."""
+
+    def __getattr__(self, name: str) -> object:
+        return self[name]
+
+
+class Labelled(list):
+    """A list that knows what it is."""
+
+    def __init__(self, items: list[torch.Tensor], label: str) -> None:
+        super().__init__(items)
+        self.label = label
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_containers_of_inputs_stay_what_they_are(kind: str) -> None:
+    """Subclasses keep their type and attributes where a tensor in them is replaced."""
+    x = torch.ones(2, requires_grad=True)
+    given = Named(x=x, n=1) if kind == "dict" else Labelled([x], "inputs")
+    changed = map_tensors(given, lambda t: 2 * t)
+    assert type(changed) is type(given)
+    if kind == "dict":
+        assert torch.equal(changed.x, 2 * x) and changed.n == 1 and given.x is x
+    else:
+        assert changed.label == "inputs" and torch.equal(changed[0], 2 * x) and given[0] is x
