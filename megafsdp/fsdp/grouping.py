@@ -199,13 +199,15 @@ def build_groups(
 
 
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
-    """Mark the original parameters as owned, to recognise them where they are tied elsewhere."""
+    """Mark original and full parameters as owned, to recognise them where others hold them."""
     for item in found:
-        setattr(item.parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
+        for face in (item.parameter, getattr(item.record, "unsharded", None)):
+            if face is not None:
+                setattr(face, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:
-    """Tell whether ``fully_shard`` has replaced this parameter by a sharded one."""
+    """Tell whether this is a full parameter in whose stead ``fully_shard`` has a sharded one."""
     return hasattr(parameter, _OWNER_ATTRIBUTE)
 
 

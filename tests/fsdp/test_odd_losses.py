@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp import (
+    FusedAdam,
     MixedPrecisionPolicy,
     full_tensor,
     fully_shard,
@@ -250,3 +251,18 @@ def _summons_within() -> int:
 def test_full_parameters_stay_until_the_outermost_context_ends(ranks: Ranks) -> None:
     """Ranks may still run the model a different number of times behind the inner one."""
     ranks(2).run(_summons_within)
+
+
+def _optimizes_full_parameters() -> None:
+    net = shard(Net())
+    with summon_full_params(net):
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1), FusedAdam(net.parameters())]
+    net(*mine(batches(1)[0])).backward()
+    for optimizer in optimizers:
+        with pytest.raises(ValueError, match="not within summon_full_params"):
+            optimizer.step()
+
+
+def test_an_optimizer_of_full_parameters_is_refused(ranks: Ranks) -> None:
+    """It would train nothing: they are shown for reading."""
+    ranks(2).run(_optimizes_full_parameters)
