@@ -32,7 +32,7 @@ from megafsdp.checkpoint.state_dict import (
 from megafsdp.errors import CheckpointError, expected
 
 GROUPS_KEY = "optimizer.param_groups"
-# Scalars even where the parameter itself is 0-d; of these torch keeps the first two on the CPU.
+# Where they are 0-d, scalars even beside a 0-d parameter; torch keeps the first two on the CPU.
 _CPU_SCALARS = frozenset({"step", "mu_product"})
 _SCALARS = _CPU_SCALARS | {"eta", "mu"}
 _MAX_NAMED = 20
@@ -166,11 +166,10 @@ def _planned_state(
         for part, key, piece in zip(form.parts, keys, form.pieces(parameter), strict=True)
         if key in manifest.tensors
     ]
-    # With some optimizers a state beside a fused parameter has by chance the shape of one part.
-    is_like_parameter = (
-        state_name not in _SCALARS and bool(shapes) and all(own == part for own, part in shapes)
-    )
     entry = next(manifest.tensors[key] for key in keys if key in manifest.tensors)
+    is_scalar = state_name in _SCALARS and not entry.shape
+    # With some optimizers a state beside a fused parameter has by chance the shape of one part.
+    is_like_parameter = not is_scalar and bool(shapes) and all(own == part for own, part in shapes)
     current = load.optimizer.state.get(parameter, {}).get(state_name)
     state = _state_tensor(
         state_name,

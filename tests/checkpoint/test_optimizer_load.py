@@ -5,16 +5,22 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megafsdp import FusedAdam
 from megafsdp.checkpoint import load, save
 from megafsdp.errors import CheckpointError
+from megafsdp.fsdp import fully_shard
 from tests.checkpoint.sharding import differences, fill, fixed, full_state
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
 
 OPTIMIZERS = [
     torch.optim.Adadelta,
@@ -337,3 +343,54 @@ def test_a_resized_layer_can_be_left_out_with_its_states(tmp_path: Path) -> None
     assert set(fresh.state) == set(other["body"].parameters())
     assert torch.equal(other["body"].weight, model["body"].weight)
     _step(other, fresh, range(1))
+
+
+class _Momentum(torch.optim.Optimizer):
+    """A user's optimizer whose states have names that torch gives to scalars."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                for name in ("mu", "eta", "step"):
+                    average = state.setdefault(name, torch.zeros_like(parameter))
+                    average.mul_(0.9).add_(parameter.grad)
+                parameter.add_(state["mu"], alpha=-group["lr"])
+
+
+def _resume_momentum(root: Path) -> list[str]:
+    models = [fully_shard(_trainable(salt)) for salt in (0, 1)]
+    optimizers = [_Momentum(model.parameters()) for model in models]
+
+    def step(index: int) -> None:
+        models[index](torch.ones(2, 5)).sum().backward()
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+
+    step(0)
+    save(root, step=1, model=models[0], optimizer=optimizers[0])
+    load(root, model=models[1], optimizer=optimizers[1])
+    for parameter in models[1].parameters():
+        assert all(isinstance(v, DTensor) for v in optimizers[1].state[parameter].values())
+    for index in (0, 1):
+        step(index)
+    states = [full_state(*pair) for pair in zip(models, optimizers, strict=True)]
+    assert any("/mu" in key for key in states[0])
+    return differences(*states)
+
+
+def _trainable(salt: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    fill(model, salt)
+    return model
+
+
+def test_a_state_named_as_a_scalar_is_sharded_as_its_parameter(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Where it has the parameter's shape, ``mu``, ``eta`` and ``step`` are states like others."""
+    assert ranks(2).run(_resume_momentum, tmp_path) == [[]] * 2
