@@ -136,7 +136,8 @@ def local_regions(key: str, stored: Stored) -> list[Region]:
 
     Raises:
         CheckpointError: The regions do not describe the local tensor. torch's own DTensor guesses
-            equal chunks, and trusting it for uneven rows would lose data silently.
+            equal chunks, and trusting it for uneven rows would lose data silently. Or a tensor is
+            sparse or quantized.
     """
     if isinstance(stored, TensorPart):
         held = _regions_of_tensor(key, stored.tensor)
@@ -167,6 +168,7 @@ def _moved(region: Region, origin: tuple[int, ...], target: tuple[int, ...]) -> 
 
 def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
     if not isinstance(tensor, DTensor):
+        _require_dense(key, tensor)
         return [whole(tuple(tensor.shape))] if tensor.numel() else []
     if tensor.device_mesh.get_coordinate() is None:
         return []
@@ -185,6 +187,21 @@ def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
             )
         )
     return regions
+
+
+def _require_dense(key: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is torch.strided and not tensor.is_quantized:
+        return
+    kind = "quantized" if tensor.is_quantized else tensor.layout
+    raise CheckpointError(
+        expected(
+            "a dense tensor",
+            f"a tensor of {tensor.dtype}, {kind}",
+            where=f"'{key}'",
+            mend="Keep its dense parts in buffers, such as indices and values, or register it with "
+            "persistent=False",
+        )
+    )
 
 
 def _view_of_tensor(tensor: torch.Tensor, region: Region) -> torch.Tensor:

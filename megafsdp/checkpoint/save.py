@@ -38,6 +38,7 @@ from megafsdp.checkpoint.manifest import (
     write_dcp_metadata,
     write_manifest,
 )
+from megafsdp.checkpoint.plain_values import plain
 from megafsdp.checkpoint.records import RecordWriter
 from megafsdp.checkpoint.regions import Region, ReplicaBalance, local_regions, local_view
 from megafsdp.checkpoint.rng import rng_state
@@ -47,7 +48,6 @@ from megafsdp.checkpoint.state_dict import (
     model_state,
     optimizer_state,
     parameter_names,
-    plain,
 )
 from megafsdp.checkpoint.tables import checksum_of_common, own_table
 from megafsdp.errors import CheckpointError, expected

@@ -8,18 +8,17 @@ copied or gathered here, and a sharded tensor is listed as the DTensor it is.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.checkpoint.experts import name_of_group_member, names_elsewhere
 from megafsdp.checkpoint.fused import StoredForm, part_names, stored_form
+from megafsdp.checkpoint.plain_values import plain
 from megafsdp.checkpoint.regions import Stored
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.unit import units_below
@@ -30,7 +29,6 @@ EXTRA_STATE = "_extra_state"
 GROUP_MEMBERS = frozenset({"params", "param_names"})
 # How an optimizer runs is the running job's choice; what it computes is the checkpoint's.
 EXECUTION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
@@ -279,47 +277,6 @@ def state_key(name: str, state_name: object) -> str:
             )
         )
     return f"optimizer.state.{name}.{state_name}"
-
-
-def plain(where: str, value: object) -> object:
-    """Copy a structure of plain values so that it loads with ``weights_only=True``.
-
-    Tensors are detached and brought to the CPU, numpy scalars become Python's, named tuples plain
-    ones.
-
-    Args:
-        where: Key of the value, for the message.
-        value: Numbers, strings, bytes, None, dtypes, devices, plain tensors; lists, tuples and
-            dicts of them.
-
-    Raises:
-        CheckpointError: There is something else inside, or a DTensor, of which a rank has only a
-            part.
-    """
-    if isinstance(value, DTensor):
-        problem = f"a DTensor of shape {tuple(value.shape)}"
-    elif isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    elif isinstance(value, np.generic):
-        return value.item()
-    elif type(value) in _PLAIN_TYPES:
-        return value
-    elif isinstance(value, dict) and type(value) in (dict, OrderedDict, Counter):
-        items = {plain(where, k): plain(f"{where}.{k}", v) for k, v in value.items()}
-        return type(value)(items)
-    elif isinstance(value, list | tuple):
-        copies = [plain(f"{where}.{i}", v) for i, v in enumerate(value)]
-        return copies if isinstance(value, list) else tuple(copies)
-    else:
-        problem = f"a {type(value).__module__}.{type(value).__qualname__}"
-    raise CheckpointError(
-        expected(
-            "plain values (numbers, strings, plain tensors, lists, tuples, dicts)",
-            problem,
-            where=f"'{where}'",
-            mend="Store its plain content instead; a sharded tensor as its full_tensor()",
-        )
-    )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

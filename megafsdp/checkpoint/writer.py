@@ -24,9 +24,9 @@ from megafsdp.checkpoint.manifest import (
     write_dcp_metadata,
     write_manifest,
 )
+from megafsdp.checkpoint.plain_values import plain
 from megafsdp.checkpoint.records import RecordWriter
 from megafsdp.checkpoint.regions import Region
-from megafsdp.checkpoint.state_dict import plain
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.mesh.annotation import FusedParts
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -327,6 +328,11 @@ def test_ranks_with_different_models_are_refused(ranks: Ranks, tmp_path: Path) -
         ({"path": Path("x")}, "'extra.path'", "PosixPath"),
         ({"f": {"g": [1, len]}}, "'extra.f.g.1'", "builtin_function"),
         ({3: {1, 2}}, "'extra.3'", "builtins.set"),
+        ({"seed": 1 << 3000}, "'extra.seed'", "an integer of 3001 bits"),
+        ({"day": np.datetime64("2026-01-01")}, "'extra.day'", "numpy.datetime64"),
+        ({"time": np.datetime64("2026-01-01", "ns")}, "'extra.time'", "numpy.datetime64"),
+        ({"took": np.timedelta64(3, "s")}, "'extra.took'", "numpy.timedelta64"),
+        ({"loss": np.longdouble(1.5)}, "'extra.loss'", "numpy.longdouble"),
     ],
 )
 def test_only_plain_values_are_stored(
@@ -337,6 +343,42 @@ def test_only_plain_values_are_stored(
         save(tmp_path, step=1, model=nn.Linear(1, 1), extra=extra)
     assert kind in str(caught.value)
     assert latest_step(tmp_path) is None
+
+
+def test_integers_come_back_up_to_the_bound(tmp_path: Path) -> None:
+    """Seeds of 128 bits are stored, and so is the largest integer that is not refused."""
+    extra = {"seed": (1 << 128) - 1, "most": (1 << 2039) - 1, "least": 1 - (1 << 2039)}
+    save(tmp_path, step=1, model=nn.Linear(1, 1), extra=extra)
+    assert load(tmp_path) == extra
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (torch.Tensor.to_sparse, "sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "sparse_csr"),
+        (lambda eye: torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8), "quantized"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_dense_are_refused(
+    tmp_path: Path, make: Callable[[torch.Tensor], torch.Tensor], kind: str
+) -> None:
+    """By a save, and by a load before it touches the model; a buffer that is not stored may be."""
+    model = nn.Linear(3, 3)
+    model.register_buffer("graph", torch.eye(3))
+    save(tmp_path, step=1, model=model)
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    model.graph = make(torch.eye(3))
+    with pytest.raises(CheckpointError, match=rf"a dense tensor.*{kind}.*'model\.graph'"):
+        save(tmp_path, step=2, model=model)
+    with pytest.raises(CheckpointError, match=r"model\.graph"):
+        load(tmp_path, model=model)
+    assert torch.equal(model.weight, before + 1)
+    model._non_persistent_buffers_set.add("graph")
+    save(tmp_path, step=2, model=model)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Plain values: what a checkpoint stores beside tensors, because anybody can load it.
+
+``torch.load(weights_only=True)`` decides what that is. What it would refuse is refused here, before
+it is stored, with its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafsdp.errors import CheckpointError, expected
+
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+# torch.load(weights_only=True) does not know pickle's opcode for integers above 255 bytes.
+_MAX_BITS = 255 * 8 - 1
+
+
+def plain(where: str, value: object) -> object:
+    """Copy a structure of plain values so that it loads with ``weights_only=True``.
+
+    Tensors are detached and brought to the CPU, numpy scalars become Python's, named tuples plain
+    ones.
+
+    Args:
+        where: Key of the value, for the message.
+        value: Numbers, strings, bytes, None, dtypes, devices, plain tensors; lists, tuples and
+            dicts of them.
+
+    Raises:
+        CheckpointError: There is something else inside, or a DTensor, of which a rank has only a
+            part.
+    """
+    if isinstance(value, DTensor):
+        problem = f"a DTensor of shape {tuple(value.shape)}"
+    elif isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    elif isinstance(value, np.generic) and _is_python_scalar(value):
+        return value.item()
+    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        problem = f"an integer of {value.bit_length()} bits"
+    elif type(value) in _PLAIN_TYPES:
+        return value
+    elif isinstance(value, dict) and type(value) in (dict, OrderedDict, Counter):
+        items = {plain(where, k): plain(f"{where}.{k}", v) for k, v in value.items()}
+        return type(value)(items)
+    elif isinstance(value, list | tuple):
+        copies = [plain(f"{where}.{i}", v) for i, v in enumerate(value)]
+        return copies if isinstance(value, list) else tuple(copies)
+    else:
+        problem = f"a {type(value).__module__}.{type(value).__qualname__}"
+    raise CheckpointError(
+        expected(
+            "plain values (numbers, strings, plain tensors, lists, tuples, dicts)",
+            problem,
+            where=f"'{where}'",
+            mend="Store its plain content instead; a sharded tensor as its full_tensor()",
+        )
+    )
+
+
+def _is_python_scalar(value: np.generic) -> bool:
+    """Tell whether a scalar has a plain form: dates in nanoseconds become mere integers."""
+    return value.dtype.kind not in "mM" and type(value.item()) in _PLAIN_TYPES
