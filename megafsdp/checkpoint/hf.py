@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint.agreement import agree, attempt, on_rank_zero, rank_and_world_size
-from megafsdp.checkpoint.hf_gather import Scratch, gather_to
+from megafsdp.checkpoint.hf_gather import Scratch, gather_to, nbytes_to_gather
 from megafsdp.checkpoint.hf_output import (
     DEFAULT_SHARD_NBYTES,
     Export,
@@ -75,7 +75,7 @@ def export_hf(
 
     Raises:
         CheckpointError: The model cannot be expressed, the directory is taken, or a rank could not
-            write; on all ranks. Nothing is left behind.
+            write or has no memory for it; on all ranks. Nothing is left behind.
     """
     target = Path(directory)
     found, error = attempt(
@@ -97,9 +97,9 @@ def export_hf(
     try:
         agree(True, _write(model, state, export, temporary))
         return on_rank_zero(lambda: publish(temporary, target, export, _beside(model), tokenizer))
-    except CheckpointError:
+    except BaseException:
         if rank_and_world_size()[0] == 0 and temporary.exists():
-            shutil.rmtree(temporary)
+            on_disk.remove(temporary)
         raise
 
 
@@ -114,7 +114,27 @@ def _plan(
     if not export.plan.fields.get("architectures"):
         named = {**export.plan.fields, "architectures": [architecture_of(model)]}
         export = replace(export, plan=replace(export.plan, fields=named))
+    _require_memory(model, state, export)
     return state, export
+
+
+def _require_memory(model: nn.Module, state: HubState, export: Export) -> None:
+    """Allocate at once what the largest gather needs on this rank, and let go of it again.
+
+    A rank that ran out of memory between two collectives would leave the others waiting.
+    """
+    _, world_size = rank_and_world_size()
+    needs = [
+        nbytes_to_gather(file % world_size, state.tensors[entry.ours], dtype)
+        for file in range(len(export.files))
+        for entry, dtype in export.entries_of(file)
+    ]
+    scratch = Scratch(_ledger_of(model), device_below(model))
+    try:
+        for nbytes in max(needs, key=sum, default=()):
+            scratch.allocate((nbytes,), torch.uint8)
+    finally:
+        scratch.free()
 
 
 def _write(model: nn.Module, state: HubState, export: Export, temporary: Path) -> Exception | None:

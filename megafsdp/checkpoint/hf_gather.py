@@ -63,6 +63,24 @@ class Scratch:
         self.storages = [s for s in self.storages if s.is_allocated]
 
 
+def nbytes_to_gather(writer: int, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Return what :func:`gather_to` allocates on this rank: the result, and on the way to it."""
+    local = local_tensor(tensor)
+    cast_nbytes = 0 if local.dtype == dtype else local.numel() * dtype.itemsize
+    is_writer = rank_and_world_size()[0] == writer
+    if not isinstance(tensor, DTensor):
+        return cast_nbytes, 0
+    whole_nbytes = tensor.numel() * dtype.itemsize
+    if not isinstance(tensor, UnevenDTensor):
+        return tensor.nbytes, whole_nbytes if is_writer and cast_nbytes else 0
+    if writer not in dist.get_process_group_ranks(tensor.dividing_ranks):
+        return 0, 0
+    if not is_writer:
+        return 0, cast_nbytes
+    shards = tensor.shards_by_rank()
+    return whole_nbytes, cast_nbytes if shards == sorted(shards) else whole_nbytes
+
+
 @torch.no_grad()
 def gather_to(
     writer: int, tensor: torch.Tensor, *, dtype: torch.dtype, is_rank_zeros: bool, scratch: Scratch

@@ -14,6 +14,7 @@ from torch import nn
 
 from megafsdp import checkpoint, fully_shard_model
 from megafsdp.checkpoint import hf, hf_files
+from megafsdp.checkpoint.hf_gather import Scratch
 from megafsdp.checkpoint.hf_output import prepare
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.hf_models import (
@@ -214,6 +215,83 @@ def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(
     for message in ranks(3).run(_fail_on_rank_one, str(tmp_path / "exported")):
         assert "No space left on device" in message
         assert "raised on 1 of 3 ranks" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def _without_memory_on_rank_one(directory: str) -> str:
+    model = sharded(our_model("llama"))
+    original = Scratch.allocate
+
+    def failing(self: Scratch, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise MemoryError("no room")
+        return original(self, shape, dtype)
+
+    with (
+        mock.patch.object(Scratch, "allocate", failing),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        checkpoint.export_hf(model, directory, max_shard_nbytes=20_000)
+    return str(caught.value)
+
+
+def test_a_rank_without_memory_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    """It is asked for before the first gather, so no rank is left waiting in one."""
+    args = (str(tmp_path / "exported"),)
+    for message in ranks(2).run(_without_memory_on_rank_one, *args, timeout_s=20):
+        assert "no room" in message and "first on rank 1" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def _allocated_and_asked_for(
+    directory: str, shape: tuple[int, ...], options: dict[str, str]
+) -> tuple[int, int]:
+    model = sharded(our_model("llama", padding=3), shape, **options)
+    asked, used = 0, 0
+    nbytes_to_gather, gather_to = hf.nbytes_to_gather, hf.gather_to
+
+    def asking(*args: object) -> tuple[int, int]:
+        nonlocal asked
+        found = nbytes_to_gather(*args)
+        asked = max(asked, sum(found))
+        return found
+
+    def gathering(*args: object, **kwargs: object) -> torch.Tensor | None:
+        nonlocal used
+        ledger = hf._ledger_of(model)
+        before = ledger.total
+        ledger.reset_peak()
+        result = gather_to(*args, **kwargs)
+        used = max(used, ledger.peak_total - before)
+        return result
+
+    with (
+        mock.patch.object(hf, "nbytes_to_gather", asking),
+        mock.patch.object(hf, "gather_to", gathering),
+    ):
+        checkpoint.export_hf(model, directory, max_shard_nbytes=20_000)
+    return asked, used
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_the_memory_asked_for_is_the_memory_used(
+    ranks: Ranks, sharding: tuple, tmp_path: Path
+) -> None:
+    """The formula is that of the gathers, in every sharding."""
+    num_ranks = torch.Size(sharding[0]).numel()
+    directory = str(tmp_path / "exported")
+    for asked, used in ranks(num_ranks).run(_allocated_and_asked_for, directory, *sharding):
+        assert 0 < used <= asked
+
+
+def _interrupted(*unused: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
+    """Errors that no rank agrees on, too, are followed by the removal of the directory."""
+    with mock.patch.object(hf, "_write", _interrupted), pytest.raises(KeyboardInterrupt):
+        checkpoint.export_hf(our_model("llama"), tmp_path / "exported")
     assert list(tmp_path.iterdir()) == []
 
 
