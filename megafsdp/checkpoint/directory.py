@@ -15,12 +15,13 @@ Everything here runs on rank 0, except :func:`latest_step` and :func:`find`, whi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megafsdp.checkpoint.manifest import MANIFEST_FILE, TRACKER_FILE
@@ -221,6 +222,22 @@ def sync_directory(path: Path) -> None:
 def temporary_beside(path: Path) -> Path:
     """Return a fresh hidden name, in the same folder, to write what will be renamed to a path."""
     return path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+
+
+@contextlib.contextmanager
+def scratch_beside(path: Path) -> Iterator[Path]:
+    """Make a directory for files on the way to a path, and remove it; one process at a time.
+
+    Args:
+        path: What will be written; what a crash left of earlier scratch files is removed first.
+    """
+    remove_leftovers(path.parent, path.name.__eq__)
+    scratch = temporary_beside(path)
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        remove(scratch)
 
 
 def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -51,8 +50,8 @@ def to_torch(
         The file.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or the destination is a
-            directory.
+        CheckpointError: There is no such checkpoint, it is damaged, the destination is a directory,
+            or the disk is full; nothing is left behind.
     """
     file = Path(destination)
     if file.is_dir():
@@ -65,10 +64,7 @@ def to_torch(
             )
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        CheckpointReader(source, step) as reader,
-        tempfile.TemporaryDirectory(dir=file.parent, prefix=".convert-") as scratch,
-    ):
+    with CheckpointReader(source, step) as reader, on_disk.scratch_beside(file) as scratch:
         nbytes = {
             key: math.prod(reader.shape(key)) * reader.dtype(key).itemsize
             for key in reader.whole_keys()
@@ -84,7 +80,11 @@ def to_torch(
         by_key.update((alias, by_key[key]) for alias, key in reader.whole_aliases().items())
         by_key.update(_objects(reader))
         whole = Path(scratch, "whole")
-        torch.save(_nested(by_key), whole)
+        try:
+            torch.save(_nested(by_key), whole)
+        except (OSError, RuntimeError) as error:
+            # torch's writer has an error of its own for a full disk.
+            raise _cannot_write(whole, sum(nbytes.values()), error) from error
         on_disk.sync_file(whole)
         whole.replace(file)
         on_disk.sync_directory(file.parent)
@@ -114,6 +114,12 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
+    try:
+        # Pages of a file with holes need room when they are touched; without it the process dies.
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        raise _cannot_write(path, nbytes, error) from error
     bits = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
     return bits.view(dtype).view(shape)
 
@@ -250,6 +256,18 @@ def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, ob
             GROUPS_KEY,
             [{"names": own} | rest for own, rest in zip(members, hyper, strict=True)],
         )
+
+
+def _cannot_write(path: Path, nbytes: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        expected(
+            f"room for {nbytes} bytes",
+            f"{type(error).__name__}: {str(error)[:200]}",
+            where=f"'{path.parent.parent}'",
+            mend="A conversion needs twice the bytes of the tensors there: make room, or write to "
+            "another disk",
+        )
+    )
 
 
 def _refused(path: Path, got: str) -> CheckpointError:

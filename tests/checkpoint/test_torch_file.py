@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.diff import diff
 from megafsdp.checkpoint.reader import CheckpointReader
-from megafsdp.checkpoint.torch_file import from_torch, to_torch
+from megafsdp.checkpoint.torch_file import _mapped, from_torch, to_torch
 from megafsdp.checkpoint.verify import verify
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.fused_toy import TIED, FusedToy, save_fused
@@ -68,6 +70,29 @@ def test_plain_torch_loads_the_file(ranks: Ranks, tmp_path: Path, num_ranks: int
     # Tied names are one tensor, and the scratch files are gone.
     assert tree["model"]["head.weight"].data_ptr() == tree["model"]["embed.weight"].data_ptr()
     assert [path.name for path in file.parent.iterdir()] == ["whole.pt"]
+
+
+def test_scratch_files_have_their_room_before_they_are_mapped(tmp_path: Path) -> None:
+    """A page without a place on a full disk would end the process with SIGBUS."""
+    mapped = _mapped(tmp_path / "0", (1 << 18,), torch.float32)
+    assert (tmp_path / "0").stat().st_blocks * 512 >= mapped.nbytes
+    mapped.fill_(1)
+
+
+@pytest.mark.parametrize("what", ["os.posix_fallocate", "torch.save"])
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, what: str) -> None:
+    """Scratch files go, of this conversion and of one that died, and an older file stays."""
+    model, _ = _trained()
+    save(tmp_path / "a", step=1, model=model)
+    file = tmp_path / "new" / "whole.pt"
+    died = tmp_path / "new" / ".tmp-whole.pt-0123abcd"
+    died.mkdir(parents=True)
+    file.write_text("older")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch(what, side_effect=full), pytest.raises(CheckpointError, match="room for"):
+        to_torch(tmp_path / "a", file)
+    assert [path.name for path in file.parent.iterdir()] == ["whole.pt"]
+    assert file.read_text() == "older"
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
