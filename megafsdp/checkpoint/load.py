@@ -210,7 +210,9 @@ def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules)
     if targets.model is not None:
         state = model_state(targets.model, manifest.stored())
         names = parameter_names(targets.model)
-        wanted.update(state.objects)
+        # Older checkpoints have the extra state of a module of two names under the first alone.
+        wanted.update(key for key, _ in modules_with_extra_state(targets.model))
+        wanted.update(state.objects.keys() & manifest.objects.keys())
     tensors, own = dict(state.tensors), dict(state.own)
     whole_of = wholes_by_part(state.fused_into) | wholes_by_part(manifest.fused_into)
     optimizer = None

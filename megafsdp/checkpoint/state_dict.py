@@ -57,7 +57,8 @@ class CanonicalState:
         fused_into: Key of each fused tensor that is stored in parts -> its parts' keys in order
             (``"parts"``), the dim along which they lie (``"dim"``), and how often they repeat in
             memory (``"num_groups"``) if they do.
-        aliases: Further names of tied parameters: key -> key in ``tensors``.
+        aliases: Further names of tied parameters, and of buffers of a module that has several
+            names: key -> key in ``tensors``.
         rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are
             stored.
         own: Keys that not all ranks have -> the ranks that have them.
@@ -103,10 +104,24 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the key and module of each module that defines ``get_extra_state``."""
-    for fqn, module in _unwrapped(model).named_modules():
+    """Yield the first key and the module of each module that defines ``get_extra_state``."""
+    return _extra_states(model, are_all_names=False)
+
+
+def _extra_states(model: nn.Module, *, are_all_names: bool) -> Iterator[tuple[str, nn.Module]]:
+    for fqn, module in _unwrapped(model).named_modules(remove_duplicate=not are_all_names):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield ".".join(filter(None, ("model", canonical_name(fqn), EXTRA_STATE))), module
+
+
+def _plain_extra_states(model: nn.Module) -> dict[str, object]:
+    values: dict[nn.Module, object] = {}
+    by_key = {}
+    for key, module in _extra_states(model, are_all_names=True):
+        if module not in values:
+            values[module] = plain(key, module.get_extra_state())
+        by_key[key] = values[module]
+    return by_key
 
 
 def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState:
@@ -142,12 +157,14 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         state.tensors.update(zip(keys, form.pieces(parameter), strict=True))
         if form.grouping is not None:
             state.fused[keys[0]] = form.grouping
-    for key, buffer in _persistent_buffers(model):
+    for key, first_key, buffer in _persistent_buffers(model):
         _require_new(key, state)
+        if first_key != key:
+            state.aliases[key] = first_key
+            continue
         state.tensors[key] = buffer
         state.rank_zero.add(key)
-    for key, module in modules_with_extra_state(model):
-        state.objects[key] = plain(key, module.get_extra_state())
+    state.objects.update(_plain_extra_states(model))
     return state
 
 
@@ -321,11 +338,14 @@ def _require_at_rest(model: nn.Module) -> None:
             group.wait_for_step()
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for fqn, module in _unwrapped(model).named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield key, first key and buffer; a module of two names has its buffers under both."""
+    first_keys: dict[tuple[nn.Module, int], str] = {}
+    for fqn, module in _unwrapped(model).named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name not in module._non_persistent_buffers_set:
-                yield canonical_name(f"model.{fqn}.{name}" if fqn else f"model.{name}"), buffer
+                key = canonical_name(f"model.{fqn}.{name}" if fqn else f"model.{name}")
+                yield key, first_keys.setdefault((module, id(buffer)), key), buffer
 
 
 def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megafsdp.buffer.collectives import record_collectives
 from megafsdp.buffer.uneven import UnevenDTensor
 from megafsdp.checkpoint import load, save
+from megafsdp.checkpoint.torch_file import to_torch
 from tests.checkpoint.sharding import (
     Toy,
     differences,
@@ -266,6 +268,52 @@ def test_extra_states_of_modules_are_restored(tmp_path: Path) -> None:
     other = nn.Sequential(_WithExtraState())
     load(tmp_path, model=other)
     assert other[0].note == "saved"
+
+
+class _TwoNames(nn.Module):
+    """One module below two names, with a buffer of two names and an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.BatchNorm1d(3), _WithExtraState())
+        self.second = self.first
+        self.register_buffer("count", torch.ones(2))
+        self.register_buffer("total", self.count)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_module_of_two_names_is_stored_under_both(tmp_path: Path) -> None:
+    """A model without the tie, a plain ``load_state_dict`` and torch's own load find all names."""
+    model = _TwoNames()
+    model.first[0].running_mean.fill_(3)
+    model.first[1].note = "saved"
+    model.count.fill_(5)
+    path = save(tmp_path / "a", step=1, model=model)
+    wanted = model.state_dict()
+    apart = _TwoNames()
+    apart.second = nn.Sequential(nn.BatchNorm1d(3), _WithExtraState())
+    apart.total = torch.ones(2)
+    load(path, model=apart)
+    assert differences(wanted, apart.state_dict()) == []
+    again = _TwoNames()
+    load(path, model=again)
+    assert differences(wanted, again.state_dict()) == []
+    tree = torch.load(to_torch(path, tmp_path / "whole.pt"), weights_only=True)
+    assert nn.Module.load_state_dict(_TwoNames(), tree["model"]).missing_keys == []
+    tensors = {name: torch.zeros_like(v) for name, v in wanted.items() if "extra" not in name}
+    dcp.load({"model": tensors}, checkpoint_id=path)
+    assert differences(tensors, {name: wanted[name] for name in tensors}) == []
+
+
+def test_checkpoints_with_the_first_name_alone_still_load(tmp_path: Path) -> None:
+    """As those of a module that has got its second name since."""
+    model = _TwoNames()
+    model.first[1].note = "saved"
+    del model.second
+    save(tmp_path, step=1, model=model)
+    again = _TwoNames()
+    load(tmp_path, model=again)
+    assert again.first[1].note == "saved"
 
 
 def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
