@@ -321,9 +321,9 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
         _commit_optimizer(plan, targets.optimizer)
         _restore_rng(plan)
     for key, stateful in targets.stateful.items():
-        value = plan.objects.get(key)
-        if isinstance(value, dict):
-            stateful.load_state_dict(value)
+        if key in plan.objects:
+            # What its state_dict() has returned, a dict or not.
+            stateful.load_state_dict(plan.objects[key])  # type: ignore[arg-type]
     for fact, keys in (("kept their own values", plan.match.kept), ("not used", plan.match.unused)):
         if keys:
             _log.warning(

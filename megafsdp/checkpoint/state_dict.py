@@ -178,10 +178,11 @@ def optimizer_state(
         names: Canonical names of the model's parameters.
 
     Raises:
-        CheckpointError: It holds a parameter that is not the model's, or a state that exists per
-            rank.
+        CheckpointError: It holds a parameter that is not the model's, a state that exists per rank,
+            or a state of no parameter.
     """
     state = CanonicalState()
+    _require_states_of_parameters(optimizer)
     for group_names, group in named_groups(optimizer, names):
         for name, parameter in zip(group_names, group["params"], strict=True):
             form = stored_form(name, parameter)
@@ -346,6 +347,25 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tens
             if name not in module._non_persistent_buffers_set:
                 key = canonical_name(f"model.{fqn}.{name}" if fqn else f"model.{name}")
                 yield key, first_keys.setdefault((module, id(buffer)), key), buffer
+
+
+def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what has no name on disk: an empty entry is nobody's loss."""
+    members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    strange = [k for k, states in optimizer.state.items() if k not in members and states != {}]
+    if strange:
+        got = ", ".join(
+            f"a tensor of shape {tuple(k.shape)}" if isinstance(k, torch.Tensor) else repr(k)
+            for k in strange[:4]
+        )
+        raise CheckpointError(
+            expected(
+                "states of parameters of the optimizer's groups",
+                f"{len(strange)} of something else: {got}",
+                where=f"the state of {type(optimizer).__name__}",
+                mend="Keep what belongs to no parameter in a parameter group, or in extra=",
+            )
+        )
 
 
 def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> None:

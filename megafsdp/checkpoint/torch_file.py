@@ -235,6 +235,9 @@ def read_torch_file(path: Path) -> dict[str, object]:
 
 
 def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, object]]:
+    others = [key for key in optimizer if key not in ("state", "param_groups")]
+    if others:
+        raise _refused(path, f"an optimizer with {others[:4]} beside state and param_groups")
     groups = optimizer.get("param_groups", [])
     names: dict[object, str] = {}
     for group in groups:

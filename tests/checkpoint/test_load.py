@@ -247,6 +247,26 @@ def test_schedulers_and_scalers_are_restored(tmp_path: Path) -> None:
     assert other_scheduler.get_last_lr() == scheduler.get_last_lr()
 
 
+class _Counter:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> list[int]:
+        return [self.value]
+
+    def load_state_dict(self, state_dict: list[int], /) -> None:
+        (self.value,) = state_dict
+
+
+def test_a_state_that_is_no_dict_is_restored(tmp_path: Path) -> None:
+    """A scheduler or scaler of the user's own gets back what it has given."""
+    model = nn.Linear(1, 1)
+    save(tmp_path, step=1, model=model, lr_scheduler=_Counter(3), loss_scaler=_Counter(0))
+    scheduler, scaler = _Counter(1), _Counter(1)
+    load(tmp_path, model=model, lr_scheduler=scheduler, loss_scaler=scaler)
+    assert (scheduler.value, scaler.value) == (3, 0)
+
+
 class _WithExtraState(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -388,6 +388,22 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
         save(tmp_path, step=1, model=nn.Linear(4, 3), optimizer=optimizer)
 
 
+@pytest.mark.parametrize(
+    ("key", "name"), [("counts", "'counts'"), (torch.ones(2, 3), r"a tensor of shape \(2, 3\)")]
+)
+def test_optimizer_states_of_no_parameter_are_refused(
+    tmp_path: Path, key: object, name: str
+) -> None:
+    """They have no name on disk; an entry that was merely looked up is empty and no matter."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not optimizer.state[key]
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    optimizer.state[key] = {"sum": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=f"1 of something else: {name}"):
+        save(tmp_path, step=2, model=model, optimizer=optimizer)
+
+
 @pytest.mark.parametrize("options", [{"step": -1}, {"step": 1, "keep_last": 0}, {"step": 1.5}])
 def test_bad_numbers_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
     """Steps and retention counts are whole and not negative."""

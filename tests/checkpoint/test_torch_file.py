@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.diff import diff
@@ -136,6 +136,16 @@ def test_a_state_dict_of_torch_becomes_a_checkpoint(tmp_path: Path) -> None:
     from_torch(tmp_path / "model.pt", tmp_path / "model", fused_like=like)
     load(tmp_path / "model", model=other, step=0)
     assert differences(full_state(model, None), full_state(other, None)) == []
+
+
+def test_a_flattened_optimizer_is_refused(tmp_path: Path) -> None:
+    """Its states would be left out, as no key of theirs is one that is read."""
+    model, optimizer = _trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    torch.save({"model": of_model, "optimizer": of_optimizer}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"'state\.\S+ beside state and param_groups"):
+        from_torch(tmp_path / "a.pt", tmp_path / "b")
 
 
 def test_numbered_parameters_need_names(tmp_path: Path) -> None:
