@@ -48,13 +48,22 @@ class CheckpointWriter:
             leaves random states alone.
 
     Raises:
-        CheckpointError: The step is the published one already.
+        CheckpointError: The step is the published one already, or no step.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], step: int, *, world_size: int = 0
     ) -> None:
         self._root = Path(directory)
+        if not isinstance(step, int) or step < 0:
+            raise CheckpointError(
+                expected(
+                    "a step of at least 0",
+                    repr(step),
+                    where=f"'{self._root}'",
+                    mend="Give the step that the checkpoint is to be published as",
+                )
+            )
         self._step = step
         self._world_size = world_size
         self._tensors: dict[str, TensorEntry] = {}

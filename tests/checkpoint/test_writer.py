@@ -106,6 +106,14 @@ def test_nothing_is_published_after_an_error(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, None])
+def test_what_is_no_step_is_refused(tmp_path: Path, step: object) -> None:
+    """Its directory and tracker would be none that a load can read."""
+    with pytest.raises(CheckpointError, match=f"at least 0, got {step}"):
+        CheckpointWriter(tmp_path / "new", step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_keys_are_used_once(tmp_path: Path) -> None:
     """A second tensor, object or tie of the same key, and a tie to nothing, are refused."""
     with CheckpointWriter(tmp_path, step=1) as writer:
