@@ -27,6 +27,8 @@ from megafsdp.mesh.annotation import FusedParts, annotation_of
 EXTRA_STATE = "_extra_state"
 # Which parameters a group has; checkpoints name them by their canonical names.
 GROUP_MEMBERS = frozenset({"params", "param_names"})
+# What a stored group calls the names of its members.
+MEMBER_NAMES = "names"
 # How an optimizer runs is the running job's choice; what it computes is the checkpoint's.
 EXECUTION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -198,7 +200,7 @@ def optimizer_state(
                 else:
                     state.objects.update(dict.fromkeys(keys, plain(keys[0], value)))
     state.objects["optimizer.param_groups"] = [
-        {"names": member_names}
+        {MEMBER_NAMES: member_names}
         | {
             k: plain("optimizer.param_groups", v)
             for k, v in group.items()
@@ -207,6 +209,16 @@ def optimizer_state(
         for member_names, group in _groups_of_all_ranks(optimizer, names)
     ]
     return state
+
+
+def reserved_option(where: str) -> str:
+    """Return the message of a parameter group that has an option of the reserved name."""
+    return expected(
+        "options of parameter groups by other names",
+        f"an option '{MEMBER_NAMES}', which is what checkpoints call the members",
+        where=where,
+        mend="Rename the option",
+    )
 
 
 def member_names(group: dict, names: dict[nn.Parameter, str]) -> list[str]:
@@ -221,6 +233,8 @@ def _groups_of_all_ranks(
     found: dict[str, int] = {}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
+        if MEMBER_NAMES in group:
+            raise CheckpointError(reserved_option(f"optimizer.param_groups[{index}]"))
         groups.append((member_names(group, names), group))
         for name in groups[-1][0]:
             if found.setdefault(name, index) != index:

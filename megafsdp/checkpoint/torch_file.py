@@ -24,7 +24,7 @@ from megafsdp.checkpoint.manifest import path_of, section_of
 from megafsdp.checkpoint.optimizer_load import GROUPS_KEY
 from megafsdp.checkpoint.progress import bytes_bar
 from megafsdp.checkpoint.reader import CheckpointReader
-from megafsdp.checkpoint.state_dict import EXTRA_STATE, state_key
+from megafsdp.checkpoint.state_dict import EXTRA_STATE, MEMBER_NAMES, reserved_option, state_key
 from megafsdp.checkpoint.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError, expected
 
@@ -141,7 +141,7 @@ def _with_params(groups: object) -> list[dict]:
     """Name the parameters of each group as torch does."""
     assert isinstance(groups, list), "save() stores a list of groups"
     return [
-        {"params": group["names"]} | {name: v for name, v in group.items() if name != "names"}
+        {"params": group[MEMBER_NAMES]} | {k: v for k, v in group.items() if k != MEMBER_NAMES}
         for group in groups
     ]
 
@@ -240,7 +240,9 @@ def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, ob
         raise _refused(path, f"an optimizer with {others[:4]} beside state and param_groups")
     groups = optimizer.get("param_groups", [])
     names: dict[object, str] = {}
-    for group in groups:
+    for index, group in enumerate(groups):
+        if MEMBER_NAMES in group:
+            raise CheckpointError(reserved_option(f"param_groups[{index}] of '{path}'"))
         # torch numbers parameters, and lists their names beside if the optimizer knows them.
         own = group.get("param_names", group["params"])
         names.update(zip(group["params"], own, strict=True))
@@ -257,7 +259,7 @@ def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, ob
         members = [[names[parameter] for parameter in group["params"]] for group in groups]
         yield (
             GROUPS_KEY,
-            [{"names": own} | rest for own, rest in zip(members, hyper, strict=True)],
+            [{MEMBER_NAMES: own} | rest for own, rest in zip(members, hyper, strict=True)],
         )
 
 

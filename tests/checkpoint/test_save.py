@@ -24,6 +24,7 @@ from megafsdp.checkpoint import directory as on_disk
 from megafsdp.checkpoint import latest_step, load, save
 from megafsdp.checkpoint.manifest import read_manifest
 from megafsdp.checkpoint.regions import ReplicaBalance
+from megafsdp.checkpoint.torch_file import from_torch
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,
@@ -402,6 +403,19 @@ def test_optimizer_states_of_no_parameter_are_refused(
     optimizer.state[key] = {"sum": torch.ones(3)}
     with pytest.raises(CheckpointError, match=f"1 of something else: {name}"):
         save(tmp_path, step=2, model=model, optimizer=optimizer)
+
+
+def test_the_name_of_the_members_is_reserved(tmp_path: Path) -> None:
+    """A group's own option of that name would stand in their place, in torch files too."""
+    model = nn.Linear(1, 1)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "names": ["b"]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(CheckpointError, match=r"an option 'names'.*optimizer\.param_groups\[1\]"):
+        save(tmp_path, step=1, model=model, optimizer=optimizer)
+    of_optimizer = {"state": {}, "param_groups": [{"params": ["weight"], "names": ["b"]}]}
+    torch.save({"model": model.state_dict(), "optimizer": of_optimizer}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"an option 'names'.*param_groups\[0\] of .*a\.pt"):
+        from_torch(tmp_path / "a.pt", tmp_path / "b")
 
 
 @pytest.mark.parametrize("options", [{"step": -1}, {"step": 1, "keep_last": 0}, {"step": 1.5}])
