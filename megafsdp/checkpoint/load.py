@@ -322,7 +322,6 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
         _restore_rng(plan)
     for key, stateful in targets.stateful.items():
         if key in plan.objects:
-            # What its state_dict() has returned, a dict or not.
             stateful.load_state_dict(plan.objects[key])  # type: ignore[arg-type]
     for fact, keys in (("kept their own values", plan.match.kept), ("not used", plan.match.unused)):
         if keys:
@@ -341,7 +340,8 @@ def _commit_optimizer(plan: _Plan, optimizer: torch.optim.Optimizer) -> None:
             if key in plan.match.sources
         }
         for parameter, weight in loaded.items():
-            optimizer.load_canonical(parameter, weight)
+            with torch.inference_mode(False), torch.no_grad():
+                optimizer.load_canonical(parameter, weight)
 
 
 def _give_memory(plan: _Plan, model: nn.Module) -> None:

@@ -89,7 +89,8 @@ class OptimizerLoad:
             else:
                 self.optimizer.state.pop(parameter, None)
             if isinstance(self.optimizer, HasCanonicalState):
-                self.optimizer.load_canonical(parameter)
+                with torch.inference_mode(False), torch.no_grad():
+                    self.optimizer.load_canonical(parameter)
         for group, stored in self.groups:
             for name, value in stored.items():
                 _set_hyperparameter(group, name, value)
@@ -321,10 +322,12 @@ def _state_tensor(
     shape = tuple(parameter.shape) if is_like_parameter else entry.shape
     if isinstance(existing, torch.Tensor) and (existing.shape, existing.dtype) == (shape, dtype):
         return existing
-    if is_like_parameter:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     is_on_cpu = state_name in _CPU_SCALARS and not (group.get("capturable") or group.get("fused"))
-    return torch.zeros(shape, dtype=dtype, device="cpu" if is_on_cpu else parameter.device)
+    # No step outside of inference mode could write to a state that was made in it.
+    with torch.inference_mode(False), torch.no_grad():
+        if is_like_parameter:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.zeros(shape, dtype=dtype, device="cpu" if is_on_cpu else parameter.device)
 
 
 def _set_hyperparameter(group: dict, name: str, value: object) -> None:

@@ -198,7 +198,9 @@ class RecordReader:
 
     def _read(self, record: Record) -> torch.Tensor:
         payload = io.BytesIO(self._at(record).read(record.nbytes))
-        return torch.load(payload, weights_only=True, map_location="cpu")
+        # Who gets a tensor made in inference mode could never write to it outside of it.
+        with torch.inference_mode(False):
+            return torch.load(payload, weights_only=True, map_location="cpu")
 
 
 class _Described:

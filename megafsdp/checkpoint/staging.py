@@ -38,10 +38,12 @@ class HostSlab:
             starts.append(end)
             end += aligned_nbytes(tensor.nbytes)
         self._reserve(end, is_pinned=any(tensor.is_cuda for tensor in tensors))
-        return [
-            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
+        # The thread that writes to the views is not in inference mode, though its caller may be.
+        with torch.inference_mode(False):
+            return [
+                self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for start, tensor in zip(starts, tensors, strict=True)
+            ]
 
     def release(self) -> None:
         """Give the memory back."""

@@ -112,11 +112,13 @@ def is_filled(tensor: torch.Tensor) -> bool:
 
 
 def _unfilled_like(original: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty(original.numel(), dtype=original.dtype, device=device)
-    poison(made)
-    made = made.view(original.shape)
-    if isinstance(original, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=original.requires_grad)
+    # A tensor made in inference mode could never be trained outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(original.numel(), dtype=original.dtype, device=device)
+        poison(made)
+        made = made.view(original.shape)
+        if isinstance(original, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=original.requires_grad)
     copy_attributes(original, made)
     copy_annotation(original, made)
     return made

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp import FusedAdam
-from megafsdp.checkpoint import load, save
+from megafsdp.checkpoint import async_save, load, save
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import fully_shard
 from tests.checkpoint.sharding import differences, fill, fixed, full_state
@@ -343,6 +343,56 @@ def test_a_resized_layer_can_be_left_out_with_its_states(tmp_path: Path) -> None
     assert set(fresh.state) == set(other["body"].parameters())
     assert torch.equal(other["body"].weight, model["body"].weight)
     _step(other, fresh, range(1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": torch.optim.AdamW},
+        {"kind": FusedAdam},
+        {"kind": FusedAdam, "exp_avg_dtype": torch.bfloat16},
+        {"kind": FusedAdam, "store_param_remainders": True},
+    ],
+    ids=str,
+)
+def test_a_load_in_inference_mode_leaves_states_to_train_with(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    """What it creates is written by the next step, outside of that mode; saves work there too."""
+    options = dict(options)
+    kind = options.pop("kind")
+    dtype = torch.bfloat16 if "store_param_remainders" in options else torch.float32
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(dtype)
+    optimizer = kind(model.parameters(), **options)
+    model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    optimizer.step()
+    with torch.inference_mode():
+        async_save(tmp_path, step=1, model=model, optimizer=optimizer).result()
+        save(tmp_path, step=2, model=model, optimizer=optimizer, extra={"ids": torch.ones(2)})
+    for step in (1, 2):
+        other = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(dtype)
+        resumed = kind(other.parameters(), **options)
+        with torch.inference_mode():
+            extra = load(tmp_path, step=step, model=other, optimizer=resumed)
+        states = [v for states in resumed.state.values() for v in states.values()]
+        made = [*states, *other.parameters(), *other.buffers(), *extra.values()]
+        assert not any(t.is_inference() for t in made if isinstance(t, torch.Tensor))
+        assert differences(full_state(model, optimizer), full_state(other, resumed)) == []
+        other(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        resumed.step()
+
+
+def test_a_load_in_inference_mode_gives_memory_to_train_with(tmp_path: Path) -> None:
+    """To a model on the meta device, parameters and buffers alike."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    save(tmp_path, step=1, model=model)
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with torch.inference_mode():
+        load(tmp_path, model=other)
+    assert differences(full_state(model, None), full_state(other, None)) == []
+    other(torch.ones(2, 4)).sum().backward()
+    torch.optim.AdamW(other.parameters()).step()
 
 
 class _Momentum(torch.optim.Optimizer):
