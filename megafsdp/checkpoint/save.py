@@ -193,7 +193,8 @@ def begin_save(
         ValueError: The step or a retention number is out of range.
     """
     _require_counts(step, keep_last, keep_every)
-    root = Path(directory)
+    # The rest of a save may come after a change of the working directory.
+    root = Path(directory).absolute()
     rank, _ = rank_and_world_size()
     state, error = attempt(
         lambda: _collect(model, optimizer, step=step, stateful=stateful, extra=extra)

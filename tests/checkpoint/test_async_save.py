@@ -211,6 +211,21 @@ def test_a_part_of_a_plain_model_waits_and_the_model_is_still_pickled(tmp_path: 
     assert twin.load_state_dict(model.state_dict()).missing_keys == []
 
 
+def test_the_working_directory_may_change_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative save root is that of the call."""
+    monkeypatch.chdir(tmp_path)
+    hold = _Held("file opened")
+    with mock.patch.object(on_disk, "reached", hold):
+        pending = async_save("saved", step=1, model=Toy())
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        hold.release()
+        assert pending.result() == tmp_path / "saved" / "iter_0000001"
+    assert latest_step(tmp_path / "saved") == 1
+
+
 def test_a_step_does_not_wait_for_the_writing(tmp_path: Path) -> None:
     """With the copies made, the model is free while the file is still being written."""
     model = Toy()
