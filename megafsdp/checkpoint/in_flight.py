@@ -90,6 +90,20 @@ class PendingSave:
         self._thread.join()
         return None if self._is_observed else self._error
 
+    def disown(self) -> None:
+        """Let nobody wait for it, in a forked process, where the thread does not go on."""
+        self._staging.disown()
+        self._finish = None
+        self._is_observed = True
+        self._error = CheckpointError(
+            expected(
+                "the process that began the save",
+                "one forked from it",
+                where=f"the background save of step {self.step}",
+                mend="Ask for the result where async_save() was called",
+            )
+        )
+
     def _run(self) -> None:
         # Held by this frame alone: what is saved need not outlive the save.
         finish, self._finish = self._finish, None
@@ -107,12 +121,15 @@ class PendingSave:
 
 
 _current: PendingSave | None = None
+_is_watching = False
 
 
 def set_current(pending: PendingSave) -> None:
     """Make a save the one in flight; watches over steps, the end of the process and SIGTERM."""
-    global _current
-    if _current is None:
+    global _current, _is_watching
+    if not _is_watching:
+        _is_watching = True
+        os.register_at_fork(after_in_child=_forget_in_child)
         register_optimizer_step_pre_hook(wait_until_staged)
         register_before_load(wait_until_staged)
         atexit.register(_report_at_exit)
@@ -162,6 +179,14 @@ def require_idle(step: int) -> int:
             )
         )
     return step
+
+
+def _forget_in_child() -> None:
+    """Forget the save in a forked process, such as a worker of a data loader."""
+    global _current
+    if _current is not None:
+        _current.disown()
+        _current = None
 
 
 def _report_at_exit() -> None:

@@ -99,6 +99,13 @@ class Staging:
         self.copies.clear()
         self._is_copied.set()
 
+    def disown(self) -> None:
+        """Let nobody wait, in a forked process: no thread of it would ever end the wait."""
+        # The lock inside the old event may have been held when the process was forked.
+        self._is_copied = threading.Event()
+        self._event = None
+        self.abandon()
+
     def wait(self) -> None:
         """Return when the originals may change: by the host, or by work queued after this call."""
         self._is_copied.wait()

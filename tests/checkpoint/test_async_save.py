@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import pickle
 import signal
 import subprocess
@@ -224,6 +225,55 @@ def test_the_working_directory_may_change_meanwhile(
         hold.release()
         assert pending.result() == tmp_path / "saved" / "iter_0000001"
     assert latest_step(tmp_path / "saved") == 1
+
+
+def _use_in_child(
+    pending: PendingSave, model: nn.Module, optimizer: torch.optim.Optimizer, root: Path
+) -> int:
+    """Do what would wait for the copies; return what a worker should exit with."""
+    pending.wait_staged()
+    model.load_state_dict(model.state_dict())
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="one forked from it"):
+        pending.result()
+    async_save(root, step=2, model=model).result()
+    return 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_forked_meanwhile_waits_for_nothing(tmp_path: Path) -> None:
+    """The thread that copies is the parent's; the child may change its own weights, and save."""
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gate = threading.Event()
+    copy = Staging.copy
+
+    def held(staging: Staging) -> None:
+        assert os.getpid() != parent or gate.wait(60)
+        copy(staging)
+
+    parent = os.getpid()
+    with mock.patch.object(Staging, "copy", held):
+        pending = async_save(tmp_path / "parent", step=1, model=model, optimizer=optimizer)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = _use_in_child(pending, model, optimizer, tmp_path / "child")
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 20
+        ended, status = 0, 0
+        while not ended and time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.02)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        gate.set()
+        pending.result()
+    assert (ended, status) == (child, 0)
+    assert (latest_step(tmp_path / "parent"), latest_step(tmp_path / "child")) == (1, 2)
 
 
 def test_a_step_does_not_wait_for_the_writing(tmp_path: Path) -> None:
