@@ -135,7 +135,7 @@ def _plan_ours(
             lambda: save.begin_save(Path(folder), step=1, model=model, optimizer=optimizer)
         )
         own = save._write(begun)
-        sent = [pickle.dumps((own, None))]
+        sent = [(pickle.dumps(own), None)]
         counts = set(begun.state.tensors) - set(tensors) - {key for key, _ in own.chunks}
         for rank in range(1, world):
             file = f"__{rank}_0.distcp"
@@ -149,14 +149,10 @@ def _plan_ours(
                 # Counts of steps are on every rank; which one writes them is a matter of turns.
                 chunks += [(key, Chunk(Region((), ()), place)) for key in counts]
             written = replace(own, chunks=chunks, objects={}, files={file: 1})
-            sent.append(pickle.dumps((written, None)))
+            sent.append((pickle.dumps(written), None))
 
-        def plan_global() -> Path:
-            with save._no_garbage_collection():
-                return save._publish(begun, [pickle.loads(part) for part in sent])
-
-        _, global_s = _timed(plan_global)
-        num_chunks = sum(len(pickle.loads(part)[0].chunks) for part in sent)
+        _, global_s = _timed(lambda: save._publish(begun, sent))
+        num_chunks = sum(len(pickle.loads(part).chunks) for part, _ in sent)
     return {"local": local_s, "global": global_s}, num_chunks
 
 

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,11 +230,11 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Pat
     """
     written, error = None, begun.error
     if error is None:
-        written, error = attempt(lambda: _write(begun))
+        # As bytes, which rank 0 turns into objects once it waits for nobody.
+        written, error = attempt(lambda: pickle.dumps(_write(begun)))
     try:
-        with _no_garbage_collection():
-            outcomes = gather_on_rank_zero(written, error, group)
-            return on_rank_zero(lambda: _publish(begun, outcomes), group)
+        outcomes = gather_on_rank_zero(written, error, group)
+        return on_rank_zero(lambda: _publish(begun, outcomes), group)
     except CheckpointError:
         if rank_and_world_size()[0] == 0 and begun.temporary.exists():
             on_disk.remove(begun.temporary)
@@ -242,14 +243,17 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Pat
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from walking the many small objects of a manifest again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """Keep the collector from walking the many small objects of a manifest again and again.
+
+    By its threshold, as the switch may be the caller's: other threads go on meanwhile.
+    """
+    threshold, *others = gc.get_threshold()
+    gc.set_threshold(0, *others)
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        if gc.get_threshold()[0] == 0:
+            gc.set_threshold(threshold, *others)
 
 
 def _require_counts(step: int, keep_last: int | None, keep_every: int | None) -> None:
@@ -328,12 +332,10 @@ def _write(begun: BegunSave) -> Written:
     return written
 
 
-def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
-    """Describe what all ranks wrote and publish it; rank 0 alone."""
-    assert outcomes is not None, "rank 0 gathers"
-    parts: list[Written] = values_of(outcomes, begun.error)
+def _describe(begun: BegunSave, sent: list[bytes]) -> None:
+    """Write what describes the records, from what every rank has pickled of its own."""
     assert begun.state is not None, "ranks that failed to collect have raised"
-    on_disk.reached("records gathered")
+    parts: list[Written] = [pickle.loads(part) for part in sent]
     manifest = describe(begun.step, begun.state, parts)
     temporary = begun.temporary
     described = write_dcp_metadata(manifest, temporary)
@@ -342,6 +344,16 @@ def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
     on_disk.reached("DCP metadata written")
     on_disk.sync_file(write_manifest(manifest, temporary))
     on_disk.reached("manifest written")
+
+
+def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
+    """Describe what all ranks wrote and publish it; rank 0 alone."""
+    assert outcomes is not None, "rank 0 gathers"
+    sent: list[bytes] = values_of(outcomes, begun.error)
+    on_disk.reached("records gathered")
+    with _no_garbage_collection():
+        _describe(begun, sent)
+    temporary = begun.temporary
     root = temporary.parent
     final = on_disk.publish(temporary, root, begun.step)
     removed = on_disk.prune(root, **begun.keep)

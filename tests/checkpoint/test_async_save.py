@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -274,6 +275,35 @@ def test_a_process_forked_meanwhile_waits_for_nothing(tmp_path: Path) -> None:
         pending.result()
     assert (ended, status) == (child, 0)
     assert (latest_step(tmp_path / "parent"), latest_step(tmp_path / "child")) == (1, 2)
+
+
+def _collector_beside_a_save(root: Path) -> tuple[list[bool], bool]:
+    """Tell whether the collector could run while rank 0 waits, and whether it stays as chosen."""
+    late, seen = threading.Event(), []
+    waits = dist.get_rank() == 0
+
+    def reached(point: str) -> None:
+        if point == "records written" and not waits:
+            assert late.wait(60)
+        if point == "manifest written":
+            gc.disable()
+
+    model = _model()
+    with mock.patch.object(on_disk, "reached", reached):
+        pending = async_save(root, step=1, model=model)
+        for _ in range(20):
+            time.sleep(0.01)
+            seen.append(gc.isenabled() and gc.get_threshold()[0] > 0)
+        late.set()
+        pending.result()
+    stays_off = not gc.isenabled() or not waits
+    gc.enable()
+    return seen, stays_off and gc.get_threshold()[0] > 0
+
+
+def test_the_collector_is_the_callers(ranks: Ranks, tmp_path: Path) -> None:
+    """It runs while a background save waits for a slow rank, and is off when it was put off."""
+    assert ranks(2).run(_collector_beside_a_save, tmp_path) == [([True] * 20, True)] * 2
 
 
 def test_a_step_does_not_wait_for_the_writing(tmp_path: Path) -> None:
