@@ -8,7 +8,6 @@ process group and allocates nothing of the model's size; activations are not est
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from megafsdp.training.host_footprint import (
 from megafsdp.training.optimization import OptimizerSection
 from megafsdp.training.state_footprint import state_nbytes
 from megafsdp.training.validate import validate_sharding
+from megafsdp.training.world import launch_number
 
 _OPTION = "--dry-run"
 _JSON_OPTION = "--json"
@@ -318,7 +318,7 @@ def _world_size(config: Config) -> int:
     parallel = config.parallel
     if parallel.dp_shard > 0:
         return parallel.dp_outer * parallel.dp_shard
-    return int(os.environ.get("WORLD_SIZE", parallel.dp_outer))
+    return launch_number("WORLD_SIZE", parallel.dp_outer)
 
 
 def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:

@@ -47,14 +47,15 @@ def find_world(device: str) -> World:
         device: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: CUDA is asked for and absent, or there are more local ranks than GPUs.
+        ConfigError: The environment names no rank of a world, CUDA is asked for and absent, or
+            there are more local ranks than GPUs.
     """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
     else:
-        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        rank, size = _launched()
+    local_rank = launch_number("LOCAL_RANK", rank)
+    local_size = launch_number("LOCAL_WORLD_SIZE", size)
     is_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if is_cuda and torch.cuda.device_count() < local_size:
         raise ConfigError(
@@ -67,6 +68,41 @@ def find_world(device: str) -> World:
         )
     where = torch.device("cuda", local_rank) if is_cuda else torch.device("cpu")
     return World(rank, size, local_rank, local_size, where)
+
+
+def launch_number(name: str, default: int) -> int:
+    """Read a number that a launcher has set in the environment; local.
+
+    Args:
+        name: The variable's.
+        default: Its value where it is not set.
+
+    Raises:
+        ConfigError: It is no whole number of at least 0.
+    """
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise _wrong_launch("a whole number of at least 0", repr(text), name)
+    return int(text)
+
+
+def _launched() -> tuple[int, int]:
+    """Return this rank and the number of ranks as the environment has them."""
+    rank, size = launch_number("RANK", 0), launch_number("WORLD_SIZE", 1)
+    has_rank, has_size = "RANK" in os.environ, "WORLD_SIZE" in os.environ
+    if has_rank and not has_size:
+        raise _wrong_launch("WORLD_SIZE beside RANK", f"RANK {rank} alone", "RANK")
+    # This process would train on the first rank's share, and nobody on the other ranks'.
+    if size > 1 and not has_rank:
+        raise _wrong_launch("RANK beside WORLD_SIZE", f"WORLD_SIZE {size} alone", "WORLD_SIZE")
+    if not rank < size:
+        raise _wrong_launch("a RANK below WORLD_SIZE", f"{rank} of {size}", "RANK")
+    return rank, size
+
+
+def _wrong_launch(what: str, got: str, name: str) -> ConfigError:
+    mend = f"Start the ranks with torchrun, or unset {name} to train in this process alone"
+    return ConfigError(expected(what, got, where=f"the environment, {name}", mend=mend))
 
 
 @contextlib.contextmanager

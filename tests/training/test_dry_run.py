@@ -303,6 +303,9 @@ def test_number_of_ranks_comes_from_the_degrees_or_the_environment(
     assert dry_run(tiny(tmp_path, parallel={"dp_outer": 2})).degrees.num_ranks == 2
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert dry_run(tiny(tmp_path)).degrees.num_ranks == 3
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    with pytest.raises(ConfigError, match=r"whole number.*got 'x'.*WORLD_SIZE"):
+        dry_run(tiny(tmp_path))
 
 
 def test_optimizer_state_is_that_of_the_optimizer(tmp_path: Path) -> None:

@@ -43,9 +43,37 @@ def test_launcher_decides_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_world("cpu") == World(5, 8, 1, 4, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "4"}, "RANK beside WORLD_SIZE, got WORLD_SIZE 4 alone.*torchrun.*unset"),
+        ({"RANK": "0"}, "WORLD_SIZE beside RANK, got RANK 0 alone"),
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "whole number.*got 'abc'.*RANK"),
+        ({"WORLD_SIZE": ""}, "whole number.*got ''.*WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK below WORLD_SIZE, got 2 of 2"),
+        ({"LOCAL_RANK": "x"}, "whole number.*got 'x'.*LOCAL_RANK"),
+    ],
+)
+def test_environment_that_names_no_rank_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    """A share of the data would be nobody's, or a traceback would name no variable."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        find_world("cpu")
+
+
+def test_world_of_one_needs_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers set it for plain processes too."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert find_world("cpu").size == 1
+
+
 def test_more_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message counts both."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"each of the 2 ranks.*got 1 GPUs"):
         find_world("cuda")
