@@ -1,7 +1,7 @@
 """Remove the checkpoints and metrics of the run that options of ``megafsdp train`` describe.
 
-Called by ``run.sh --fresh``. A mistake in the options ends it before anything is removed, and files
-that are no checkpoints stay.
+Called by ``run.sh --fresh``. A mistake in the options or a job that runs in the folder ends it
+before anything is removed, and files that are no checkpoints stay.
 """
 
 from __future__ import annotations
@@ -10,25 +10,35 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from megafsdp.checkpoint.directory import TRACKER_FILE, published_steps, step_directory
 from megafsdp.errors import ConfigError
+from megafsdp.training.config import Config
 from megafsdp.training.parse import parse_config
+from megafsdp.training.run_lock import sole_job
+from megafsdp.training.world import World
 
 
 def main(options: Sequence[str]) -> int:
     """Start a run over; return the process's exit code."""
     try:
         config = parse_config(options)
+        with sole_job(config.run_directory, World(0, 1, 0, 1, torch.device("cpu"))):
+            _remove(config)
     except ConfigError as error:
         print(f"run.sh: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _remove(config: Config) -> None:
     root = config.checkpoint_directory
     # First, so that a half-removed checkpoint is never the latest one.
     (root / TRACKER_FILE).unlink(missing_ok=True)
     for step in published_steps(root):
         shutil.rmtree(step_directory(root, step))
     (config.run_directory / "metrics.jsonl").unlink(missing_ok=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megafsdp import checkpoint
+from megafsdp.training.run_lock import sole_job
+from megafsdp.training.world import World
 
 _SCRIPT = Path(__file__).parents[1] / "scripts" / "start_over.py"
 
@@ -55,4 +57,15 @@ def test_a_mistake_in_the_options_removes_nothing(
     kept = _run(tmp_path)
     assert start_over(["--run.directory", str(tmp_path), "--optimizer.knd", "muon"]) == 2
     assert "optimizer.kind" in capsys.readouterr().err
+    assert all(path.exists() for path in kept)
+
+
+def test_a_running_job_keeps_its_files(
+    tmp_path: Path, start_over: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would go on without the checkpoints that it counts on."""
+    kept = _run(tmp_path)
+    with sole_job(tmp_path, World(0, 1, 0, 1, torch.device("cpu"))):
+        assert start_over(["--run.directory", str(tmp_path)]) == 2
+    assert "a folder in which no other job runs" in capsys.readouterr().err
     assert all(path.exists() for path in kept)
