@@ -17,10 +17,6 @@ for argument in "$@"; do
     options+=("$argument")
   fi
 done
-if [ -n "$is_fresh" ]; then
-  "$PYTHON" scripts/start_over.py "${options[@]}"
-fi
-
 num_gpus=0
 if command -v nvidia-smi >/dev/null; then
   num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
@@ -29,6 +25,10 @@ if [ "$num_gpus" -eq 0 ]; then
   export OMP_NUM_THREADS=1
 fi
 num_ranks=${NPROC:-$((num_gpus > 0 ? num_gpus : 2))}
+
+if [ -n "$is_fresh" ]; then
+  WORLD_SIZE="$num_ranks" "$PYTHON" scripts/start_over.py "${options[@]}"
+fi
 
 if [ ! -e "$run/data/meta.json" ]; then
   "$PYTHON" -m megafsdp.training.cli prep --stdlib --output "$run/data"

@@ -1,7 +1,8 @@
 """Remove the checkpoints and metrics of the run that options of ``megafsdp train`` describe.
 
-Called by ``run.sh --fresh``. A mistake in the options or a job that runs in the folder ends it
-before anything is removed, and files that are no checkpoints stay.
+Called by ``run.sh --fresh``, with the number of ranks to come in ``WORLD_SIZE``. A mistake in the
+options or a job that runs in the folder ends it before anything is removed, and files that are no
+checkpoints stay.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from megafsdp.errors import ConfigError
 from megafsdp.training.config import Config
 from megafsdp.training.parse import parse_config
 from megafsdp.training.run_lock import sole_job
-from megafsdp.training.world import World
+from megafsdp.training.validate import validate
+from megafsdp.training.world import World, launch_number
 
 
 def main(options: Sequence[str]) -> int:
     """Start a run over; return the process's exit code."""
     try:
         config = parse_config(options)
+        validate(config, world_size=launch_number("WORLD_SIZE", 1))
         with sole_job(config.run_directory, World(0, 1, 0, 1, torch.device("cpu"))):
             _remove(config)
-    except ConfigError as error:
+    except (ConfigError, NotImplementedError) as error:
         print(f"run.sh: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0

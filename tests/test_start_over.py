@@ -13,6 +13,7 @@ from megafsdp import checkpoint
 from megafsdp.training.run_lock import sole_job
 from megafsdp.training.world import World
 
+_WHOLE = ["--data.train", "[tokens]", "--train.steps", "6"]
 _SCRIPT = Path(__file__).parents[1] / "scripts" / "start_over.py"
 
 
@@ -40,7 +41,7 @@ def test_the_run_that_options_name_is_removed(
     """Its checkpoints and metrics, wherever they are; another run and other files stay."""
     apart = tmp_path / "apart" if is_apart else None
     removed, others = _run(tmp_path / "mine", apart), _run(tmp_path / "other")
-    options = ["--run.directory", str(tmp_path / "mine")]
+    options = [*_WHOLE, "--run.directory", str(tmp_path / "mine")]
     if apart is not None:
         options += ["--checkpoint.directory", str(apart)]
     assert start_over(options) == 0
@@ -50,13 +51,28 @@ def test_the_run_that_options_name_is_removed(
     assert start_over(options) == 0, "nothing is left to remove"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--optimizer.knd", "muon"], "optimizer.kind"),
+        (["--optimizer.lr", "-1"], "a finite number above 0, got -1"),
+        (["--train.global_batch_size", "7"], "a multiple of the 2 ranks, got 7"),
+        (["--parallel.tp", "2"], "NotImplementedError"),
+    ],
+)
 def test_a_mistake_in_the_options_removes_nothing(
-    tmp_path: Path, start_over: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    start_over: Callable[[Sequence[str]], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
 ) -> None:
     """It is answered as the run would answer it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     kept = _run(tmp_path)
-    assert start_over(["--run.directory", str(tmp_path), "--optimizer.knd", "muon"]) == 2
-    assert "optimizer.kind" in capsys.readouterr().err
+    assert start_over([*_WHOLE, "--run.directory", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
     assert all(path.exists() for path in kept)
 
 
@@ -66,6 +82,6 @@ def test_a_running_job_keeps_its_files(
     """It would go on without the checkpoints that it counts on."""
     kept = _run(tmp_path)
     with sole_job(tmp_path, World(0, 1, 0, 1, torch.device("cpu"))):
-        assert start_over(["--run.directory", str(tmp_path)]) == 2
+        assert start_over([*_WHOLE, "--run.directory", str(tmp_path)]) == 2
     assert "a folder in which no other job runs" in capsys.readouterr().err
     assert all(path.exists() for path in kept)
