@@ -160,8 +160,9 @@ class TrainSection:
         samples: Samples to train on, instead of steps; an incomplete last batch is not trained.
         global_batch_size: Samples of one step over all ranks.
         micro_batch_size: Samples of one forward on one rank; null for a rank's whole share.
-        nan_policy: On a loss or gradient norm that is not finite: raise, or skip the step. With
-            fp16 gradients that overflow are always skipped; see the section loss_scale.
+        nan_policy: On a loss or gradient norm that is not finite: save the step before it and
+            raise, or skip the step. With fp16 gradients that overflow are always skipped; see the
+            section loss_scale.
         max_skips: Steps that may be skipped in a row.
     """
 

@@ -38,7 +38,7 @@ from megafsdp.training.resume import (
 )
 from megafsdp.training.run_lock import sole_job
 from megafsdp.training.signals import StopRequest
-from megafsdp.training.step import StepResult, TrainStep
+from megafsdp.training.step import NonFiniteError, StepResult, TrainStep
 from megafsdp.training.tracker import check_trackers
 from megafsdp.training.update import GradLook
 from megafsdp.training.validate import validate, validate_schedule
@@ -85,7 +85,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
         DataError: A data file is missing, damaged, or does not fit the model.
         CheckpointError: The latest checkpoint is damaged or of another model, their folder cannot
             be written, or a save failed.
-        RuntimeError: A loss is not finite; see ``train.nan_policy``.
+        RuntimeError: A loss is not finite; see ``train.nan_policy``. The step before it is saved.
     """
     world = find_world(config.run.device)
     validate(config, world_size=world.size)
@@ -185,7 +185,10 @@ class _Run:
         if self._is_evaluation_due and not self._is_complete:
             self._evaluate()
         while not (self._is_complete or self.stop.is_agreed):
-            self._train_step()
+            try:
+                self._train_step()
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{error} {self._save_before_error()}") from error
             self._tell_saved()
             if _is_due(self.config.checkpoint.interval_steps, state.step):
                 self._save()
@@ -245,6 +248,20 @@ class _Run:
             return
         self._finish_save()
         self._begin_save(in_background=self.config.checkpoint.in_background)
+
+    def _save_before_error(self) -> str:
+        """Save the state that a step has left as it was; return a sentence on how that went."""
+        step = self.state.step
+        try:
+            self._finish_save()
+            if step != self.saved_step:
+                self._begin_save(in_background=False)
+        except CheckpointError as failure:
+            # The run ends by the error that came first.
+            return f"A save failed as well: {failure}"
+        if not step:
+            return "No step came before it."
+        return f"Step {step}, the one before, is saved in '{self.config.checkpoint_directory}'."
 
     def _begin_save(self, *, in_background: bool) -> None:
         self.pending = save(

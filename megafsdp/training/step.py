@@ -28,6 +28,10 @@ _MAX_IDS = 64
 _NO_LOOK, _NOTHING = GradLook(), GradStatistics()
 
 
+class NonFiniteError(RuntimeError):
+    """Report a step that cannot be taken, as a loss or gradient norm is not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step did, alike on all ranks except for the sample ids.
@@ -92,7 +96,7 @@ class TrainStep:
             look: What else to find out about the gradients, alike on all ranks.
 
         Raises:
-            RuntimeError: A loss or the gradient norm is not finite, and the policy is to raise or
+            NonFiniteError: A loss or the gradient norm is not finite, and the policy is to raise or
                 too many steps were skipped in a row. On all ranks; the weights are unchanged.
         """
         loss_scale = self._update.loss_scale
@@ -166,6 +170,6 @@ class TrainStep:
         else:
             _LOGGER.warning("skipped a step with %s; samples %s", found, shown)
             return
-        raise RuntimeError(
+        raise NonFiniteError(
             expected("a finite loss and gradient norm", found, where=f"samples {shown}", mend=mend)
         )

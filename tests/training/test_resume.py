@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,14 @@ from torch import nn
 
 from megafsdp import full_state_dict, full_tensor, fully_shard_model
 from megafsdp.checkpoint import directory, latest_step, save
-from megafsdp.data import Loader
+from megafsdp.data import Batch, Loader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
 from megafsdp.training import Config, RunSummary, train
 from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.resume import Restorable, RunState, find_stored, restore
-from megafsdp.training.step import StepResult
+from megafsdp.training.step import StepResult, TrainStep
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
 
@@ -138,6 +140,80 @@ def test_the_last_background_save_is_made_again_if_it_fails(
     with pytest.raises(CheckpointError, match=r"step 2 failed.*no space left"):
         train(config)
     assert latest_step(config.checkpoint_directory) == 2
+
+
+def _train_to_a_nan(config: Config, at_step: int, failing_file: int | None = None) -> str:
+    """Train with a loss that is NaN from one step on; return the error."""
+    accumulate, num_calls = TrainStep._accumulate, [0]
+
+    def spoilt(step: TrainStep, batches: Sequence[Batch]) -> torch.Tensor:
+        num_calls[0] += 1
+        if num_calls[0] < at_step:
+            return accumulate(step, batches)
+        with step._model.register_forward_hook(lambda model, args, loss: loss * math.nan):
+            return accumulate(step, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "_accumulate", spoilt)
+        if failing_file is not None:
+            _failing_at(failing_file, patch)
+        with pytest.raises(RuntimeError, match="a finite loss") as failure:
+            train(config)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "optimizer"),
+    [
+        ({}, {}),
+        ({"interval_steps": 3}, {}),
+        ({"interval_steps": 3, "in_background": True}, {"kind": "sgd"}),
+        ({"interval_steps": 2, "in_background": True}, {"offload_fraction": 0.5}),
+    ],
+)
+def test_a_loss_that_is_not_finite_loses_one_step(
+    ranks: Ranks, tmp_path: Path, checkpoints: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    """The step before is on disk as a straight run has it, and the run that goes on ends alike."""
+    write_corpus(tmp_path)
+    every = {"interval_steps": 3, "keep_last": None}
+    apart = {"directory": str(tmp_path / "straight")}
+    straight = tiny(tmp_path, run=apart, optimizer=optimizer, checkpoint=every)
+    ranks(2).run(train, straight)
+    checkpoints = {"keep_last": None, **checkpoints}
+    config = tiny(tmp_path, optimizer=optimizer, checkpoint=checkpoints)
+    for error in ranks(2).run(_train_to_a_nan, config, 4):
+        where = f"'{config.checkpoint_directory}'"
+        assert error.endswith(f". Step 3, the one before, is saved in {where}.")
+    assert latest_step(config.checkpoint_directory) == 3
+    ranks(2).run(train, config)
+    for step in (3, 6):
+        wanted = stored_tensors(straight.checkpoint_directory, step)
+        found = stored_tensors(config.checkpoint_directory, step)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
+def test_a_first_loss_that_is_not_finite_saves_nothing(tmp_path: Path) -> None:
+    """There is nothing that a run could go on from."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path)
+    assert _train_to_a_nan(config, 1).endswith(". No step came before it.")
+    assert latest_step(config.checkpoint_directory) is None
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_failing_save_does_not_hide_a_loss_that_is_not_finite(
+    ranks: Ranks, tmp_path: Path, in_background: bool
+) -> None:
+    """Both are told; a background save that failed is made up for at the same moment."""
+    write_corpus(tmp_path)
+    section = {"interval_steps": 2, "in_background": True} if in_background else {}
+    config = tiny(tmp_path, checkpoint=section)
+    # The first rank's first file.
+    for error in ranks(2).run(_train_to_a_nan, config, 4, 1):
+        assert re.search(r"A save failed as well: .*no space left", error, re.DOTALL)
+    assert latest_step(config.checkpoint_directory) == (3 if in_background else None)
 
 
 @pytest.mark.parametrize("place", ["a file", "a file/below"])
