@@ -58,6 +58,10 @@ class SampleDataset:
         drop_last_partial: Leave out the tail of the last epoch that does not fill a sample.
         cache_dir: Folder that keeps the indices between runs; None builds them each time.
 
+    Attributes:
+        lengths_sha256: Digest of the lengths of the sequences in their order, which decides with
+            the arguments which tokens make which sample.
+
     Raises:
         ConfigError: A number is not positive.
         DataError: The sequences hold too few tokens for one sample, or values that are not
@@ -87,10 +91,10 @@ class SampleDataset:
             num_samples=num_samples,
             drop_last_partial=drop_last_partial,
         )
-
+        self.lengths_sha256 = lengths_digest(lengths)
         description: dict[str, str | int | bool | None] = {
             "algorithm": "megatron gpt samples, exact integers, 1",
-            "lengths_sha256": lengths_digest(lengths),
+            "lengths_sha256": self.lengths_sha256,
             "sequence_length": sequence_length,
             "num_samples": num_samples,
             "drop_last_partial": drop_last_partial,

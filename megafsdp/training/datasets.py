@@ -81,6 +81,8 @@ def build_datasets(
             "seed": data.seed,
             # A longer run has the same order as long as it needs no more epochs.
             "epochs": [asdict(source.plan) for source in train],
+            # Data that was prepared again may have as many tokens in other documents.
+            "lengths_sha256": [source.lengths_sha256 for source in train],
         },
     )
 

@@ -295,7 +295,9 @@ def _report_differences(config: Config, order: Mapping[str, object], stored: Sto
     if stored.config:
         for line in differences(stored.config, config.to_dict()):
             _LOGGER.info("differs from the checkpoint: %s", line)
-    if stored.order and (changed := differences(stored.order, order)):
+    # Checkpoints of older versions say less of the order.
+    known = {name: value for name, value in order.items() if name in stored.order}
+    if stored.order and (changed := differences(stored.order, known)):
         _LOGGER.warning(
             "The order of samples is not the checkpoint's: some will be seen again, some not at "
             "all (%s). To train longer in one order, set data.num_samples to the longest run from "

@@ -18,10 +18,10 @@ from torch import nn
 
 from megafsdp import full_state_dict, full_tensor, fully_shard_model
 from megafsdp.checkpoint import directory, latest_step, save
-from megafsdp.data import Batch, Loader
+from megafsdp.data import Batch, IndexedDatasetWriter, Loader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
-from megafsdp.training import Config, RunSummary, train
+from megafsdp.training import Config, RunSummary, loop, resume, train
 from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.resume import Restorable, RunState, find_stored, restore
@@ -562,6 +562,36 @@ def test_another_order_of_samples_is_a_warning(
     text = _changed(tmp_path, caplog, train={"steps": 2}, data={"seed": 7})
     assert "order of samples is not the checkpoint's" in text
     assert "seed: 1234 -> 7" in text
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_data_that_was_prepared_again_is_a_warning(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+) -> None:
+    """As many tokens in other documents; a checkpoint that knows no documents is no cause."""
+
+    def write(lengths: list[int]) -> None:
+        with IndexedDatasetWriter(tmp_path / "train", "<u2") as writer:
+            for length in lengths:
+                writer.add_document([7] * length)
+
+    def save_older(*arguments: Any, order: dict[str, object], **keywords: Any) -> object:
+        order = {name: value for name, value in order.items() if name != "lengths_sha256"}
+        return resume.save(*arguments, order=order, **keywords)
+
+    write([400, 300, 500])
+    with monkeypatch.context() as patch:
+        if not is_known:
+            patch.setattr(loop, "save", save_older)
+        train(tiny(tmp_path, train={"steps": 1}, data={"validation": []}))
+    for lengths, is_told in (([400, 300, 500], False), ([300, 400, 500], is_known)):
+        write(lengths)
+        caplog.clear()
+        train(tiny(tmp_path, train={"steps": 1}, data={"validation": []}))
+        assert ("order of samples is not the checkpoint's" in caplog.text) == is_told
 
 
 def test_fresh_run_over_checkpoints_is_refused(tmp_path: Path) -> None:
