@@ -27,7 +27,8 @@ def main(options: Sequence[str]) -> int:
     try:
         config = parse_config(options)
         validate(config, world_size=launch_number("WORLD_SIZE", 1))
-        with sole_job(config.run_directory, World(0, 1, 0, 1, torch.device("cpu"))):
+        alone = World(0, 1, 0, 1, torch.device("cpu"))
+        with sole_job(config.run_directory, alone, checkpoints=config.separate_checkpoints):
             _remove(config)
     except (ConfigError, NotImplementedError) as error:
         print(f"run.sh: {type(error).__name__}: {error}", file=sys.stderr)

@@ -76,12 +76,18 @@ def test_a_mistake_in_the_options_removes_nothing(
     assert all(path.exists() for path in kept)
 
 
+@pytest.mark.parametrize("held", ["mine", "apart"])
 def test_a_running_job_keeps_its_files(
-    tmp_path: Path, start_over: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    start_over: Callable[[Sequence[str]], int],
+    capsys: pytest.CaptureFixture[str],
+    held: str,
 ) -> None:
     """It would go on without the checkpoints that it counts on."""
-    kept = _run(tmp_path)
-    with sole_job(tmp_path, World(0, 1, 0, 1, torch.device("cpu"))):
-        assert start_over([*_WHOLE, "--run.directory", str(tmp_path)]) == 2
+    kept = _run(tmp_path / "mine", tmp_path / "apart")
+    folders = ["--run.directory", str(tmp_path / "mine")]
+    folders += ["--checkpoint.directory", str(tmp_path / "apart")]
+    with sole_job(tmp_path / held, World(0, 1, 0, 1, torch.device("cpu"))):
+        assert start_over([*_WHOLE, *folders]) == 2
     assert "a folder in which no other job runs" in capsys.readouterr().err
     assert all(path.exists() for path in kept)

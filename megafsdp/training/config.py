@@ -198,7 +198,7 @@ class CheckpointSection:
     """Checkpoints; one is always saved at the end and on SIGTERM and SIGINT.
 
     Attributes:
-        directory: Where; null for checkpoints in the run's directory.
+        directory: Where, for one job at a time; null for checkpoints in the run's directory.
         interval_steps: Steps between checkpoints; null saves at the end only.
         keep_last: Number of newest checkpoints to keep; null keeps all.
         keep_every: Keep also steps that are multiples of this.
@@ -313,6 +313,11 @@ class Config:
     def run_name(self) -> str:
         """Return the run's name."""
         return self.run.name or self.run_directory.name
+
+    @property
+    def separate_checkpoints(self) -> Path | None:
+        """Return the folder of the checkpoints if it is set; None for that in the run's."""
+        return None if self.checkpoint.directory is None else self.checkpoint_directory
 
     @property
     def checkpoint_directory(self) -> Path:

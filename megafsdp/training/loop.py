@@ -81,7 +81,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
         How it ended, alike on all ranks.
 
     Raises:
-        ConfigError: The configuration cannot be run as written, or another job runs in its folder.
+        ConfigError: The configuration cannot be run as written, or another job runs in its folders.
         DataError: A data file is missing, damaged, or does not fit the model.
         CheckpointError: The latest checkpoint is damaged or of another model, their folder cannot
             be written, or a save failed.
@@ -94,7 +94,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     with (
         stop.listening(),
         process_group(world, timeout_s=config.run.timeout_s),
-        sole_job(config.run_directory, world),
+        sole_job(config.run_directory, world, checkpoints=config.separate_checkpoints),
     ):
         run = _Run(config, world, stop=stop, on_step=on_step)
         try:

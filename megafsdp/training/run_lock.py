@@ -1,4 +1,4 @@
-"""One job at a time in a run's folder: a lock that ends with the process that holds it."""
+"""One job at a time in a run's folders: a lock that ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -21,48 +21,60 @@ LOCK_FILE = "run.lock"
 
 
 @contextlib.contextmanager
-def sole_job(folder: Path, world: World) -> Iterator[None]:
-    """Keep other jobs out of a run's folder; collective over all ranks on entry.
+def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> Iterator[None]:
+    """Keep other jobs out of a run's folders; collective over all ranks on entry.
 
-    The first rank makes the folder and holds the lock on a file in it. The system takes the lock
+    The first rank makes the folders and holds the lock on a file in each. The system takes the lock
     back when that process ends, by whatever signal, so the file that stays means nothing. Where
     files cannot be locked the run goes on with a warning. Commands that only read take no lock.
 
     Args:
         folder: The run's.
         world: Its processes.
+        checkpoints: The folder of its checkpoints, if it is set apart; whether it can be written to
+            is asked when there is something to write.
 
     Raises:
-        ConfigError: Another job holds the lock; on all ranks.
+        ConfigError: Another job holds a lock; on all ranks.
     """
-    file: TextIO | None = None
-    holder = None
-    if world.is_first:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Opened for writing, as NFS asks of an exclusive lock.
-            file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
-            holder = _lock(file)
-        except OSError as error:
-            _LOGGER.warning(
-                "'%s' cannot be locked, so another job started there would mix its files with this"
-                " one's: %s: %s",
-                folder,
-                type(error).__name__,
-                error,
-            )
-    with file or contextlib.nullcontext():
+    holder: tuple[str, str] | None = None
+    with contextlib.ExitStack() as files:
+        if world.is_first:
+            holder = _hold(files, folder, "run.directory")
+            # A process cannot lock one file twice.
+            if holder is None and checkpoints and checkpoints.resolve() != folder.resolve():
+                holder = _hold(files, checkpoints, "checkpoint.directory")
         holder = broadcast_object(holder)
         if holder is not None:
+            name, found = holder
             raise ConfigError(
                 expected(
                     "a folder in which no other job runs",
-                    holder,
-                    where=f"the training configuration, run.directory '{folder}'",
-                    mend="Wait until that job has ended or end it, or choose another run.directory",
+                    found,
+                    where=f"the training configuration, {name}",
+                    mend="Wait until that job has ended or end it, or choose another folder",
                 )
             )
         yield
+
+
+def _hold(files: contextlib.ExitStack, folder: Path, option: str) -> tuple[str, str] | None:
+    """Hold a folder while a stack is open; return where and who, if another process does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Opened for writing, as NFS asks of an exclusive lock.
+        file = files.enter_context((folder / LOCK_FILE).open("a+", encoding="utf-8"))
+        holder = _lock(file)
+    except OSError as error:
+        _LOGGER.warning(
+            "'%s' cannot be locked, so another job started there would mix its files with this"
+            " one's: %s: %s",
+            folder,
+            type(error).__name__,
+            error,
+        )
+        return None
+    return None if holder is None else (f"{option} '{folder}'", holder)
 
 
 def _lock(file: TextIO) -> str | None:

@@ -57,6 +57,32 @@ def test_second_job_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> No
     assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2]
 
 
+def test_jobs_that_share_a_folder_of_checkpoints_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Each would go on from the other's steps, whatever its own folder is."""
+    write_corpus(tmp_path)
+    shared = {"directory": str(tmp_path / "shared")}
+    other = {"directory": str(tmp_path / "other")}
+    config = tiny(tmp_path, checkpoint=shared, train={"steps": 1})
+    first = tiny(tmp_path, run=other, checkpoint=shared)
+    with (
+        sole_job(first.run_directory, ALONE, checkpoints=first.checkpoint_directory),
+        pytest.raises(RanksError) as failure,
+    ):
+        ranks(2).run(train, config)
+    assert set(failure.value.failures) == {0, 1}
+    for text in failure.value.failures.values():
+        assert f"checkpoint.directory '{config.checkpoint_directory}'" in text
+    assert [summary.step for summary in ranks(2).run(train, config)] == [1, 1]
+
+
+def test_checkpoints_in_the_run_folder_itself_are_no_second_job(tmp_path: Path) -> None:
+    """However the folder is written."""
+    write_corpus(tmp_path)
+    same = {"directory": str(tmp_path / "here" / ".." / "run")}
+    (tmp_path / "here").mkdir()
+    assert train(tiny(tmp_path, checkpoint=same, train={"steps": 1})).is_finished
+
+
 def test_a_run_lets_go_of_its_folder_when_it_fails(tmp_path: Path) -> None:
     """A process that goes on after an error may train there again."""
     config = tiny(tmp_path)
