@@ -121,6 +121,7 @@ def _instantiate(parse: Callable[[_Parser], jsonargparse.Namespace]) -> Config:
 
 def _load(text: str) -> object:
     """Read a file, or a value of the command line; what YAML takes for nothing is that text."""
+    _check_keys(text)
     value = jsonargparse.get_loader("yaml")(text)
     return text if value is None else _marked(value)
 
@@ -177,9 +178,39 @@ def _check_names(values: object, where: str) -> None:
 
 def _read_yaml(path: str) -> object:
     try:
-        return yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = Path(path).read_text()
+        _check_keys(text)
+        return yaml.safe_load(text) or {}
+    # ValueError: text that is not UTF-8, or a date that no calendar has.
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise _unreadable(f"file '{path}'", str(error)) from error
+
+
+def _check_keys(text: str) -> None:
+    """Check that no mapping in YAML has a key twice, of which YAML would take the last.
+
+    Raises:
+        yaml.YAMLError: One has, or the text is not YAML.
+    """
+    root = yaml.compose(text, yaml.SafeLoader)
+    left, seen = [root] if root else [], set()
+    while left:
+        node = left.pop()
+        # Aliases lead to one node again and again.
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[tuple[str, str], int] = {}
+            for key, value in node.value:
+                left.append(value)
+                if isinstance(key, yaml.ScalarNode):
+                    line = key.start_mark.line + 1
+                    if (first := lines.get((key.tag, key.value))) is not None:
+                        raise yaml.YAMLError(f"'{key.value}' twice, in lines {first} and {line}")
+                    lines[key.tag, key.value] = line
 
 
 def _known_names() -> Iterator[str]:

@@ -79,6 +79,26 @@ def test_unknown_key_of_a_file_names_the_nearest(tmp_path: Path, text: str, near
 
 
 @pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("train:\n  steps: 7\n  steps: 9", "'steps' twice, in lines 2 and 3"),
+        ("train: {steps: 7}\nmodel: {preset: gpt2-small}\ntrain: {}", "'train' twice.* 1 and 3"),
+        ("data: {train: [{a: 1, a: 1}]}", "'a' twice"),
+    ],
+)
+def test_key_that_stands_twice_is_refused(tmp_path: Path, text: str, found: str) -> None:
+    """YAML would take the last and lose the others without a word."""
+    with pytest.raises(ConfigError, match=rf"{found}.*config\.yaml"):
+        parse_config(["--config", _write(tmp_path, text)])
+
+
+def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
+    """One value may be written once and meant in several places."""
+    text = "data: {train: &files [a], validation: *files}\ntrain: {steps: 7}\nmuon: {eps: 7}"
+    assert parse_config(["--config", _write(tmp_path, text)]).data.validation == ["a"]
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--optimizer.lr", "fast"],
