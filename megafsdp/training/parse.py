@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -27,6 +28,7 @@ _DESCRIPTION = (
     "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON). "
     "Text arrives as it is written; the bare word null on the command line stands for no value."
 )
+_CONFIG_HELP = "YAML file; of several a later one overrides, and options override them all."
 _MODE = "megafsdp"
 _T = TypeVar("_T")
 
@@ -59,8 +61,8 @@ class _Parser(jsonargparse.ArgumentParser):
 def parse_config(arguments: Sequence[str]) -> Config:
     """Read a configuration from a command line; local.
 
-    ``--config FILE`` reads YAML, ``--section.field value`` overrides, ``--print-config`` prints the
-    result as YAML and exits, ``--help`` lists all values.
+    ``--config FILE`` reads YAML, ``--section.field value`` overrides it, wherever the two stand;
+    ``--print-config`` prints the result as YAML and exits, ``--help`` lists all values.
 
     Args:
         arguments: The words after ``megafsdp train``.
@@ -74,7 +76,8 @@ def parse_config(arguments: Sequence[str]) -> Config:
     """
     words = ["--print_config" if w == "--print-config" else w for w in arguments]
     _check_options(words)
-    return _instantiate(lambda parser: parser.parse_args(words))
+    ordered = _files_first(words)
+    return _instantiate(lambda parser: parser.parse_args(ordered))
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
@@ -107,7 +110,7 @@ def _instantiate(parse: Callable[[_Parser], jsonargparse.Namespace]) -> Config:
     jsonargparse.set_loader(_MODE, _load, (yaml.YAMLError,))
     jsonargparse.set_dumper(_MODE, _dump)
     parser = _Parser(prog="megafsdp train", description=_DESCRIPTION, parser_mode=_MODE)
-    parser.add_argument("--config", action="config", help="YAML file; may be given repeatedly.")
+    parser.add_argument("--config", action="config", help=_CONFIG_HELP)
     parser.add_class_arguments(Config)
     try:
         parsed = parse(parser)
@@ -160,6 +163,19 @@ def _check_options(words: Sequence[str]) -> None:
         if name == "config":
             path = value if equals else next(iter(words[index + 1 :]), "")
             _check_names(_read_yaml(path), f"file '{path}'")
+
+
+def _files_first(words: Sequence[str]) -> list[str]:
+    """Return words with the files before the options, which jsonargparse applies in order."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--config":
+            files += [word, *itertools.islice(rest, 1)]
+        else:
+            (files if word.startswith("--config=") else others).append(word)
+    return files + others
 
 
 def _check_names(values: object, where: str) -> None:

@@ -30,6 +30,18 @@ def test_command_line_overrides_file(tmp_path: Path) -> None:
     assert config.optimizer.weight_decay == 0.1
 
 
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_command_line_overrides_files_that_come_later(tmp_path: Path, form: str) -> None:
+    """Files override each other in their order, and options override them wherever they stand."""
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("train: {steps: 7, global_batch_size: 4}\nrun: {name: first}")
+    second.write_text("train: {steps: 9, global_batch_size: 8}")
+    words = ["--train.steps", "2", *form.format(first).split(), "--run.seed=5"]
+    config = parse_config([*words, *form.format(second).split()])
+    assert (config.train.steps, config.train.global_batch_size) == (2, 8)
+    assert (config.run.name, config.run.seed) == ("first", 5)
+
+
 def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
     """What to_yaml() writes is read back as the same configuration."""
     config = parse_config(
