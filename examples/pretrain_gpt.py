@@ -10,9 +10,12 @@ its latest checkpoint.
 import sys
 from pathlib import Path
 
-from megafsdp.training import parse_config, train
+from megafsdp.training import ConfigError, parse_config, train
 
 CONFIG = Path(__file__).parent / "configs" / "pretrain_gpt.yaml"
 
 if __name__ == "__main__":
-    train(parse_config(["--config", str(CONFIG), *sys.argv[1:]]))
+    try:
+        train(parse_config(["--config", str(CONFIG), *sys.argv[1:]]))
+    except ConfigError as error:
+        sys.exit(f"{Path(__file__).name}: {error}")

@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -141,7 +142,7 @@ def prepare(options: PrepOptions) -> PrepRecord:
         The record of the files.
 
     Raises:
-        ConfigError: An option is wrong, or an input leads to no file.
+        ConfigError: An option is wrong, an input leads to no file, or the output cannot be written.
         DataError: A file is not text, or the corpus has no training document.
     """
     _check(options)
@@ -152,6 +153,7 @@ def prepare(options: PrepOptions) -> PrepRecord:
     if existing is not None:
         _LOGGER.info("'%s' is prepared already: %s", options.output, existing.describe())
         return existing
+    _require_writable(Path(options.output))
     written = _write_splits(options, files, tokenizer)
     train, validation = (_split_record(Path(options.output, s), written.nbytes[s]) for s in _SPLITS)
     record = PrepRecord(
@@ -253,6 +255,20 @@ def _check(options: PrepOptions) -> None:
         what = "validation_every of 0 (none), or 2 and more"
         mend = "20 holds out 5 % of the documents"
         raise ConfigError(expected(what, options.validation_every, where=where, mend=mend))
+
+
+def _require_writable(folder: Path) -> None:
+    """Make the folder of the results and check that files can be made there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        found = f"{type(error).__name__}: {error}"
+        mend = "Make it a folder that this user may write to, or name another"
+        where = f"the output of prep, '{folder}'"
+        what = "a folder that can be written to"
+        raise ConfigError(expected(what, found, where=where, mend=mend)) from error
 
 
 def _deciding_options(options: PrepOptions) -> dict[str, object]:

@@ -176,7 +176,8 @@ def _json_text(line: str, json_key: str, where: str) -> str:
     what = f"a JSON object with text under the key '{json_key}'"
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    # ValueError: broken JSON, or a number of more digits than Python reads.
+    except (ValueError, RecursionError) as error:
         mend = "Mend the line, or take the file out of the inputs"
         raise DataError(expected(what, f"broken JSON ({error})", where=where, mend=mend)) from error
     if not isinstance(value, dict) or not isinstance(value.get(json_key), str):

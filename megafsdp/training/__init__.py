@@ -1,7 +1,16 @@
 """Training: one configuration, one loop, and the command line over both."""
 
+from megafsdp.errors import ConfigError
 from megafsdp.training.config import Config
 from megafsdp.training.loop import RunSummary, train
 from megafsdp.training.parse import config_from_dict, parse_config, to_yaml
 
-__all__ = ["Config", "RunSummary", "config_from_dict", "parse_config", "to_yaml", "train"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "RunSummary",
+    "config_from_dict",
+    "parse_config",
+    "to_yaml",
+    "train",
+]

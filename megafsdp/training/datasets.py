@@ -16,7 +16,7 @@ from megafsdp.data import (
     split_ranges,
     token_range,
 )
-from megafsdp.errors import ConfigError, expected
+from megafsdp.errors import ConfigError, DataError, expected
 from megafsdp.training.config import Config
 from megafsdp.training.validate import split_shares
 
@@ -54,12 +54,14 @@ def build_datasets(
         num_samples: Length of the run; None for that of a run of one batch size.
 
     Raises:
-        DataError: A file is missing or damaged, has too few tokens, or tokens beyond the
-            vocabulary.
+        DataError: A file is missing or damaged, has too few tokens or none to train on, or tokens
+            beyond the vocabulary.
         ConfigError: The split leaves nothing, or the tokenizer is not that of the files.
     """
     data = config.data
     train_parts, held_out = _parts(config, vocab_size, tokenizer)
+    for part in train_parts:
+        _check_not_empty(part)
     weights = data.weights
     if weights is None:
         weights = [float(o.sequence_lengths[p.start : p.stop].sum()) for o, p in train_parts]
@@ -109,6 +111,20 @@ def _parts(
     whole = [(file, range(len(file))) for file in files]
     held_out = [opened(prefix) for prefix in data.validation]
     return whole, [(file, range(len(file))) for file in held_out]
+
+
+def _check_not_empty(part: _Part) -> None:
+    """Refuse a file that has no part in the training: a blend could not weigh it."""
+    indexed, sequences = part
+    if not indexed.sequence_lengths[sequences.start : sequences.stop].any():
+        raise DataError(
+            expected(
+                "tokens to train on",
+                f"none in {len(sequences)} of {len(indexed)} sequences",
+                where=f"file '{indexed.data_path}' of data.train",
+                mend="Leave the file out, or give training a larger share in data.split",
+            )
+        )
 
 
 def _check_tokenizer(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | None) -> None:

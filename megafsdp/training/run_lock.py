@@ -35,46 +35,58 @@ def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> 
             is asked when there is something to write.
 
     Raises:
-        ConfigError: Another job holds a lock; on all ranks.
+        ConfigError: Another job holds a lock, or the run's folder cannot be written to; on all
+            ranks.
     """
-    holder: tuple[str, str] | None = None
+    refusal: str | None = None
     with contextlib.ExitStack() as files:
         if world.is_first:
-            holder = _hold(files, folder, "run.directory")
-            # A process cannot lock one file twice.
-            if holder is None and checkpoints and checkpoints.resolve() != folder.resolve():
-                holder = _hold(files, checkpoints, "checkpoint.directory")
-        holder = broadcast_object(holder)
-        if holder is not None:
-            name, found = holder
-            raise ConfigError(
-                expected(
-                    "a folder in which no other job runs",
-                    found,
-                    where=f"the training configuration, {name}",
-                    mend="Wait until that job has ended or end it, or choose another folder",
-                )
-            )
+            try:
+                _hold(files, folder, "run.directory")
+                # A process cannot lock one file twice.
+                if checkpoints and checkpoints.resolve() != folder.resolve():
+                    _hold(files, checkpoints, "checkpoint.directory")
+            except ConfigError as error:
+                refusal = str(error)
+        refusal = broadcast_object(refusal)
+        if refusal is not None:
+            raise ConfigError(refusal)
         yield
 
 
-def _hold(files: contextlib.ExitStack, folder: Path, option: str) -> tuple[str, str] | None:
-    """Hold a folder while a stack is open; return where and who, if another process does."""
+def _hold(files: contextlib.ExitStack, folder: Path, option: str) -> None:
+    """Hold a folder while a stack is open."""
+    where = f"the training configuration, {option} '{folder}'"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Opened for writing, as NFS asks of an exclusive lock.
         file = files.enter_context((folder / LOCK_FILE).open("a+", encoding="utf-8"))
+    except OSError as error:
+        if option != "run.directory":
+            _warn(folder, error)
+            return
+        what, found = "a folder that can be written to", f"{type(error).__name__}: {error}"
+        mend = "Make it a folder that this user may write to, or name another"
+        raise ConfigError(expected(what, found, where=where, mend=mend)) from error
+    try:
         holder = _lock(file)
     except OSError as error:
-        _LOGGER.warning(
-            "'%s' cannot be locked, so another job started there would mix its files with this"
-            " one's: %s: %s",
-            folder,
-            type(error).__name__,
-            error,
-        )
-        return None
-    return None if holder is None else (f"{option} '{folder}'", holder)
+        _warn(folder, error)
+        return
+    if holder is not None:
+        what = "a folder in which no other job runs"
+        mend = "Wait until that job has ended or end it, or choose another folder"
+        raise ConfigError(expected(what, holder, where=where, mend=mend))
+
+
+def _warn(folder: Path, error: OSError) -> None:
+    _LOGGER.warning(
+        "'%s' cannot be locked, so another job started there would mix its files with this"
+        " one's: %s: %s",
+        folder,
+        type(error).__name__,
+        error,
+    )
 
 
 def _lock(file: TextIO) -> str | None:

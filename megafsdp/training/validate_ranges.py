@@ -8,6 +8,9 @@ from typing import Any
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config import Config
 
+# 31 years; torch counts a clock's nanoseconds in 64 bits.
+_MAX_TIMEOUT_S = 10**9
+
 
 def check_ranges(config: Config, *, world_size: int) -> None:
     """Check every value whose range depends on no other value; local.
@@ -53,6 +56,9 @@ def check_ranges(config: Config, *, world_size: int) -> None:
         value = value_of(config, path)
         if value is not None and not 0 < value < math.inf:
             raise bad_value(path, "a finite number above 0", value)
+    if config.run.timeout_s > _MAX_TIMEOUT_S:
+        what = f"at most {_MAX_TIMEOUT_S:,} seconds"
+        raise bad_value("run.timeout_s", what, config.run.timeout_s)
     if not 0 <= config.schedule.min_lr_ratio <= 1:
         raise bad_value(
             "schedule.min_lr_ratio", "a share from 0 to 1", config.schedule.min_lr_ratio

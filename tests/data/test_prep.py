@@ -276,6 +276,17 @@ def test_wrong_options_are_refused(
     assert not Path(options.output).exists()
 
 
+@pytest.mark.parametrize("place", ["/proc/x", "a file", "a file/below"])
+def test_output_that_cannot_be_written_is_refused(
+    options: PrepOptions, tmp_path: Path, place: str
+) -> None:
+    """As a mistake in the options, before the corpus is read."""
+    (tmp_path / "a file").touch()
+    output = str(tmp_path / place)
+    with pytest.raises(ConfigError, match=f"a folder that can be written to.*'{output}'"):
+        prepare(replace(options, output=output))
+
+
 def test_corpus_without_text_is_refused(tmp_path: Path) -> None:
     """Empty files are no corpus."""
     (tmp_path / "a.txt").write_text("")

@@ -74,6 +74,8 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"text": ', r"broken JSON.*line 2.*Mend the line"),
+        ('{"text": "x", "id": ' + "1" * 5000 + "}", r"broken JSON.*4300.*line 2"),
+        ("[" * 100_000, r"broken JSON.*recursion.*line 2"),
         ('{"body": "x"}', r"under the key 'text', got the keys body.*line 2.*json_key"),
         ('{"text": 5}', r"got the keys text"),
         ("[1]", r"got the keys none"),

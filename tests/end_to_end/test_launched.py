@@ -140,6 +140,9 @@ def test_pretraining_example_is_configuration_and_one_call(
     monkeypatch.setattr(sys, "argv", [path, *(f"--{key}={value}" for key, value in toy.items())])
     runpy.run_path(path, run_name="__main__")
     assert (tmp_path / "run/checkpoints/iter_0000002").is_dir()
+    monkeypatch.setattr(sys, "argv", [path, "--optimizer.rate=1"])
+    with pytest.raises(SystemExit, match=rf"{name}\.py: Expected a known name, got .*optimizer.lr"):
+        runpy.run_path(path, run_name="__main__")
 
 
 def test_offload_sweep_compares_fractions(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafsdp.data import ByteTokenizer
+from megafsdp.data import ByteTokenizer, IndexedDatasetWriter
 from megafsdp.errors import ConfigError, DataError
 from megafsdp.training.datasets import Datasets, build_datasets
 from tests.training.runs import SEQUENCE_LENGTH, tiny, write_corpus
@@ -52,6 +52,21 @@ def test_nothing_held_out_means_no_validation(tmp_path: Path) -> None:
     """Without prefixes and without a split there is nothing to evaluate on."""
     write_corpus(tmp_path)
     assert _build(tmp_path, validation=[]).validation is None
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("split", [None, "1,99"])
+def test_file_without_tokens_to_train_on_is_refused(
+    tmp_path: Path, others: int, split: str | None
+) -> None:
+    """Alone or in a blend; the message names it."""
+    write_corpus(tmp_path)
+    with IndexedDatasetWriter(tmp_path / "empty") as writer:
+        if split is not None:
+            writer.add_document([1] * 50)
+    prefixes = [str(tmp_path / "train")] * others + [str(tmp_path / "empty")]
+    with pytest.raises(DataError, match=r"tokens to train on, got none.*empty\.bin.*data\.train"):
+        _build(tmp_path, train=prefixes, validation=[], split=split)
 
 
 def test_blend_follows_the_weights(tmp_path: Path) -> None:

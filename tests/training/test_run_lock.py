@@ -83,6 +83,21 @@ def test_checkpoints_in_the_run_folder_itself_are_no_second_job(tmp_path: Path) 
     assert train(tiny(tmp_path, checkpoint=same, train={"steps": 1})).is_finished
 
 
+@pytest.mark.parametrize("place", ["/proc/x", "a file", "a file/below"])
+def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(
+    ranks: Ranks, tmp_path: Path, place: str
+) -> None:
+    """Before anything is built; the message says which option names it."""
+    (tmp_path / "a file").touch()
+    config = tiny(tmp_path, run={"directory": str(tmp_path / place)})
+    with pytest.raises(RanksError) as failure:
+        ranks(2).run(train, config)
+    assert set(failure.value.failures) == {0, 1}
+    for text in failure.value.failures.values():
+        assert "ConfigError: Expected a folder that can be written to, got " in text
+        assert f"run.directory '{config.run_directory}'" in text
+
+
 def test_a_run_lets_go_of_its_folder_when_it_fails(tmp_path: Path) -> None:
     """A process that goes on after an error may train there again."""
     config = tiny(tmp_path)

@@ -103,6 +103,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("logging", {"interval_steps": 0}, "logging.interval_steps"),
         ("run", {"seed": -1}, "from 0 to 18446744073709551614, got -1.*run.seed"),
         ("run", {"seed": 2**64 - 1}, "from 0 to 18446744073709551614, got"),
+        ("run", {"timeout_s": 1e15}, "at most 1,000,000,000 seconds.*run.timeout_s"),
         ("data", {"seed": -1}, "from 0 to 4294967295, got -1.*data.seed"),
         ("data", {"seed": 2**32}, "from 0 to 4294967295, got"),
         ("evaluation", {"sample_temperature": -0.5}, "evaluation.sample_temperature"),
