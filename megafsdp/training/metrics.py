@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 import resource
 import sys
 import time
@@ -19,10 +20,13 @@ import torch
 from megafsdp.training.step import StepResult
 
 _GIB = 2**30
-# Dense bf16 FLOP/s by a part of the name that CUDA reports; the first match counts.
-_PEAK_FLOPS = (
+# Dense bf16 FLOP/s by words of the name that CUDA reports; the first match counts. None is for
+# devices that share a word with another and not its peak.
+_PEAK_FLOPS: tuple[tuple[str, float | None], ...] = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
+    ("GH200", 989e12),
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("H20", 148e12),
     ("H100 NVL", 835e12),
@@ -32,15 +36,21 @@ _PEAK_FLOPS = (
     ("A10G", 70e12),
     ("A10", 125e12),
     ("L40S", 362e12),
+    ("L40", 181e12),
     ("L4", 121e12),
+    ("4090 D", None),
+    ("4090 Laptop", None),
     ("4090", 165e12),
+    ("3090 Ti", None),
     ("3090", 71e12),
 )
 
 
 def peak_flops(device_name: str) -> float | None:
     """Return a GPU's dense bf16 FLOP/s by its CUDA name; None for one that is not in the table."""
-    return next((peak for part, peak in _PEAK_FLOPS if part in device_name), None)
+    # A100-SXM4 is of two words; of one, RTX A1000 would be an A100.
+    words = f" {re.sub('[^A-Za-z0-9]+', ' ', device_name)} "
+    return next((peak for part, peak in _PEAK_FLOPS if f" {part} " in words), None)
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
