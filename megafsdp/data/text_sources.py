@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import glob
+import io
 import json
 import os
 import sysconfig
@@ -34,6 +35,8 @@ _NOT_STDLIB = frozenset(
     }
 )
 _JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+# What compressed files begin with, which no UTF-8 text does.
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +130,11 @@ def file_documents(json_key: str, encoding_errors: str) -> Documents:
     """
 
     def documents(file: TextFile) -> Iterator[str]:
-        if file.path.suffix not in _JSONL_SUFFIXES:
-            yield _decoded(file.path.read_bytes(), f"file '{file.path}'", encoding_errors)
-            return
         with file.path.open("rb") as lines:
+            _check_uncompressed(lines, file.path)
+            if file.path.suffix.lower() not in _JSONL_SUFFIXES:
+                yield _decoded(lines.read(), f"file '{file.path}'", encoding_errors)
+                return
             for number, line in enumerate(lines, start=1):
                 where = f"file '{file.path}', line {number}"
                 if line.strip():
@@ -140,6 +144,15 @@ def file_documents(json_key: str, encoding_errors: str) -> Documents:
                     yield _decoded(data, where, encoding_errors)
 
     return documents
+
+
+def _check_uncompressed(file: io.BufferedReader, path: Path) -> None:
+    """Refuse a compressed file, whose bytes would pass as broken characters."""
+    start = file.peek()
+    for magic, name in _COMPRESSED.items():
+        if start.startswith(magic):
+            mend = "Decompress the file first"
+            raise DataError(expected("text", f"{name} data", where=f"file '{path}'", mend=mend))
 
 
 def docstring_documents(file: TextFile) -> Iterator[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -88,6 +91,25 @@ def test_broken_json_line_is_named(tmp_path: Path, line: str, message: str) -> N
     with pytest.raises(DataError, match=message) as caught:
         _read(file)
     assert "a.jsonl" in str(caught.value)
+
+
+def test_json_lines_are_known_by_any_case_of_the_ending(tmp_path: Path) -> None:
+    """Else a model would learn the JSON."""
+    file = _file(tmp_path / "A.JSONL", '{"text": "one"}\n{"text": "two"}\n')
+    assert _read(file) == ["one", "two"]
+
+
+@pytest.mark.parametrize("encoding_errors", ["strict", "replace"])
+@pytest.mark.parametrize(("module", "kind"), [(gzip, "gzip"), (lzma, "xz")])
+def test_compressed_file_is_refused(
+    tmp_path: Path, module: ModuleType, kind: str, encoding_errors: str
+) -> None:
+    """It is no text with broken characters."""
+    for name in ("a.txt", "a.jsonl"):
+        file = _file(tmp_path / name, module.compress(b'{"text": "one"}\n'))
+        with pytest.raises(DataError, match=rf"got {kind} data.*{name}.*Decompress"):
+            _read(file, encoding_errors=encoding_errors)
+    assert _read(_file(tmp_path / "empty.txt", b"")) == [""]
 
 
 def test_text_that_is_not_utf8_is_refused_or_replaced(tmp_path: Path) -> None:
