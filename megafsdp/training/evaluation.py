@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from megafsdp.buffer.collectives import all_reduce
 from megafsdp.data import Loader, Tokenizer
 from megafsdp.errors import ConfigError, expected
 from megafsdp.models import sample
+from megafsdp.training.config import Config
+
+_LOGGER = logging.getLogger("megafsdp.training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,23 @@ class EvaluationResult:
     loss: float
     bits_per_byte: float | None
     num_tokens: int
+
+
+def warn_of_idle_options(config: Config) -> None:
+    """Say which wishes for evaluation and text come to nothing, for want of data; local."""
+    data, wanted = config.data, config.evaluation
+    if wanted.interval_steps is not None and not data.validation and data.split is None:
+        _LOGGER.warning(
+            "Nothing is evaluated every %d steps: no data is held out. Set data.validation or"
+            " data.split, or leave evaluation.interval_steps null.",
+            wanted.interval_steps,
+        )
+    if wanted.sample_prompt is not None and data.tokenizer is None:
+        _LOGGER.warning(
+            "No text goes on from the prompt %r: there is no tokenizer. Set data.tokenizer, or"
+            " leave evaluation.sample_prompt null.",
+            wanted.sample_prompt,
+        )
 
 
 @torch.no_grad()

@@ -23,7 +23,13 @@ from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_clas
 from megafsdp.optimizer.scaler import LossScaler
 from megafsdp.training.config import Config
 from megafsdp.training.datasets import Datasets, build_datasets
-from megafsdp.training.evaluation import EvaluationResult, check_prompt, evaluate, sample_text
+from megafsdp.training.evaluation import (
+    EvaluationResult,
+    check_prompt,
+    evaluate,
+    sample_text,
+    warn_of_idle_options,
+)
 from megafsdp.training.lr import LearningRate, Schedule
 from megafsdp.training.metrics import Meter, Position
 from megafsdp.training.optimizers import build_optimizer
@@ -90,6 +96,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     world = find_world(config.run.device)
     validate(config, world_size=world.size)
     check_trackers(config)
+    warn_of_idle_options(config)
     stop = StopRequest(world.device)
     with (
         stop.listening(),

@@ -241,12 +241,31 @@ def test_a_full_disk_costs_rows_but_not_the_run(ranks: Ranks, tmp_path: Path) ->
     assert all("No space left" in text for text in first[2])
 
 
-def test_no_validation_data_means_no_evaluation(tmp_path: Path) -> None:
-    """A run without held-out data ends well."""
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_no_validation_data_means_no_evaluation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_wanted: bool
+) -> None:
+    """A run without held-out data and tokenizer ends well, and says what was asked in vain."""
     write_corpus(tmp_path)
-    summary = train(tiny(tmp_path, data={"validation": []}, evaluation={"interval_steps": 2}))
+    wanted = {"interval_steps": 2, "sample_prompt": "def"} if is_wanted else {}
+    data = {"validation": [], "tokenizer": None}
+    summary = train(tiny(tmp_path, data=data, evaluation=wanted))
     assert summary.is_finished
-    assert summary.evaluation is None
+    assert (summary.evaluation, summary.text) == (None, None)
+    assert caplog.text.count("Nothing is evaluated every 2 steps") == is_wanted
+    assert caplog.text.count("No text goes on from the prompt 'def'") == is_wanted
+
+
+def test_options_that_have_their_data_are_no_cause_for_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Held-out files or a split, and a tokenizer."""
+    write_corpus(tmp_path)
+    wanted = {"interval_steps": 1, "sample_prompt": "def", "sample_tokens": 1}
+    for data in ({}, {"validation": [], "split": "90,10"}):
+        run = {"directory": str(tmp_path / f"run{len(data)}")}
+        train(tiny(tmp_path, run=run, data=data, evaluation=wanted, train={"steps": 1}))
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_bad_configuration_is_refused_before_anything_is_written(tmp_path: Path) -> None:
