@@ -195,7 +195,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """Checkpoints; one is always saved at the end and on SIGTERM and SIGINT.
+    """Checkpoints; one is always saved at the end, whether SIGTERM, SIGINT or a NaN brings it.
 
     Attributes:
         directory: Where, for one job at a time; null for checkpoints in the run's directory.

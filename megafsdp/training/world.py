@@ -113,6 +113,9 @@ def process_group(world: World, *, timeout_s: float) -> Iterator[None]:
     machine each gets one thread, unless OMP_NUM_THREADS is set: threads of ranks that share cores
     slow each other down many times over. There glibc keeps freed memory, unless its own variables
     are set.
+
+    Raises:
+        ConfigError: The environment names a rank and not where the ranks meet.
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -138,6 +141,9 @@ def _init(world: World, timeout: datetime.timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     device_id = world.device if is_cuda else None
     if "RANK" in os.environ:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise _wrong_launch(f"{name} beside RANK", "none", "RANK")
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         return
     dist.init_process_group(

@@ -175,14 +175,15 @@ def test_world_that_does_not_fit_is_an_error_on_every_rank(ranks: Ranks, tmp_pat
 
 
 def test_fault_of_the_first_rank_alone_is_raised_by_all(ranks: Ranks, tmp_path: Path) -> None:
-    """Only one rank writes the run's folder; the others hear when it cannot."""
+    """Only one rank writes the run's files; the others hear when it cannot."""
     write_corpus(tmp_path)
-    (tmp_path / "run").write_text("a file in the folder's place")
+    # A folder in the file's place.
+    (tmp_path / "run/config.yaml").mkdir(parents=True)
     config = tiny(tmp_path, data={"cache": str(tmp_path / "cache")})
     with pytest.raises(RanksError) as failure:
         ranks(2).run(train, config)
-    assert "FileExistsError" in failure.value.failures[0]
-    assert "rank 0: FileExistsError" in failure.value.failures[1]
+    assert "IsADirectoryError" in failure.value.failures[0]
+    assert "rank 0: IsADirectoryError" in failure.value.failures[1]
 
 
 def _train_without_data_on_one_rank(config: Config) -> RunSummary:

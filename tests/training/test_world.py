@@ -64,6 +64,22 @@ def test_environment_that_names_no_rank_is_refused(
         find_world("cpu")
 
 
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_ranks_without_a_place_to_meet_are_refused(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """The variable that a launcher would have set is named."""
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **meeting}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with (
+        pytest.raises(ConfigError, match=f"{missing} beside RANK, got none.*torchrun"),
+        process_group(find_world("cpu"), timeout_s=10),
+    ):
+        pass
+
+
 def test_world_of_one_needs_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedulers set it for plain processes too."""
     monkeypatch.setenv("WORLD_SIZE", "1")
