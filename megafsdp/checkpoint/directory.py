@@ -53,7 +53,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """
     path = Path(directory) / TRACKER_FILE
     try:
-        text = path.read_text().strip()
+        text = path.read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not (text.isascii() and text.isdigit()):
@@ -109,8 +109,17 @@ def prepare(root: Path, step: int) -> Path:
         The empty temporary directory.
 
     Raises:
-        CheckpointError: The step is the published one already.
+        CheckpointError: The step is the published one already, or the root is a file.
     """
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(
+            expected(
+                "a directory to save in",
+                "a file",
+                where=f"'{root}'",
+                mend="Give another path, or remove the file",
+            )
+        )
     if latest_step(root) == step and step_directory(root, step).is_dir():
         raise CheckpointError(
             expected(

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -190,9 +191,7 @@ def load(
     ready = plan
     _, error = attempt(lambda: _commit(ready, targets))
     agree(True, error)
-    extra = ready.objects["extra"]
-    assert isinstance(extra, dict), "save() stores a dict"
-    return extra
+    return cast(dict[str, object], ready.objects["extra"])
 
 
 def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules) -> _Plan:
@@ -308,6 +307,7 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str], rules: Rules) -> Non
             require_equal_copies(plan.optimizer, plan.match.sources, manifest, reader, rules)
         for key, source in objects.items():
             plan.objects[key] = reader.read_object(source, manifest.objects[source])
+    assert isinstance(plan.objects["extra"], dict), "save() and CheckpointWriter store a dict"
 
 
 def _commit(plan: _Plan, targets: _Targets) -> None:

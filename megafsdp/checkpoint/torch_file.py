@@ -186,7 +186,9 @@ def from_torch(
     if step is None:
         stored_step = common.get("step") if isinstance(common, dict) else None
         step = stored_step if isinstance(stored_step, int) else 0
-    num_ranks = sum(section_of(key) == "rng" for key in objects)
+    # Random states of another form are kept, but none that a rank could continue with.
+    num_states = sum(section_of(key) == "rng" for key in objects)
+    num_ranks = num_states if all(f"rng.{rank}" in objects for rank in range(num_states)) else 0
     total_nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with (
         CheckpointWriter(destination, step, world_size=num_ranks) as writer,

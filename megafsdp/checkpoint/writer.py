@@ -123,10 +123,19 @@ class CheckpointWriter:
         """Write a structure of plain values and small tensors.
 
         Raises:
-            CheckpointError: The key is taken, or the value would not load with
-                ``weights_only=True``.
+            CheckpointError: The key is taken, the value would not load with ``weights_only=True``,
+                or ``extra`` is no dict, as which ``load`` returns it.
         """
         self._require_new(key)
+        if key == "extra" and not isinstance(value, dict):
+            raise CheckpointError(
+                expected(
+                    "a dict of the caller's values",
+                    repr(value)[:80],
+                    where=f"'extra' of '{self._root}'",
+                    mend="Give the value a name: {'name': value}",
+                )
+            )
         self._objects[key] = self._records.append_object(plain(key, value))
 
     def alias(self, key: str, target: str) -> None:

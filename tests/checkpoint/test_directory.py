@@ -32,11 +32,13 @@ def test_a_root_without_tracker_has_no_latest_step(tmp_path: Path) -> None:
     assert on_disk.latest_step(tmp_path / "file") is None
 
 
-@pytest.mark.parametrize("text", ["", "release", "-1", "\N{SUPERSCRIPT TWO}", "1 2"])
+@pytest.mark.parametrize(
+    "text", ["", "release", "-1", "\N{SUPERSCRIPT TWO}", "1 2", "\udcff\udcfe9"]
+)
 def test_a_tracker_without_a_step_is_an_error(tmp_path: Path, text: str) -> None:
     """A tracker that holds no number is not taken for "nothing saved"."""
     _root_with(tmp_path, [4], 4)
-    (tmp_path / on_disk.TRACKER_FILE).write_text(text)
+    (tmp_path / on_disk.TRACKER_FILE).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match=r"one of \[4\]"):
         on_disk.latest_step(tmp_path)
 

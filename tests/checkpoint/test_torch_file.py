@@ -148,6 +148,31 @@ def test_a_flattened_optimizer_is_refused(tmp_path: Path) -> None:
         from_torch(tmp_path / "a.pt", tmp_path / "b")
 
 
+def test_random_states_of_another_form_are_left_alone_by_a_load(tmp_path: Path) -> None:
+    """They are not those of ranks, so the ranks keep their own."""
+    model, optimizer = _trained()
+    states = {"torch": {"seed": 3}}
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    tree = {"model": of_model, "optimizer": of_optimizer, "rng": states}
+    torch.save(tree, tmp_path / "a.pt")
+    path = from_torch(
+        tmp_path / "a.pt", tmp_path / "b", fused_like=save(tmp_path / "like", step=0, model=Toy())
+    )
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    load(path, model=model, optimizer=optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+    with CheckpointReader(path) as reader:
+        assert reader.object("rng.torch") == states["torch"]
+
+
+def test_extra_values_without_names_are_refused(tmp_path: Path) -> None:
+    """A load returns a dict of them."""
+    torch.save({"model": Toy().state_dict(), "extra": 5}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"a dict of the caller's values, got 5.*'extra'"):
+        from_torch(tmp_path / "a.pt", tmp_path / "b")
+
+
 def test_numbered_parameters_need_names(tmp_path: Path) -> None:
     """An optimizer's own state dict is taken if it lists names, and refused if not."""
     model, optimizer = _trained()

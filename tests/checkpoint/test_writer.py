@@ -114,6 +114,14 @@ def test_what_is_no_step_is_refused(tmp_path: Path, step: object) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_is_no_save_root(tmp_path: Path) -> None:
+    """It is named, and stays."""
+    (tmp_path / "a.pt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"a directory to save in, got a file.*a\.pt"):
+        CheckpointWriter(tmp_path / "a.pt", step=1)
+    assert (tmp_path / "a.pt").read_text() == "mine"
+
+
 def test_keys_are_used_once(tmp_path: Path) -> None:
     """A second tensor, object or tie of the same key, and a tie to nothing, are refused."""
     with CheckpointWriter(tmp_path, step=1) as writer:
