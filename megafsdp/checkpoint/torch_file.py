@@ -63,7 +63,17 @@ def to_torch(
                 mend="Give a file name, such as model.pt",
             )
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            expected(
+                "a folder for the file",
+                f"{type(error).__name__}: {error}",
+                where=f"'{file.parent}'",
+                mend="Give a path whose folder is there or can be made",
+            )
+        ) from error
     with CheckpointReader(source, step) as reader, on_disk.scratch_beside(file) as scratch:
         nbytes = {
             key: math.prod(reader.shape(key)) * reader.dtype(key).itemsize

@@ -79,6 +79,14 @@ def test_scratch_files_have_their_room_before_they_are_mapped(tmp_path: Path) ->
     mapped.fill_(1)
 
 
+@pytest.mark.parametrize("name", ["a.txt/whole.pt", "a.txt/new/whole.pt"])
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    """With the path, and before anything is read."""
+    (tmp_path / "a.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"a folder for the file.*a\.txt"):
+        to_torch(tmp_path / "missing", tmp_path / name)
+
+
 @pytest.mark.parametrize("what", ["os.posix_fallocate", "torch.save"])
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, what: str) -> None:
     """Scratch files go, of this conversion and of one that died, and an older file stays."""
