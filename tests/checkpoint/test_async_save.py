@@ -294,6 +294,8 @@ def _collector_beside_a_save(root: Path) -> tuple[list[bool], bool]:
         for _ in range(20):
             time.sleep(0.01)
             seen.append(gc.isenabled() and gc.get_threshold()[0] > 0)
+        # Rank 0 has stopped looking before rank 1 goes on.
+        dist.barrier()
         late.set()
         pending.result()
     stays_off = not gc.isenabled() or not waits
