@@ -31,7 +31,7 @@ if [ -n "$is_fresh" ]; then
 fi
 
 if [ ! -e "$run/data/meta.json" ]; then
-  "$PYTHON" -m megafsdp.training.cli prep --stdlib --output "$run/data"
+  "$PYTHON" -m megafsdp prep --stdlib --output "$run/data"
 fi
 
 # Job control puts the launcher in a process group of its own. A signal then reaches only this script,
@@ -39,7 +39,7 @@ fi
 # would answer a signal with a failure.
 set -m
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$num_ranks" \
-  -m megafsdp.training.cli train "${options[@]}" </dev/null &
+  -m megafsdp train "${options[@]}" </dev/null &
 launcher=$!
 
 is_interrupted=

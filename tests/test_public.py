@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+
+import pytest
 
 import megafsdp
 from megafsdp import FSDPModule
@@ -56,6 +59,95 @@ METHODS = {
     "set_post_optim_event",
     "reset_iter_state",
 }
+# What README, docs, examples and pyproject.toml import, beside the names of the package itself.
+IMPORT_PATHS = {
+    "megafsdp.__main__": {"main"},
+    "megafsdp.checkpoint": {
+        "PendingSave",
+        "async_save",
+        "export_hf",
+        "export_hf_checkpoint",
+        "import_hf",
+        "import_hf_checkpoint",
+        "inspect",
+        "latest_step",
+        "load",
+        "release_staging_memory",
+        "save",
+        "wait_for_saves",
+    },
+    "megafsdp.checkpoint.inspect": {"inspect"},
+    "megafsdp.checkpoint.manifest": {"read_manifest"},
+    "megafsdp.data": {
+        "DEFAULT_SEED",
+        "PADDING_SAMPLE_ID",
+        "Batch",
+        "BlendedDataset",
+        "ByteTokenizer",
+        "IndexedDataset",
+        "IndexedDatasetWriter",
+        "JsonTokenizer",
+        "Loader",
+        "PrepOptions",
+        "PrepRecord",
+        "SampleDataset",
+        "SampleSource",
+        "SplitRecord",
+        "Tokenizer",
+        "build_blending_indices",
+        "check_vocabulary",
+        "load_tokenizer",
+        "merge",
+        "prepare",
+        "samples_per_dataset",
+        "split_ranges",
+        "token_dtype",
+        "token_range",
+    },
+    "megafsdp.device.memory": {"ByteLedger"},
+    "megafsdp.errors": {"expected"},
+    "megafsdp.fsdp": {
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "full_state_dict",
+        "fully_shard",
+        "fully_shard_model",
+        "fully_shard_optimizer",
+        "load_full_state_dict",
+        "mark_main_weights_changed",
+        "materialize",
+        "microbatch",
+        "register_fsdp_forward_method",
+        "summon_full_params",
+    },
+    "megafsdp.mesh.annotation": {"annotate"},
+    "megafsdp.mesh.fused_parts": {"FusedParts"},
+    "megafsdp.models": {
+        "ActivationCheckpointing",
+        "Architecture",
+        "LanguageModel",
+        "ModelConfig",
+        "TransformerLayer",
+        "build_model",
+        "config_from_hugging_face",
+        "config_to_hugging_face",
+        "flops_per_token",
+        "masked_cross_entropy",
+        "presets",
+        "sample",
+        "unit_classes",
+    },
+    "megafsdp.training": {
+        "Config",
+        "ConfigError",
+        "RunSummary",
+        "config_from_dict",
+        "parse_config",
+        "to_yaml",
+        "train",
+    },
+}
 
 
 def test_public_names_are_the_promised_ones_and_documented() -> None:
@@ -63,6 +155,13 @@ def test_public_names_are_the_promised_ones_and_documented() -> None:
     assert set(megafsdp.__all__) == PROMISED
     for name in PROMISED:
         assert inspect.getdoc(getattr(megafsdp, name)), name
+
+
+@pytest.mark.parametrize("path", sorted(IMPORT_PATHS))
+def test_documented_import_paths_work(path: str) -> None:
+    """What documents and examples import can be imported, whatever files lie behind it."""
+    module = importlib.import_module(path)
+    assert {name for name in IMPORT_PATHS[path] if not hasattr(module, name)} == set()
 
 
 def test_a_unit_has_the_methods_of_torchs_and_documents_them() -> None:

@@ -58,7 +58,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_quickstart_learns_stops_and_resumes(prepared: Path) -> None:
     """The second command: loss falls, SIGTERM to the ranks saves with code 0, a restart ends."""
-    words = ["-m", "megafsdp.training.cli", "train", "--config", str(QUICKSTART)]
+    words = ["-m", "megafsdp", "train", "--config", str(QUICKSTART)]
     words += ["--train.steps=24", "--logging.interval_steps=1", "--evaluation.batches=2"]
     words += ["--evaluation.sample_tokens=8"]
     metrics = prepared / "runs/quickstart/metrics.jsonl"
