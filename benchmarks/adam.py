@@ -24,10 +24,10 @@ import torch
 from benchmarks.adam_rivals import Rival, Torch, installed
 from benchmarks.record import CheckError, spread
 from megafsdp._native import require_native_module, why_cuda_missing
-from megafsdp.optimizer.cuda_kernels import usable_module
-from megafsdp.optimizer.hyper import AdamHyper
-from megafsdp.optimizer.kernels import AdamBuffers, adam_step
-from megafsdp.optimizer.reference import fp32_to_halves, halves_to_fp32
+from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, adam_step
+from megafsdp.optimizer.kernels.cuda import usable_module
+from megafsdp.optimizer.kernels.hyper import AdamHyper
+from megafsdp.optimizer.kernels.reference import fp32_to_halves, halves_to_fp32
 
 _HYPER = AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1)
 _GRAD_SCALE = 0.3

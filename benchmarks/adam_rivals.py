@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megafsdp.optimizer.hyper import AdamHyper
+from megafsdp.optimizer.kernels.hyper import AdamHyper
 
 
 class _FlatParameter:

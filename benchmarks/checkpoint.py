@@ -32,7 +32,7 @@ from benchmarks.launch import device_type, launch
 from benchmarks.record import CheckError, spread
 from megafsdp import checkpoint
 from megafsdp.models import ModelConfig, build_model, unit_classes
-from megafsdp.optimizer.adam import FusedAdam
+from megafsdp.optimizer.adam.fused_adam import FusedAdam
 
 SIDES = ("raw", "megafsdp", "dcp")
 _STEP = 1

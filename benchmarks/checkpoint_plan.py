@@ -38,11 +38,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megafsdp
-from megafsdp.buffer.boxes import Box
-from megafsdp.buffer.uneven import UnevenDTensor
-from megafsdp.checkpoint.manifest import Chunk, Record
-from megafsdp.checkpoint.regions import Region
-from megafsdp.optimizer.adam import FusedAdam
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.buffer.dtensor.uneven_layout import Box
+from megafsdp.checkpoint.format.manifest import Chunk, Record
+from megafsdp.checkpoint.format.regions import Region
+from megafsdp.optimizer.adam.fused_adam import FusedAdam
 
 _ROWS, _ROW = 256, 128
 _MATRICES_A_UNIT = 33

@@ -33,7 +33,7 @@ from benchmarks import host_time
 from benchmarks.launch import device_type, launch
 from benchmarks.memory import peak_nbytes, resting_nbytes
 from benchmarks.record import CheckError, spread
-from megafsdp.buffer.common_errors import raise_together
+from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.models import build_model, presets
 from megafsdp.models.common import TransformerLayer
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
+from megafsdp.device.host_copies import CopyLink, Transfer
 from megafsdp.device.host_memory import HostArena
-from megafsdp.device.link import CopyLink, Transfer
-from megafsdp.optimizer.hyper import AdamHyper
-from megafsdp.optimizer.kernels import AdamBuffers, AdamKernel, AdamSegment
+from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamKernel, AdamSegment
+from megafsdp.optimizer.kernels.hyper import AdamHyper
 
 # Main weight and two moments read and written, a gradient read, a copy written.
 KERNEL_BYTES_PER_ELEMENT = 28

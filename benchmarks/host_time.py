@@ -18,14 +18,14 @@ from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile
 
-from megafsdp.buffer import collectives
-from megafsdp.buffer.collectives import Pending
+from megafsdp.buffer.comm import collectives
+from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.device.memory import FlatStorage
-from megafsdp.fsdp import agreement
-from megafsdp.fsdp.compute_weight import ComputeWeight
-from megafsdp.fsdp.gradients import GradientReducer
-from megafsdp.fsdp.schedule import FSDPContext
-from megafsdp.fsdp.unit import FSDPUnit
+from megafsdp.fsdp.params.compute_weight import ComputeWeight
+from megafsdp.fsdp.params.gradient_reducer import GradientReducer
+from megafsdp.fsdp.runtime import agreement
+from megafsdp.fsdp.runtime.schedule import FSDPContext
+from megafsdp.fsdp.runtime.unit import FSDPUnit
 
 _BOOKKEEPING = "bookkeeping"
 _WAITING = "waiting"

@@ -32,8 +32,8 @@ from benchmarks.offload_sides import (
     time_blocks,
     warm_up,
 )
+from megafsdp.device.host_copies import CopyLink, link_of
 from megafsdp.device.host_memory import HostArena
-from megafsdp.device.link import CopyLink, link_of
 from megafsdp.device.streams import device_handle
 from megafsdp.models import build_model, presets
 from megafsdp.models.common import TransformerLayer

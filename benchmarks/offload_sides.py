@@ -20,10 +20,10 @@ import megafsdp
 from benchmarks.host_bandwidth import KERNEL_BYTES_PER_ELEMENT
 from benchmarks.per_parameter_hybrid import PerParameterHybrid
 from benchmarks.record import CheckError, spread
-from megafsdp.buffer.uneven import local_tensor
-from megafsdp.device.link import CopyLink
-from megafsdp.fsdp.parameter_group import ParameterGroup
-from megafsdp.fsdp.unit import unit_of
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.device.host_copies import CopyLink
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.fsdp.runtime.unit import unit_of
 
 BASE, RIVAL_BASE = "nothing offloaded", "one optimizer a parameter, nothing offloaded"
 NORM_FIRST, AHEAD = "norm first", "ahead of the norm"

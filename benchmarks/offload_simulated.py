@@ -28,7 +28,7 @@ from benchmarks.simulated_device import (
     keep_freed_memory,
     model_input,
 )
-from megafsdp.device.link import ThreadLink
+from megafsdp.device.host_copies import ThreadLink
 
 # What a step with bf16 gradients and copies moves in the host's memory, the link's part included.
 _HOST_BYTES_PER_ELEMENT = 32

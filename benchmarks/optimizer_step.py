@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import megafsdp
 from benchmarks.launch import launch
 from benchmarks.record import CheckError, spread
-from megafsdp.buffer.common_errors import raise_together
+from megafsdp.buffer.comm.agreement import raise_together
 
 _FUSED_ADAM = "FusedAdam"
 _FUSED, _DEFAULT = "AdamW(fused=True) on megafsdp", "AdamW() on megafsdp"

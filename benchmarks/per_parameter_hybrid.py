@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from megafsdp import FusedAdam
-from megafsdp.buffer.uneven import local_tensor
-from megafsdp.device.link import CopyLink, Transfer
-from megafsdp.fsdp.parameter_group import group_of
-from megafsdp.optimizer.clip import clip_coefficient
-from megafsdp.optimizer.grad_norms import total_norm
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.device.host_copies import CopyLink, Transfer
+from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.grads.clip import clip_coefficient
+from megafsdp.optimizer.grads.norms import total_norm
 
 
 @dataclass

@@ -31,11 +31,11 @@ from torch import nn
 import megafsdp
 from benchmarks import host_time
 from benchmarks.record import CheckError, spread
-from megafsdp.buffer import collectives
-from megafsdp.buffer.collectives import record_collectives
-from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
+from megafsdp.buffer.comm import collectives
+from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.device.memory import Category, tensors_nbytes
-from megafsdp.fsdp.unit import FSDPUnit, unit_of
+from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of
 from megafsdp.models import build_model, presets
 from megafsdp.models.common import TransformerLayer
 

@@ -1,27 +1,27 @@
 """Megatron-style fully sharded data parallelism for PyTorch."""
 
 from megafsdp import checkpoint
-from megafsdp.buffer.uneven import full_tensor
+from megafsdp.buffer.dtensor.uneven import full_tensor
 from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
-from megafsdp.fsdp.full_state import (
+from megafsdp.fsdp.full_params import (
     full_state_dict,
     load_full_state_dict,
     microbatch,
     summon_full_params,
 )
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
-from megafsdp.fsdp.main_weights import fully_shard_optimizer, mark_main_weights_changed
 from megafsdp.fsdp.materialize import materialize
-from megafsdp.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
+from megafsdp.fsdp.weight_sync import fully_shard_optimizer, mark_main_weights_changed
 from megafsdp.mesh.parallel_dims import ParallelDims
-from megafsdp.optimizer.adam import FusedAdam
-from megafsdp.optimizer.clip import clip_grad_norm_
-from megafsdp.optimizer.grad_norms import num_zero_grads, param_group_norms
-from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
+from megafsdp.optimizer.adam.fused_adam import FusedAdam
+from megafsdp.optimizer.grads.clip import clip_grad_norm_
+from megafsdp.optimizer.grads.norms import num_zero_grads, param_group_norms
 from megafsdp.optimizer.local_parameters import local_parameters
-from megafsdp.optimizer.muon import Muon
+from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.optimizer.muon.muon import Muon
+from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.scale_rule import ScaleRule
-from megafsdp.optimizer.scaler import LossScaler
 
 __version__ = "0.1.0"
 

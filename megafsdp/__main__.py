@@ -2,7 +2,7 @@
 
 import sys
 
-from megafsdp.training.cli import main
+from megafsdp.training.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

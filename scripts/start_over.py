@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from megafsdp.checkpoint.directory import TRACKER_FILE, published_steps, step_directory
+from megafsdp.checkpoint.format.save_root import TRACKER_FILE, published_steps, step_directory
 from megafsdp.errors import ConfigError
-from megafsdp.training.config import Config
-from megafsdp.training.parse import parse_config
-from megafsdp.training.run_lock import sole_job
-from megafsdp.training.validate import validate
-from megafsdp.training.world import World, launch_number
+from megafsdp.training.config.parse import parse_config
+from megafsdp.training.config.sections import Config
+from megafsdp.training.config.validate import validate
+from megafsdp.training.process.run_lock import sole_job
+from megafsdp.training.process.world import World, launch_number
 
 
 def main(options: Sequence[str]) -> int:

@@ -30,9 +30,14 @@ def test_imports_point_down() -> None:
     _assert_none(architecture.breaches_of_layers(MODULES))
 
 
-def test_files_import_from_earlier_files() -> None:
-    """Within a folder whose files have an order, imports follow it."""
-    _assert_none(architecture.breaches_of_file_order(MODULES))
+def test_sub_packages_import_as_the_table_says() -> None:
+    """Within a folder a sub-package imports only from those below it."""
+    _assert_none(architecture.breaches_of_sub_packages(MODULES))
+
+
+def test_sub_packages_have_signboards() -> None:
+    """A sub-package's __init__ says what to read first; only public rooms export names."""
+    _assert_none(architecture.breaches_of_signboards(MODULES))
 
 
 def test_imports_have_no_cycle() -> None:
@@ -46,7 +51,7 @@ def test_imports_are_absolute_and_at_the_top() -> None:
 
 
 def test_collectives_have_one_door() -> None:
-    """Nothing but buffer/collectives.py calls a collective of torch.distributed."""
+    """Nothing but buffer/comm/collectives.py calls a collective of torch.distributed."""
     _assert_none(architecture.breaches_of_the_collectives_door(MODULES + EXAMPLES))
 
 
@@ -91,8 +96,8 @@ def test_upward_import_is_found(path: str, source: str) -> None:
     ("path", "source"),
     [
         ("megafsdp/buffer/layout.py", "from megafsdp.errors import expected"),
-        ("megafsdp/parallel/linear.py", "from megafsdp.buffer import collectives"),
-        ("megafsdp/training/step.py", "from megafsdp.checkpoint import save"),
+        ("megafsdp/parallel/linear.py", "from megafsdp.buffer.comm import collectives"),
+        ("megafsdp/training/step/train_step.py", "from megafsdp.checkpoint import save"),
         ("megafsdp/__init__.py", "from megafsdp.training import cli"),
     ],
 )
@@ -101,10 +106,22 @@ def test_downward_import_is_no_breach(path: str, source: str) -> None:
     assert architecture.breaches_of_layers(_snippet(path, source)) == []
 
 
-def test_import_from_later_file_is_found() -> None:
-    """policy.py may not know unit.py."""
-    package = _snippet("megafsdp/fsdp/policy.py", "from megafsdp.fsdp.unit import FSDPModule")
-    assert "policy stands before unit" in architecture.breaches_of_file_order(package)[0]
+def test_import_of_a_higher_sub_package_is_found() -> None:
+    """What a unit owns may not know when it runs; a folder of no name is a breach."""
+    source = "from megafsdp.fsdp.runtime.unit import FSDPUnit"
+    package = _snippet("megafsdp/fsdp/params/policy.py", source)
+    (breach,) = architecture.breaches_of_sub_packages(package)
+    assert "fsdp.params may not import fsdp.runtime" in breach
+    (breach,) = architecture.breaches_of_sub_packages(_snippet("megafsdp/fsdp/misc/x.py", ""))
+    assert "'fsdp.misc' is no sub-package" in breach
+
+
+def test_mute_or_importing_signboard_is_found() -> None:
+    """A sub-package without the sentence, or with an import, is a breach."""
+    path = "megafsdp/fsdp/params/__init__.py"
+    mute = Module.parse(path, "import math")
+    assert len(architecture.breaches_of_signboards([mute])) == 2
+    assert not architecture.breaches_of_signboards([Module.parse(path, '"""X. Read first: y."""')])
 
 
 def test_cycle_is_found() -> None:
@@ -145,24 +162,23 @@ def test_optional_packages_may_be_imported_late() -> None:
 def test_collective_outside_the_door_is_found(source: str) -> None:
     """A collective is found under any alias; the door itself may call it."""
     found = architecture.breaches_of_the_collectives_door
-    assert found(_snippet("megafsdp/fsdp/unit.py", source))
-    assert found(_snippet("megafsdp/buffer/collectives.py", source)) == []
+    assert found(_snippet("megafsdp/fsdp/runtime/unit.py", source))
+    assert found(_snippet("megafsdp/buffer/comm/collectives.py", source)) == []
 
 
 def test_rank_queries_are_no_collectives() -> None:
     """Asking for the rank or starting the process group is open to all."""
     source = "import torch.distributed as dist\ndist.get_rank()\ndist.init_process_group()"
-    package = _snippet("megafsdp/fsdp/unit.py", source)
+    package = _snippet("megafsdp/fsdp/runtime/unit.py", source)
     assert architecture.breaches_of_the_collectives_door(package) == []
 
 
 @pytest.mark.parametrize(
     ("path", "source", "message"),
     [
-        ("megafsdp/fsdp/schedule.py", "x = 1\n" * 251, "cap 250"),
-        ("megafsdp/fsdp/other.py", "x = 1\n" * 401, "cap 400"),
-        ("megafsdp/fsdp/unit.py", "def f():\n" + "    x = 1\n" * 80, "cap 80"),
-        ("megafsdp/fsdp/unit.py", "def f(a, b, c, *, d, e, g, h, i, j): ...", "cap 8"),
+        ("megafsdp/fsdp/other.py", "x = 1\n" * 601, "cap 600"),
+        ("megafsdp/fsdp/runtime/unit.py", "def f():\n" + "    x = 1\n" * 80, "cap 80"),
+        ("megafsdp/fsdp/runtime/unit.py", "def f(a, b, c, *, d, e, g, h, i, j): ...", "cap 8"),
     ],
 )
 def test_excess_size_is_found(path: str, source: str, message: str) -> None:
@@ -174,13 +190,17 @@ def test_excess_size_is_found(path: str, source: str, message: str) -> None:
 def test_spelt_axis_is_found() -> None:
     """An axis name in a string is a breach outside mesh/."""
     source = 'mesh["dp_shard"]'
-    assert architecture.breaches_of_axis_spelling(_snippet("megafsdp/fsdp/unit.py", source))
+    assert architecture.breaches_of_axis_spelling(_snippet("megafsdp/fsdp/runtime/unit.py", source))
     assert not architecture.breaches_of_axis_spelling(_snippet("megafsdp/mesh/x.py", source))
 
 
 @pytest.mark.parametrize(
     "source",
-    ["from megafsdp.fsdp.unit import x", "import megafsdp.errors", "from megafsdp import _native"],
+    [
+        "from megafsdp.fsdp.runtime.unit import x",
+        "import megafsdp.errors",
+        "from megafsdp import _native",
+    ],
 )
 def test_private_import_in_example_is_found(source: str) -> None:
     """Files of a folder and underscored names are not for examples."""

@@ -76,8 +76,8 @@ IMPORT_PATHS = {
         "save",
         "wait_for_saves",
     },
-    "megafsdp.checkpoint.inspect": {"inspect"},
-    "megafsdp.checkpoint.manifest": {"read_manifest"},
+    "megafsdp.checkpoint.tools.summary": {"inspect"},
+    "megafsdp.checkpoint.format.manifest": {"read_manifest"},
     "megafsdp.data": {
         "DEFAULT_SEED",
         "PADDING_SAMPLE_ID",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megafsdp import checkpoint
-from megafsdp.training.run_lock import sole_job
-from megafsdp.training.world import World
+from megafsdp.training.process.run_lock import sole_job
+from megafsdp.training.process.world import World
 
 _WHOLE = ["--data.train", "[tokens]", "--train.steps", "6"]
 _SCRIPT = Path(__file__).parents[1] / "scripts" / "start_over.py"

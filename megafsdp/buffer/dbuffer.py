@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megafsdp.buffer.collectives import Pending, all_gather, reduce_scatter
+from megafsdp.buffer.comm.collectives import Pending, all_gather, reduce_scatter
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from megafsdp.mesh.placement import Residence

@@ -2,12 +2,12 @@
 
 from megafsdp.checkpoint import inspect
 from megafsdp.checkpoint.async_save import async_save, release_staging_memory
-from megafsdp.checkpoint.directory import latest_step
-from megafsdp.checkpoint.hf import export_hf
-from megafsdp.checkpoint.hf_checkpoint import export_hf_checkpoint, import_hf_checkpoint
-from megafsdp.checkpoint.hf_load import import_hf
-from megafsdp.checkpoint.in_flight import PendingSave
-from megafsdp.checkpoint.in_flight import wait_for_end as wait_for_saves
+from megafsdp.checkpoint.background.pending_save import PendingSave
+from megafsdp.checkpoint.background.pending_save import wait_for_end as wait_for_saves
+from megafsdp.checkpoint.format.save_root import latest_step
+from megafsdp.checkpoint.huggingface.checkpoints import export_hf_checkpoint, import_hf_checkpoint
+from megafsdp.checkpoint.huggingface.export import export_hf
+from megafsdp.checkpoint.huggingface.import_ import import_hf
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp.checkpoint import in_flight
-from megafsdp.checkpoint.agreement import attempt, on_rank_zero
-from megafsdp.checkpoint.in_flight import PendingSave
+from megafsdp.buffer.comm.checkpoint_errors import attempt, on_rank_zero
+from megafsdp.checkpoint.background import pending_save as in_flight
+from megafsdp.checkpoint.background.pending_save import PendingSave
+from megafsdp.checkpoint.background.staging import HostSlab, Staging
 from megafsdp.checkpoint.save import BegunSave, HasState, begin_save, finish_save
-from megafsdp.checkpoint.staging import HostSlab, Staging
 from megafsdp.errors import expected
 
 _slab = HostSlab()

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 
-from megafsdp.checkpoint import directory as on_disk
-from megafsdp.checkpoint.manifest import DCP_METADATA_FILE, MANIFEST_FILE
-from megafsdp.checkpoint.nvidia import from_nvidia, to_nvidia
-from megafsdp.checkpoint.torch_file import from_torch, to_torch
+from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, MANIFEST_FILE
+from megafsdp.checkpoint.megatron.nvidia import from_nvidia, to_nvidia
+from megafsdp.checkpoint.tools.torch_file import from_torch, to_torch
 from megafsdp.errors import CheckpointError, expected
 
 

@@ -19,25 +19,16 @@ from typing import cast
 import torch
 from torch import nn
 
-from megafsdp.checkpoint import directory as on_disk
-from megafsdp.checkpoint.agreement import agree, attempt, rank_and_world_size
-from megafsdp.checkpoint.coverage import is_filled
-from megafsdp.checkpoint.fused import wholes_by_part
-from megafsdp.checkpoint.in_flight import wait_for_end
-from megafsdp.checkpoint.manifest import ANOTHER_STEP, Manifest, Record, read_manifest
-from megafsdp.checkpoint.matching import Match, Rules, match
-from megafsdp.checkpoint.optimizer_load import (
-    GROUPS_KEY,
-    OptimizerLoad,
-    plan_optimizer_load,
-    plan_param_groups,
-    require_equal_copies,
-)
-from megafsdp.checkpoint.records import RecordReader, require_files
-from megafsdp.checkpoint.regions import Region, Stored, local_regions, local_view, underlying
-from megafsdp.checkpoint.rng import restore_rng_state
+from megafsdp.buffer.comm.checkpoint_errors import agree, attempt, rank_and_world_size
+from megafsdp.checkpoint.background.pending_save import wait_for_end
+from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format.coverage import is_filled
+from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record, read_manifest
+from megafsdp.checkpoint.format.records import RecordReader, require_files
+from megafsdp.checkpoint.format.regions import Region, Stored, local_regions, local_view, underlying
+from megafsdp.checkpoint.format.rng import restore_rng_state
 from megafsdp.checkpoint.save import HasState
-from megafsdp.checkpoint.state_dict import (
+from megafsdp.checkpoint.state.canonical import (
     CanonicalState,
     HasCanonicalState,
     canonical_weights,
@@ -45,10 +36,19 @@ from megafsdp.checkpoint.state_dict import (
     modules_with_extra_state,
     parameter_names,
 )
+from megafsdp.checkpoint.state.fused import wholes_by_part
+from megafsdp.checkpoint.state.matching import Match, Rules, match
+from megafsdp.checkpoint.state.optimizer_load import (
+    GROUPS_KEY,
+    OptimizerLoad,
+    plan_optimizer_load,
+    plan_param_groups,
+    require_equal_copies,
+)
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
-from megafsdp.fsdp.full_state import device_below
-from megafsdp.fsdp.plain_tensors import give_memory_to_meta_tensors
+from megafsdp.fsdp.full_params import device_below
+from megafsdp.fsdp.params.plain_tensors import give_memory_to_meta_tensors
 
 _log = logging.getLogger("megafsdp.checkpoint")
 

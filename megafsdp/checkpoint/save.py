@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp.checkpoint import directory as on_disk
-from megafsdp.checkpoint.agreement import (
+from megafsdp.buffer.comm.checkpoint_errors import (
     Outcome,
     attempt,
     gather_on_rank_zero,
@@ -32,27 +31,28 @@ from megafsdp.checkpoint.agreement import (
     rank_and_world_size,
     values_of,
 )
-from megafsdp.checkpoint.describe import Written, describe, library_versions
-from megafsdp.checkpoint.in_flight import surface_failure
-from megafsdp.checkpoint.manifest import (
+from megafsdp.checkpoint.background.pending_save import surface_failure
+from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format.manifest import (
     Chunk,
     write_dcp_metadata,
     write_manifest,
 )
-from megafsdp.checkpoint.plain_values import plain
-from megafsdp.checkpoint.records import RecordWriter
-from megafsdp.checkpoint.regions import Region, ReplicaBalance, local_regions, local_view
-from megafsdp.checkpoint.rng import rng_state
-from megafsdp.checkpoint.state_dict import (
+from megafsdp.checkpoint.format.plain_values import plain
+from megafsdp.checkpoint.format.records import RecordWriter
+from megafsdp.checkpoint.format.regions import Region, ReplicaBalance, local_regions, local_view
+from megafsdp.checkpoint.format.rng import rng_state
+from megafsdp.checkpoint.state.canonical import (
     CanonicalState,
     canonical_weights,
     model_state,
     optimizer_state,
     parameter_names,
 )
-from megafsdp.checkpoint.tables import checksum_of_common, own_table
+from megafsdp.checkpoint.state.merge import Written, describe, library_versions
+from megafsdp.checkpoint.state.tables import checksum_of_common, own_table
 from megafsdp.errors import CheckpointError, expected
-from megafsdp.fsdp.initialized import require_initialized
+from megafsdp.fsdp.params.meta import require_initialized
 
 _log = logging.getLogger("megafsdp.checkpoint")
 

@@ -7,8 +7,8 @@ from megafsdp.data.loader import PADDING_SAMPLE_ID, Batch, Loader
 from megafsdp.data.prep import PrepOptions, PrepRecord, SplitRecord, prepare
 from megafsdp.data.sample_index import split_ranges
 from megafsdp.data.samples import DEFAULT_SEED, SampleDataset, SampleSource
+from megafsdp.data.token_range import check_vocabulary, token_range
 from megafsdp.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
-from megafsdp.data.vocabulary import check_vocabulary, token_range
 
 __all__ = [
     "DEFAULT_SEED",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megafsdp.data.loops import interleave
+from megafsdp.data.compiled_loops import interleave
 from megafsdp.data.samples import SampleSource
 from megafsdp.errors import ConfigError, DataError, expected
 

@@ -35,8 +35,8 @@ from megafsdp.data.text_sources import (
     find_files,
     find_stdlib_files,
 )
+from megafsdp.data.token_range import token_range
 from megafsdp.data.tokenizer import BYTE_SPEC, JsonTokenizer, Tokenizer, load_tokenizer
-from megafsdp.data.vocabulary import token_range
 from megafsdp.errors import ConfigError, DataError, expected
 
 _LOGGER = logging.getLogger("megafsdp.data")

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megafsdp.data.loops import place_samples
+from megafsdp.data.compiled_loops import place_samples
 from megafsdp.errors import ConfigError, expected
 
 

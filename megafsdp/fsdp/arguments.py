@@ -17,8 +17,8 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import FoundParameter
-from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
-from megafsdp.fsdp.unit import unit_of
+from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
+from megafsdp.fsdp.runtime.unit import unit_of
 from megafsdp.mesh.parallel_dims import default_mesh
 
 _STAGES = tuple(Strategy)

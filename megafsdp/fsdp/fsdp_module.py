@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.conversion_guard import refuse_changes, refuse_copy
-from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
+from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
+from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 
 
 class UnshardHandle:

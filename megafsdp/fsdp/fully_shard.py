@@ -35,9 +35,9 @@ from megafsdp.fsdp.grouping import (
     find_units,
 )
 from megafsdp.fsdp.kept_fp32 import policies_by_module
-from megafsdp.fsdp.policy import Average, MixedPrecisionPolicy, OffloadPolicy
-from megafsdp.fsdp.unit import FSDPUnit
-from megafsdp.fsdp.unit_memory import UnitMemory
+from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy
+from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.runtime.unit import FSDPUnit
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 

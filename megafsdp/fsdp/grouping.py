@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.axes import DataParallelAxes
 from megafsdp.fsdp.kept_fp32 import matching_names
-from megafsdp.fsdp.managed_parameter import GroupDtypes, ManagedParameter
-from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
-from megafsdp.fsdp.policy import MixedPrecisionPolicy, Strategy
-from megafsdp.fsdp.unit import units_below
-from megafsdp.fsdp.unit_memory import UnitMemory
+from megafsdp.fsdp.params.managed_parameter import GroupDtypes, ManagedParameter
+from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
+from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.runtime.unit import units_below
 
 _OWNER_ATTRIBUTE = "_megafsdp_owner"
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.policy import MixedPrecisionPolicy
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 
 
 def matching_names(fqn: str, owner: nn.Module, policy: MixedPrecisionPolicy) -> set[str]:

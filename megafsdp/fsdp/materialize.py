@@ -11,7 +11,7 @@ children drew. With three units, root, ``a`` and ``b``:
 
 Every rank draws all numbers, hence the values do not depend on the number of ranks. Nothing is
 known here of how a parameter is cut; which parameters have values is kept by
-:mod:`megafsdp.fsdp.initialized`.
+:mod:`megafsdp.fsdp.params.meta`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp.buffer.collectives import require_equal
-from megafsdp.buffer.common_errors import raise_together
-from megafsdp.buffer.local_ops import refusing_random_numbers
-from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
+from megafsdp.buffer.comm.agreement import raise_together
+from megafsdp.buffer.comm.collectives import require_equal
+from megafsdp.buffer.dtensor.op_rules import refusing_random_numbers
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
-from megafsdp.fsdp.full_state import device_below
-from megafsdp.fsdp.initialized import mark_initialized, quote
-from megafsdp.fsdp.managed_parameter import ManagedParameter
-from megafsdp.fsdp.parameter_group import ParameterGroup, group_of
-from megafsdp.fsdp.plain_tensors import PlainTensor, copy_attributes, find_plain_tensors, is_filled
-from megafsdp.fsdp.unit import FSDPUnit, unit_of, units_below
+from megafsdp.fsdp.full_params import device_below
+from megafsdp.fsdp.params.managed_parameter import ManagedParameter
+from megafsdp.fsdp.params.meta import mark_initialized, quote
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.params.plain_tensors import (
+    PlainTensor,
+    copy_attributes,
+    find_plain_tensors,
+    is_filled,
+)
+from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 
 T = TypeVar("T")
 

@@ -76,8 +76,8 @@ class Residence(Enum):
     PARTIAL = "partial"  # All of it, to be summed over ranks.
 
 
-# (from, to) -> the collective of buffer/collectives.py; a pair that is not listed needs none or is
-# unsound.
+# (from, to) -> the collective of buffer/comm/collectives.py; a pair that is not listed needs none
+# or is unsound.
 TRANSITIONS: dict[tuple[Residence, Residence], str] = {
     (Residence.SHARD, Residence.REPLICATE): "all_gather",
     (Residence.PARTIAL, Residence.SHARD): "reduce_scatter",

@@ -1,1 +1,28 @@
-"""Optimizers and what belongs to their step."""
+"""Optimizers and what belongs to their step.
+
+The public names are exported here. Their parts are in sub-packages: kernels (arithmetic), states,
+grads (norms and clipping), adam, muon, and offload.
+
+Read first: adam/fused_adam.py.
+"""
+
+from megafsdp.optimizer.adam.fused_adam import FusedAdam
+from megafsdp.optimizer.grads.clip import clip_grad_norm_
+from megafsdp.optimizer.grads.norms import num_zero_grads, param_group_norms
+from megafsdp.optimizer.local_parameters import local_parameters
+from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.optimizer.muon.muon import Muon
+from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
+from megafsdp.optimizer.scale_rule import ScaleRule
+
+__all__ = [
+    "FusedAdam",
+    "HybridDeviceOptimizer",
+    "LossScaler",
+    "Muon",
+    "ScaleRule",
+    "clip_grad_norm_",
+    "local_parameters",
+    "num_zero_grads",
+    "param_group_norms",
+]

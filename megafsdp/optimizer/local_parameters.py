@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafsdp.buffer.uneven import local_tensor
+from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.errors import expected
-from megafsdp.fsdp.gradients import GradientReducer
-from megafsdp.fsdp.parameter_group import tie_to_group
-from megafsdp.fsdp.unit import units_below
+from megafsdp.fsdp.params.gradient_reducer import GradientReducer
+from megafsdp.fsdp.params.parameter_group import tie_to_group
+from megafsdp.fsdp.runtime.unit import units_below
 
 
 class LocalParameter(nn.Parameter):
@@ -85,12 +85,12 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return one plain tensor for each trainable parameter group of a sharded model; local.
 
     Build an element-wise optimizer over them instead of ``model.parameters()``: the result is the
-    same as long as every parameter of a group gets a gradient, one gets none only together with
-    its group, or the update by a zero gradient is none. Weight decay, too, then holds for all of a
+    same as long as every parameter of a group gets a gradient, one gets none only together with its
+    group, or the update by a zero gradient is none. Weight decay, too, then holds for all of a
     group alike. Clip with ``clip_grad_norm_(model, ...)``. Scale losses with
-    :class:`~megafsdp.optimizer.scaler.LossScaler`: ``torch.amp.GradScaler`` sees plain tensors, so
-    each rank would decide by itself whether to skip a step, and ranks would part. The optimizer's
-    states are those of this mesh; an optimizer that is to be saved is built over
+    :class:`~megafsdp.optimizer.loss_scaler.LossScaler`: ``torch.amp.GradScaler`` sees plain
+    tensors, so each rank would decide by itself whether to skip a step, and ranks would part. The
+    optimizer's states are those of this mesh; an optimizer that is to be saved is built over
     ``model.parameters()``.
 
     Args:

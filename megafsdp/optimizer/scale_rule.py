@@ -6,7 +6,7 @@ a step that is not finite; the scale is the one in use at that step)::
     step    .  .  .  !  !  !  .  .  .  !
     scale   8  8  8  16 16 8  4  4  4  8
 
-This file touches no tensor; :mod:`megafsdp.optimizer.scaler` does.
+This file touches no tensor; :mod:`megafsdp.optimizer.loss_scaler` does.
 """
 
 from __future__ import annotations

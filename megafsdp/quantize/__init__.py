@@ -1,1 +1,4 @@
-"""How compute weights are made from main weights: recipes."""
+"""How compute weights are made from main weights: recipes.
+
+Read first: recipe.py.
+"""

@@ -17,8 +17,8 @@ from megafsdp.data import (
     token_range,
 )
 from megafsdp.errors import ConfigError, DataError, expected
-from megafsdp.training.config import Config
-from megafsdp.training.validate import split_shares
+from megafsdp.training.config.sections import Config
+from megafsdp.training.config.validate import split_shares
 
 _Part = tuple[IndexedDataset, range]
 

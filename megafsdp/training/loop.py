@@ -14,25 +14,21 @@ import torch
 from torch import nn
 
 from megafsdp import checkpoint
-from megafsdp.buffer.common_errors import raise_together
-from megafsdp.checkpoint.agreement import attempt
+from megafsdp.buffer.comm.agreement import raise_together
+from megafsdp.buffer.comm.checkpoint_errors import attempt
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
-from megafsdp.optimizer.scaler import LossScaler
-from megafsdp.training.config import Config
+from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.training.config.sections import Config
+from megafsdp.training.config.validate import validate, validate_schedule
 from megafsdp.training.datasets import Datasets, build_datasets
-from megafsdp.training.evaluation import (
-    EvaluationResult,
-    check_prompt,
-    evaluate,
-    sample_text,
-    warn_of_idle_options,
-)
-from megafsdp.training.lr import LearningRate, Schedule
-from megafsdp.training.metrics import Meter, Position
-from megafsdp.training.optimizers import build_optimizer
+from megafsdp.training.metrics.metrics import Meter, Position
+from megafsdp.training.metrics.tracker import check_trackers
+from megafsdp.training.process.run_lock import sole_job
+from megafsdp.training.process.signals import StopRequest
+from megafsdp.training.process.world import World, find_world, process_group
 from megafsdp.training.report import Report
 from megafsdp.training.resume import (
     Restorable,
@@ -42,13 +38,17 @@ from megafsdp.training.resume import (
     restore,
     save,
 )
-from megafsdp.training.run_lock import sole_job
-from megafsdp.training.signals import StopRequest
-from megafsdp.training.step import NonFiniteError, StepResult, TrainStep
-from megafsdp.training.tracker import check_trackers
-from megafsdp.training.update import GradLook
-from megafsdp.training.validate import validate, validate_schedule
-from megafsdp.training.world import World, find_world, process_group
+from megafsdp.training.step.evaluation import (
+    EvaluationResult,
+    check_prompt,
+    evaluate,
+    sample_text,
+    warn_of_idle_options,
+)
+from megafsdp.training.step.lr import LearningRate, Schedule
+from megafsdp.training.step.optimizers import build_optimizer
+from megafsdp.training.step.train_step import NonFiniteError, StepResult, TrainStep
+from megafsdp.training.step.update import GradLook
 
 StepObserver = Callable[[int, StepResult], None]
 

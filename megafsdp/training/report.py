@@ -7,16 +7,16 @@ import os
 import shlex
 import sys
 
-from megafsdp.buffer.common_errors import raise_together
-from megafsdp.checkpoint.agreement import attempt
-from megafsdp.training.config import Config
-from megafsdp.training.evaluation import EvaluationResult
-from megafsdp.training.metrics import Meter, Position, megatron_line, progress_line
-from megafsdp.training.parse import to_yaml
+from megafsdp.buffer.comm.agreement import raise_together
+from megafsdp.buffer.comm.checkpoint_errors import attempt
+from megafsdp.training.config.parse import to_yaml
+from megafsdp.training.config.sections import Config
+from megafsdp.training.metrics.metrics import Meter, Position, megatron_line, progress_line
+from megafsdp.training.metrics.tracker import EVALUATION_KEY, Trackers
+from megafsdp.training.process.world import World
 from megafsdp.training.resume import RunState
-from megafsdp.training.step import StepResult
-from megafsdp.training.tracker import EVALUATION_KEY, Trackers
-from megafsdp.training.world import World
+from megafsdp.training.step.evaluation import EvaluationResult
+from megafsdp.training.step.train_step import StepResult
 
 _LOGGER = logging.getLogger("megafsdp.training")
 

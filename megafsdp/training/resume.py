@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from megafsdp import checkpoint
-from megafsdp.checkpoint.agreement import on_rank_zero
-from megafsdp.checkpoint.directory import temporary_beside
-from megafsdp.checkpoint.manifest import TRACKER_FILE
-from megafsdp.checkpoint.optimizer_load import GROUPS_KEY
-from megafsdp.checkpoint.reader import CheckpointReader
+from megafsdp.buffer.comm.checkpoint_errors import on_rank_zero
+from megafsdp.checkpoint.format.manifest import TRACKER_FILE
+from megafsdp.checkpoint.format.save_root import temporary_beside
+from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
+from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError, expected
-from megafsdp.optimizer.scaler import LossScaler
-from megafsdp.training.config import Config
-from megafsdp.training.lr import LearningRate
-from megafsdp.training.optimizers import apply_hyperparameters
-from megafsdp.training.parse import differences
+from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.training.config.parse import differences
+from megafsdp.training.config.sections import Config
+from megafsdp.training.step.lr import LearningRate
+from megafsdp.training.step.optimizers import apply_hyperparameters
 
 _LOGGER = logging.getLogger("megafsdp.training")
 # Sections that decide which tensors a checkpoint has.

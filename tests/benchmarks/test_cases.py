@@ -13,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.record import CheckError
 from megafsdp._native import cuda_module, native_module
-from megafsdp.optimizer.hyper import AdamHyper
+from megafsdp.optimizer.kernels.hyper import AdamHyper
 
 SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
 THIN = ["scale", "--layers", "2", "--hidden", "16", "--repeats", "1"]

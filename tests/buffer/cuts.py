@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megafsdp.buffer.boxes import UnevenLayout
-from megafsdp.buffer.uneven import UnevenDTensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 
 
 def whole_mesh() -> DeviceMesh:

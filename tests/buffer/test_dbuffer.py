@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout

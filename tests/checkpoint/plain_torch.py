@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from megafsdp import FusedAdam, MixedPrecisionPolicy, Muon, full_tensor, fully_shard
-from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from tests.checkpoint.sharding import fill, fixed, full_state
 
 VOCABULARY = 37

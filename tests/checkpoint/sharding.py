@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from megafsdp.buffer.boxes import UnevenLayout
-from megafsdp.buffer.uneven import UnevenDTensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.mesh.annotation import FusedParts, annotate
 
 VOCABULARY = 321

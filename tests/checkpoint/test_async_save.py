@@ -28,14 +28,14 @@ from megafsdp.checkpoint import (
     async_save,
     export_hf,
     import_hf,
-    in_flight,
     latest_step,
     load,
     release_staging_memory,
     save,
 )
-from megafsdp.checkpoint import directory as on_disk
-from megafsdp.checkpoint.staging import HostSlab, Staging
+from megafsdp.checkpoint.background import pending_save as in_flight
+from megafsdp.checkpoint.background.staging import HostSlab, Staging
+from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import fully_shard
 from tests.checkpoint.sharding import Toy, differences, fill, full_state

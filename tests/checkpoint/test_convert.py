@@ -9,10 +9,10 @@ import torch
 
 from megafsdp.checkpoint import save
 from megafsdp.checkpoint.convert import ConvertOptions, Format, convert, format_of
-from megafsdp.checkpoint.diff import diff
-from megafsdp.checkpoint.reader import CheckpointReader
+from megafsdp.checkpoint.tools.diff import diff
+from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError
-from tests.checkpoint import nvidia_toy
+from tests.checkpoint.megatron import megatron_toy as nvidia_toy
 from tests.checkpoint.sharding import Toy, fill
 
 

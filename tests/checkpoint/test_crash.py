@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from megafsdp.checkpoint import async_save, latest_step, load, save
-from megafsdp.checkpoint import directory as on_disk
+from megafsdp.checkpoint.format import save_root as on_disk
 from tests.checkpoint.sharding import Toy, differences, fill, full_state
 
 POINTS = [

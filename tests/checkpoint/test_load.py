@@ -13,10 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megafsdp.buffer.collectives import record_collectives
-from megafsdp.buffer.uneven import UnevenDTensor
+from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.checkpoint import load, save
-from megafsdp.checkpoint.torch_file import to_torch
+from megafsdp.checkpoint.tools.torch_file import to_torch
 from tests.checkpoint.sharding import (
     Toy,
     differences,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from megafsdp.checkpoint import load, save
-from megafsdp.checkpoint.manifest import Manifest, Record, read_manifest, write_manifest
-from megafsdp.checkpoint.regions import Region
+from megafsdp.checkpoint.format.manifest import Manifest, Record, read_manifest, write_manifest
+from megafsdp.checkpoint.format.regions import Region
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,

@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from megafsdp import FusedAdam, HybridDeviceOptimizer, MixedPrecisionPolicy
-from megafsdp.buffer.collectives import record_collectives
-from megafsdp.buffer.uneven import UnevenDTensor
+from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.checkpoint import async_save, load, save
-from megafsdp.checkpoint.manifest import read_manifest
-from megafsdp.checkpoint.regions import local_regions
-from megafsdp.checkpoint.staging import Staging
-from megafsdp.checkpoint.state_dict import model_state, optimizer_state, parameter_names
-from megafsdp.optimizer.offload_step import BucketStep
+from megafsdp.checkpoint.background.staging import Staging
+from megafsdp.checkpoint.format.manifest import read_manifest
+from megafsdp.checkpoint.format.regions import local_regions
+from megafsdp.checkpoint.state.canonical import model_state, optimizer_state, parameter_names
+from megafsdp.optimizer.offload.bucket_step import BucketStep
 from tests import architecture
 from tests.fsdp.toy import Net
-from tests.optimizer.hybrid_runs import (
+from tests.optimizer.offload.hybrid_runs import (
     KINDS,
     Case,
     assert_same,
@@ -160,13 +160,13 @@ def _callers(name: str) -> list[str]:
 
 def test_c6_uneven_chunks_are_made_in_one_place() -> None:
     """C6: cuts in boxes.py, chunk lists in uneven.py, of whose lists all others are readers."""
-    assert _definitions("boxes") == ["megafsdp/buffer/boxes.py"]
+    assert _definitions("boxes") == ["megafsdp/buffer/dtensor/uneven_layout.py"]
     for name in ("__create_chunk_list__", "__create_write_items__", "__get_tensor_shard__"):
-        assert _definitions(name) == ["megafsdp/buffer/uneven.py"], name
-    assert _callers("boxes") == ["megafsdp/buffer/uneven.py"]
-    assert _callers("__create_chunk_list__") == ["megafsdp/checkpoint/regions.py"]
+        assert _definitions(name) == ["megafsdp/buffer/dtensor/uneven.py"], name
+    assert _callers("boxes") == ["megafsdp/buffer/dtensor/uneven.py"]
+    assert _callers("__create_chunk_list__") == ["megafsdp/checkpoint/format/regions.py"]
     # The manifest's are of regions, which are read from chunk lists.
-    makers = ["megafsdp/buffer/uneven.py", "megafsdp/checkpoint/manifest.py"]
+    makers = ["megafsdp/buffer/dtensor/uneven.py", "megafsdp/checkpoint/format/manifest.py"]
     assert _callers("ChunkStorageMetadata") == makers
 
 

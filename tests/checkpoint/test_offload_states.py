@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from megafsdp import FusedAdam, HybridDeviceOptimizer, MixedPrecisionPolicy
-from megafsdp.buffer.uneven import UnevenDTensor, local_tensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.checkpoint import load, save
 from megafsdp.errors import CheckpointError
-from megafsdp.optimizer.offload_plan import groups_of
-from tests.checkpoint import fused_model
+from megafsdp.optimizer.offload.placement import groups_of
+from tests.checkpoint.state import fused_model
 from tests.fsdp.toy import Net
-from tests.optimizer.hybrid_runs import (
+from tests.optimizer.offload.hybrid_runs import (
     KINDS,
     Case,
     assert_same,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megafsdp import FusedAdam, full_tensor
-from megafsdp.buffer.uneven import local_tensor
+from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.checkpoint import load, save
-from megafsdp.optimizer.offload_step import BucketStep
+from megafsdp.optimizer.offload.bucket_step import BucketStep
 from tests.fsdp.toy import Net
-from tests.optimizer.hybrid_runs import (
+from tests.optimizer.offload.hybrid_runs import (
     Case,
     assert_same,
     backward,

@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from megafsdp.buffer.collectives import record_collectives
-from megafsdp.checkpoint import directory as on_disk
+from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.checkpoint import latest_step, load, save
-from megafsdp.checkpoint.manifest import read_manifest
-from megafsdp.checkpoint.regions import ReplicaBalance
-from megafsdp.checkpoint.torch_file import from_torch
+from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format.manifest import read_manifest
+from megafsdp.checkpoint.format.regions import ReplicaBalance
+from megafsdp.checkpoint.tools.torch_file import from_torch
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,

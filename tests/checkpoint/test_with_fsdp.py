@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from megafsdp.buffer.uneven import UnevenDTensor, full_tensor, local_tensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.checkpoint import load, save
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import MixedPrecisionPolicy, fully_shard, mark_main_weights_changed

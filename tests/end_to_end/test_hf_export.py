@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from megafsdp import checkpoint, fully_shard_model
 from megafsdp.models import ModelConfig, build_model, unit_classes
 from megafsdp.training import Config, train
-from megafsdp.training.cli import main
+from megafsdp.training.cli.main import main
 from tests.ranks import Ranks
 from tests.training.runs import tiny, write_corpus
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafsdp.checkpoint.nvidia import from_nvidia, to_nvidia
-from megafsdp.checkpoint.reader import CheckpointReader
+from megafsdp.checkpoint.megatron.nvidia import from_nvidia, to_nvidia
+from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.training import train
 from tests.ranks import Ranks
 from tests.training.runs import stored_tensors, tiny, write_corpus

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megafsdp.training import Config, train
-from megafsdp.training.step import StepResult
+from megafsdp.training.step.train_step import StepResult
 from tests.ranks import Ranks
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
 

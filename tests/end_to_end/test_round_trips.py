@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp import MixedPrecisionPolicy, checkpoint, fully_shard_model
-from megafsdp.checkpoint.manifest import read_manifest
+from megafsdp.checkpoint.format.manifest import read_manifest
 from megafsdp.models import ModelConfig, build_model, unit_classes
-from megafsdp.optimizer.adam import FusedAdam
+from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from tests.checkpoint.sharding import differences
 from tests.end_to_end.strategy_cases import mesh_of_shape
 from tests.pairwise import pairwise

@@ -16,8 +16,8 @@ from megafsdp import (
     mark_main_weights_changed,
     microbatch,
 )
-from megafsdp.buffer.collectives import record_collectives
-from megafsdp.buffer.uneven import local_tensor
+from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.uneven import local_tensor
 from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, shard
 from tests.ranks import Ranks
 

@@ -24,8 +24,8 @@ from megafsdp import (
     mark_main_weights_changed,
     register_fsdp_forward_method,
 )
-from megafsdp.buffer.collectives import record_collectives
-from megafsdp.buffer.uneven import UnevenDTensor
+from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.mesh.annotation import FusedParts, annotate, annotation_of
 from tests.fsdp.toy import Block, Net, adamw, assert_same_parameters, batches, mine, pair, shard
 from tests.ranks import Ranks

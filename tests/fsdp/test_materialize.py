@@ -30,9 +30,9 @@ from megafsdp import (
     mark_main_weights_changed,
     materialize,
 )
-from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.device.memory import Category
-from megafsdp.fsdp.unit import units_below
+from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.models import ModelConfig, build_model, unit_classes
 from tests.fsdp.toy import Block, Net, batches, mine, shard

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from megafsdp import full_tensor, mark_main_weights_changed
-from megafsdp.buffer.collectives import record_collectives
-from megafsdp.fsdp.axes import DataParallelAxes
+from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import find_parameters
-from megafsdp.fsdp.managed_parameter import GroupDtypes
-from megafsdp.fsdp.parameter_group import ParameterGroup
-from megafsdp.fsdp.policy import MixedPrecisionPolicy
-from megafsdp.fsdp.unit import FSDPUnit
-from megafsdp.fsdp.unit_memory import UnitMemory
+from megafsdp.fsdp.params.managed_parameter import GroupDtypes
+from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
+from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.runtime.unit import FSDPUnit
 from megafsdp.quantize.recipe import WHOLE_ROW, BufferSpec, Recipe, Use
 from tests.ranks import Ranks
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import megafsdp
 from megafsdp import MixedPrecisionPolicy, fully_shard
-from megafsdp.buffer.uneven import local_tensor
-from megafsdp.fsdp.tree import map_tensors
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.fsdp.runtime.tree import map_tensors
 from tests.fsdp.toy import (
     Block,
     Net,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megafsdp import FSDPModule, fully_shard
-from megafsdp.buffer.collectives import record_collectives
+from megafsdp.buffer.comm.collectives import record_collectives
 from tests.fsdp.toy import (
     WIDTH,
     Block,

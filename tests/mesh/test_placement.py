@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafsdp.buffer import collectives
+from megafsdp.buffer.comm import collectives
 from megafsdp.mesh.placement import TRANSITIONS, BlockAtomic, Flat, Residence, TensorAtomic
 
 
@@ -24,7 +24,7 @@ def test_block_height_must_be_positive() -> None:
 
 
 def test_transitions_name_collectives_that_exist() -> None:
-    """The table of moves points into buffer/collectives.py."""
+    """The table of moves points into buffer/comm/collectives.py."""
     for name in TRANSITIONS.values():
         assert callable(getattr(collectives, name))
     assert TRANSITIONS[Residence.PARTIAL, Residence.SHARD] == "reduce_scatter"

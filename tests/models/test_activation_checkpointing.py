@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp import full_tensor, fully_shard_model
-from megafsdp.buffer.collectives import CollectiveRecord, record_collectives
+from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from megafsdp.errors import ConfigError
 from megafsdp.models import (
     ActivationCheckpointing,

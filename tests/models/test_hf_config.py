@@ -17,8 +17,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megafsdp.checkpoint.hf_mapping import weights_from_hugging_face, weights_to_hugging_face
-from megafsdp.checkpoint.hf_rules import WeightGeometry
+from megafsdp.checkpoint.huggingface.mapping import (
+    weights_from_hugging_face,
+    weights_to_hugging_face,
+)
+from megafsdp.checkpoint.huggingface.rules import WeightGeometry
 from megafsdp.errors import ConfigError
 from megafsdp.models import (
     LanguageModel,

@@ -21,10 +21,10 @@ from megafsdp import (
     full_tensor,
     num_zero_grads,
 )
-from megafsdp.buffer.uneven import local_tensor
+from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.checkpoint import load, save
-from megafsdp.optimizer import reference
-from megafsdp.optimizer.hybrid import HybridDeviceOptimizer
+from megafsdp.optimizer.kernels import reference
+from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from tests.fsdp.toy import Net, batches, mine, shard
 from tests.ranks import Ranks
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 import yaml
 
 from megafsdp.errors import ConfigError, DataError
-from megafsdp.training import Config, RunSummary, config_from_dict, evaluation, train
-from megafsdp.training.step import StepResult
-from megafsdp.training.tracker import JsonlTracker
+from megafsdp.training import Config, RunSummary, config_from_dict, train
+from megafsdp.training.metrics.tracker import JsonlTracker
+from megafsdp.training.step import evaluation
+from megafsdp.training.step.train_step import StepResult
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, tiny, write_corpus
 

@@ -18,8 +18,8 @@ from megafsdp import full_state_dict, fully_shard_model
 from megafsdp.errors import ConfigError
 from megafsdp.models import ActivationCheckpointing, LanguageModel, build_model
 from megafsdp.training import Config, loop, train
-from megafsdp.training.lr import Schedule
-from megafsdp.training.world import find_world
+from megafsdp.training.process.world import find_world
+from megafsdp.training.step.lr import Schedule
 from tests.ranks import Ranks
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
 

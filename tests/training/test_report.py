@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafsdp.training.metrics import Meter
+from megafsdp.training.metrics.metrics import Meter
+from megafsdp.training.process.world import World
 from megafsdp.training.report import Report
 from megafsdp.training.resume import RunState
-from megafsdp.training.world import World
 from tests.training.runs import tiny
 
 CPU = torch.device("cpu")

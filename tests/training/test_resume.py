@@ -17,15 +17,16 @@ import torch
 from torch import nn
 
 from megafsdp import full_state_dict, full_tensor, fully_shard_model
-from megafsdp.checkpoint import directory, latest_step, save
+from megafsdp.checkpoint import latest_step, save
+from megafsdp.checkpoint.format import save_root as directory
 from megafsdp.data import Batch, IndexedDatasetWriter, Loader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
 from megafsdp.training import Config, RunSummary, loop, resume, train
-from megafsdp.training.lr import LearningRate, Schedule
-from megafsdp.training.optimizers import build_optimizer
 from megafsdp.training.resume import Restorable, RunState, find_stored, restore
-from megafsdp.training.step import StepResult, TrainStep
+from megafsdp.training.step.lr import LearningRate, Schedule
+from megafsdp.training.step.optimizers import build_optimizer
+from megafsdp.training.step.train_step import StepResult, TrainStep
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
 

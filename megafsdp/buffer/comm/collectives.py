@@ -1,0 +1,374 @@
+"""The one door to ``torch.distributed`` collectives.
+
+Everything that talks to other ranks goes through this file, hence it is the one place for what
+differs between torch versions and backends, for the byte view of dtypes that a backend refuses, and
+for the count of calls and bytes (:func:`record_collectives`). It knows tensors and process groups;
+what they mean is decided above.
+
+Data collectives return a :class:`Pending`. On gloo its wait blocks the thread, on NCCL the stream.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megafsdp.buffer.comm import label_check
+from megafsdp.buffer.comm.backends import backends, is_gloo, small_device
+from megafsdp.buffer.comm.gloo import sum_shards
+from megafsdp.buffer.comm.gloo_threads import wait_for_rest
+from megafsdp.buffer.comm.pending import Pending as Pending
+from megafsdp.buffer.comm.trace import CollectiveRecord as CollectiveRecord
+from megafsdp.buffer.comm.trace import note
+from megafsdp.buffer.comm.trace import record_collectives as record_collectives
+from megafsdp.device.profiling import profiler_range
+from megafsdp.errors import expected
+
+T = TypeVar("T")
+Splits = tuple[Sequence[int], Sequence[int]]
+
+# torch 2.13 renames the single-tensor collectives and warns about the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
+_UNEVEN = "all_to_all"  # Its bytes differ between ranks.
+
+atexit.register(wait_for_rest)
+
+
+def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
+    note(kind, label, nbytes, "" if group is None else group.group_name)
+    if label_check.is_enabled():
+        _compare_labels(kind, label, 0 if kind == _UNEVEN else nbytes, group)
+
+
+def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
+    everyone = group or dist.group.WORLD
+    assert everyone is not None, "a collective has a process group"
+    mine = label_check.encode(kind, label, nbytes).to(small_device(everyone))
+    labels = mine.new_empty(everyone.size() * mine.numel())
+    _all_gather_single(labels, mine, group=everyone)
+    ranks = dist.get_process_group_ranks(everyone)
+    label_check.require_same(labels.cpu().view(len(ranks), -1), ranks)
+
+
+def all_gather(
+    output: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    *,
+    group: dist.ProcessGroup,
+    label: str,
+) -> Pending:
+    """Gather this rank's shard of each sub-buffer from all ranks.
+
+    NCCL takes them in one coalesced launch. On gloo each travels by itself: torch's gloo threads
+    note the name of the last work without a lock, and that of a coalesced gather is too long to
+    lie in the string itself, so two works that end together free its memory twice.
+
+    Args:
+        output: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
+        shards: For each sub-buffer this rank's 1-D shard of ``S`` elements, of the same dtype; it
+            may be this rank's part of the output.
+        group: Ranks that hold the shards, in shard order.
+        label: FQN of the unit, for counters and profilers.
+
+    Returns:
+        The pending collective. Neither side may be touched before ``wait()``.
+    """
+    _count("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
+    as_bytes = len({o.dtype for o in output}) > 1  # Tensors of one dtype alone are coalesced.
+    pairs = [
+        (_wire_view(o, as_bytes), _wire_view(s, as_bytes))
+        for o, s in zip(output, shards, strict=True)
+    ]
+    with profiler_range("all_gather", label):
+        if len(pairs) == 1 or is_gloo(group, output[0].device):
+            return Pending([_gather(out, shard, group) for out, shard in pairs])
+        with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
+            for out, shard in pairs:
+                _all_gather_single(out, shard, group=group)
+    return Pending([coalesced])
+
+
+def _gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    if group.size() != 2 or not is_gloo(group, out.device):
+        return _all_gather_single(out, shard, group=group, async_op=True)
+    # Between two ranks straight into the output: gloo's own all-gather copies it twice.
+    halves = out.chunk(2)
+    if halves[group.rank()].data_ptr() != shard.data_ptr():
+        halves[group.rank()].copy_(shard)
+    return _swap(halves[1 - group.rank()], shard, group)
+
+
+def _swap(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    splits = [0 if r == group.rank() else received.numel() for r in range(2)]
+    return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+
+
+def reduce_scatter(
+    output: Sequence[torch.Tensor],
+    partials: Sequence[torch.Tensor],
+    *,
+    group: dist.ProcessGroup,
+    scale: float,
+    accumulate: bool,
+    reduce_dtype: torch.dtype,
+    label: str,
+) -> Pending:
+    """Sum the ranks' partial buffers and keep this rank's shard of each sub-buffer.
+
+    ``output = [output +] scale * sum over ranks of partial[own shard]``. On gloo the shards travel
+    in the partials' dtype by all-to-all and are summed here in rank order, in fp32 or wider,
+    straight into ``output``. On NCCL the partials are cast to ``reduce_dtype`` and reduced by the
+    library.
+
+    Args:
+        output: For each sub-buffer a 1-D tensor of ``S`` elements, in the main gradients' dtype.
+        partials: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
+        group: Ranks that own the shards, in shard order.
+        scale: Factor on the sum.
+        accumulate: True to add to ``output``, False to overwrite it.
+        reduce_dtype: Dtype of the sum where a library makes it.
+        label: FQN of the unit, for counters and profilers.
+
+    Returns:
+        The pending collective; ``output`` is written by its ``wait()``.
+    """
+    _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials), group)
+    works: list[dist.Work | None] = []
+    finishes: list[Callable[[], None]] = []
+    with profiler_range("reduce_scatter", label):
+        for out, partial in zip(output, partials, strict=True):
+            exchange = _exchange if is_gloo(group, partial.device) else _library_reduce_scatter
+            work, shards_of = exchange(partial, group, reduce_dtype)
+            works.append(work)
+            finishes.append(_summing(out, shards_of, scale, accumulate))
+
+    def finish() -> None:
+        for step in finishes:
+            step()
+
+    return Pending(works, finish)
+
+
+def all_to_all(
+    output: torch.Tensor, source: torch.Tensor, splits: Splits, group: dist.ProcessGroup, label: str
+) -> None:
+    """Send each rank its piece of a 1-D ``source`` and receive one from each, of any lengths.
+
+    Returns when ``output`` may be read. ``splits``: elements received from each, sent to each rank.
+    """
+    _count(_UNEVEN, label, source.numel() * source.element_size(), group)
+    received, sent = map(list, splits)
+    dist.all_to_all_single(output, source, received, sent, group=group)
+
+
+def _summing(
+    out: torch.Tensor, shards: Sequence[torch.Tensor], scale: float, accumulate: bool
+) -> Callable[[], None]:
+    return lambda: sum_shards(shards, out, scale=scale, accumulate=accumulate)
+
+
+def _exchange(
+    partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
+) -> tuple[dist.Work | None, list[torch.Tensor]]:
+    """Send each rank its chunk; return the shards to sum, in rank order."""
+    rank, chunks = group.rank(), list(partial.chunk(group.size()))
+    if len(chunks) == 1:
+        return None, chunks
+    if len(chunks) == 2:
+        # The own chunk stays where it is, which halves the bytes. With more ranks it lies between
+        # chunks that leave, and all_to_all_single sends one contiguous tensor.
+        received = torch.empty_like(chunks[0])
+        work = _swap(received, chunks[1 - rank], group)
+        return work, [chunks[r] if r == rank else received for r in range(2)]
+    received = torch.empty_like(partial)
+    work = dist.all_to_all_single(received, partial, group=group, async_op=True)
+    return work, list(received.chunk(len(chunks)))
+
+
+def _library_reduce_scatter(
+    partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
+) -> tuple[dist.Work | None, list[torch.Tensor]]:
+    wire = partial.to(reduce_dtype)
+    reduced = wire.new_empty(wire.numel() // group.size())
+    return _reduce_scatter_single(reduced, wire, group=group, async_op=True), [reduced]
+
+
+def all_reduce_partials(
+    output: torch.Tensor,
+    partial: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    scale: float,
+    accumulate: bool,
+    reduce_dtype: torch.dtype,
+    label: str,
+) -> Pending:
+    """Sum a flat partial buffer over ranks: ``output = [output +] scale * sum``.
+
+    Args:
+        output: 1-D, in the main gradients' dtype.
+        partial: 1-D of the same length; overwritten where its dtype is ``reduce_dtype``.
+        group: Ranks to sum over.
+        scale: Factor on the sum.
+        accumulate: True to add to ``output``, False to overwrite it.
+        reduce_dtype: Dtype of the sum.
+        label: FQN of the unit, for counters and profilers.
+
+    Returns:
+        The pending collective; ``output`` is written by its ``wait()``.
+    """
+    wire = partial.to(reduce_dtype)
+    _count("all_reduce", label, wire.numel() * wire.element_size(), group)
+    with profiler_range("all_reduce", label):
+        work = dist.all_reduce(wire, group=group, async_op=True)
+    return Pending([work], _summing(output, [wire], scale, accumulate))
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    *,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    label: str = "",
+) -> None:
+    """Reduce a small tensor over ranks in place; returns when the result may be used.
+
+    Takes what :func:`start_all_reduce` takes.
+    """
+    start_all_reduce(tensor, op=op, group=group, label=label).wait()
+
+
+def start_all_reduce(
+    tensor: torch.Tensor,
+    *,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    label: str = "",
+) -> Pending:
+    """Issue the reduction of a small tensor over ranks in place.
+
+    Args:
+        tensor: Any shape, equal on all ranks.
+        op: ``"sum"``, ``"max"``, ``"min"`` or ``"avg"``.
+        group: Ranks to reduce over; None means all.
+        label: What for, for counters.
+
+    Returns:
+        The pending collective; complete at once without process groups.
+    """
+    if not dist.is_initialized():
+        return Pending()
+    _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
+    everyone = group or dist.group.WORLD
+    assert everyone is not None, "a collective has a process group"
+    # Gradients on the host give a figure there, which NCCL alone cannot reduce.
+    is_there = tensor.device.type in backends(everyone)
+    sent = tensor if is_there else tensor.to(small_device(everyone))
+    work = dist.all_reduce(sent, op=_REDUCE_OPS[op], group=group, async_op=True)
+
+    def bring_back() -> None:
+        tensor.copy_(sent)
+
+    return Pending([work], None if sent is tensor else bring_back)
+
+
+def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> torch.Tensor:
+    """Gather equally long 1-D tensors and return them as ``(group.size(), numel)``."""
+    output = shard.new_empty(group.size() * shard.numel())
+    all_gather([output], [shard.contiguous()], group=group, label=label).wait()
+    return output.view(group.size(), shard.numel())
+
+
+def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's small object in rank order; ``[obj]`` without process groups."""
+    if not dist.is_initialized():
+        return [obj]
+    _count("all_gather_objects", "", 0, group)
+    objects: list[T] = [obj] * dist.get_world_size(group)
+    dist.all_gather_object(objects, obj, group=group)
+    return objects
+
+
+def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """Return every rank's small object in rank order on rank 0, None on the others."""
+    if not dist.is_initialized():
+        return [obj]
+    _count("gather_objects", "", 0, group)
+    size = dist.get_world_size(group)
+    objects: list[T] | None = [obj] * size if dist.get_rank(group) == 0 else None
+    dist.gather_object(obj, objects, group=group, group_dst=0)
+    return objects
+
+
+def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Return the small object of rank ``src``, its number within ``group``, on all ranks."""
+    if not dist.is_initialized():
+        return obj
+    _count("broadcast_object", "", 0, group)
+    holder = [obj]
+    dist.broadcast_object_list(holder, group=group, group_src=src)
+    return holder[0]
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Return when all ranks have called it."""
+    if dist.is_initialized():
+        _count("barrier", "", 0, group)
+        dist.barrier(group=group)
+
+
+def require_equal(
+    value: str,
+    *,
+    what: str,
+    group: dist.ProcessGroup,
+    mend: str,
+    where: str = "the first forward",
+) -> None:
+    """Raise on all ranks alike if a string differs between ranks.
+
+    Args:
+        value: This rank's value.
+        what: What the value is, for the message.
+        group: Ranks that compare.
+        mend: How to mend a difference.
+        where: What needs the values to be equal.
+
+    Raises:
+        ValueError: The values differ.
+    """
+    # A digest: the value of every rank on every rank would be megabytes at thousands of ranks.
+    digest = hashlib.sha256(value.encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=small_device(group))
+    digests = mine.new_empty(group.size() * mine.numel())
+    _count("require_equal", what, digests.numel(), group)
+    _all_gather_single(digests, mine, group=group)
+    is_odd = (digests.view(group.size(), -1) != digests[: mine.numel()]).any(dim=1)
+    if is_odd.any():
+        odd = is_odd.nonzero().flatten().tolist()
+        raise ValueError(
+            expected(
+                f"the same {what} on all ranks",
+                f"another one on ranks {odd[:8]} than on rank 0",
+                where=where,
+                mend=mend,
+            )
+        )
+
+
+def _wire_view(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:
+    """Return a byte view if wanted, and of dtypes that backends do not know (FP8, FP4)."""
+    is_narrow_float = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+    return tensor.view(torch.uint8) if as_bytes or is_narrow_float else tensor

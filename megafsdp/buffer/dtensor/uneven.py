@@ -1,0 +1,338 @@
+"""DTensors whose shards do not follow ``torch.chunk``.
+
+A parameter of a flat buffer is cut where the buffer's shards end, so a rank holds any number of its
+rows, possibly none. torch has no placement for that: a plain DTensor would compute wrong global
+results without a word. :class:`UnevenDTensor` carries its
+:class:`~megafsdp.buffer.dtensor.uneven_layout.UnevenLayout` through everything torch does to a
+state dict or an optimizer state, speaks the protocol of ``torch.distributed.checkpoint``, and
+refuses operations that torch would compute wrongly.
+
+Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
+sharding propagation, hence no superlinear first step with many parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from megafsdp.buffer.comm.collectives import all_gather_equal
+from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
+from megafsdp.buffer.dtensor.fixed_data import FIXED_DATA
+from megafsdp.buffer.dtensor.op_rules import (
+    IS_DISPATCH_BYPASSED,
+    RowShardedDTensor,
+    refuse,
+    refuse_full_state,
+    wrapper,
+)
+from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.errors import expected
+from megafsdp.mesh.parallel_dims import flat_group
+
+# It takes a full tensor apart as torch.chunk does and writes the chunk, or broadcasts a part of it,
+# over this rank's rows: an error on some ranks or none. Nothing else that it asks for tells.
+_TORCH_CHUNK_WRITER = "_distribute_tensors"
+
+
+class UnevenDTensor(RowShardedDTensor):
+    """A DTensor over the last axis of its mesh with arbitrary row ranges as shards.
+
+    Create it with :meth:`from_local_rows`. ``placements`` say ``Shard(0)`` on the axes that divide
+    it, the last one or all, and ``Replicate`` on the others, which is all that torch can express;
+    the true cuts are in ``uneven_layout``. Where all axes divide it, shards are counted along the
+    first axis first: rank (o, s) of a mesh (M, N) holds shard ``s * M + o``.
+    """
+
+    @classmethod
+    def from_local_rows(
+        cls,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        layout: UnevenLayout,
+        *,
+        is_divided: bool = False,
+    ) -> UnevenDTensor:
+        """Wrap this rank's rows; no collective, no copy.
+
+        Args:
+            local: Contiguous tensor of shape ``layout.local_shape()``; the result aliases it.
+            mesh: Its last axis holds the shards; the tensor is replicated over the others.
+            layout: How the global tensor is cut.
+            is_divided: True if all axes of the mesh hold shards.
+
+        Raises:
+            ValueError: ``local`` does not have the layout's local shape.
+        """
+        if tuple(local.shape) != layout.local_shape():
+            raise ValueError(
+                expected(
+                    f"a local tensor of shape {layout.local_shape()}",
+                    f"shape {tuple(local.shape)}",
+                    where=f"shard {layout.shard} of a tensor of shape {layout.shape}",
+                    mend="Give exactly the rows that the layout assigns to this rank",
+                )
+            )
+        strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
+        meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
+        other = Shard(0) if is_divided else Replicate()
+        placements = (*[other] * (mesh.ndim - 1), Shard(0))
+        return cls.wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), layout)
+
+    @property
+    def uneven_layout(self) -> UnevenLayout:
+        """Return how the global tensor is cut; the same on all ranks but for ``shard``."""
+        return self._uneven_layout
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Return this rank's rows as a plain tensor that aliases the shard, outside autograd."""
+        wait_for_writer(self._local_tensor)
+        return self._local_tensor.detach()
+
+    @property
+    def dividing_ranks(self) -> dist.ProcessGroup:
+        """Return ranks that together hold every element once."""
+        mesh = self.device_mesh
+        is_divided = all(p.is_shard() for p in self.placements)
+        return flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
+
+    def shards_by_rank(self) -> list[int]:
+        """Return the shard of every rank of :attr:`dividing_ranks`."""
+        num_inner = self.device_mesh.size(self.device_mesh.ndim - 1)
+        num_shards = self._uneven_layout.num_shards
+        num_outer = num_shards // num_inner
+        return [s * num_outer + o for o in range(num_outer) for s in range(num_inner)]
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's rows within autograd; their gradient is cut like the tensor.
+
+        Raises:
+            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts;
+                or ``torch.distributed.checkpoint`` is about to write a chunk of a full tensor.
+        """
+        if sys._getframe(1).f_code.co_name == _TORCH_CHUNK_WRITER:
+            refuse_full_state(f"a tensor of shape {self._uneven_layout.shape}")
+        if IS_DISPATCH_BYPASSED and self.requires_grad and torch.is_grad_enabled():
+            refuse("to_local within autograd", [self])
+        wait_for_writer(self._local_tensor)
+        return _LocalRows.apply(self)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the whole tensor on every rank; collective over the ranks that divide it.
+
+        Allocates the result and a padded gather buffer. Outside autograd.
+
+        Raises:
+            NotImplementedError: The tensor is a part of a tensor-parallel one.
+        """
+        layout = self._uneven_layout
+        if layout.box_shape != layout.shape:
+            raise NotImplementedError(
+                expected(
+                    "a tensor that is sharded by data parallelism alone",
+                    f"the part {layout.box_shape} of {layout.shape}",
+                    where="full_tensor()",
+                    mend="Gather the tensor-parallel axis first",
+                )
+            )
+        ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
+        longest = max(stop - start for start, stop in ranges)
+        # What lies on the host is gathered on the mesh's device.
+        local = self.local.reshape(-1).to(self.device_mesh.device_type)
+        padded = local.new_zeros(longest)
+        padded[: local.numel()] = local
+        # As bytes: gloo gathers neither int16 nor FP8.
+        sent = padded.view(torch.uint8)
+        gathered = all_gather_equal(sent, group=self.dividing_ranks, label="full_tensor")
+        received = [shard.view(local.dtype) for shard in gathered]
+        rows = dict(zip(self.shards_by_rank(), received, strict=True))
+        pieces = [rows[s][: stop - start] for s, (start, stop) in enumerate(ranges)]
+        return torch.cat(pieces).view(layout.shape)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **kwargs: object,
+    ) -> DTensor:
+        """Return the tensor as it is, or replicated; collective for the latter.
+
+        Raises:
+            NotImplementedError: Any other placements.
+        """
+        wanted = tuple(placements or self.placements)
+        if wanted == tuple(self.placements):
+            return self
+        if not all(p.is_replicate() for p in wanted):
+            raise NotImplementedError(
+                expected(
+                    "Replicate() on every mesh axis",
+                    wanted,
+                    where="UnevenDTensor.redistribute()",
+                    mend="Replicate it, and cut the result with distribute_tensor()",
+                )
+            )
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, wanted, run_check=False)
+
+    def like(self, local: torch.Tensor) -> UnevenDTensor:
+        """Wrap other local elements, as many as this tensor has, in the same mesh and layout."""
+        shape = self._local_tensor.shape
+        rows = local if local.shape == shape else local.view(shape)
+        return type(self).wrap(rows, self._spec, self._uneven_layout)
+
+    def copy_from_full_(self, full: torch.Tensor) -> None:
+        """Copy this rank's rows from a full plain tensor of the global shape; local.
+
+        Raises:
+            ValueError: ``full`` has another shape.
+        """
+        if tuple(full.shape) != self._uneven_layout.shape:
+            raise ValueError(
+                expected(
+                    f"a full tensor of shape {self._uneven_layout.shape}",
+                    f"shape {tuple(full.shape)}",
+                    where="UnevenDTensor.copy_from_full_()",
+                    mend="Give the whole tensor, not a shard",
+                )
+            )
+        flat = self.local.view(-1)
+        with torch.no_grad():
+            for box in self._uneven_layout.boxes():
+                region = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                flat[box.start : box.start + box.numel].view(box.sizes).copy_(full[region])
+        # Ranks without rows count it as well.
+        torch.autograd.graph.increment_version(self._local_tensor)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
+        """Copy the local rows and the gradient; the layout is shared."""
+        rows = type(self).wrap(self.local.clone(), self._spec, self._uneven_layout)
+        copied = nn.Parameter(rows) if isinstance(self, nn.Parameter) else rows
+        memo[id(self)] = copied
+        copied.requires_grad_(self.requires_grad)
+        if self.is_leaf and self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """List the boxes this rank reads, for ``torch.distributed.checkpoint`` to load."""
+        # A load writes on some ranks only: one without rows counts it as well.
+        torch.autograd.graph.increment_version(self._local_tensor)
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self._uneven_layout.boxes()
+        ]
+
+    def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
+        """Plan one write a box, for ``torch.distributed.checkpoint``; none for an empty shard."""
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=properties, size=torch.Size(self._uneven_layout.shape)
+                ),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the view of one box, for ``torch.distributed.checkpoint`` to read or write.
+
+        Raises:
+            ValueError: No box of this rank starts at the index's offset.
+        """
+        for box in self._uneven_layout.boxes():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                flat = self.local.view(-1)
+                return flat[box.start : box.start + box.numel].view(box.sizes)
+        raise ValueError(
+            expected(
+                f"an offset among {[box.offsets for box in self._uneven_layout.boxes()]}",
+                index.offset,
+                where=f"tensor '{index.fqn}', shard {self._uneven_layout.shard}",
+                mend="Ask for the chunks that __create_chunk_list__() names",
+            )
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Show the global shape and the own range, without a collective."""
+        layout = self._uneven_layout
+        return (
+            f"UnevenDTensor(shape={layout.shape}, own={layout.element_range()}, "
+            f"mesh={tuple(self.device_mesh.shape)}, dtype={self.dtype})"
+        )
+
+    data = FIXED_DATA  # type: ignore[assignment]
+
+
+class _LocalRows(torch.autograd.Function):
+    """The rows of an uneven DTensor; backward gives their gradient its cuts."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
+        """Return a view of the local tensor."""
+        ctx.spec, ctx.layout = tensor._spec, tensor.uneven_layout
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> UnevenDTensor:
+        """Wrap the gradient of the rows."""
+        return UnevenDTensor.wrap(grads[0].contiguous(), ctx.spec, ctx.layout)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a sharded, replicated or plain tensor; collective if it is sharded.
+
+    Right for uneven shards. To be called by all ranks of the tensor's mesh alike.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor under a DTensor, or the tensor itself; aliases, no autograd."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_object(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the very tensor under a DTensor, whose version counts writes; or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Wrap other local elements, in any dtype, as a tensor is: sharded alike, or plain; aliases."""
+    if isinstance(tensor, UnevenDTensor):
+        return tensor.like(local)
+    if not isinstance(tensor, DTensor):
+        return local
+    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    return wrapper(DTensor, local, spec)
+
+
+def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return wrapper(DTensor, local, spec)

@@ -1,0 +1,297 @@
+"""Records: payloads one after another in a rank's file, each in the form of ``torch.save``.
+
+This is the format of torch DCP's file-system storage (``__<rank>_0.distcp``). A record holds a
+plain tensor or a structure of plain values and loads with ``weights_only=True``. What a record
+means is the manifest's.
+
+``torch.save`` writes whole storages, and a shard is a view of a flat buffer; it also reads every
+byte twice more to sum it up. So large tensors are written here, as views, and summed once: a record
+of them is the same zip archive with the same entries.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+
+from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record
+from megafsdp.errors import CheckpointError, expected
+
+# A checksum is made in pieces of this size, so that verifying needs no memory to speak of.
+_PIECE_NBYTES = 1 << 24
+# Below this torch.save's own pass over a copy costs less than an archive made in Python.
+_LARGE_NBYTES = 1 << 18
+_CRC32_POLYNOMIAL = 0xEDB88320
+# The class by which torch.save names a storage; other dtypes are left to torch.save.
+_STORAGE_CLASSES = {
+    torch.float32: torch.FloatStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+}
+_MAX_NAMED = 20
+
+
+class RecordWriter:
+    """Append records to one rank's file; leaving the context makes the file durable.
+
+    Args:
+        directory: Where the file goes.
+        rank: The rank whose file it is.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.file_name = f"__{rank}_0.distcp"
+        self.nbytes = 0
+        self._crc32 = 0
+        self._sums_up = True
+        # Unbuffered: archives are put together in memory, but for their tensor.
+        self._stream = (directory / self.file_name).open("wb", buffering=0)
+
+    def __enter__(self) -> RecordWriter:
+        """Return the writer."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Flush to the disk and close."""
+        with self._stream:
+            if error is None:
+                os.fsync(self._stream.fileno())
+
+    def append_tensor(self, tensor: torch.Tensor) -> Record:
+        """Append a plain tensor, on any device; only its own elements are written."""
+        on_cpu = tensor.detach().cpu().contiguous()
+        if on_cpu.nbytes >= _LARGE_NBYTES and on_cpu.dtype in _STORAGE_CLASSES:
+            return self._append_large(on_cpu)
+        if on_cpu.untyped_storage().nbytes() != on_cpu.nbytes:
+            on_cpu = on_cpu.clone()
+        return self.append_object(on_cpu)
+
+    def append_object(self, value: object) -> Record:
+        """Append a structure of plain values, as ``state_dict.plain`` makes it."""
+        start = self._begin()
+        archive = io.BytesIO()
+        torch.save(value, archive)
+        self.write(archive.getbuffer())
+        return self._end(start)
+
+    def _append_large(self, tensor: torch.Tensor) -> Record:
+        """Append the archive that ``torch.save`` makes of a tensor, its bytes written in place."""
+        start = self._begin()
+        payload = tensor.reshape(-1).view(torch.uint8).numpy().data
+        pickled = io.BytesIO()
+        _StoragePickler(pickled, protocol=2).dump(_Described(tensor))
+        with zipfile.ZipFile(self, "w") as archive:  # type: ignore[call-overload]
+            archive.writestr("archive/data.pkl", pickled.getvalue())
+            archive.writestr("archive/byteorder", "little")
+            entry = zipfile.ZipInfo("archive/data/0")
+            entry.file_size = payload.nbytes
+            with archive.open(entry, "w") as stream:
+                # The archive sums its entries up itself.
+                before, self._sums_up = self._crc32, False
+                stream.write(payload)
+                self._crc32, self._sums_up, after = 0, True, self.nbytes
+            before = joined_crc32(before, entry.CRC, payload.nbytes)
+            self._crc32 = joined_crc32(before, self._crc32, self.nbytes - after)
+            archive.writestr("archive/version", "3\n")
+        return self._end(start)
+
+    def _begin(self) -> int:
+        self._crc32 = 0
+        return self.nbytes
+
+    def _end(self, start: int) -> Record:
+        return Record(self.file_name, start, self.nbytes - start, self._crc32)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write bytes of a record and sum them up."""
+        left = memoryview(data)
+        while left.nbytes:
+            left = left[self._stream.write(left) :]
+        nbytes = memoryview(data).nbytes
+        if self._sums_up:
+            self._crc32 = zlib.crc32(data, self._crc32)
+        self.nbytes += nbytes
+        return nbytes
+
+    def flush(self) -> None:
+        """Do nothing: the file is made durable once, at the end."""
+
+
+class RecordReader:
+    """Read records of one checkpoint, keeping one file open at a time.
+
+    Args:
+        directory: The checkpoint.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._name = ""
+        self._stream: BinaryIO | None = None
+
+    def __enter__(self) -> RecordReader:
+        """Return the reader."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the open file."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def _at(self, record: Record) -> BinaryIO:
+        if self._stream is None or self._name != record.file:
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = (self._directory / record.file).open("rb")
+            self._name = record.file
+        self._stream.seek(record.offset)
+        return self._stream
+
+    def verify(self, key: str, record: Record) -> None:
+        """Compare a record's bytes with its checksum.
+
+        Raises:
+            CheckpointError: They differ.
+        """
+        stream, left, found = self._at(record), record.nbytes, 0
+        while left and (piece := stream.read(min(left, _PIECE_NBYTES))):
+            found = zlib.crc32(piece, found)
+            left -= len(piece)
+        if left or found != record.crc32:
+            raise CheckpointError(
+                expected(
+                    f"checksum {record.crc32}",
+                    f"{found} at byte {record.offset}",
+                    where=f"'{key}' in file '{self._directory / record.file}'",
+                    mend=f"The file is damaged: {ANOTHER_STEP}",
+                )
+            )
+
+    def read_tensor(self, record: Record) -> torch.Tensor:
+        """Read a plain tensor to CPU memory."""
+        return self._read(record)
+
+    def read_object(self, key: str, record: Record) -> object:
+        """Verify and read a structure of plain values."""
+        self.verify(key, record)
+        return self._read(record)
+
+    def _read(self, record: Record) -> torch.Tensor:
+        payload = io.BytesIO(self._at(record).read(record.nbytes))
+        # Who gets a tensor made in inference mode could never write to it outside of it.
+        with torch.inference_mode(False):
+            return torch.load(payload, weights_only=True, map_location="cpu")
+
+
+class _Described:
+    """A tensor as pickle sees it: its shape over a storage of just its elements."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return what ``torch.save`` pickles of a tensor."""
+        shape, strides = tuple(self._tensor.shape), self._tensor.stride()
+        storage = _DescribedStorage(_STORAGE_CLASSES[self._tensor.dtype], self._tensor.numel())
+        hooks: OrderedDict[int, object] = OrderedDict()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, False, hooks)
+
+
+class _DescribedStorage:
+    """A storage as ``torch.save`` names it."""
+
+    def __init__(self, storage_class: type, numel: int) -> None:
+        self.name = ("storage", storage_class, "0", "cpu", numel)
+
+
+class _StoragePickler(pickle.Pickler):
+    """Pickle storages by name, as ``torch.load`` looks them up."""
+
+    def persistent_id(self, obj: object) -> tuple[object, ...] | None:
+        """Return the name of a storage."""
+        return obj.name if isinstance(obj, _DescribedStorage) else None
+
+
+def joined_crc32(first: int, second: int, second_nbytes: int) -> int:
+    """Return the CRC-32 of two byte strings in a row from those of each.
+
+    A CRC is a remainder of polynomials over GF(2): what comes first is shifted by the bits of what
+    comes second, i.e. multiplied by x^(8 n) modulo the CRC's polynomial. Bit 31 is x^0.
+
+    Args:
+        first: CRC-32 of the first string.
+        second: CRC-32 of the second.
+        second_nbytes: Length of the second, in bytes.
+    """
+    shift, square = 1 << 31, 1 << 23
+    while second_nbytes:
+        if second_nbytes & 1:
+            shift = _crc32_product(shift, square)
+        square = _crc32_product(square, square)
+        second_nbytes >>= 1
+    return _crc32_product(shift, first) ^ second
+
+
+def _crc32_product(a: int, b: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_CRC32_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def require_files(manifest: Manifest, directory: Path, names: Iterable[str]) -> None:
+    """Check that files are there with the size they were written with.
+
+    Raises:
+        CheckpointError: One is missing or has another size.
+    """
+    for name in names:
+        path = directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != manifest.files[name]:
+            raise CheckpointError(
+                expected(
+                    f"a file of {manifest.files[name]} bytes",
+                    "no such file" if found is None else f"{found} bytes",
+                    where=f"'{path}'{_lost(manifest, name, found or 0)}",
+                    mend=f"The checkpoint is incomplete: {ANOTHER_STEP}",
+                )
+            )
+
+
+def _lost(manifest: Manifest, name: str, nbytes: int) -> str:
+    """Name the tensors and objects that a file of so many bytes lacks, at most 20."""
+    keys = [
+        key
+        for key in (*manifest.tensors, *manifest.objects)
+        if any(
+            record.file == name and record.offset + record.nbytes > nbytes
+            for record in manifest.records([key])
+        )
+    ]
+    if not keys:
+        return ""
+    more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
+    return f", which lacks {', '.join(repr(key) for key in keys[:_MAX_NAMED])}{more}"

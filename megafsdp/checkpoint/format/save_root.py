@@ -1,0 +1,280 @@
+"""The save root on disk: names, the tracker file, atomic publication and retention.
+
+A checkpoint is written to a hidden temporary directory, made durable, renamed to ``iter_0000050``
+in one step, and only then named in ``latest_checkpointed_iteration.txt``, itself replaced in one
+step. A crash at any instant leaves what the tracker named before, whole. The rules that follow:
+
+- Saving the step that the tracker names is refused: replacing it could not be atomic. Any other
+  existing directory of the same step (a run that went back and came by again) is replaced.
+- What a crashed save left behind is removed by the next save, and nothing else: exports under way
+  have temporary directories too. One job at a time may save to a root.
+- Retention looks at steps up to the tracker's only, and never removes that one.
+
+Everything here runs on rank 0, except :func:`latest_step` and :func:`find`, which only read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megafsdp.checkpoint.format.manifest import MANIFEST_FILE, TRACKER_FILE
+from megafsdp.errors import CheckpointError, expected
+
+_log = logging.getLogger("megafsdp.checkpoint")
+
+_TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}", re.DOTALL)
+_STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
+
+
+def reached(point: str) -> None:
+    """Mark a point of the save protocol; the fault-injection tests end the process at each."""
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Return the directory of a step's published checkpoint."""
+    return root / f"iter_{step:07d}"
+
+
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
+    """Return the step that the tracker file names, or None if nothing was ever published.
+
+    Args:
+        directory: The save root.
+
+    Raises:
+        CheckpointError: The tracker file does not hold a step.
+    """
+    path = Path(directory) / TRACKER_FILE
+    try:
+        text = path.read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise CheckpointError(
+            expected(
+                "one step number",
+                repr(text[:40]),
+                where=f"'{path}'",
+                mend=f"Write the step to use, one of {published_steps(path.parent)}",
+            )
+        )
+    return int(text)
+
+
+def published_steps(root: Path) -> list[int]:
+    """List the steps that have a published directory, in order."""
+    if not root.is_dir():
+        return []
+    matches = (_STEP_DIRECTORY.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def find(directory: str | os.PathLike[str], step: int | None) -> Path:
+    """Return the checkpoint to read.
+
+    Args:
+        directory: A save root, or one checkpoint's own directory.
+        step: A published step; None means the tracker's.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    root = Path(directory)
+    if step is None and (root / MANIFEST_FILE).is_file():
+        return root
+    chosen = latest_step(root) if step is None else step
+    if chosen is None or not step_directory(root, chosen).is_dir():
+        raise CheckpointError(
+            expected(
+                f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
+                f"published steps {published_steps(root)}",
+                where=f"'{root}'",
+                mend="Give the directory that was passed to save(), or an existing step",
+            )
+        )
+    return step_directory(root, chosen)
+
+
+def prepare(root: Path, step: int) -> Path:
+    """Remove what crashed saves left and make the temporary directory of a new one.
+
+    Returns:
+        The empty temporary directory.
+
+    Raises:
+        CheckpointError: The step is the published one already, or the root is a file.
+    """
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(
+            expected(
+                "a directory to save in",
+                "a file",
+                where=f"'{root}'",
+                mend="Give another path, or remove the file",
+            )
+        )
+    if latest_step(root) == step and step_directory(root, step).is_dir():
+        raise CheckpointError(
+            expected(
+                "a step that is not the latest published one",
+                f"step {step}",
+                where=f"'{root}'",
+                mend=f"Skip this save, or delete '{root / TRACKER_FILE}' to have it replaced",
+            )
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(root, _is_of_saves)
+    temporary = temporary_beside(step_directory(root, step))
+    temporary.mkdir()
+    reached("prepared")
+    return temporary
+
+
+def publish(temporary: Path, root: Path, step: int) -> Path:
+    """Make a fully written temporary directory the checkpoint of a step, and the latest one.
+
+    Args:
+        temporary: Holds the checkpoint; every file in it is durable.
+        root: The save root.
+        step: The step.
+
+    Returns:
+        The published directory.
+    """
+    final = step_directory(root, step)
+    sync_directory(temporary)
+    reached("temporary directory synced")
+    replaced = temporary_beside(final) if final.exists() else None
+    if replaced is not None:
+        final.rename(replaced)
+        reached("old directory moved away")
+    temporary.rename(final)
+    reached("renamed")
+    sync_directory(root)
+    reached("root synced")
+    tracker = temporary_beside(root / TRACKER_FILE)
+    write_durably(tracker, f"{step}\n")
+    reached("tracker written")
+    tracker.replace(root / TRACKER_FILE)
+    reached("tracker replaced")
+    sync_directory(root)
+    reached("tracker synced")
+    if replaced is not None:
+        remove(replaced)
+    return final
+
+
+def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Remove checkpoints that the retention rules do not keep; one that cannot be stays, warned of.
+
+    Args:
+        root: The save root.
+        keep_last: Number of newest checkpoints to keep; None keeps all, or just the latest where
+            ``keep_every`` is given.
+        keep_every: Keep also the steps that are multiples of this.
+
+    Returns:
+        The removed steps.
+    """
+    latest = latest_step(root)
+    if latest is None or (keep_last is None and keep_every is None):
+        return []
+    steps = [step for step in published_steps(root) if step <= latest]
+    kept = {latest, *steps[-(keep_last or 1) :]}
+    if keep_every is not None:
+        kept.update(step for step in steps if step % keep_every == 0)
+    removed = []
+    for step in (step for step in steps if step not in kept):
+        path = step_directory(root, step)
+        # Renamed first, so that a crash cannot leave a half-removed directory that looks published.
+        away = temporary_beside(path)
+        try:
+            path.rename(away)
+        except OSError as error:
+            _log.warning("'%s' is kept, as it cannot be removed: %s", path, error)
+            continue
+        reached("retired directory renamed")
+        remove(away)
+        reached("retired directory removed")
+        removed.append(step)
+    return removed
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small text file and wait until it is on the disk."""
+    path.write_text(text)
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a written file is on the disk."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until a directory's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return a fresh hidden name, in the same folder, to write what will be renamed to a path."""
+    return path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+
+
+@contextlib.contextmanager
+def scratch_beside(path: Path) -> Iterator[Path]:
+    """Make a directory for files on the way to a path, and remove it; one process at a time.
+
+    Args:
+        path: What will be written; what a crash left of earlier scratch files is removed first.
+    """
+    remove_leftovers(path.parent, path.name.__eq__)
+    scratch = temporary_beside(path)
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        remove(scratch)
+
+
+def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:
+    """Remove what :func:`temporary_beside` has named and a crash has left.
+
+    Args:
+        folder: Where to look.
+        is_own: Tells from the name of the final path whether nobody else may be writing it.
+    """
+    for path in list(folder.iterdir()):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and is_own(match[1]):
+            remove(path)
+
+
+def _is_of_saves(name: str) -> bool:
+    return name == TRACKER_FILE or _STEP_DIRECTORY.fullmatch(name) is not None
+
+
+def remove(path: Path) -> None:
+    """Remove a file or directory that nobody needs; warn if it stays, which is no reason to fail.
+
+    A reader of an old checkpoint is enough for a network file system to keep its directory.
+    """
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        _log.warning("'%s' is not needed but cannot be removed: %s", path, error)

@@ -1,0 +1,157 @@
+"""Sort the keys of a Megatron-LM ``fsdp_dtensor`` directory and check that they fit together.
+
+Everything that can be wrong with the set of keys and the shapes is found here, before anything is
+written. What keys mean is ``nvidia_names``'s; the values are read by ``nvidia_import``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megafsdp.checkpoint.megatron.names import TheirKey, joined_parts, read_key
+from megafsdp.checkpoint.megatron.values import plain_args
+from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
+from megafsdp.errors import CheckpointError, expected
+
+_log = logging.getLogger("megafsdp.checkpoint")
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MAX_NAMED = 20
+
+
+@dataclass(slots=True)
+class Contents:
+    """What one of their directories holds, under our names.
+
+    Attributes:
+        weights: Key of each weight and buffer by our name.
+        states: Keys of optimizer states by our name and the state's name.
+        fields: Fields of each parameter's group, by the parameter's whole name.
+        common: Keys of everything else.
+        dropped: Keys that have no meaning outside of the job that wrote them.
+        parts: Names of the parts of each fused parameter.
+        whole_by_part: The other way about.
+        problems: What is wrong, by kind.
+    """
+
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, dict[str, str]] = field(default_factory=dict)
+    fields: dict[str, dict[str, object]] = field(default_factory=dict)
+    common: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    whole_by_part: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, key: str, meant: TheirKey) -> None:
+        """Note a key by what it means."""
+        if meant.kind in ("common", "dropped"):
+            (self.common if meant.kind == "common" else self.dropped).append(key)
+            return
+        is_weight = meant.kind == "model"
+        keys = self.weights if is_weight else self.states.setdefault(meant.name, {})
+        if keys.setdefault(meant.name if is_weight else meant.field, key) != key:
+            self.complain("of a name that another key has too", key)
+
+    def whole_name(self, name: str) -> str:
+        """Return the name of the fused parameter that a name is a part of, or the name itself."""
+        return self.whole_by_part.get(name, name)
+
+    def complain(self, kind: str, key: str) -> None:
+        """Note one thing that is wrong."""
+        self.problems.setdefault(kind, []).append(key)
+
+
+def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...]) -> Contents:
+    """Sort their keys and check that they fit together.
+
+    Raises:
+        CheckpointError: They do not; all that is wrong is listed.
+    """
+    contents = Contents()
+    fields: dict[str, dict[str, object]] = {}
+    for key in (*theirs.tensors, *theirs.objects):
+        if any(fnmatchcase(key, pattern) for pattern in ignore):
+            continue
+        meant = read_key(key)
+        if meant is None or (meant.kind == "model" and key in theirs.objects):
+            contents.complain("unknown", key)
+        elif meant.kind == "group":
+            contents.dropped += _read_field(theirs, key, fields.setdefault(meant.name, {}))
+        else:
+            contents.add(key, meant)
+    contents.parts = joined_parts(contents.weights, fields)
+    for name, parts in contents.parts.items():
+        contents.whole_by_part |= dict.fromkeys(parts, name)
+    for name, of_name in fields.items():
+        # Both forms occur: the parts of a parameter with the same fields, or the whole one.
+        merged = contents.fields.setdefault(contents.whole_name(name), of_name)
+        if repr(merged) != repr(of_name):
+            contents.complain("of a group that is not that of the other parts", name)
+    _check_states(theirs, contents)
+    _check_groups(contents)
+    if contents.problems:
+        raise CheckpointError(listing(contents.problems, theirs.directory))
+    if contents.dropped:
+        left_out = contents.dropped[:_MAX_NAMED]
+        _log.info("'%s': left out %d keys: %s", theirs.directory, len(contents.dropped), left_out)
+    return contents
+
+
+def _read_field(theirs: DCPDirectory, key: str, fields: dict[str, object]) -> list[str]:
+    """Add a field of a group; return its key instead if no optimizer here could be given it."""
+    value = theirs.tensor(key) if key in theirs.tensors else theirs.value(key)
+    plain, foreign = plain_args({key: value})
+    if not foreign:
+        fields[key.rpartition(".")[2]] = plain[key]
+    return [key] if foreign else []
+
+
+def _check_states(theirs: DCPDirectory, contents: Contents) -> None:
+    for name, states in contents.states.items():
+        if name not in contents.weights:
+            for key in states.values():
+                contents.complain("of a parameter that has no weight", key)
+            continue
+        shape = theirs.tensors[contents.weights[name]].shape
+        present = [state for state in _MOMENTS if state in states]
+        if len(present) == 1:
+            lacking = next(state for state in _MOMENTS if state not in states)
+            contents.complain("missing", f"the state {lacking} of {name}")
+        for key in (states[state] for state in present):
+            entry = theirs.tensors.get(key)
+            if entry is None or entry.shape != shape:
+                found = "no tensor" if entry is None else entry.shape
+                contents.complain("of another shape", f"{key} {found}, its weight {shape}")
+
+
+def _check_groups(contents: Contents) -> None:
+    covered = set()
+    for name, fields in contents.fields.items():
+        for part in contents.parts.get(name, (name,)):
+            covered.add(part)
+            if part not in contents.weights:
+                contents.complain("missing", f"the weight {part}")
+            elif fields.get("step") and part not in contents.states:
+                contents.complain("missing", f"the states of {part}")
+    for name in contents.states:
+        if name in contents.weights and name not in covered:
+            contents.complain("missing", f"the parameter group of {name}")
+
+
+def listing(problems: Mapping[str, list[str]], directory: Path) -> str:
+    """Return the message that names the keys of each kind of problem."""
+    listed = []
+    for kind, keys in problems.items():
+        rest = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
+        listed.append(f"{len(keys)} {kind}: {', '.join(keys[:_MAX_NAMED])}{rest}")
+    return expected(
+        "the keys of an fsdp_dtensor checkpoint",
+        "; ".join(listed),
+        where=f"'{directory}'",
+        mend="Use a whole checkpoint; leave unknown keys out with ignore=[patterns]",
+    )

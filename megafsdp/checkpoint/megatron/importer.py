@@ -1,0 +1,234 @@
+"""Turn Megatron-LM's ``fsdp_dtensor`` checkpoints into ours, in one process on the CPU.
+
+Tensors go from file to file one at a time; no model is built and no rank talks to another. Names
+are ``nvidia_names``'s, values beside tensors ``nvidia_common``'s. The directory runs no code: its
+pickles are read as data.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megafsdp.checkpoint.megatron.contents import Contents, listing, read_contents
+from megafsdp.checkpoint.megatron.names import EMBEDDING, FLOPS, OUTPUT, SCHEDULER, VERSION
+from megafsdp.checkpoint.megatron.nvidia_args import query_groups
+from megafsdp.checkpoint.megatron.values import (
+    our_groups,
+    our_rng_states,
+    our_schedule,
+    plain_args,
+)
+from megafsdp.checkpoint.state.matching import as_patterns
+from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
+from megafsdp.checkpoint.tools.progress import bytes_bar
+from megafsdp.checkpoint.tools.writer import CheckpointWriter
+from megafsdp.errors import CheckpointError, expected
+from megafsdp.mesh.fused_parts import FusedParts
+
+_log = logging.getLogger("megafsdp.checkpoint")
+
+_MAX_NAMED = 20
+
+
+def from_nvidia(
+    source: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    ignore: Sequence[str] = (),
+    show_progress: bool = False,
+) -> Path:
+    """Write a checkpoint of ours from one that Megatron-LM saved with ``fsdp_dtensor``.
+
+    Weights, optimizer states, parameter groups, the learning rate schedule and the random states go
+    where ``load`` looks for them; the job's arguments are kept as plain values in ``extra``. What
+    is bound to the job's own machinery (``_extra_state``, the state of its rerun machine) is
+    dropped. Holds one tensor in memory at a time.
+
+    Args:
+        source: Megatron-LM's save root, or one checkpoint's own directory.
+        root: Our save root.
+        step: The iteration to read; None means the latest.
+        ignore: Patterns (``fnmatch``) of their keys to leave out.
+        show_progress: Draw a progress bar, if standard error is a terminal.
+
+    Returns:
+        The published directory.
+
+    Raises:
+        CheckpointError: There is no such directory, it is damaged, it holds keys that are unknown,
+            or some are missing; nothing is published.
+    """
+    patterns = as_patterns("ignore", ignore)
+    with DCPDirectory(source, step) as theirs:
+        contents = read_contents(theirs, patterns)
+        common = {key: theirs.value(key) for key in contents.common if key in theirs.objects}
+        common |= {key: theirs.tensor(key) for key in contents.common if key in theirs.tensors}
+        iteration = _checked_step(theirs.directory, common)
+        args, foreign = _checked_args(theirs.directory, common.get("args"))
+        rng = _rng_states(common)
+        entries = theirs.tensors.values()
+        nbytes = sum(math.prod(e.shape) * e.torch_dtype.itemsize for e in entries)
+        with (
+            CheckpointWriter(root, iteration, world_size=len(rng)) as ours,
+            bytes_bar("convert", nbytes, is_wanted=show_progress) as bar,
+        ):
+            groups, steps = our_groups(contents.fields)
+            copy = _Copy(theirs, ours, contents, bar)
+            copy.weights(args)
+            copy.states(steps)
+            if groups:
+                ours.add_object("optimizer.param_groups", groups)
+            for rank, state in enumerate(rng):
+                ours.add_object(f"rng.{rank}", state)
+            _add_schedule(ours, common, args, foreign=foreign, step=iteration)
+            return ours.publish()
+
+
+def _checked_step(directory: Path, common: Mapping[str, object]) -> int:
+    step, version = common.get("iteration"), common.get("checkpoint_version")
+    problems: dict[str, list[str]] = {}
+    for name in ("iteration", "checkpoint_version"):
+        if name not in common:
+            problems.setdefault("missing", []).append(name)
+    if problems:
+        raise CheckpointError(listing(problems, directory))
+    if not isinstance(step, int) or step < 0 or version != VERSION:
+        raise CheckpointError(
+            expected(
+                f"an iteration and checkpoint_version {VERSION}",
+                f"{step!r} and {version!r}",
+                where=f"'{directory}'",
+                mend="Save it with a Megatron-LM that writes fsdp_dtensor checkpoints",
+            )
+        )
+    return step
+
+
+def _checked_args(directory: Path, value: object) -> tuple[dict[str, object], list[str]]:
+    if value is None:
+        _log.warning("'%s' holds no args: they are empty here", directory)
+        return {}, []
+    try:
+        args, foreign = plain_args(value)
+    except ValueError as error:
+        raise CheckpointError(
+            expected(
+                "a namespace of arguments",
+                error,
+                where=f"'args' of '{directory}'",
+                mend="Pass ignore=['args'] to go on without",
+            )
+        ) from error
+    if foreign:
+        _log.warning(
+            "'%s': %d of args are no plain values and are kept as text: %s",
+            directory,
+            len(foreign),
+            foreign[:_MAX_NAMED],
+        )
+    if args.get("apply_layernorm_1p"):
+        _log.warning("'%s': norm weights are stored less 1 (apply_layernorm_1p)", directory)
+    return args, foreign
+
+
+def _rng_states(common: Mapping[str, object]) -> list[dict]:
+    stored = [(key, value) for key, value in common.items() if key.startswith("rng_state.")]
+    states, unused = our_rng_states(stored)
+    if unused:
+        _log.warning("random states of other model-parallel ranks are not used: %s", unused[:20])
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The way of tensors from their directory into our checkpoint, one at a time."""
+
+    theirs: DCPDirectory
+    ours: CheckpointWriter
+    contents: Contents
+    bar: tqdm
+
+    def weights(self, args: Mapping[str, object]) -> None:
+        """Copy weights and buffers, and say what belongs together."""
+        for name, key in self.contents.weights.items():
+            entry = self.theirs.tensors[key]
+            self._tensor(f"model.{name}", key, query_groups(name, entry.shape, args))
+        for name, parts in self.contents.parts.items():
+            self.ours.fuse(f"model.{name}", [f"model.{part}" for part in parts])
+        is_tied = args.get("untie_embeddings_and_output_weights") is False
+        if is_tied and EMBEDDING in self.contents.weights and OUTPUT not in self.contents.weights:
+            self.ours.alias(f"model.{OUTPUT}", f"model.{EMBEDDING}")
+
+    def states(self, steps: Mapping[str, Any]) -> None:
+        """Copy optimizer states.
+
+        Args:
+            steps: The step of each parameter by its whole name, where groups count steps.
+        """
+        for name in self.contents.weights:
+            keys = self.contents.states.get(name, {})
+            step = steps.get(self.contents.whole_name(name))
+            for state, key in keys.items():
+                stored = f"optimizer.state.{name}.{state}"
+                if key in self.theirs.tensors:
+                    self._tensor(stored, key)
+                elif state == "step":
+                    step = self.theirs.value(key)
+                else:
+                    self.ours.add_object(stored, self.theirs.value(key))
+            if keys and step is not None and keys.get("step") not in self.theirs.tensors:
+                self.ours.add_tensor(
+                    f"optimizer.state.{name}.step",
+                    torch.tensor(float(step), dtype=torch.float32, device="cpu"),
+                )
+        self._fuse_states(steps)
+
+    def _fuse_states(self, steps: Mapping[str, Any]) -> None:
+        for name, parts in self.contents.parts.items():
+            states = [self.contents.states.get(part, {}) for part in parts]
+            shared = {s: None for s in states[0] if all(s in of_part for of_part in states)}
+            if states[0] and name in steps:
+                shared["step"] = None
+            for state in shared:
+                keys = [f"optimizer.state.{part}.{state}" for part in parts]
+                self.ours.fuse(f"optimizer.state.{name}.{state}", keys)
+
+    def _tensor(self, stored: str, key: str, fused: FusedParts | None = None) -> None:
+        tensor = self.theirs.tensor(key)
+        self.ours.add_tensor(stored, tensor, fused=fused)
+        self.bar.update(tensor.nbytes)
+
+
+def _add_schedule(
+    ours: CheckpointWriter,
+    common: Mapping[str, object],
+    args: dict[str, object],
+    *,
+    foreign: list[str],
+    step: int,
+) -> None:
+    prefix = f"{SCHEDULER}."
+    schedule, _ = plain_args(
+        {k.removeprefix(prefix): v for k, v in common.items() if k.startswith(prefix)}
+    )
+    state = our_schedule(schedule, args)
+    if state is not None:
+        ours.add_object("lr_scheduler", state)
+    num_scheduled = schedule.get("num_steps") or 0
+    num_consumed = args.get("consumed_train_samples", num_scheduled)
+    assert isinstance(num_scheduled, int) and isinstance(num_consumed, int)
+    run = {"step": step, "consumed_samples": num_consumed}
+    run["skipped_samples"] = max(num_consumed - num_scheduled, 0) if schedule else 0
+    nvidia: dict[str, object] = {"args": args, "foreign_args": foreign, SCHEDULER: schedule}
+    nvidia[FLOPS] = common.get(FLOPS, 0)
+    ours.add_object("extra", {"run": run, "nvidia": nvidia})

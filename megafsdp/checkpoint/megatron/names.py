@@ -1,0 +1,234 @@
+"""Names in Megatron-LM's ``fsdp_dtensor`` checkpoints, mapped to ours and back; pure functions.
+
+A parameter's name is Megatron's FQN in both formats, so most of a key is the same; what differs is
+the wrappers in front (``module.``), a norm that a Transformer Engine layer keeps inside the linear
+map behind it, and the inner layer of multi-token prediction. Fused parameters are stored as the
+same parts under the same names. Experts have their global index in both. No tensor is seen here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from megafsdp.checkpoint.state.experts import ANY_EXPERT
+from megafsdp.errors import CheckpointError, expected
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+TRANSFORMER_IMPLS = ("transformer_engine", "local")
+VERSION = 3.0
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+FLOPS = "num_floating_point_operations_so_far"
+SCHEDULER = "opt_param_scheduler"
+GROUP_META = "optimizer.param_to_group_meta"
+
+# Whole common keys, and those that begin a group of keys.
+_COMMON = frozenset({"args", "checkpoint_version", "iteration", FLOPS})
+_COMMON_GROUPS = (f"{SCHEDULER}.", "rng_state.")
+# State of Megatron's own machinery, which no other program can use.
+_MACHINERY = ("rerun_state_machine", "content_metadata")
+_EXTRA_STATE = "._extra_state"
+
+_MODEL = re.compile(r"model\.(?:module\.)*(?P<name>.+)")
+_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
+_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
+
+# A linear map that holds a norm in front of it, and the name of that norm as a layer of its own.
+_FUSED_NORMS = (
+    ("self_attention.linear_qkv", "input_layernorm"),
+    ("self_attention.linear_qkv_down_proj", "input_layernorm"),
+    ("self_attention.in_proj", "input_layernorm"),
+    ("mlp.linear_fc1", "pre_mlp_layernorm"),
+    ("self_attention.linear_q_up_proj", "self_attention.q_layernorm"),
+    ("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
+)
+_TE_NORM = re.compile(
+    rf"(?P<layer>.*\.)(?P<linear>{'|'.join(re.escape(linear) for linear, _ in _FUSED_NORMS)})"
+    r"\.layer_norm_(?P<leaf>weight|bias)"
+)
+_NORMS = sorted({norm for _, norm in _FUSED_NORMS})
+_LOCAL_NORM = re.compile(
+    rf"(?P<layer>.*\.)(?P<norm>{'|'.join(map(re.escape, _NORMS))})\.(?P<leaf>weight|bias)"
+)
+_EXPERT = re.compile(r"(\.experts\.local_experts)\.\d+\.")
+_MTP_ON_DISK = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.transformer_layer\.")
+_MTP_IN_MODULE = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.mtp_model_layer\.")
+
+# Ends of the parts' names, in the order in which they are joined along dim 0.
+_SUFFIXED_PARTS = (
+    (re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*"), ("_w", "_v")),
+    (re.compile(r".*\bin_proj\.weight"), (".query", ".key", ".value", ".z", ".beta", ".alpha")),
+    (re.compile(r".*\bin_proj\.weight"), (".query", ".key", ".value", ".g", ".gate")),
+    (re.compile(r".*\bconv1d\.(?:weight|bias)"), (".query", ".key", ".value")),
+)
+_DOWN_PROJ = re.compile(r"(.*\b)linear_qkv_down_proj\.(weight|bias)")
+_DOWN_PROJS = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class TheirKey:
+    """What a key of theirs means.
+
+    Attributes:
+        kind: ``model``, ``state``, ``group``, ``common``, or ``dropped`` for what has no meaning
+            outside of the job that wrote it.
+        name: Our name of the parameter or buffer; of a common value, its whole key.
+        field: Name of the optimizer state or of the group's field.
+    """
+
+    kind: str
+    name: str
+    field: str = ""
+
+
+def read_key(key: str) -> TheirKey | None:
+    """Return what a key of theirs means, or None if it is unknown."""
+    if key.endswith(_EXTRA_STATE) or f"{_EXTRA_STATE}." in key or key.startswith(_MACHINERY):
+        return TheirKey("dropped", key)
+    if key in _COMMON or key.startswith(_COMMON_GROUPS):
+        return TheirKey("common", key)
+    if found := _STATE.fullmatch(key):
+        return TheirKey("state", our_name(found["name"]), found["field"])
+    if found := _GROUP.fullmatch(key):
+        return TheirKey("group", our_name(found["name"]), found["field"])
+    if found := _MODEL.fullmatch(key):
+        return TheirKey("model", our_name(found["name"]))
+    return None
+
+
+def our_name(name: str) -> str:
+    """Return our name of a parameter of theirs; wrappers are stripped already.
+
+    A norm inside a linear map becomes a layer of its own, and the inner layer of multi-token
+    prediction has the name of its module, ``mtp_model_layer``.
+    """
+    if found := _TE_NORM.fullmatch(name):
+        name = f"{found['layer']}{dict(_FUSED_NORMS)[found['linear']]}.{found['leaf']}"
+    return _MTP_ON_DISK.sub(r"\1.mtp_model_layer.", name)
+
+
+@dataclass(frozen=True, slots=True)
+class TheirNames:
+    """Writes our names as theirs, for one model and one kind of job.
+
+    Attributes:
+        names: All our names of parameters and buffers, each fused parameter whole.
+        precision: One of ``PRECISIONS``; a run in 16 bits has one more wrapper in its optimizer.
+        transformer_impl: One of ``TRANSFORMER_IMPLS``: Transformer Engine's layers keep norms
+            inside linear maps.
+    """
+
+    names: frozenset[str]
+    precision: str
+    transformer_impl: str
+
+    def __post_init__(self) -> None:
+        """Check the choices.
+
+        Raises:
+            ValueError: One is unknown.
+        """
+        for argument, value, choices in (
+            ("precision", self.precision, PRECISIONS),
+            ("transformer_impl", self.transformer_impl, TRANSFORMER_IMPLS),
+        ):
+            if value not in choices:
+                raise ValueError(
+                    expected(
+                        f"{argument} to be one of {choices}",
+                        repr(value),
+                        where="to_nvidia()",
+                        mend="Name the one that the Megatron-LM job will run with",
+                    )
+                )
+
+    def model_key(self, name: str) -> tuple[str, ...]:
+        """Return the key of a weight or buffer, as the path of nested dicts it is in."""
+        return ("model", f"module.{self._on_disk(name)}")
+
+    def state_key(self, name: str, state: str) -> tuple[str, ...]:
+        """Return the key of an optimizer state."""
+        return ("optimizer", "state", f"{self._wrappers}{self._on_disk(name)}", state)
+
+    def group_key(self, name: str, field: str) -> tuple[str, ...]:
+        """Return the key of a field of a parameter's group; the name is a whole one.
+
+        Megatron-LM renames nothing here: the key has the name that the module has.
+        """
+        return (*GROUP_META.split("."), f"{self._wrappers}{self._fused_norm(name)}", field)
+
+    @property
+    def _wrappers(self) -> str:
+        return "module." * (2 if self.precision == "fp32" else 3)
+
+    def _on_disk(self, name: str) -> str:
+        return _MTP_IN_MODULE.sub(r"\1.transformer_layer.", self._fused_norm(name))
+
+    def _fused_norm(self, name: str) -> str:
+        found = _LOCAL_NORM.fullmatch(name)
+        if found is None or self.transformer_impl == "local":
+            return name
+        for linear, norm in _FUSED_NORMS:
+            if norm == found["norm"] and f"{found['layer']}{linear}.weight" in self.names:
+                return f"{found['layer']}{linear}.layer_norm_{found['leaf']}"
+        return name
+
+
+def group_member(name: str) -> str:
+    """Return the name by which our parameter groups list a parameter: one for all experts."""
+    return _EXPERT.sub(rf"\1.{ANY_EXPERT}.", name)
+
+
+def group_members(name: str, names: Collection[str]) -> list[str]:
+    """Return the parameters that a name in our parameter groups stands for.
+
+    Args:
+        name: A name of :func:`group_member`.
+        names: All parameters; of one that stands for all experts, those that it stands for.
+    """
+    if ANY_EXPERT not in name:
+        return [name]
+    pattern = re.compile(re.escape(name).replace(re.escape(ANY_EXPERT), r"\d+"))
+    return sorted(other for other in names if pattern.fullmatch(other))
+
+
+def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Find the parts of fused parameters among stored names.
+
+    Args:
+        names: Stored names of weights.
+        whole_names: Names that the optimizer's groups use: they tell an MLA layer that fuses its
+            two down-projections from one that does not, which is stored alike.
+
+    Returns:
+        The names of the parts of each whole name, in the order in which they are joined.
+
+    Raises:
+        CheckpointError: A part is missing.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        for pattern, suffixes in _SUFFIXED_PARTS:
+            suffix = next((s for s in suffixes if name.endswith(s)), None)
+            if suffix is None or not pattern.fullmatch(whole := name.removesuffix(suffix)):
+                continue
+            parts = tuple(f"{whole}{s}" for s in suffixes)
+            # Two kinds of layer have an in_proj: the one that is there whole is meant.
+            if whole not in found or all(part in names for part in parts):
+                found[whole] = parts
+    for whole in whole_names:
+        if match := _DOWN_PROJ.fullmatch(whole):
+            found[whole] = tuple(f"{match[1]}{part}.{match[2]}" for part in _DOWN_PROJS)
+    missing = [part for parts in found.values() for part in parts if part not in names]
+    if missing:
+        raise CheckpointError(
+            expected(
+                "all parts of each fused parameter",
+                f"{len(missing)} missing: {', '.join(sorted(missing)[:20])}",
+                where="the model of the checkpoint",
+                mend="The directory is incomplete: use another checkpoint",
+            )
+        )
+    return found

@@ -1,0 +1,305 @@
+"""What Megatron-LM's checkpoints hold beside tensors of the model, in our words and back.
+
+The command line of the job (``args``), its learning rate schedule, its random states and its
+parameter groups. Values only: keys of the directory are ``nvidia_names``'s, files ``nvidia``'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from megafsdp.checkpoint.megatron.names import group_member
+from megafsdp.checkpoint.tools.safe_pickle import Foreign
+from megafsdp.errors import CheckpointError, expected
+
+# Fields by which Megatron-LM tells its groups apart, with the value of an ordinary one.
+_GROUP_IDENTITY = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+_OUR_MULTIPLIER = "lr_multiplier"
+_SCHEDULE_FIELDS = (
+    "max_lr",
+    "lr_warmup_steps",
+    "num_steps",
+    "lr_decay_style",
+    "lr_decay_steps",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "wd_incr_style",
+    "wd_incr_steps",
+)
+# Their names of the ways down of a WSD schedule, and ours.
+_DECAY_SHAPES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "exponential": "exponential",
+    "minus_sqrt": "sqrt",
+}
+_NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_RNG_KEY = re.compile(
+    r"rng_state\.\((?P<stage>\d+), (?P<tensor>\d+)\)"
+    r"(?:\.(?P<rank>\d+)\.(?P<field>\w+)(?:\.(?P<name>.+))?)?"
+)
+_TRACKERS = "rng_tracker_states"
+
+
+def plain_args(value: object) -> tuple[dict[str, object], list[str]]:
+    """Return a job's arguments as plain values.
+
+    Args:
+        value: The ``args`` of a checkpoint, as ``plain_pickle`` reads them.
+
+    Returns:
+        The arguments, and the names of those that were no plain values and are texts here.
+
+    Raises:
+        ValueError: It is no namespace.
+    """
+    attributes = value.attributes() if isinstance(value, Foreign) else value
+    if not isinstance(attributes, dict) or not all(isinstance(key, str) for key in attributes):
+        raise ValueError(f"a namespace expected, got {_text(value)}")
+    foreign: list[str] = []
+    found = {name: _plain(name, item, foreign) for name, item in attributes.items()}
+    return found, sorted(set(foreign))
+
+
+def _plain(name: str, value: object, foreign: list[str]) -> object:
+    if isinstance(value, Foreign):
+        attributes = value.attributes()
+        if value.name in _NAMESPACES and attributes is not None:
+            return {k: _plain(name, v, foreign) for k, v in attributes.items()}
+        foreign.append(name)
+        return value.describe()
+    if isinstance(value, dict):
+        return {_plain(name, k, foreign): _plain(name, v, foreign) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(name, v, foreign) for v in value)
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(name, v, foreign) for v in value), key=repr)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, (*_PLAIN, torch.Tensor)):
+        return value
+    foreign.append(name)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    return value.describe() if isinstance(value, Foreign) else repr(value)
+
+
+def namespace(values: Mapping[str, object]) -> argparse.Namespace:
+    """Return arguments in the form in which Megatron-LM keeps them."""
+    return argparse.Namespace(**values)
+
+
+def our_schedule(theirs: Mapping[str, object], args: Mapping[str, object]) -> dict | None:
+    """Return the state of a learning rate schedule in the words of ``megafsdp.training``.
+
+    Args:
+        theirs: The fields of ``opt_param_scheduler``; its steps are samples.
+        args: The job's arguments, which alone know the decay of a WSD schedule.
+
+    Returns:
+        The schedule, or None if it is of a kind that does not exist here.
+    """
+    if any(theirs.get(name) is None for name in _SCHEDULE_FIELDS[:6]):
+        return None
+    style = str(theirs["lr_decay_style"])
+    warmup, end = int(theirs["lr_warmup_steps"]), int(theirs["lr_decay_steps"])  # type: ignore[call-overload]
+    kinds = {"cosine": ("cosine", "cosine"), "linear": ("wsd", "linear")}
+    kinds["constant"] = ("constant", "linear")
+    decay: object = max(end - warmup, 0)
+    if style == "WSD":
+        kinds["WSD"] = ("wsd", _DECAY_SHAPES.get(str(args.get("lr_wsd_decay_style")), ""))
+        decay = args.get("wsd_decay_steps", args.get("lr_wsd_decay_samples"))
+        if decay is None and args.get("lr_wsd_decay_iters") is not None:
+            decay = int(args["lr_wsd_decay_iters"]) * int(args["global_batch_size"])  # type: ignore[call-overload]
+    kind, shape = kinds.get(style, ("", ""))
+    if not shape or not isinstance(decay, int):
+        return None
+    return {
+        "kind": kind,
+        "peak": float(theirs["max_lr"]),  # type: ignore[arg-type]
+        "minimum": float(theirs["min_lr"]),  # type: ignore[arg-type]
+        "warmup_samples": warmup,
+        "decay_start": end - decay,
+        "decay_samples": decay,
+        "decay_shape": shape,
+    }
+
+
+def their_schedule(
+    ours: Mapping[str, object] | None, groups: list[dict], *, num_samples: int
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the fields of ``opt_param_scheduler``.
+
+    Args:
+        ours: A schedule of ``megafsdp.training``, or the state of any other scheduler, or None: a
+            constant rate.
+        groups: The optimizer's parameter groups.
+        num_samples: Samples that the schedule has counted.
+
+    Returns:
+        The fields, and the arguments that Megatron-LM needs beside them.
+    """
+    rates = [_number(group["lr"]) for group in groups if "lr" in group] or [0.0]
+    decays = [_number(group.get("weight_decay", 0.0)) for group in groups] or [0.0]
+    theirs: dict[str, object] = dict.fromkeys(_SCHEDULE_FIELDS)
+    theirs |= {"max_lr": max(rates), "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
+    theirs |= {"lr_decay_style": "constant", "num_steps": num_samples}
+    theirs |= {"start_wd": max(decays), "end_wd": max(decays), "wd_incr_style": "constant"}
+    args: dict[str, object] = {}
+    if ours is not None and {"kind", "peak", "decay_start", "decay_samples"} <= set(ours):
+        start, length = int(ours["decay_start"]), int(ours["decay_samples"])  # type: ignore[call-overload]
+        style = {"cosine": "cosine", "constant": "constant"}.get(str(ours["kind"]), "WSD")
+        if style == "WSD":
+            shapes = {ours_: theirs_ for theirs_, ours_ in _DECAY_SHAPES.items()}
+            args["lr_wsd_decay_style"] = shapes[str(ours["decay_shape"])]
+            args |= {"lr_wsd_decay_samples": length, "wsd_decay_steps": length}
+            if ours["decay_shape"] == "linear" and start == ours["warmup_samples"]:
+                style, args = "linear", {}
+        theirs |= {"max_lr": ours["peak"], "min_lr": ours["minimum"], "lr_decay_style": style}
+        theirs |= {"lr_warmup_steps": ours["warmup_samples"], "lr_decay_steps": start + length}
+    theirs["wd_incr_steps"] = theirs["lr_decay_steps"]
+    return theirs, args
+
+
+def our_groups(fields: Mapping[str, Mapping[str, object]]) -> tuple[list[dict], dict[str, object]]:
+    """Gather parameters of equal fields into groups.
+
+    Args:
+        fields: The fields of each parameter's group, by the parameter's whole name.
+
+    Returns:
+        Groups with ``names`` and hyperparameters, in the order of their first parameters; and the
+        ``step`` of each parameter whose group counts steps.
+    """
+    groups: dict[str, dict] = {}
+    seen: dict[str, set[str]] = {}
+    steps: dict[str, object] = {}
+    for name, of_parameter in fields.items():
+        own = dict(of_parameter)
+        if "step" in own:
+            steps[name] = own.pop("step")
+        multiplier = own.get("lr_mult", 1.0)
+        if multiplier != 1.0:
+            own[_OUR_MULTIPLIER] = multiplier
+        key = repr(sorted(own.items()))
+        names = groups.setdefault(key, {"names": []} | own)["names"]
+        if (member := group_member(name)) not in seen.setdefault(key, set()):
+            seen[key].add(member)
+            names.append(member)
+    return list(groups.values()), steps
+
+
+def their_group(group: Mapping[str, object], schedule: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields that each parameter of a group gets, its step excepted.
+
+    Args:
+        group: Hyperparameters of one of our groups; ``names`` is left out.
+        schedule: The fields of ``opt_param_scheduler``.
+    """
+    fields = {k: v for k, v in group.items() if k not in ("names", _OUR_MULTIPLIER)}
+    for name in ("lr", "weight_decay"):
+        if isinstance(fields.get(name), torch.Tensor):
+            fields[name] = _number(fields[name])
+    multiplier = _number(group.get(_OUR_MULTIPLIER, group.get("lr_mult", 1.0)))
+    decays = _number(group.get("weight_decay", 0.0)) != 0.0
+    identity: dict[str, object] = dict(_GROUP_IDENTITY)
+    identity |= {"lr_mult": multiplier, "wd_mult": 1.0 if decays else 0.0}
+    identity |= {"max_lr": schedule["max_lr"], "min_lr": schedule["min_lr"]}
+    return identity | fields
+
+
+def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], list[str]]:
+    """Return random states by rank, as ``rng.rng_state`` makes them.
+
+    Args:
+        values: Keys ``rng_state.(stage, tp)...`` and what they hold: a list of states, or one value
+            of one of them.
+
+    Returns:
+        The states of the ranks that share the first cell, and the keys of other cells, whose ranks
+        have no counterpart here.
+
+    Raises:
+        CheckpointError: They are not what Megatron-LM writes.
+    """
+    ranks: dict[int, dict[str, object]] = {}
+    unused = []
+    for key, value in values:
+        found = _RNG_KEY.fullmatch(key)
+        if found is None or (found["stage"], found["tensor"]) != ("0", "0"):
+            unused.append(key)
+        elif found["rank"] is None and isinstance(value, list):
+            ranks |= {rank: dict(state) for rank, state in enumerate(value)}
+        elif found["name"] is None:
+            ranks.setdefault(int(found["rank"]), {})[found["field"]] = value
+        else:
+            trackers = ranks.setdefault(int(found["rank"]), {}).setdefault(found["field"], {})
+            assert isinstance(trackers, dict), "keys are distinct"
+            trackers[found["name"]] = value
+    try:
+        return [_our_rng(ranks[rank]) for rank in range(len(ranks))], unused
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            expected(
+                "the states of Python's, numpy's and torch's generators of each rank",
+                f"{type(error).__name__}: {error}",
+                where="'rng_state.(0, 0)'",
+                mend="Pass ignore=['rng_state.*'] to go on without random states",
+            )
+        ) from error
+
+
+def _our_rng(theirs: Mapping) -> dict[str, object]:
+    version, words, gauss = theirs["random_rng_state"]
+    _, keys, position, has_gauss, cached = theirs["np_rng_state"]
+    ours: dict[str, object] = {
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
+        "numpy": {
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached_gauss": float(cached),
+        },
+        "torch": theirs["torch_rng_state"],
+    }
+    if theirs.get("cuda_rng_state") is not None:
+        ours["cuda"] = theirs["cuda_rng_state"]
+    if theirs.get(_TRACKERS):
+        ours["trackers"] = dict(theirs[_TRACKERS])
+    return ours
+
+
+def their_rng_state(ours: Mapping) -> dict[str, object]:
+    """Return one rank's random states as Megatron-LM keeps them.
+
+    Args:
+        ours: What ``rng.rng_state`` returned; ``cuda`` and ``trackers`` are there or not.
+    """
+    python, numpy = ours["python"], ours["numpy"]
+    theirs: dict[str, object] = {
+        "random_rng_state": (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+        "np_rng_state": (
+            "MT19937",
+            numpy["keys"].numpy().astype(np.uint32),
+            numpy["position"],
+            numpy["has_gauss"],
+            numpy["cached_gauss"],
+        ),
+        "torch_rng_state": ours["torch"],
+    }
+    if "cuda" in ours:
+        theirs["cuda_rng_state"] = ours["cuda"]
+    return theirs | {_TRACKERS: dict(ours.get("trackers", {}))}
+
+
+def _number(value: object) -> float:
+    return float(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]

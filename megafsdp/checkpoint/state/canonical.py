@@ -1,0 +1,395 @@
+"""Canonical state: what a model and its optimizer hold, under names free of mesh and wrappers.
+
+The name of a parameter is its FQN in the user's module. Keys are ``model.<fqn>``,
+``optimizer.state.<fqn>.<state>``, ``optimizer.param_groups`` and so on; a fused parameter has a key
+for each part, an expert the index it has in its layer. Tensors stay where they are: nothing is
+copied or gathered here, and a sharded tensor is listed as the DTensor it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megafsdp.checkpoint.format.plain_values import plain
+from megafsdp.checkpoint.format.regions import Stored
+from megafsdp.checkpoint.state.experts import name_of_group_member, names_elsewhere
+from megafsdp.checkpoint.state.fused import StoredForm, part_names, stored_form
+from megafsdp.errors import CheckpointError, expected
+from megafsdp.fsdp.runtime.unit import units_below
+from megafsdp.mesh.annotation import FusedParts, annotation_of
+
+EXTRA_STATE = "_extra_state"
+# Which parameters a group has; checkpoints name them by their canonical names.
+GROUP_MEMBERS = frozenset({"params", "param_names"})
+# What a stored group calls the names of its members.
+MEMBER_NAMES = "names"
+# How an optimizer runs is the running job's choice; what it computes is the checkpoint's.
+EXECUTION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+@runtime_checkable
+class HasCanonicalState(Protocol):
+    """An optimizer that keeps states or weights in another form than checkpoints hold them."""
+
+    def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return a parameter's states in the form of checkpoints; local."""
+
+    def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's weight in the form of checkpoints, or the parameter; local."""
+
+    def load_canonical(self, parameter: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """Take over loaded states, which are in ``state``, and a loaded weight; local."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalState:
+    """State by key, as it is spread over the ranks.
+
+    Attributes:
+        tensors: Plain tensors, DTensors, and parts of them.
+        objects: Structures of plain values and small tensors, alike on all ranks that have them.
+        fused: Declared parts of fused parameters that are stored whole.
+        fused_into: Key of each fused tensor that is stored in parts -> its parts' keys in order
+            (``"parts"``), the dim along which they lie (``"dim"``), and how often they repeat in
+            memory (``"num_groups"``) if they do.
+        aliases: Further names of tied parameters, and of buffers of a module that has several
+            names: key -> key in ``tensors``.
+        rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are
+            stored.
+        own: Keys that not all ranks have -> the ranks that have them.
+        elsewhere: Names of parameters that other ranks have and this one has not.
+    """
+
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
+    fused: dict[str, FusedParts] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    fused_into: dict[str, dict] = field(default_factory=dict)
+    rank_zero: set[str] = field(default_factory=set)
+    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
+
+    def update(self, other: CanonicalState) -> None:
+        """Take over what another state lists, the optimizer's beside the model's."""
+        self.tensors.update(other.tensors)
+        self.objects.update(other.objects)
+        self.fused.update(other.fused)
+        self.aliases.update(other.aliases)
+        self.fused_into.update(other.fused_into)
+        self.rank_zero.update(other.rank_zero)
+        self.own.update(other.own)
+        self.elsewhere.update(other.elsewhere)
+
+    def claim(self, keys: Iterable[str], form: StoredForm) -> None:
+        """Note that only the ranks of a parameter have these keys, if that is so."""
+        if form.is_own and form.ranks is not None:
+            self.own.update(dict.fromkeys(keys, form.ranks))
+
+
+def canonical_name(fqn: str) -> str:
+    """Return a module path without what ``torch.compile`` and checkpoint wrappers add to it."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PARTS)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the canonical name of each parameter; a tied one has its first name."""
+    return {
+        parameter: canonical_name(fqn) for fqn, parameter in _unwrapped(model).named_parameters()
+    }
+
+
+def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the first key and the module of each module that defines ``get_extra_state``."""
+    return _extra_states(model, are_all_names=False)
+
+
+def _extra_states(model: nn.Module, *, are_all_names: bool) -> Iterator[tuple[str, nn.Module]]:
+    for fqn, module in _unwrapped(model).named_modules(remove_duplicate=not are_all_names):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield ".".join(filter(None, ("model", canonical_name(fqn), EXTRA_STATE))), module
+
+
+def _plain_extra_states(model: nn.Module) -> dict[str, object]:
+    values: dict[nn.Module, object] = {}
+    by_key = {}
+    for key, module in _extra_states(model, are_all_names=True):
+        if module not in values:
+            values[module] = plain(key, module.get_extra_state())
+        by_key[key] = values[module]
+    return by_key
+
+
+def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState:
+    """List a model's parameters, persistent buffers and extra states; local.
+
+    Args:
+        model: Any module, sharded or not, outside of its forward and backward.
+        stored: Keys of a checkpoint that is to be loaded; a fused parameter that it has whole is
+            listed whole.
+
+    Raises:
+        CheckpointError: It shows compute weights, of which main weights could not be restored.
+    """
+    _require_at_rest(_unwrapped(model))
+    state = CanonicalState()
+    keys_by_parameter: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
+        name = canonical_name(fqn)
+        form = stored_form(name, parameter).as_in(stored, "model.")
+        if len(keys_by_parameter.get(parameter, form.parts)) < len(form.parts):
+            form = form.undivided()
+        keys = [f"model.{part}" for part in form.parts]
+        for key in keys:
+            _require_new(key, state)
+        state.claim(keys, form)
+        state.elsewhere.update(_names_elsewhere(name, parameter))
+        if form.fused is not None:
+            state.fused_into[f"model.{form.name}"] = _joining(keys, form.fused)
+        if parameter in keys_by_parameter:
+            state.aliases.update(zip(keys, keys_by_parameter[parameter], strict=True))
+            continue
+        keys_by_parameter[parameter] = keys
+        state.tensors.update(zip(keys, form.pieces(parameter), strict=True))
+        if form.grouping is not None:
+            state.fused[keys[0]] = form.grouping
+    for key, first_key, buffer in _persistent_buffers(model):
+        _require_new(key, state)
+        if first_key != key:
+            state.aliases[key] = first_key
+            continue
+        state.tensors[key] = buffer
+        state.rank_zero.add(key)
+    state.objects.update(_plain_extra_states(model))
+    return state
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+) -> CanonicalState:
+    """List an optimizer's states and parameter groups; local.
+
+    Args:
+        optimizer: Any ``torch.optim.Optimizer``.
+        names: Canonical names of the model's parameters.
+
+    Raises:
+        CheckpointError: It holds a parameter that is not the model's, a state that exists per rank,
+            or a state of no parameter.
+    """
+    state = CanonicalState()
+    _require_states_of_parameters(optimizer)
+    for group_names, group in named_groups(optimizer, names):
+        for name, parameter in zip(group_names, group["params"], strict=True):
+            form = stored_form(name, parameter)
+            for state_name, value in states_of(optimizer, parameter).items():
+                keys = [state_key(part, state_name) for part in form.parts]
+                state.claim(keys, form)
+                if isinstance(value, torch.Tensor):
+                    _require_global(keys[0], value, parameter)
+                    state.tensors.update(zip(keys, form.pieces(value), strict=True))
+                    if form.fused is not None and (form.is_split(value) or value.ndim == 0):
+                        whole_key = state_key(form.name, state_name)
+                        state.fused_into[whole_key] = _joining(keys, form.fused)
+                else:
+                    state.objects.update(dict.fromkeys(keys, plain(keys[0], value)))
+    state.objects["optimizer.param_groups"] = [
+        {MEMBER_NAMES: member_names}
+        | {
+            k: plain("optimizer.param_groups", v)
+            for k, v in group.items()
+            if k not in GROUP_MEMBERS
+        }
+        for member_names, group in _groups_of_all_ranks(optimizer, names)
+    ]
+    return state
+
+
+def reserved_option(where: str) -> str:
+    """Return the message of a parameter group that has an option of the reserved name."""
+    return expected(
+        "options of parameter groups by other names",
+        f"an option '{MEMBER_NAMES}', which is what checkpoints call the members",
+        where=where,
+        mend="Rename the option",
+    )
+
+
+def member_names(group: dict, names: dict[nn.Parameter, str]) -> list[str]:
+    """Return the names that a parameter group lists on disk, a layer's experts under one."""
+    members = (name_of_group_member(names[p], annotation_of(p).experts) for p in group["params"])
+    return list(dict.fromkeys(members))
+
+
+def _groups_of_all_ranks(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+) -> list[tuple[list[str], dict]]:
+    found: dict[str, int] = {}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        if MEMBER_NAMES in group:
+            raise CheckpointError(reserved_option(f"optimizer.param_groups[{index}]"))
+        groups.append((member_names(group, names), group))
+        for name in groups[-1][0]:
+            if found.setdefault(name, index) != index:
+                raise CheckpointError(
+                    expected(
+                        "all experts of a layer in one parameter group",
+                        f"some in group {found[name]} and some in group {index}",
+                        where=f"'{name}'",
+                        mend="Give the experts of a layer the same hyperparameters",
+                    )
+                )
+    return groups
+
+
+def canonical_weights(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], stored: Container[str] = ()
+) -> Iterator[tuple[str, nn.Parameter, Stored]]:
+    """Yield key, parameter and stored piece of each weight that is not stored as it is; local."""
+    if not isinstance(optimizer, HasCanonicalState):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            weight = optimizer.canonical_weight(parameter)
+            if weight is not parameter:
+                form = stored_form(names[parameter], parameter).as_in(stored, "model.")
+                for part, piece in zip(form.parts, form.pieces(weight), strict=True):
+                    yield f"model.{part}", parameter, piece
+
+
+def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return a parameter's states in the form of checkpoints; local."""
+    if isinstance(optimizer, HasCanonicalState):
+        return optimizer.canonical_state(parameter)
+    return optimizer.state.get(parameter, {})
+
+
+def named_groups(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+) -> list[tuple[list[str], dict]]:
+    """Return each parameter group with the canonical names of its parameters.
+
+    Raises:
+        CheckpointError: A parameter of the optimizer is not one of the model's.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise CheckpointError(
+                    expected(
+                        "an optimizer over parameters of the model",
+                        f"one of shape {tuple(parameter.shape)} that the model does not have",
+                        where=f"position {position} of optimizer.param_groups[{index}]",
+                        mend="Build the optimizer from model.parameters() after fully_shard()",
+                    )
+                )
+    return [([names[p] for p in group["params"]], group) for group in optimizer.param_groups]
+
+
+def state_key(name: str, state_name: object) -> str:
+    """Return the key of one state of one parameter.
+
+    Raises:
+        CheckpointError: The state's name is no plain word.
+    """
+    if not isinstance(state_name, str) or not state_name or "." in state_name:
+        raise CheckpointError(
+            expected(
+                "optimizer states named by words without a dot",
+                repr(state_name),
+                where=f"the optimizer state of '{name}'",
+                mend="Rename the state in the optimizer",
+            )
+        )
+    return f"optimizer.state.{name}.{state_name}"
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _joining(keys: list[str], fused: FusedParts) -> dict[str, object]:
+    joining: dict[str, object] = {"parts": keys, "dim": fused.dim}
+    return joining if fused.num_groups == 1 else joining | {"num_groups": fused.num_groups}
+
+
+def _names_elsewhere(name: str, parameter: torch.Tensor) -> Iterator[str]:
+    for other in names_elsewhere(name, annotation_of(parameter).experts):
+        yield from {other, *part_names(other, annotation_of(parameter).fused)}
+
+
+def _require_new(key: str, state: CanonicalState) -> None:
+    if key in state.tensors or key in state.aliases:
+        raise CheckpointError(
+            expected(
+                "a name for each stored tensor",
+                "two tensors of this name",
+                where=f"'{key}'",
+                mend="Rename the parameter, or declare other stored_as templates or experts",
+            )
+        )
+
+
+def _require_at_rest(model: nn.Module) -> None:
+    shown = {id(parameter) for parameter in model.parameters()}
+    for name, unit in units_below([model]).items():
+        if any(id(p.unsharded) in shown for group in unit.groups for p in group.parameters):
+            raise CheckpointError(
+                expected(
+                    "sharded parameters",
+                    "unsharded ones",
+                    where=f"unit '{name}'",
+                    mend="Save and load outside of forward and backward, and after reshard()",
+                )
+            )
+        for group in unit.groups:
+            group.wait_for_step()
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield key, first key and buffer; a module of two names has its buffers under both."""
+    first_keys: dict[tuple[nn.Module, int], str] = {}
+    for fqn, module in _unwrapped(model).named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                key = canonical_name(f"model.{fqn}.{name}" if fqn else f"model.{name}")
+                yield key, first_keys.setdefault((module, id(buffer)), key), buffer
+
+
+def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what has no name on disk: an empty entry is nobody's loss."""
+    members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    strange = [k for k, states in optimizer.state.items() if k not in members and states != {}]
+    if strange:
+        got = ", ".join(
+            f"a tensor of shape {tuple(k.shape)}" if isinstance(k, torch.Tensor) else repr(k)
+            for k in strange[:4]
+        )
+        raise CheckpointError(
+            expected(
+                "states of parameters of the optimizer's groups",
+                f"{len(strange)} of something else: {got}",
+                where=f"the state of {type(optimizer).__name__}",
+                mend="Keep what belongs to no parameter in a parameter group, or in extra=",
+            )
+        )
+
+
+def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Refuse a rank's own plain tensor beside a sharded parameter: its global form is unknown."""
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
+        raise CheckpointError(
+            expected(
+                f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",
+                f"a plain tensor of shape {tuple(value.shape)}",
+                where=f"'{key}'",
+                mend="Create the state with torch.zeros_like(parameter)",
+            )
+        )

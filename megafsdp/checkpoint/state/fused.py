@@ -1,0 +1,197 @@
+"""Splitting and joining: what a parameter and the tensors like it are called and cut to on disk.
+
+A fused parameter whose layer names its parts is stored as these parts, each a tensor of its own;
+experts by their index in the layer. Weights, gradients and optimizer states go through the same
+:class:`StoredForm`, sharded or plain: to save is to read its pieces, to load is to write into them,
+so a load joins the parts in place. Which rank holds what of a piece is ``regions``' arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, replace
+
+import torch
+
+from megafsdp.checkpoint.format.regions import Region, Stored, TensorPart, Window, whole
+from megafsdp.checkpoint.state.experts import (
+    holders,
+    is_named_by_expert,
+    is_partial_stack,
+    name_in_layer,
+    stack_in_layer,
+)
+from megafsdp.errors import CheckpointError, expected
+from megafsdp.mesh.annotation import ExpertRange, annotation_of
+from megafsdp.mesh.fused_parts import FusedParts
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """How one parameter, and every tensor of its shape, is stored.
+
+    Attributes:
+        name: The parameter's name on disk, experts by their index in the layer.
+        parts: Names of what is stored: the parts of a fused parameter, or ``name`` alone.
+        shape: The parameter's shape in memory.
+        fused: The parts, if it is split.
+        grouping: The parts, if it is stored whole.
+        experts: Which experts it holds.
+        ranks: Ranks that hold the same of a plain tensor; None means all.
+        is_own: True if only ``ranks`` have it under this name.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    fused: FusedParts | None
+    grouping: FusedParts | None
+    experts: ExpertRange | None
+    ranks: tuple[int, ...] | None
+    is_own: bool
+
+    def as_in(self, stored: Container[str], section: str = "") -> StoredForm:
+        """Return this form, or the undivided one if a checkpoint has the parameter whole.
+
+        Who writes a checkpoint without the model, a converter say, may know nothing of parts.
+
+        Args:
+            stored: Names in the checkpoint.
+            section: What stands before the parameter's name there.
+        """
+        if self.fused is None or self.fused.num_groups > 1 or section + self.name not in stored:
+            return self
+        return self if any(section + part in stored for part in self.parts) else self.undivided()
+
+    def undivided(self) -> StoredForm:
+        """Return the form of the same parameter without parts."""
+        return replace(self, parts=(self.name,), fused=None, grouping=self.fused or self.grouping)
+
+    def is_split(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor of the parameter is stored in parts, not with each part."""
+        return self.fused is not None and tuple(tensor.shape) == self.shape
+
+    def pieces(self, tensor: torch.Tensor) -> list[Stored]:
+        """Return what is stored of a tensor of the parameter, one piece for each name; no copies.
+
+        Args:
+            tensor: The parameter, its gradient or a state. One of another shape than the parameter,
+                such as a count of steps, is stored once with each part.
+
+        Raises:
+            CheckpointError: The tensor does not fit the declaration.
+        """
+        if tuple(tensor.shape) != self.shape:
+            return [self._beside(tensor)] * len(self.parts)
+        shape, place = stack_in_layer(self.name, self.shape, self.experts)
+        if self.fused is None:
+            if self.ranks is None and place == whole(self.shape) and shape == self.shape:
+                return [tensor]
+            window = Window(whole(self.shape), place.offsets)
+            return [TensorPart(tensor, shape, (window,), self.ranks)]
+        return [
+            TensorPart(
+                tensor,
+                _with_extent(shape, self.fused.dim, size * self.fused.num_groups),
+                tuple(self._windows(self.fused, index, place)),
+                self.ranks,
+            )
+            for index, size in enumerate(self.fused.sizes)
+        ]
+
+    def _beside(self, tensor: torch.Tensor) -> Stored:
+        if is_partial_stack(self.experts) and tensor.ndim:
+            raise CheckpointError(
+                expected(
+                    f"states of shape {self.shape} or scalars beside a stack of experts",
+                    f"shape {tuple(tensor.shape)}",
+                    where=f"a state of '{self.name}'",
+                    mend="Use an optimizer whose states are like the parameter",
+                )
+            )
+        if not self.is_own:
+            return tensor
+        shape = tuple(tensor.shape)
+        return TensorPart(tensor, shape, (Window(whole(shape), (0,) * len(shape)),), self.ranks)
+
+    def _windows(self, fused: FusedParts, index: int, place: Region) -> list[Window]:
+        """Return where one part is in memory, a window for each group.
+
+        With groups [gate0; up0; gate1; up1], as a tensor cut for two tensor-parallel ranks has
+        them, the part ``up`` is two windows that lie one after another on disk.
+        """
+        dim, size = fused.dim, fused.sizes[index]
+        windows = []
+        for group in range(fused.num_groups):
+            start = group * sum(fused.sizes) + sum(fused.sizes[:index])
+            offsets, sizes, target = [0] * len(self.shape), [*self.shape], [*place.offsets]
+            offsets[dim], sizes[dim], target[dim] = start, size, target[dim] + group * size
+            windows.append(Window(Region(tuple(offsets), tuple(sizes)), tuple(target)))
+        return windows
+
+
+def stored_form(name: str, parameter: torch.Tensor) -> StoredForm:
+    """Return how a parameter is stored, as its layer declared it.
+
+    Args:
+        name: Its name in the module.
+        parameter: The parameter, sharded or not.
+
+    Raises:
+        CheckpointError: The declaration does not fit the parameter.
+    """
+    annotation = annotation_of(parameter)
+    fused, experts = annotation.fused, annotation.experts
+    shape = tuple(parameter.shape)
+    if fused is not None:
+        _require_fit(name, shape, fused, experts)
+    in_layer = name_in_layer(name, experts)
+    is_split = fused is not None and fused.stored_as is not None
+    return StoredForm(
+        name=in_layer,
+        parts=part_names(in_layer, fused),
+        shape=shape,
+        fused=fused if is_split else None,
+        grouping=None if is_split else fused,
+        experts=experts,
+        ranks=holders(name, parameter, experts),
+        is_own=is_named_by_expert(experts),
+    )
+
+
+def _with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ...]:
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def wholes_by_part(fused_into: dict[str, dict]) -> dict[str, str]:
+    """Return the key of the whole by the key of each part, from a manifest's map."""
+    return {part: key for key, fused in fused_into.items() for part in fused["parts"]}
+
+
+def part_names(name: str, fused: FusedParts | None) -> tuple[str, ...]:
+    """Return what a parameter's parts are called on disk; its own name if it is stored whole."""
+    if fused is None or fused.stored_as is None:
+        return (name,)
+    path, _, parameter = name.rpartition(".")
+    outer, _, module = path.rpartition(".")
+    names = (t.format(module=module, parameter=parameter) for t in fused.stored_as)
+    # A parameter of the root has no module.
+    return tuple(".".join(filter(None, (outer, name.lstrip(".")))) for name in names)
+
+
+def _require_fit(
+    name: str, shape: tuple[int, ...], fused: FusedParts, experts: ExpertRange | None
+) -> None:
+    is_stack = experts is not None and experts.name_component is None
+    is_inside = (1 if is_stack else 0) <= fused.dim < len(shape)
+    if not is_inside or shape[fused.dim] != fused.extent:
+        declared = f"shape {_with_extent(shape, fused.dim, fused.extent)} for" if is_inside else ""
+        raise CheckpointError(
+            expected(
+                f"{declared} the parts {fused.names} of sizes {fused.sizes} along dim {fused.dim}",
+                f"shape {shape}",
+                where=f"'{name}'",
+                mend="Declare sizes that add up to the parameter's extent, along a dim that does "
+                "not count experts",
+            )
+        )

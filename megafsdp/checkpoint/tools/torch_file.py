@@ -1,0 +1,303 @@
+"""One ``torch.save`` file: a checkpoint as the nested state dict that users of plain torch expect.
+
+``{"model": {fqn: tensor}, "optimizer": {"state": {fqn: {...}}, "param_groups": [...]}}``: whole
+tensors, fused parameters joined. ``model`` is what ``nn.Module.load_state_dict`` takes, and
+``optimizer`` what ``torch.optim.Optimizer.load_state_dict`` and torch's
+``set_optimizer_state_dict`` take; the other sections stand beside them under their own keys.
+
+Both ways go tensor by tensor: a file is mapped rather than read, and tensors on their way into one
+lie in scratch files beside it, because ``torch.save`` takes all of them at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format.manifest import path_of, section_of
+from megafsdp.checkpoint.state.canonical import (
+    EXTRA_STATE,
+    MEMBER_NAMES,
+    reserved_option,
+    state_key,
+)
+from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
+from megafsdp.checkpoint.tools.progress import bytes_bar
+from megafsdp.checkpoint.tools.reader import CheckpointReader
+from megafsdp.checkpoint.tools.stored_like import STATE_PREFIX, FusedLike
+from megafsdp.checkpoint.tools.writer import CheckpointWriter
+from megafsdp.errors import CheckpointError, expected
+
+
+def to_torch(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    show_progress: bool = False,
+) -> Path:
+    """Write a checkpoint as one ``torch.save`` file; local.
+
+    Memory is that of one tensor; the disk needs room for twice the tensors.
+
+    Args:
+        source: The save root, or one checkpoint's own directory.
+        destination: The file; it is replaced in one step if it is there.
+        step: The step; None means the latest published one.
+        show_progress: Draw a progress bar, if standard error is a terminal.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is damaged, the destination is a directory,
+            or the disk is full; nothing is left behind.
+    """
+    file = Path(destination)
+    if file.is_dir():
+        raise CheckpointError(
+            expected(
+                "a file to write",
+                "a directory",
+                where=f"'{file}'",
+                mend="Give a file name, such as model.pt",
+            )
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            expected(
+                "a folder for the file",
+                f"{type(error).__name__}: {error}",
+                where=f"'{file.parent}'",
+                mend="Give a path whose folder is there or can be made",
+            )
+        ) from error
+    with CheckpointReader(source, step) as reader, on_disk.scratch_beside(file) as scratch:
+        nbytes = {
+            key: math.prod(reader.shape(key)) * reader.dtype(key).itemsize
+            for key in reader.whole_keys()
+        }
+        by_key: dict[str, object] = {}
+        with bytes_bar("convert", sum(nbytes.values()), is_wanted=show_progress) as bar:
+            for number, key in enumerate(nbytes):
+                mapped = _mapped(Path(scratch, str(number)), reader.shape(key), reader.dtype(key))
+                reader.read_into(mapped, key)
+                by_key[key] = mapped
+                bar.update(nbytes[key])
+        # A tied tensor is one tensor of two names, which torch.save stores once.
+        by_key.update((alias, by_key[key]) for alias, key in reader.whole_aliases().items())
+        by_key.update(_objects(reader))
+        whole = Path(scratch, "whole")
+        try:
+            torch.save(_nested(by_key), whole)
+        except (OSError, RuntimeError) as error:
+            # torch's writer has an error of its own for a full disk.
+            raise _cannot_write(whole, sum(nbytes.values()), error) from error
+        on_disk.sync_file(whole)
+        whole.replace(file)
+        on_disk.sync_directory(file.parent)
+    return file
+
+
+def _objects(reader: CheckpointReader) -> dict[str, object]:
+    """Read the objects; those that each part of a fused parameter has, once for the whole."""
+    names = {
+        part.removeprefix("model."): key.removeprefix("model.")
+        for key, fused in reader.fused.items()
+        for part in fused["parts"]
+        if section_of(key) == "model"
+    }
+    objects = {}
+    for key in reader.manifest.objects:
+        if key.startswith(STATE_PREFIX):
+            *_, name, state_name = path_of(key)
+            objects[state_key(names.get(name, name), state_name)] = reader.object(key)
+        else:
+            objects[key] = reader.object(key)
+    return objects
+
+
+def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor whose memory is a file's, so that the system can write it out and drop it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    try:
+        # Pages of a file with holes need room when they are touched; without it the process dies.
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        raise _cannot_write(path, nbytes, error) from error
+    bits = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+    return bits.view(dtype).view(shape)
+
+
+def _nested(by_key: dict[str, object]) -> dict[str, object]:
+    tree: dict[str, object] = {}
+    for key, value in by_key.items():
+        *outer, last = path_of(key)
+        branch = tree
+        for name in outer:
+            inner = branch.setdefault(name, {})
+            assert isinstance(inner, dict), "a section holds no values of its own"
+            branch = inner
+        branch[last] = _with_params(value) if key == GROUPS_KEY else value
+    return tree
+
+
+def _with_params(groups: object) -> list[dict]:
+    """Name the parameters of each group as torch does."""
+    assert isinstance(groups, list), "save() stores a list of groups"
+    return [
+        {"params": group[MEMBER_NAMES]} | {k: v for k, v in group.items() if k != MEMBER_NAMES}
+        for group in groups
+    ]
+
+
+def from_torch(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    fused_like: str | os.PathLike[str] | None = None,
+    show_progress: bool = False,
+) -> Path:
+    """Write the state dict in a ``torch.save`` file as a checkpoint; local.
+
+    The file is mapped and written tensor by tensor. A dict of tensors alone is taken as a model's.
+
+    Args:
+        source: The file, as :func:`to_torch` or a user of plain torch wrote it. Optimizer states
+            must be by name, as ``get_optimizer_state_dict`` returns them.
+        destination: The save root.
+        step: The training step; None means the one in the file, or 0.
+        fused_like: A checkpoint whose fused parameters are stored in parts; those of the same names
+            are split alike. Without it every parameter is stored whole.
+        show_progress: Draw a progress bar, if standard error is a terminal.
+
+    Returns:
+        The published directory.
+
+    Raises:
+        CheckpointError: The file is no such state dict, or its shapes are not those of the parts.
+    """
+    entries = read_torch_file(Path(source))
+    like = FusedLike(None if fused_like is None else on_disk.find(fused_like, None))
+    tensors = {
+        key: value
+        for key, value in entries.items()
+        # Extra state is an object even if it is a tensor.
+        if isinstance(value, torch.Tensor) and not key.endswith(f".{EXTRA_STATE}")
+    }
+    objects = {key: v for key, v in entries.items() if key not in tensors}
+    common = objects.pop("common", None)
+    if step is None:
+        stored_step = common.get("step") if isinstance(common, dict) else None
+        step = stored_step if isinstance(stored_step, int) else 0
+    # Random states of another form are kept, but none that a rank could continue with.
+    num_states = sum(section_of(key) == "rng" for key in objects)
+    num_ranks = num_states if all(f"rng.{rank}" in objects for rank in range(num_states)) else 0
+    total_nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    with (
+        CheckpointWriter(destination, step, world_size=num_ranks) as writer,
+        bytes_bar("convert", total_nbytes, is_wanted=show_progress) as bar,
+    ):
+        first_names: dict[tuple, str] = {}
+        for key, tensor in tensors.items():
+            # Tensors of a model in the same memory are one tensor of two names.
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            is_tied = section_of(key) == "model" and tensor.numel() > 0 and place in first_names
+            like.add(writer, key, tensor, tied_to=first_names[place] if is_tied else None)
+            first_names.setdefault(place, key)
+            bar.update(tensor.nbytes)
+        for key, value in objects.items():
+            for part in like.names(key):
+                writer.add_object(part, value)
+        return writer.publish()
+
+
+def read_torch_file(path: Path) -> dict[str, object]:
+    """Map a ``torch.save`` file and return its values by the keys of a checkpoint.
+
+    Raises:
+        CheckpointError: It is no state dict of plain tensors and plain values.
+    """
+    try:
+        tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        # A file that torch.save did not write raises anything.
+        raise _refused(path, f"{type(error).__name__}: {str(error)[:200]}") from error
+    if not isinstance(tree, Mapping) or not all(isinstance(key, str) for key in tree):
+        raise _refused(path, f"a {type(tree).__name__}")
+    if all(isinstance(value, torch.Tensor) for value in tree.values()):
+        tree = {"model": tree}
+    model, optimizer = tree.get("model"), tree.get("optimizer", {})
+    if not isinstance(model, Mapping) or not isinstance(optimizer, Mapping):
+        raise _refused(path, f"a dict of {list(tree)[:20]}")
+    entries: dict[str, object] = {f"model.{name}": value for name, value in model.items()}
+    entries.update(_optimizer_entries(path, optimizer))
+    for section, value in tree.items():
+        if section == "rng" and isinstance(value, Mapping):
+            entries.update((f"rng.{rank}", state) for rank, state in value.items())
+        elif section not in ("model", "optimizer"):
+            entries[section] = value
+    return entries
+
+
+def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, object]]:
+    others = [key for key in optimizer if key not in ("state", "param_groups")]
+    if others:
+        raise _refused(path, f"an optimizer with {others[:4]} beside state and param_groups")
+    groups = optimizer.get("param_groups", [])
+    names: dict[object, str] = {}
+    for index, group in enumerate(groups):
+        if MEMBER_NAMES in group:
+            raise CheckpointError(reserved_option(f"param_groups[{index}] of '{path}'"))
+        # torch numbers parameters, and lists their names beside if the optimizer knows them.
+        own = group.get("param_names", group["params"])
+        names.update(zip(group["params"], own, strict=True))
+    if not all(isinstance(name, str) for name in names.values()):
+        raise _refused(path, "an optimizer whose parameters are numbered, not named")
+    for parameter, states in optimizer.get("state", {}).items():
+        for state_name, value in states.items():
+            yield state_key(names.get(parameter, str(parameter)), state_name), value
+    if groups:
+        hyper = [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in groups
+        ]
+        members = [[names[parameter] for parameter in group["params"]] for group in groups]
+        yield (
+            GROUPS_KEY,
+            [{MEMBER_NAMES: own} | rest for own, rest in zip(members, hyper, strict=True)],
+        )
+
+
+def _cannot_write(path: Path, nbytes: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        expected(
+            f"room for {nbytes} bytes",
+            f"{type(error).__name__}: {str(error)[:200]}",
+            where=f"'{path.parent.parent}'",
+            mend="A conversion needs twice the bytes of the tensors there: make room, or write to "
+            "another disk",
+        )
+    )
+
+
+def _refused(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        expected(
+            'a state dict {"model": {name: tensor}, "optimizer": ...} written by torch.save',
+            got,
+            where=f"'{path}'",
+            mend="Save plain tensors by name, the optimizer with get_optimizer_state_dict()",
+        )
+    )

@@ -1,0 +1,238 @@
+"""Write a checkpoint in one process, tensor by tensor, with neither a model nor a process group.
+
+Converters and imports write through this file. It leaves the files that ``save`` leaves: records in
+``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published by one rename. Each tensor goes to
+the disk when it is added and can then be let go. Gathering a model's state is ``save``'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format.manifest import (
+    Chunk,
+    Manifest,
+    Record,
+    TensorEntry,
+    write_dcp_metadata,
+    write_manifest,
+)
+from megafsdp.checkpoint.format.plain_values import plain
+from megafsdp.checkpoint.format.records import RecordWriter
+from megafsdp.checkpoint.format.regions import Region
+from megafsdp.checkpoint.state.merge import library_versions
+from megafsdp.errors import CheckpointError, expected
+from megafsdp.mesh.annotation import FusedParts
+
+# A reader holds a chunk beside the tensor that it fills.
+_CHUNK_NBYTES = 1 << 28
+
+
+class CheckpointWriter:
+    """A checkpoint in the making; leaving the context without :meth:`publish` discards it.
+
+    Keys are those of ``save``: ``model.<fqn>``, ``optimizer.state.<fqn>.<state>``,
+    ``optimizer.param_groups``, and so on. ``extra`` and ``common`` are made where none is added,
+    because ``load`` asks for them.
+
+    Args:
+        directory: The save root.
+        step: The training step, which names the directory.
+        world_size: Number of ranks whose random states are added, as ``rng.<rank>``; with 0, a load
+            leaves random states alone.
+
+    Raises:
+        CheckpointError: The step is the published one already, or no step.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], step: int, *, world_size: int = 0
+    ) -> None:
+        self._root = Path(directory)
+        if not isinstance(step, int) or step < 0:
+            raise CheckpointError(
+                expected(
+                    "a step of at least 0",
+                    repr(step),
+                    where=f"'{self._root}'",
+                    mend="Give the step that the checkpoint is to be published as",
+                )
+            )
+        self._step = step
+        self._world_size = world_size
+        self._tensors: dict[str, TensorEntry] = {}
+        self._objects: dict[str, Record] = {}
+        self._aliases: dict[str, str] = {}
+        self._fused_into: dict[str, dict] = {}
+        self._published = False
+        self._temporary = on_disk.prepare(self._root, step)
+        self._records = RecordWriter(self._temporary, 0)
+
+    def __enter__(self) -> CheckpointWriter:
+        """Return the writer."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Discard what was not published."""
+        if self._published:
+            return
+        # With an error of any kind the records close without waiting for the disk.
+        self._records.__exit__(CheckpointError, CheckpointError("not published"), None)
+        if self._temporary.exists():
+            on_disk.remove(self._temporary)
+
+    def add_tensor(
+        self,
+        key: str,
+        tensor: torch.Tensor,
+        *,
+        chunk_rows: int | None = None,
+        fused: FusedParts | None = None,
+    ) -> None:
+        """Write a whole tensor.
+
+        Args:
+            key: Its key, not used before.
+            tensor: A plain tensor on any device.
+            chunk_rows: Number of rows a chunk; None makes chunks of at most 256 MiB.
+            fused: Logical tensors inside, where it is stored whole.
+
+        Raises:
+            CheckpointError: The key is taken.
+        """
+        self._require_new(key)
+        chunks = []
+        for region in _row_slabs(tensor, chunk_rows):
+            rows = tensor[region.slices_in(Region((0,) * tensor.ndim, tuple(tensor.shape)))]
+            chunks.append(Chunk(region, self._records.append_tensor(rows)))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._tensors[key] = TensorEntry(tuple(tensor.shape), dtype, tuple(chunks), fused)
+
+    def add_object(self, key: str, value: object) -> None:
+        """Write a structure of plain values and small tensors.
+
+        Raises:
+            CheckpointError: The key is taken, the value would not load with ``weights_only=True``,
+                or ``extra`` is no dict, as which ``load`` returns it.
+        """
+        self._require_new(key)
+        if key == "extra" and not isinstance(value, dict):
+            raise CheckpointError(
+                expected(
+                    "a dict of the caller's values",
+                    repr(value)[:80],
+                    where=f"'extra' of '{self._root}'",
+                    mend="Give the value a name: {'name': value}",
+                )
+            )
+        self._objects[key] = self._records.append_object(plain(key, value))
+
+    def alias(self, key: str, target: str) -> None:
+        """Give a written tensor a further name, as a tied parameter has.
+
+        Raises:
+            CheckpointError: The key is taken, or there is no such tensor.
+        """
+        self._require_new(key)
+        self._require_tensors(key, [target], self._tensors)
+        self._aliases[key] = target
+
+    def fuse(self, key: str, parts: Sequence[str], *, dim: int = 0, num_groups: int = 1) -> None:
+        """Say that written tensors are the parts of one fused parameter.
+
+        Args:
+            key: The key of the whole.
+            parts: Keys of the parts, in their order along ``dim``.
+            dim: The dimension along which they are joined.
+            num_groups: How often pieces of all parts follow each other in the whole.
+
+        Raises:
+            CheckpointError: The key is taken, or a part was not written.
+        """
+        self._require_new(key)
+        # The parts of a tied parameter are tied names themselves.
+        self._require_tensors(key, parts, self._tensors.keys() | self._aliases.keys())
+        self._fused_into[key] = {"parts": list(parts), "dim": dim}
+        if num_groups > 1:
+            self._fused_into[key]["num_groups"] = num_groups
+
+    def publish(self) -> Path:
+        """Make the files durable and the directory the checkpoint of its step, and the latest.
+
+        Returns:
+            The published directory.
+        """
+        if "extra" not in self._objects:
+            self.add_object("extra", {})
+        if "common" not in self._objects:
+            facts = {"step": self._step, "world_size": self._world_size}
+            self.add_object("common", facts | {"versions": library_versions()})
+        self._records.__exit__(None, None, None)
+        manifest = Manifest(
+            step=self._step,
+            world_size=self._world_size,
+            versions=library_versions(),
+            tensors=self._tensors,
+            objects=self._objects,
+            aliases=self._aliases,
+            files={self._records.file_name: self._records.nbytes},
+            fused_into=self._fused_into,
+        )
+        described = write_dcp_metadata(manifest, self._temporary)
+        on_disk.sync_file(described)
+        manifest.files[described.name] = described.stat().st_size
+        on_disk.sync_file(write_manifest(manifest, self._temporary))
+        final = on_disk.publish(self._temporary, self._root, self._step)
+        self._published = True
+        return final
+
+    def _require_new(self, key: str) -> None:
+        taken = (self._tensors, self._objects, self._aliases, self._fused_into)
+        if any(key in keys for keys in taken):
+            raise CheckpointError(
+                expected(
+                    "each key once",
+                    f"'{key}' again",
+                    where=f"'{self._root}'",
+                    mend="Give every tensor and object a key of its own",
+                )
+            )
+
+    def _require_tensors(self, key: str, targets: Sequence[str], known: Container[str]) -> None:
+        missing = [target for target in targets if target not in known]
+        if missing:
+            raise CheckpointError(
+                expected(
+                    f"tensors for '{key}' to stand for",
+                    f"no tensors {missing[:20]}",
+                    where=f"'{self._root}'",
+                    mend="Add the tensors first",
+                )
+            )
+
+
+def _row_slabs(tensor: torch.Tensor, chunk_rows: int | None) -> list[Region]:
+    """Cut a tensor's rows into slabs; none for an empty tensor, one for a scalar."""
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return []
+    if not shape:
+        return [Region((), ())]
+    num_rows = shape[0]
+    rows = chunk_rows or max(1, _CHUNK_NBYTES * num_rows // max(1, tensor.nbytes))
+    others = (0,) * (len(shape) - 1)
+    return [
+        Region((start, *others), (min(rows, num_rows - start), *shape[1:]))
+        for start in range(0, num_rows, rows)
+    ]

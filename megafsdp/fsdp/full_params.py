@@ -1,0 +1,154 @@
+"""Whole tensors of a sharded model: full state dicts, and forwards with everything gathered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from megafsdp.buffer.comm.agreement import raise_together
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
+from megafsdp.errors import expected
+from megafsdp.fsdp.params.meta import device_of, require_initialized
+from megafsdp.fsdp.params.plain_tensors import give_memory_to_meta_tensors
+from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
+from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
+
+_MAX_NAMES = 20
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return main weights and buffers as full plain tensors, by FQN.
+
+    Collective: one gather for each sharded parameter.
+
+    Args:
+        model: A module with units below it, at rest. Called by all ranks alike.
+
+    Returns:
+        The same dict on every rank: copies, on the model's device.
+
+    Raises:
+        RuntimeError: Something has no values since it came on the meta device.
+    """
+    require_initialized([model], where="full_state_dict()")
+    state = model.state_dict()
+    return {name: full_tensor(tensor).detach().clone() for name, tensor in state.items()}
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Copy full plain tensors into a sharded model: each rank takes its own rows.
+
+    Compute weights are fresh from the next forward on. Called by all ranks alike, each with the
+    whole state; one small collective, so that all ranks raise if one must.
+
+    Args:
+        model: A module with units below it, at rest.
+        state: A tensor for every name of ``model.state_dict()``, with its global shape, in any
+            dtype.
+
+    Raises:
+        ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then.
+    """
+    own = model.state_dict()
+    raise_together(_mismatch(own, state))
+    wait_before_load()
+    give_memory_to_meta_tensors(model, device_below(model), is_wanted=own.__contains__)
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if isinstance(tensor, UnevenDTensor):
+                tensor.copy_from_full_(state[name])
+            else:
+                local_tensor(tensor).copy_(state[name])
+    mark_main_weights_changed(model)
+
+
+def device_below(module: nn.Module) -> torch.device:
+    """Return the device of the units below a module; torch's default device without any."""
+    return device_of([group for unit in units_below([module]).values() for group in unit.groups])
+
+
+def _mismatch(
+    own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> ValueError | None:
+    problems = [f"missing '{name}'" for name in own if name not in state]
+    problems += [f"unknown '{name}'" for name in state if name not in own]
+    problems += [
+        f"'{name}' of shape {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    if not problems:
+        return None
+    more = f", and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else ""
+    return ValueError(
+        expected(
+            "a full tensor for every parameter and buffer",
+            "; ".join(problems[:_MAX_NAMES]) + more,
+            where="load_full_state_dict()",
+            mend="Give the state dict of an unsharded model of the same configuration",
+        )
+    )
+
+
+@contextlib.contextmanager
+def summon_full_params(module: nn.Module) -> Iterator[None]:
+    """Show full compute weights of all units below a module while the context is open.
+
+    Forwards inside gather nothing, so ranks may call the module a different number of times, for
+    example to generate text. The parameters are for reading: changes are lost when the context
+    closes. Collective on entry; holds the whole model in memory.
+    """
+    # Those that are pinned belong to a context around this one.
+    units = [unit for unit in units_below([module]).values() if not unit.is_pinned]
+    for unit in units:
+        _unshard(unit)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.is_pinned = False
+            unit.show_sharded()
+            unit.release()
+
+
+def _unshard(unit: FSDPUnit) -> None:
+    unit.require_context()
+    unit.start_unshard()
+    unit.finish_unshard()
+    unit.show_unsharded()
+    unit.is_pinned = True
+
+
+@contextlib.contextmanager
+def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
+    """Say whether the forward and backward inside are the last before the optimizer step; local.
+
+    Without it every backward is complete by itself, which is always right. Inside
+    ``microbatch(model, is_last=False)`` reductions that can wait do: replicated gradients are
+    summed locally and all-reduced in the last microbatch. Inside
+    ``microbatch(model, is_last=True)`` an optimizer that was told how to clip may begin to step
+    parameters whose gradients are complete: nobody changes them before its ``step``.
+
+    Args:
+        model: The outermost module given to ``fully_shard``, or one that contains such modules.
+        is_last: False for all microbatches of a step but the last.
+    """
+    contexts = {id(c): c for c in (u.require_context() for u in _outermost(model))}.values()
+    for context in contexts:
+        context.is_last_microbatch = context.is_handed_over = is_last
+    try:
+        yield
+    finally:
+        for context in contexts:
+            context.is_last_microbatch, context.is_handed_over = True, False
+
+
+def _outermost(model: nn.Module) -> list[FSDPUnit]:
+    units = list(units_below([model]).values())
+    if units:
+        units[0].require_context()
+    return units

@@ -1,0 +1,7 @@
+"""What a unit owns: parameter groups, compute weights, gradients, and where they lie.
+
+A parameter group has one compute weight (gathered for forward and backward) and one gradient
+reducer. Nothing here decides when a collective runs: that is fsdp/runtime.
+
+Read first: parameter_group.py, then compute_weight.py and gradient_reducer.py.
+"""

@@ -1,0 +1,57 @@
+"""Where the buffers of a unit lie, on the device and on the host, and who counts their bytes.
+
+What lies where is decided by the policy; what the bytes mean is the business of those who ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megafsdp.device.host_memory import HostArena, aligned_nbytes, host_bytes
+from megafsdp.device.memory import ByteLedger
+from megafsdp.fsdp.params.policy import OffloadPolicy
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Where a main weight and its states lie that do not lie on the device.
+
+    Attributes:
+        arena: Memory for the group's main weight and states.
+        ledger: Counts their bytes, apart from the device's.
+    """
+
+    arena: HostArena
+    ledger: ByteLedger
+
+    def take_apart(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised 1-D tensor that is freed by itself, as a gradient is."""
+        nbytes = numel * dtype.itemsize
+        return host_bytes(nbytes, is_pinned=self.arena.is_pinned)[:nbytes].view(dtype)
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """Where the groups of a unit keep their buffers.
+
+    Attributes:
+        ledger: Counts bytes on the device.
+        host_ledger: Counts bytes on the host.
+        offload: What lies there.
+    """
+
+    ledger: ByteLedger = field(default_factory=ByteLedger)
+    host_ledger: ByteLedger = field(default_factory=ByteLedger)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+
+    def host_memory(
+        self, numel: int, dtypes: set[torch.dtype], device: torch.device
+    ) -> HostMemory | None:
+        """Return a slab for a buffer in each dtype; None if parameters live on the device."""
+        if not self.offload.params:
+            return None
+        nbytes = sum(aligned_nbytes(numel * dtype.itemsize) for dtype in dtypes)
+        is_pinned = self.offload.pin_memory and device.type == "cuda"
+        return HostMemory(HostArena(nbytes, is_pinned=is_pinned), self.host_ledger)

@@ -1,0 +1,6 @@
+"""FusedAdam: the optimizer, its plan of passes over flat buffers, and one step.
+
+The arithmetic is in optimizer/kernels, the states are in optimizer/states.
+
+Read first: fused_adam.py, then step.py.
+"""

@@ -1,0 +1,195 @@
+"""What FusedAdam refuses: numbers without meaning, and gradients unlike their parameters.
+
+The latter no optimizer of this room takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.errors import expected
+from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.states.formats import is_scaled
+from megafsdp.optimizer.states.loading import FOREIGN_OPTIONS
+from megafsdp.optimizer.states.store import STATES
+
+
+def check_hyperparameters(
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float | None,
+) -> None:
+    """Check the numbers that FusedAdam is built with.
+
+    Raises:
+        ValueError: One has no meaning.
+    """
+    limits = {
+        "lr": (lr, lr >= 0, "of 0 or more"),
+        "betas[0]": (betas[0], 0 <= betas[0] < 1, "of at least 0 and below 1"),
+        "betas[1]": (betas[1], 0 <= betas[1] < 1, "of at least 0 and below 1"),
+        "eps": (eps, eps >= 0, "of 0 or more"),
+        "weight_decay": (weight_decay, weight_decay >= 0, "of 0 or more"),
+        "max_grad_norm": (max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "above 0"),
+    }
+    for name, (value, is_sound, what) in limits.items():
+        if not is_sound:
+            raise ValueError(
+                expected(f"a number {what}", value, where=f"{name} of FusedAdam", mend="Change it")
+            )
+
+
+def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
+    """Check what a parameter group holds and asks for, as torch's Adam and AdamW write it.
+
+    Raises:
+        ValueError: A number has no meaning; a trainable parameter is wider than fp32, in which all
+            steps are made; or an option is not built here.
+    """
+    numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+    check_hyperparameters(float(group["lr"]), **numbers, max_grad_norm=None)
+    neutral = dict.fromkeys(FOREIGN_OPTIONS, False) | {"decoupled_weight_decay": adam_w_mode}
+    asked = {
+        name: group[name] for name, value in neutral.items() if group.get(name, value) != value
+    }
+    if asked:
+        raise ValueError(
+            expected(
+                f"{neutral} or nothing",
+                asked,
+                where="a parameter group of FusedAdam",
+                mend="Leave it out, set adam_w_mode for all groups, or use torch.optim.AdamW",
+            )
+        )
+    for number, parameter in enumerate(group["params"]):
+        is_wide = parameter.dtype == torch.float64 or parameter.dtype.is_complex
+        if is_wide and parameter.requires_grad:
+            raise ValueError(
+                expected(
+                    "parameters in fp32 or narrower, in which steps are made",
+                    f"{_described(parameter, _name_in(group, number))} in {parameter.dtype}",
+                    where="FusedAdam",
+                    mend="Cast the model, or use torch.optim.AdamW",
+                )
+            )
+
+
+def check_remainders(group: Mapping[str, Any]) -> None:
+    """Check that a parameter group's parameters are the high halves of fp32 weights.
+
+    Raises:
+        ValueError: One is not bf16.
+    """
+    for number, parameter in enumerate(group["params"]):
+        if parameter.dtype != torch.bfloat16:
+            raise ValueError(
+                expected(
+                    "bf16 parameters with store_param_remainders=True",
+                    f"{_described(parameter, _name_in(group, number))} in {parameter.dtype}",
+                    where="FusedAdam",
+                    mend="Shard with MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                    "main_params_dtype=torch.bfloat16), or leave the option out: fp32 parameters "
+                    "lack nothing",
+                )
+            )
+
+
+def check_capturable(dtypes: Iterable[torch.dtype], has_remainders: bool) -> None:
+    """Check that a step on these states can be captured.
+
+    Raises:
+        ValueError: A moment has scales, or weights have remainders.
+    """
+    if has_remainders or any(is_scaled(dtype) for dtype in dtypes):
+        raise ValueError(
+            expected(
+                "moments in fp32 or bf16, and no remainders",
+                f"{[str(dtype) for dtype in dtypes]}, remainders: {has_remainders}",
+                where="FusedAdam(capturable=True)",
+                mend="Leave capturable out, or keep the states in torch.float32 or torch.bfloat16",
+            )
+        )
+
+
+def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = None) -> None:
+    """Check that a gradient is kept as its parameter is.
+
+    Args:
+        parameter: The parameter.
+        grad: Its gradient.
+        name: The parameter's name, if the optimizer was given one.
+
+    Raises:
+        RuntimeError: It is sparse, or one of the two is a DTensor and the other is not.
+    """
+    if grad.is_sparse:
+        raise RuntimeError(
+            expected(
+                "a dense gradient",
+                "a sparse one",
+                where=_described(parameter, name),
+                mend="Build the embedding with sparse=False",
+            )
+        )
+    if isinstance(parameter, DTensor) != isinstance(grad, DTensor):
+        raise RuntimeError(
+            expected(
+                f"a gradient kept as its parameter, a {type(parameter).__name__}",
+                f"a {type(grad).__name__}",
+                where=_described(parameter, name),
+                mend="Assign a tensor made with torch.zeros_like(parameter), filled by copy_()",
+            )
+        )
+
+
+def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
+    """Check what a state is to be set to.
+
+    Raises:
+        ValueError: The values are not fp32 or not as many as this rank's of the parameter, or no
+            state has this name.
+    """
+    if values.dtype != torch.float32 or name not in STATES:
+        raise ValueError(
+            expected(
+                f"fp32 values of one of {STATES}",
+                f"{values.dtype} for '{name}'",
+                where="FusedAdam.set_scaled_state()",
+                mend="Cast the values, or set optimizer.state[parameter] directly",
+            )
+        )
+    own, given = local_tensor(parameter).shape, local_tensor(values).shape
+    if own != given:
+        raise ValueError(
+            expected(
+                f"values like the parameter, {(*own,)} on this rank",
+                (*given,),
+                where="FusedAdam.set_scaled_state()",
+                mend="Start from get_unscaled_state(), or torch.zeros_like(parameter)",
+            )
+        )
+
+
+def _name_in(group: Mapping[str, Any], number: int) -> str | None:
+    """Return a parameter's name, which torch keeps if it was given with the parameter."""
+    return group["param_names"][number] if "param_names" in group else None
+
+
+def _described(parameter: torch.Tensor, name: str | None) -> str:
+    """Return a parameter's name as far as it has one, and its shape."""
+    owner = group_of(parameter)
+    if name is not None:
+        who = f"parameter '{name}'"
+    elif owner is not None:
+        own = next((p.name for p in owner.parameters if p.sharded is parameter), "")
+        who = f"parameter '{own}' of unit '{owner.label}'"
+    else:
+        who = "a parameter"
+    return f"{who} of shape {tuple(parameter.shape)}"

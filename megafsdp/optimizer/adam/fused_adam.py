@@ -1,0 +1,321 @@
+"""FusedAdam: Adam and AdamW in one pass over flat buffers.
+
+Parameters of ``fully_shard`` lie in flat buffers, and so do their gradients and states; runs of
+neighbours are stepped by one kernel call, which also folds in the unscaling and clipping of
+gradients and, where a cast of the weight is made once a step, writes that. Plain tensors and other
+DTensors are stepped one by one with the same arithmetic
+(:mod:`megafsdp.optimizer.kernels.reference`), so how a parameter is stored does not change its
+values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from megafsdp.errors import expected
+from megafsdp.fsdp.weight_sync import MarksMainWeights, fully_shard_optimizer
+from megafsdp.optimizer.adam.adam_states import AdamStates
+from megafsdp.optimizer.adam.capturable import CapturablePass
+from megafsdp.optimizer.adam.checks import (
+    check_capturable,
+    check_group,
+    check_hyperparameters,
+    check_remainders,
+)
+from megafsdp.optimizer.adam.plan import Found, GroupPlan, gradients_of
+from megafsdp.optimizer.adam.step import AdamPass
+from megafsdp.optimizer.grads.clip import gradient_factor
+from megafsdp.optimizer.grads.norms import total_norm
+from megafsdp.optimizer.kernels.hyper import AdamHyper
+from megafsdp.optimizer.states.formats import check_state_dtype
+from megafsdp.optimizer.states.store import STATES, StateStore
+
+_COPIED = (
+    "adam_w_mode",
+    "use_decoupled_grad",
+    "max_grad_norm",
+    "grad_norm",
+    "capturable",
+    "ftz",
+)
+
+
+class FusedAdam(MarksMainWeights, AdamStates):
+    """Adam with decoupled (AdamW) or coupled weight decay, for sharded and plain parameters.
+
+    A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, closures, hooks and state
+    dicts work as there, ``torch.amp.GradScaler`` too. Parameters of ``fully_shard``, plain tensors
+    and DTensors may be mixed. State names are torch's (``step``, ``exp_avg``, ``exp_avg_sq``), so
+    checkpoints of one load into the other. Where several optimizers share a unit, the one that has
+    half of its elements or more keeps states for all of them.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay; 0 by default, unlike ``torch.optim.AdamW``.
+        adam_w_mode: Decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
+        bias_correction: Correct the moments for their start at zero.
+        exp_avg_dtype: Dtype of the first moment: fp32, bf16, or fp16 or FP8 (e4m3) with a scale a
+            block (:mod:`megafsdp.optimizer.states.formats`).
+        exp_avg_sq_dtype: Dtype of the second moment.
+        store_param_remainders: For bf16 parameters, as ``MixedPrecisionPolicy(torch.bfloat16,
+            main_params_dtype=torch.bfloat16)`` makes them: an int16 state holds what a bf16
+            parameter lacks of an fp32 weight, so that the parameter is main and compute weight at
+            once, in 2 bytes instead of 4 + 2. Checkpoints hold the fp32 weight.
+        use_decoupled_grad: Read ``p.decoupled_grad`` instead of ``p.grad``; it may have another
+            dtype than the parameter.
+        max_grad_norm: Clip by the norm of all gradients, which :attr:`grad_norm` shows after each
+            step; gradients are left as they are. ``math.inf`` never clips. Makes ``step`` or
+            :meth:`measure_grad_norm` before it collective.
+        capturable: Let a CUDA graph capture ``step``: counts of steps, a learning rate given as a
+            tensor, the factor on gradients and their finiteness stay on the device. Slower outside
+            of a graph; moments in fp32 or bf16. A replay tells nobody that weights changed: call
+            ``mark_main_weights_changed(model)`` after it.
+        ftz: Flush denormal numbers to zero inside the step: states of rows without gradients decay
+            into denormals, which are many times slower.
+
+    Raises:
+        ValueError: A hyperparameter or dtype has no meaning; a trainable parameter is fp64 or
+            complex, or with ``store_param_remainders`` not bf16; or a parameter group asks for
+            ``amsgrad``, ``maximize`` or the other weight decay.
+    """
+
+    _step_supports_amp_scaling = True
+    _is_copyable = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        use_decoupled_grad: bool = False,
+        max_grad_norm: float | None = None,
+        capturable: bool = False,
+        ftz: bool = True,
+    ) -> None:
+        check_hyperparameters(float(lr), betas, eps, weight_decay, max_grad_norm)
+        check_state_dtype("exp_avg_dtype", exp_avg_dtype)
+        check_state_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype)
+        self.adam_w_mode = adam_w_mode
+        self.use_decoupled_grad = use_decoupled_grad
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: torch.Tensor | None = None
+        self._measured: torch.Tensor | None = None
+        self.capturable = capturable
+        self.ftz = ftz
+        if capturable:
+            check_capturable((exp_avg_dtype, exp_avg_sq_dtype), store_param_remainders)
+        self._store = StateStore(
+            dict(zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)),
+            has_remainders=store_param_remainders,
+            counts_on_device=capturable,
+        )
+        self._plans: dict[int, GroupPlan] = {}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the optimizer takes, which keeps states and plans by itself.
+
+        Raises:
+            RuntimeError: Threads and memory of the optimizer are its own.
+        """
+        if not self._is_copyable:
+            raise RuntimeError(
+                expected(
+                    "an optimizer that copy.deepcopy() and pickle can copy",
+                    f"a {type(self).__name__}",
+                    where="its __getstate__()",
+                    mend="Build another one and give it the state_dict()",
+                )
+            )
+        options = {name: getattr(self, name) for name in _COPIED}
+        state = defaultdict(dict, {p: self._portable_state(p) for p in self.state})
+        stored = (self._store.dtypes, self._store.has_remainders)
+        return {**super().__getstate__(), **options, "state": state, "_stored": stored}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what another optimizer is copied by, or what a load has prepared."""
+        own = dict(state)
+        if "_stored" in own:
+            dtypes, has_remainders = own.pop("_stored")
+            own["_store"] = StateStore(
+                dtypes, has_remainders=has_remainders, counts_on_device=own["capturable"]
+            )
+            own |= {"_plans": {}, "_measured": None}
+        super().__setstate__(own)
+        if "_stored" in state:
+            self._store.hold(p for group in self.param_groups for p in group["params"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters with hyperparameters of its own.
+
+        Raises:
+            ValueError: As the constructor; the group is not added.
+        """
+        super().add_param_group(param_group)
+        self._measured = None
+        try:
+            check_group(self.param_groups[-1], adam_w_mode=self.adam_w_mode)
+            if self._store.has_remainders:
+                check_remainders(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._store.hold(self.param_groups[-1]["params"])
+
+    @torch.no_grad()
+    def measure_grad_norm(self, *, loss_scale: float = 1.0) -> torch.Tensor:
+        """Measure the norm of the gradients that the next ``step`` reads; it will clip by this one.
+
+        The step has the bits of one that measures by itself. Gradients must not change in between;
+        ``step``, ``zero_grad`` and another measurement drop the norm. Collective: one small
+        all-reduce for each process group.
+
+        Args:
+            loss_scale: What the loss was multiplied by. It is taken off the norm alone: ``step``
+                unscales by the ``grad_scale`` that ``torch.amp.GradScaler`` or the loop sets.
+
+        Returns:
+            The norm before clipping, 0-dim fp32, equal on all ranks; :attr:`grad_norm` too.
+
+        Raises:
+            ValueError: A parameter is the original that ``fully_shard`` has replaced.
+        """
+        self._ready_plans()
+        self._measured = total_norm(gradients_of(self.param_groups, self._attribute))
+        self.grad_norm = (self._measured.double() * (1.0 / loss_scale)).float()
+        return self.grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, as torch does, and drop the norm that was measured of them.
+
+        With ``use_decoupled_grad`` these are the ones in ``decoupled_grad``, and those in ``grad``.
+        """
+        self._measured = None
+        super().zero_grad(set_to_none)
+        if not self.use_decoupled_grad:
+            return
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            grad = getattr(parameter, "decoupled_grad", None)
+            if grad is not None and set_to_none:
+                parameter.decoupled_grad = None
+            elif grad is not None:
+                grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step every parameter that has a gradient.
+
+        Collective only with ``max_grad_norm``, as :meth:`measure_grad_norm` if that did not come.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            ValueError: A parameter is the original that ``fully_shard`` has replaced, or a group's
+                hyperparameter has no meaning; nothing is stepped.
+            RuntimeError: A gradient is not kept as its parameter is.
+        """
+        loss = None
+        measured, self._measured = self._measured, None
+        if closure is not None:
+            measured = None
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = self._of_scaler("found_inf")
+        if found_inf is not None and not self.capturable and bool(found_inf.item()):
+            return loss
+        if not self.capturable:
+            for group in self.param_groups:
+                AdamHyper.of(group, adam_w_mode=self.adam_w_mode)  # Before anything is stepped.
+        plans = self._ready_plans()
+        found = [plan.find(self._states_to_step(), attribute=self._attribute) for plan in plans]
+        self._step_found(found, scale=self._gradient_scale(measured), found_inf=found_inf)
+        return loss
+
+    def _states_to_step(self) -> dict[torch.Tensor, Any]:
+        """Return :attr:`state` for the use of a step."""
+        return self.state
+
+    def _step_found(
+        self,
+        found: list[Found],
+        *,
+        scale: float | torch.Tensor,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Step what was found of each parameter group, and tell the owners of all parameters."""
+        adam_pass: AdamPass | CapturablePass
+        if self.capturable:
+            adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf)
+        else:
+            adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
+        for group, part in zip(self.param_groups, found, strict=True):
+            adam_pass.begin(group, adam_w_mode=self.adam_w_mode)
+            for states, grads, indices in part.flat:
+                adam_pass.step_flat(states, grads, indices)
+            for parameter, grad in part.singles:
+                adam_pass.step_one(parameter, grad, self._states_to_step()[parameter])
+        for plan in self._plans.values():
+            for owner in plan.owners():
+                owner.mark_stale()
+        adam_pass.finish()
+
+    @property
+    def _attribute(self) -> str:
+        return "decoupled_grad" if self.use_decoupled_grad else "grad"
+
+    def _ready_plans(self) -> list[GroupPlan]:
+        """Return the plans of all parameter groups, none of which holds replaced originals."""
+        plans = [self._plan(number) for number in range(len(self.param_groups))]
+        if any(plan.has_originals() for plan in plans):
+            fully_shard_optimizer(self)
+        return plans
+
+    def _plan(self, number: int) -> GroupPlan:
+        group = self.param_groups[number]
+        plan = self._plans.get(number)
+        if plan is None or not plan.is_of(group["params"]):
+            names = group.get("param_names", ())
+            plan = self._plans[number] = GroupPlan(group["params"], self._store, names)
+        return plan
+
+    def _of_scaler(self, name: str) -> torch.Tensor | None:
+        """Return what torch.amp.GradScaler sets on the optimizer for the time of a step."""
+        return getattr(self, name, None)
+
+    def _gradient_scale(self, norm: torch.Tensor | None) -> float | torch.Tensor:
+        """Return the factor on gradients, by this norm if one was measured; kept where they are."""
+        loss_scale = self._of_scaler("grad_scale")
+        if loss_scale is None and self.max_grad_norm is None:
+            return 1.0
+        grads = gradients_of(self.param_groups, self._attribute)
+        factor = gradient_factor(grads, norm, self.max_grad_norm, loss_scale)
+        self.grad_norm = self.grad_norm if self.max_grad_norm is None else factor.norm
+        is_cpu = factor.scale.device.type == "cpu"
+        return factor.scale if is_cpu and not self.capturable else factor.scale.float()

@@ -1,0 +1,220 @@
+"""Which parameters of an optimizer group step together, found once, and their gradients, each step.
+
+What a step does for each parameter in Python is all that is left of its cost when tensors are
+small, so this file looks at as little as it can: the gradient, where it lies, and whether the state
+is the one that was left there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.fsdp.grouping import is_replaced
+from megafsdp.fsdp.params.gradient_reducer import common_buffer, place_of_grad
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.optimizer.adam.checks import check_grad
+from megafsdp.optimizer.states.flat import FlatStates
+from megafsdp.optimizer.states.store import STATES, StateStore
+
+_GRAD = operator.attrgetter("grad")
+
+
+@dataclass(slots=True)
+class Found:
+    """Parameters of one optimizer group that have a gradient.
+
+    Attributes:
+        flat: Flat states, the buffer of the gradients, and the parameters' indices there.
+        singles: Other parameters and their gradients.
+    """
+
+    flat: list[tuple[FlatStates, DBuffer, list[int]]] = field(default_factory=list)
+    singles: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+def gradients_of(param_groups: list[dict[str, Any]], attribute: str) -> list[torch.Tensor]:
+    """Return an optimizer's gradients, always in one order, in which norms are added up; local."""
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    return [grad for grad in _read(parameters, attribute) if grad is not None]
+
+
+def _read(parameters: list[torch.Tensor], attribute: str) -> list[torch.Tensor | None]:
+    if attribute == "grad":
+        return list(map(_GRAD, parameters))
+    return [getattr(parameter, attribute, None) for parameter in parameters]
+
+
+class _Members:
+    """Parameters of one optimizer group that lie in one flat buffer.
+
+    Args:
+        states: Their flat states.
+        places: The parameters and their indices.
+    """
+
+    def __init__(self, states: FlatStates, places: list[tuple[torch.Tensor, int]]) -> None:
+        self.states = states
+        self.parameters = [parameter for parameter, _ in places]
+        self.indices = [index for _, index in places]
+        self._kept: list[dict[str, Any]] = []
+        self._kept_values: list[object] = []
+
+    def common_buffer(self, grads: list[torch.Tensor | None]) -> DBuffer | None:
+        """Return the buffer that holds all parameters' gradients in their places, if one does."""
+        buffer = common_buffer(grads, self.indices)
+        return buffer if buffer is not None and buffer.layout is self.states.layout else None
+
+    def prepare(
+        self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], store: StateStore
+    ) -> None:
+        """Make sure that the shown states are those that lie in the flat buffers."""
+        shown = list(map(states_by_parameter.__getitem__, self.parameters))
+        values = itertools.chain.from_iterable(map(dict.values, shown))
+        if (
+            len(shown) == len(self._kept)
+            and all(map(operator.is_, shown, self._kept))
+            and all(map(operator.is_, values, self._kept_values))
+        ):
+            return
+        for parameter, state in zip(self.parameters, shown, strict=True):
+            store.prepare(parameter, state)
+        self._kept = shown
+        self._kept_values = [value for state in shown for value in state.values()]
+
+
+class GroupPlan:
+    """How the parameters of one optimizer group lie.
+
+    Args:
+        parameters: The group's list of parameters.
+        store: Where states are.
+        names: The parameters' names, for messages; none if the optimizer has none.
+    """
+
+    def __init__(
+        self, parameters: list[torch.Tensor], store: StateStore, names: Sequence[str] = ()
+    ) -> None:
+        self._parameters = list(parameters)
+        # Names are given for all parameters or for none.
+        self._names = dict(zip(map(id, parameters), names, strict=False))
+        self._store = store
+        flat: dict[FlatStates, list[tuple[torch.Tensor, int]]] = {}
+        self._others: list[torch.Tensor] = []
+        owners: dict[int, ParameterGroup] = {}
+        for parameter in parameters:
+            owner, place = group_of(parameter), store.flat_place(parameter)
+            if owner is not None:
+                owners[id(owner)] = owner
+            if place is None or not place[0].buffers.keys() >= set(STATES):
+                self._others.append(parameter)
+            else:
+                flat.setdefault(place[0], []).append((parameter, place[1]))
+        self._members = [_Members(states, places) for states, places in flat.items()]
+        self._owners = [weakref.ref(owner) for owner in owners.values()]
+
+    def is_of(self, parameters: list[torch.Tensor]) -> bool:
+        """Tell whether the plan was made for these parameters."""
+        own = self._parameters
+        return len(own) == len(parameters) and all(map(operator.is_, own, parameters))
+
+    def has_originals(self) -> bool:
+        """Tell whether ``fully_shard`` has replaced one of the parameters."""
+        return any(map(is_replaced, self._others))
+
+    def owners(self) -> Iterator[ParameterGroup]:
+        """Yield the parameter groups whose main weights the parameters are."""
+        for reference in self._owners:
+            owner = reference()
+            if owner is not None:
+                yield owner
+
+    def find(
+        self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
+    ) -> Found:
+        """Collect the gradients that there are, and give their parameters states; local.
+
+        Args:
+            states_by_parameter: What the optimizer shows as states.
+            attribute: Name of the parameters' attribute that holds gradients.
+
+        Raises:
+            RuntimeError: A gradient is not kept as its parameter is.
+        """
+        found = Found()
+        # These parameters are ours and override nothing: reads need not look for that.
+        with torch._C.DisableTorchFunctionSubclass():
+            read = [_read(members.parameters, attribute) for members in self._members]
+        for members, grads in zip(self._members, read, strict=True):
+            buffer = members.common_buffer(grads)
+            if buffer is None:
+                self._find_some(found, members, grads, states_by_parameter)
+                continue
+            members.prepare(states_by_parameter, self._store)
+            found.flat.append((members.states, buffer, members.indices))
+        for parameter in self._others:
+            grad = getattr(parameter, attribute, None)
+            if grad is not None:
+                self._add_single(found, parameter, grad, states_by_parameter[parameter])
+        return found
+
+    def find_all(
+        self,
+        states: FlatStates,
+        grads: torch.Tensor,
+        states_by_parameter: dict[torch.Tensor, dict[str, Any]],
+    ) -> list[int] | None:
+        """Return the parameters in one group's flat buffers, and give them states; local.
+
+        Args:
+            states: The group's flat states.
+            grads: A flat main gradient of the group.
+            states_by_parameter: What the optimizer shows as states.
+
+        Returns:
+            Their indices; None unless each has its gradient there.
+        """
+        found: list[int] = []
+        for members in self._members:
+            if members.states is states:
+                buffer = members.common_buffer(_read(members.parameters, "grad"))
+                if buffer is None or buffer.flat is not grads:
+                    return None
+                members.prepare(states_by_parameter, self._store)
+                found += members.indices
+        return found
+
+    def _find_some(
+        self,
+        found: Found,
+        members: _Members,
+        grads: list[torch.Tensor | None],
+        states_by_parameter: dict[torch.Tensor, dict[str, Any]],
+    ) -> None:
+        """Collect the gradients of parameters that have none, or lie in several buffers."""
+        layout = members.states.layout
+        by_buffer: dict[DBuffer, list[int]] = {}
+        for parameter, index, grad in zip(members.parameters, members.indices, grads, strict=True):
+            if grad is None:
+                continue
+            place = place_of_grad(grad)
+            if place is None or place[1] != index or place[0].layout is not layout:
+                self._add_single(found, parameter, grad, states_by_parameter[parameter])
+                continue
+            self._store.prepare(parameter, states_by_parameter[parameter])
+            by_buffer.setdefault(place[0], []).append(index)
+        found.flat += [(members.states, buffer, indices) for buffer, indices in by_buffer.items()]
+
+    def _add_single(
+        self, found: Found, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
+    ) -> None:
+        check_grad(parameter, grad, self._names.get(id(parameter)))
+        self._store.prepare(parameter, state)
+        found.singles.append((parameter, grad))

@@ -1,0 +1,135 @@
+"""One pass of Adam over many parameters: the fewest kernel calls for how they lie.
+
+Parameters of a group whose gradients and states lie in flat buffers as they do are stepped
+together, neighbours by one segment; any other by itself, through copies in what the kernel takes.
+Which parameters have a gradient, and where it lies, is the business of adam_plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.dtensor.uneven import local_object, local_tensor
+from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamKernel, AdamSegment
+from megafsdp.optimizer.kernels.hyper import AdamHyper
+from megafsdp.optimizer.states.flat import FlatStates
+from megafsdp.optimizer.states.store import REMAINDER, StateStore
+
+
+class AdamPass:
+    """One step over all parameters of an optimizer.
+
+    Args:
+        store: Where states are.
+        scale: Factor on the gradients: a number, or 0-dim on their device, in fp32 on a GPU.
+        ftz: Whether denormal numbers are flushed.
+    """
+
+    def __init__(self, store: StateStore, *, scale: float | torch.Tensor, ftz: bool) -> None:
+        is_on_host = isinstance(scale, torch.Tensor) and scale.device.type == "cpu"
+        self._scale = float(scale) if is_on_host else scale
+        self._store, self._ftz = store, ftz
+        self._hyper = AdamHyper()
+        self._kernels: dict[torch.device, AdamKernel] = {}
+        self._encodings = _Encodings()
+
+    def begin(self, group: dict[str, Any], *, adam_w_mode: bool) -> None:
+        """Take the hyperparameters of a parameter group for what is stepped next."""
+        self._hyper = AdamHyper.of(group, adam_w_mode=adam_w_mode)
+
+    def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
+        """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
+        remainder = states.buffers.get(REMAINDER)
+        # The kernel has no output beside remainders, so the units cast anew.
+        copy_out = None if remainder is not None else self._encodings.output(states)
+        buffers = AdamBuffers(
+            weight=states.group.main_weight.flat,
+            grad=grads.flat,
+            exp_avg=states.buffers["exp_avg"].flat,
+            exp_avg_sq=states.buffers["exp_avg_sq"].flat,
+            remainder=None if remainder is None else remainder.flat,
+            copy_out=copy_out,
+        )
+        for step, counted in states.advance(indices).items():
+            runs = states.runs(counted)
+            self._call(
+                buffers, [AdamSegment(run.start, run.stop, self._hyper) for run in runs], step
+            )
+            if copy_out is not None:
+                self._encodings.note(states, sum(run.numel for run in runs))
+
+    def step_one(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        """Step one tensor by itself, through copies of what the kernel does not take; local."""
+        state["step"] += 1
+        own = local_tensor(parameter)
+        if not own.numel():
+            return
+        kept, copies = [own], [own.contiguous().view(-1)]
+        if self._store.has_remainders:
+            low = local_tensor(state[REMAINDER])
+            kept, copies = [own, low], [copies[0], low.contiguous().view(-1)]
+        else:
+            copies = [copies[0].float()]
+        flat_grad = local_tensor(grad).reshape(-1)
+        moments = self._store.decode(parameter, state)
+        buffers = AdamBuffers(
+            copies[0],
+            flat_grad.float() if grad.dtype == torch.float64 else flat_grad,
+            **moments,
+            remainder=copies[1] if len(copies) > 1 else None,
+        )
+        self._call(buffers, self._hyper, int(state["step"]))
+        for tensor, stepped in zip(kept, copies, strict=True):
+            if tensor.data_ptr() != stepped.data_ptr():
+                tensor.copy_(stepped.view(tensor.shape))
+            elif group_of(parameter) is None:
+                # The kernel writes by address, and autograd would not know.
+                torch.autograd.graph.increment_version(local_object(parameter))
+        self._store.encode(parameter, state, moments)
+
+    def finish(self) -> None:
+        """Tell the groups whose compute weights were written along with the main weights.
+
+        Call it after the groups were told that their main weights changed.
+        """
+        self._encodings.finish()
+
+    def _call(
+        self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], step: int
+    ) -> None:
+        device = buffers.weight.device
+        kernel = self._kernels.get(device)
+        if kernel is None:
+            scale = self._scale.to(device) if isinstance(self._scale, torch.Tensor) else self._scale
+            kernel = AdamKernel(device, grad_scale=scale, flush_denormals=self._ftz)
+            self._kernels[device] = kernel
+        kernel(buffers, hyper, step=step)
+
+
+class _Encodings:
+    """Which compute weights a step has written along with the main weights."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[FlatStates, torch.Tensor | None] = {}
+        self._numels: dict[FlatStates, int] = {}
+
+    def output(self, states: FlatStates) -> torch.Tensor | None:
+        """Return where the cast of a group's main weight goes; None if it is made elsewhere."""
+        if states not in self._outputs:
+            self._outputs[states] = states.group.compute_weight.start_encoding()
+        return self._outputs[states]
+
+    def note(self, states: FlatStates, numel: int) -> None:
+        """Count elements of parameters that were written."""
+        self._numels[states] = self._numels.get(states, 0) + numel
+
+    def finish(self) -> None:
+        """Tell the groups, all of whose elements were written, that they need no cast."""
+        for states, output in self._outputs.items():
+            if output is not None and self._numels.get(states, 0) == states.numel:
+                states.group.compute_weight.finish_encoding()

@@ -1,0 +1,399 @@
+"""One pass of Adam over flat buffers: compiled where possible, else in torch.
+
+Both ways, every instruction set and every number of threads give the same bits. This file checks
+the buffers and picks the way; reference.py defines the arithmetic, cuda_kernels.py launches. One
+call takes a whole flat buffer and a table of segments, each with its own hyperparameters:
+parameters with and without weight decay lie mixed in a buffer, and a call for each would cost more
+than small ones take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megafsdp._native import native_module
+from megafsdp.errors import expected
+from megafsdp.optimizer.kernels import cuda as cuda_kernels
+from megafsdp.optimizer.kernels import reference
+from megafsdp.optimizer.kernels.flat_checks import (
+    DTYPE_NAMES,
+    VALUE_DTYPES,
+    check_flat,
+    check_positive,
+)
+from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper, round_to_fp32
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
+_COPY_DTYPES = (torch.bfloat16, torch.float16)
+# Of moments in two dtypes, which pass through fp32 copies of so many elements.
+_WIDE_NUMEL = 1 << 20
+_BESIDE_FP32 = {
+    "weight": (torch.float32,),
+    "grad": VALUE_DTYPES,
+    "exp_avg": _STATE_DTYPES,
+    "exp_avg_sq": _STATE_DTYPES,
+    "copy_out": _COPY_DTYPES,
+    "new_weight": (torch.float32,),
+    "new_exp_avg": (torch.float32,),
+    "new_exp_avg_sq": (torch.float32,),
+}
+_BESIDE_REMAINDERS = _BESIDE_FP32 | {
+    "weight": (torch.bfloat16,),
+    "remainder": (torch.int16,),
+    "copy_out": (),
+}
+_NEW = ("new_weight", "new_exp_avg", "new_exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamBuffers:
+    """Flat tensors of one length on one device, contiguous, none overlapping another.
+
+    A step is in place; or, where all three new ones are given, out of place: it only reads the old
+    weights and moments, so that it can be done again from them. The bits are the same.
+
+    Attributes:
+        weight: ``(numel,)`` fp32 main weights; bf16 if ``remainder`` is given.
+        grad: ``(numel,)`` fp32, bf16 or fp16; is read only.
+        exp_avg: ``(numel,)`` fp32 or bf16.
+        exp_avg_sq: ``(numel,)`` fp32 or bf16.
+        remainder: ``(numel,)`` int16; the low half of fp32 weights whose high half is ``weight``.
+        copy_out: ``(numel,)`` bf16 or fp16; receives the new weights, rounded to nearest even. Not
+            with ``remainder``, where ``weight`` is that copy already.
+        new_weight: ``(numel,)`` fp32; receives the new weights, ``weight`` keeping the old. On a
+            CPU, and neither with ``remainder`` nor with bf16 moments.
+        new_exp_avg: ``(numel,)`` fp32; as ``new_weight``.
+        new_exp_avg_sq: ``(numel,)`` fp32; as ``new_weight``.
+    """
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    remainder: torch.Tensor | None = None
+    copy_out: torch.Tensor | None = None
+    new_weight: torch.Tensor | None = None
+    new_exp_avg: torch.Tensor | None = None
+    new_exp_avg_sq: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check the tensors.
+
+        Raises:
+            ValueError: One has the wrong shape, dtype, device or strides. Or only some of the new
+                ones are given, or beside a remainder, bf16 moments, or on another device.
+        """
+        if new := self.new_names():
+            self._check_out_of_place(new)
+        wanted = _BESIDE_FP32 if self.remainder is None else _BESIDE_REMAINDERS
+        numel, device = self.weight.numel(), self.weight.device
+        for name, dtypes in wanted.items():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                check_flat(name, tensor, dtypes, numel=numel, device=device)
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the weights and the two moments that a step writes."""
+        if self.new_weight is None or self.new_exp_avg is None or self.new_exp_avg_sq is None:
+            return self.weight, self.exp_avg, self.exp_avg_sq
+        return self.new_weight, self.new_exp_avg, self.new_exp_avg_sq
+
+    def new_names(self) -> list[str]:
+        """Return the names of what a step out of place writes; none for one in place."""
+        if self.new_weight is self.new_exp_avg is self.new_exp_avg_sq is None:
+            return []
+        return [name for name in _NEW if getattr(self, name) is not None]
+
+    def _check_out_of_place(self, new: Sequence[str]) -> None:
+        moments = (self.exp_avg.dtype, self.exp_avg_sq.dtype)
+        if len(new) < len(_NEW):
+            wanted, got = f"all of {', '.join(_NEW)}", f"only {', '.join(new)}"
+        elif self.remainder is not None:
+            wanted, got = "fp32 weights", "bf16 weights and a remainder"
+        elif moments != (torch.float32, torch.float32):
+            wanted, got = "fp32 moments", f"{moments[0]} and {moments[1]}"
+        elif self.weight.device.type != "cpu":
+            wanted, got = "tensors on a CPU", f"tensors on {self.weight.device}"
+        else:
+            return
+        raise ValueError(
+            expected(
+                wanted,
+                got,
+                where="AdamBuffers of a step out of place",
+                mend="Give all three beside fp32 tensors on a CPU; or none, for a step in place",
+            )
+        )
+
+    def narrow(self, start: int, stop: int) -> AdamBuffers:
+        """Return elements ``start`` to ``stop`` of all buffers; aliases them."""
+        names = [
+            field.name
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not None
+        ]
+        return AdamBuffers(**{name: getattr(self, name)[start:stop] for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSegment:
+    """Elements ``start`` to ``stop`` of the buffers, and their hyperparameters."""
+
+    start: int
+    stop: int
+    hyper: AdamHyper
+
+
+@torch.no_grad()
+def adam_step(
+    buffers: AdamBuffers,
+    hyper: AdamHyper | Sequence[AdamSegment],
+    *,
+    step: int,
+    grad_scale: float | torch.Tensor = 1.0,
+    found_inf: torch.Tensor | None = None,
+    flush_denormals: bool = True,
+    num_threads: int | None = None,
+) -> None:
+    """Update weights and moments, in place or out of it; local, elementwise, in one pass.
+
+    Elements of no segment are neither read nor written. Gradients that are not finite spoil what
+    they touch, as in torch: look at :func:`sum_of_squares` first, or give ``found_inf``. The native
+    kernel allocates nothing; the fallback some chunks of 64 KiB, 32 MiB on a device.
+
+    On CUDA the kernel is one launch on the current stream and nothing waits for it. A graph that
+    captured it would repeat this step's constants.
+
+    Args:
+        buffers: What to update.
+        hyper: Hyperparameters of all elements; or segments in rising order, gaps allowed.
+        step: This step, counted from 1.
+        grad_scale: Factor of the gradient, rounded to fp32: one over the loss scale, times the
+            clipping coefficient. A number, or a ``()`` fp32 tensor on the buffers' device, which
+            the kernel reads there.
+        found_inf: ``()`` fp32 on the buffers' device; nothing changes unless it holds zero. The
+            fallback waits for it.
+        flush_denormals: Take and give zero for subnormal numbers, which are up to 40 times slower
+            on a CPU; the caller's own mode is left as it is. The fallback on CUDA keeps them.
+        num_threads: Threads of the native kernel on a CPU; by default ``torch.get_num_threads()``.
+            Small buffers use fewer.
+
+    Raises:
+        ValueError: A segment lies outside the buffers or before its predecessor's end, ``step`` or
+            ``num_threads`` is not positive, a tensor is no fp32 scalar on the buffers' device.
+        RuntimeError: CUDA refuses the launch.
+    """
+    kernel = AdamKernel(
+        buffers.weight.device,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        flush_denormals=flush_denormals,
+        num_threads=num_threads,
+    )
+    kernel(buffers, hyper, step=step)
+
+
+class AdamKernel:
+    """:func:`adam_step` for many buffers on one device: chosen and checked once.
+
+    Args:
+        device: Where the buffers are.
+        grad_scale: As :func:`adam_step`, as are the following.
+        found_inf: Read once, on the device or at the first call.
+        flush_denormals: Take and give zero for subnormal numbers.
+        num_threads: Threads on a CPU.
+
+    Raises:
+        ValueError: As :func:`adam_step`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        grad_scale: float | torch.Tensor = 1.0,
+        found_inf: torch.Tensor | None = None,
+        flush_denormals: bool = True,
+        num_threads: int | None = None,
+    ) -> None:
+        num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        check_positive("num_threads", num_threads)
+        _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
+        self._grad_scale, self._flushes = grad_scale, flush_denormals
+        self._run = _compiled(device, grad_scale, found_inf, flush_denormals, num_threads)
+        is_read_there = self._run is not None and device.type != "cpu"
+        self._found_inf = None if is_read_there else found_inf
+
+    def __call__(
+        self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], *, step: int
+    ) -> None:
+        """Update weights and moments, in place or out of it.
+
+        Raises:
+            ValueError: As :func:`adam_step`.
+            RuntimeError: As :func:`adam_step`.
+        """
+        numel = buffers.weight.numel()
+        segments = [AdamSegment(0, numel, hyper)] if isinstance(hyper, AdamHyper) else hyper
+        check_positive("step", step)
+        _check_segments(segments, numel)
+        table = [(s.start, s.stop, AdamConstants.rounded(s.hyper, step)) for s in segments]
+        if numel == 0 or (self._found_inf is not None and self._found_inf.item() != 0):
+            return
+        if self._run is None:
+            self._run_in_torch(buffers, table)
+        elif buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
+            self._run(_native_arguments(buffers, table))
+        else:
+            _step_through_fp32(buffers, table, self._run)
+
+    def _run_in_torch(
+        self, buffers: AdamBuffers, table: Sequence[tuple[int, int, AdamConstants]]
+    ) -> None:
+        scale, device = self._grad_scale, buffers.weight.device
+        scale = scale if isinstance(scale, torch.Tensor) else round_to_fp32(scale)
+        with torch.no_grad(), reference.denormal_mode(self._flushes):
+            for start, stop, constants in table:
+                taken = constants.flushed() if self._flushes else constants
+                for chunk in reference.chunks(start, stop, device):
+                    _step_in_torch(buffers, chunk, taken, scale)
+
+
+def _compiled(
+    device: torch.device,
+    grad_scale: float | torch.Tensor,
+    found_inf: torch.Tensor | None,
+    flush_denormals: bool,
+    num_threads: int,
+) -> Callable[[dict[str, Any]], None] | None:
+    """Return what runs a compiled kernel on its arguments; None if there is none for the device."""
+    cuda = cuda_kernels.usable_module(device)
+    if cuda is not None:
+        on_device = grad_scale if isinstance(grad_scale, torch.Tensor) else None
+        on_host = 1.0 if isinstance(grad_scale, torch.Tensor) else round_to_fp32(grad_scale)
+        options = {"grad_scale": on_host, "flush_denormals": flush_denormals}
+        return lambda arguments: cuda_kernels.launch_adam_step(
+            cuda, arguments | options, device, grad_scale=on_device, found_inf=found_inf
+        )
+    native = native_module() if device.type == "cpu" else None
+    if native is None:
+        return None
+    scale = round_to_fp32(float(grad_scale))
+    return functools.partial(
+        _call_native,
+        native.adam_step,
+        {"grad_scale": scale, "flush_denormals": flush_denormals, "num_threads": num_threads},
+    )
+
+
+def _call_native(
+    function: Callable[..., None], options: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    function(**arguments, **options)
+
+
+def _native_arguments(
+    buffers: AdamBuffers, table: Sequence[tuple[int, int, AdamConstants]]
+) -> dict[str, Any]:
+    """Return the buffers and segments; what CUDA's kernel does not take only where it is there."""
+    return {
+        "weight": buffers.weight.data_ptr(),
+        "grad": buffers.grad.data_ptr(),
+        "exp_avg": buffers.exp_avg.data_ptr(),
+        "exp_avg_sq": buffers.exp_avg_sq.data_ptr(),
+        "remainder": _address_of(buffers.remainder),
+        "copy_out": _address_of(buffers.copy_out),
+        "numel": buffers.weight.numel(),
+        "grad_dtype": DTYPE_NAMES[buffers.grad.dtype],
+        "state_dtype": DTYPE_NAMES[buffers.exp_avg.dtype],
+        "copy_out_dtype": "" if buffers.copy_out is None else DTYPE_NAMES[buffers.copy_out.dtype],
+        "segments": [(start, stop, constants.row()) for start, stop, constants in table],
+        **{name: getattr(buffers, name).data_ptr() for name in buffers.new_names()},
+    }
+
+
+@torch.no_grad()
+def _step_through_fp32(
+    buffers: AdamBuffers,
+    table: Sequence[tuple[int, int, AdamConstants]],
+    call: Callable[[dict[str, Any]], None],
+) -> None:
+    """Step with moments of two dtypes, which the kernels do not take, in chunks."""
+    for start, stop, constants in table:
+        for first in range(start, stop, _WIDE_NUMEL):
+            part = buffers.narrow(first, min(first + _WIDE_NUMEL, stop))
+            wide = dataclasses.replace(
+                part, exp_avg=part.exp_avg.float(), exp_avg_sq=part.exp_avg_sq.float()
+            )
+            call(_native_arguments(wide, [(0, wide.weight.numel(), constants)]))
+            part.exp_avg.copy_(wide.exp_avg)
+            part.exp_avg_sq.copy_(wide.exp_avg_sq)
+
+
+def _step_in_torch(
+    buffers: AdamBuffers,
+    chunk: slice,
+    constants: AdamConstants,
+    scale: float | torch.Tensor,
+) -> None:
+    stored = buffers.weight[chunk]
+    low = None if buffers.remainder is None else buffers.remainder[chunk]
+    weight, *moments = reference.update(
+        stored if low is None else reference.join_weights(stored, low),
+        buffers.grad[chunk].float() * scale,
+        buffers.exp_avg[chunk].float(),
+        buffers.exp_avg_sq[chunk].float(),
+        constants,
+    )
+    into_weight, *into_moments = (output[chunk] for output in buffers.outputs)
+    into_moments[0].copy_(moments[0])
+    into_moments[1].copy_(moments[1])
+    if low is None:
+        into_weight.copy_(weight)
+        if buffers.copy_out is not None:
+            buffers.copy_out[chunk].copy_(weight)
+    else:
+        high, rest = reference.fp32_to_halves(reference.plain_nans(weight))
+        stored.copy_(high)
+        low.copy_(rest)
+
+
+def _address_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _check_scalars(device: torch.device, **scalars: object) -> None:
+    for name, scalar in scalars.items():
+        if not isinstance(scalar, torch.Tensor):
+            continue
+        if scalar.shape != () or scalar.dtype != torch.float32 or scalar.device != device:
+            raise ValueError(
+                expected(
+                    f"a scalar tensor, torch.float32 on {device}",
+                    f"shape {tuple(scalar.shape)}, {scalar.dtype} on {scalar.device}",
+                    where=f"{name} of adam_step()",
+                    mend="Compute it where the buffers are",
+                )
+            )
+
+
+def _check_segments(segments: Sequence[AdamSegment], numel: int) -> None:
+    end = 0
+    for i, segment in enumerate(segments):
+        if not end <= segment.start <= segment.stop <= numel:
+            raise ValueError(
+                expected(
+                    f"{end} <= start <= stop <= {numel}",
+                    f"start {segment.start}, stop {segment.stop}",
+                    where=f"segment {i} of adam_step()",
+                    mend="Give segments in rising order, inside the buffers, without overlap",
+                )
+            )
+        end = segment.stop

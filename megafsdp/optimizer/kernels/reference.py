@@ -1,0 +1,137 @@
+"""Adam and AdamW in plain torch, operation by operation: the definition of every kernel's bits.
+
+Kernels are tested against this file, and it runs where nothing is compiled. It knows flat tensors
+and one set of constants; segments, checks and the choice of a kernel are in kernels.py, and states
+of optimizers are elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator
+
+import torch
+
+from megafsdp.optimizer.kernels.hyper import AdamConstants
+
+# torch runs an operation on fewer elements than 32768 in the calling thread, the only one in which
+# set_flush_denormal() has effect.
+_CHUNK_NUMEL = 1 << 14
+# Bounds what an update allocates on a device: a few times 8 bytes an element.
+_DEVICE_CHUNK_NUMEL = 1 << 22
+_NUM_LANES = 16
+_LANE_NUMEL = 256
+_RUN = 256
+
+
+def update(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    constants: AdamConstants,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the weight and both moments after one step; all tensors fp32, none is changed.
+
+    Constants may be 0-dim fp32 tensors as well, but for ``l2`` and ``lerp``.
+
+    Every line rounds as often as it has operations, ``_fma`` counting as one.
+    """
+    c = constants
+    if c.l2 != 0:
+        grad = _fma(weight, c.l2, grad)
+    weight = weight * c.decay
+    exp_avg = _fma(grad - exp_avg, c.lerp, exp_avg if c.lerp > 0 else grad)
+    exp_avg_sq = _fma(grad * c.square, grad, exp_avg_sq * c.beta2)
+    # Through double: MKL's fp32 root ignores the thread's flushing mode; twice rounded is exact.
+    root = exp_avg_sq.double().sqrt().float()
+    # By a tensor: CUDA multiplies by the reciprocal of a number instead.
+    divisor = root.new_full((), c.root) if isinstance(c.root, float) else c.root
+    denominator = root / divisor + c.eps
+    return weight - exp_avg * c.step_size / denominator, exp_avg, exp_avg_sq
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tensor:
+    """Return ``a * b + c`` rounded to fp32 once.
+
+    The product is exact in double. Their sum is rounded to odd, after which rounding to fp32 gives
+    what rounding the exact sum would.
+    """
+    product, addend = a.double() * b, c.double()
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    must_move = (error != 0) & total.isfinite() & (bits & 1 == 0)
+    towards = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(must_move, bits + towards, bits).view(torch.float64).float()
+
+
+@contextlib.contextmanager
+def denormal_mode(flushes: bool) -> Iterator[None]:
+    """Take and give zero for subnormal numbers on this thread, or do not; then as it was before."""
+    small = torch.full((1,), 2.0**-120, dtype=torch.float32, device="cpu")
+    was_on = small.mul_(2.0**-20).item() == 0
+    torch.set_flush_denormal(flushes)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(was_on)
+
+
+def fp32_to_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take fp32 values apart into bf16 values and int16 remainders, without loss.
+
+    The bf16 value is the nearest one; of two equally near, the one further from zero.
+    """
+    bits = values.view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def plain_nans(values: torch.Tensor) -> torch.Tensor:
+    """Return fp32 values whose NaNs have no payload: rounding one with a large one overflows."""
+    return values.masked_fill(values.isnan(), torch.nan)
+
+
+def halves_to_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values that :func:`fp32_to_halves` took apart, to the last bit."""
+    bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder
+    return bits.view(torch.float32)
+
+
+def join_weights(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return fp32 weights of halves of which the high ones may have been written by others.
+
+    A zero is one whatever was left beside it: a negative remainder, which of all numbers none that
+    rounds to zero has, would make it NaN.
+    """
+    is_another = (high == 0) & (remainder < 0)
+    return halves_to_fp32(high, remainder.masked_fill(is_another, 0))
+
+
+def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares as a ``()`` fp64 tensor, added in a fixed order; waits for nothing.
+
+    Element ``i`` of a block of 4096 goes to lane ``i % 16``; each lane runs upwards, then lanes
+    are added in order to the sum of the block. Each run of 256 sums is added in order to one sum,
+    and so on until one is left.
+    """
+    block_numel = _NUM_LANES * _LANE_NUMEL
+    squares = values.double().square()
+    squares = torch.nn.functional.pad(squares, (0, -values.numel() % block_numel))
+    rows = squares.view(-1, _LANE_NUMEL, _NUM_LANES)
+    lanes = functools.reduce(operator.add, rows.unbind(1), torch.zeros_like(rows[:, 0]))
+    sums = functools.reduce(operator.add, lanes.unbind(1))
+    while sums.numel() > 1:
+        runs = torch.nn.functional.pad(sums, (0, -sums.numel() % _RUN)).view(-1, _RUN)
+        sums = functools.reduce(operator.add, runs.unbind(1))
+    return sums.sum()
+
+
+def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
+    """Yield slices: on a CPU small enough for torch to stay on the calling thread."""
+    numel = _CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+    for first in range(start, stop, numel):
+        yield slice(first, min(first + numel, stop))

@@ -1,0 +1,90 @@
+"""Sums of squares of flat tensors: compiled where possible, else in torch, always the same bits.
+
+reference.py defines the order of the additions, which is that of the compiled kernels too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megafsdp._native import native_module
+from megafsdp.optimizer.kernels import cuda as cuda_kernels
+from megafsdp.optimizer.kernels import reference
+from megafsdp.optimizer.kernels.flat_checks import (
+    DTYPE_NAMES,
+    VALUE_DTYPES,
+    check_flat,
+    check_positive,
+)
+
+
+def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> float:
+    """Return the sum of squares of a ``(numel,)`` tensor; fp32, bf16 or fp16; local.
+
+    Squares are exact and are added in double in an order that depends on nothing but their
+    positions. The sum of finite values cannot overflow: it is not finite if and only if one of the
+    values is not. Waits for a device; :func:`device_sum_of_squares` does not.
+
+    Raises:
+        ValueError: The tensor is not flat, contiguous and of one of these dtypes, or
+            ``num_threads`` is not positive.
+    """
+    return device_sum_of_squares(values, num_threads=num_threads).item()
+
+
+@torch.no_grad()
+def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> torch.Tensor:
+    """Return :func:`sum_of_squares` as a ``()`` fp64 tensor on the device of the values; local.
+
+    The bits are those of a CPU. Runs on the current stream and waits for nothing.
+
+    Raises:
+        ValueError: The tensor is not flat, contiguous and fp32, bf16 or fp16, or ``num_threads`` is
+            not positive.
+        RuntimeError: CUDA refuses a launch.
+    """
+    num_threads = torch.get_num_threads() if num_threads is None else num_threads
+    check_positive("num_threads", num_threads)
+    numel, device = values.numel(), values.device
+    check_flat("values", values, VALUE_DTYPES, numel=numel, device=device)
+    cuda = cuda_kernels.usable_module(device) if numel > 0 else None
+    if cuda is not None:
+        return cuda_kernels.launch_sum_of_squares(cuda, values)
+    native = native_module() if device.type == "cpu" and numel > 0 else None
+    if native is None:
+        return reference.sum_of_squares(values)
+    total = native.sum_of_squares(
+        values=values.data_ptr(),
+        numel=numel,
+        dtype=DTYPE_NAMES[values.dtype],
+        num_threads=num_threads,
+    )
+    return torch.tensor(total, dtype=torch.float64, device="cpu")
+
+
+def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return :func:`device_sum_of_squares`, and let :func:`known_square_sum` return it again.
+
+    Args:
+        values: A flat tensor whose writers bump its version counter, as those of main gradients do.
+    """
+    total = device_sum_of_squares(values)
+    values._megafsdp_square_sum = (values._version, total)  # type: ignore[attr-defined]
+    return total
+
+
+def known_square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a contiguous tensor, not made again if it is remembered."""
+    known: tuple[int, torch.Tensor] | None = getattr(values, "_megafsdp_square_sum", None)
+    if known is not None and known[0] == values._version:
+        return known[1]
+    return device_sum_of_squares(values.view(-1))
+
+
+def has_square_sum_kernel(values: torch.Tensor) -> bool:
+    """Tell whether a compiled kernel adds the squares of a tensor, which may have any shape."""
+    if not values.is_contiguous() or values.dtype not in VALUE_DTYPES:
+        return False
+    if values.device.type == "cpu":
+        return native_module() is not None
+    return cuda_kernels.usable_module(values.device) is not None

@@ -1,0 +1,340 @@
+"""Muon for sharded matrices, with AdamW for everything else.
+
+Weights and momentum stay where the flat buffers put them. For a step each matrix of the momentum
+travels to one owner among the ranks that divide it, is orthogonalised there, and the update travels
+back: see docs/design, "Muon". The arithmetic is that of ``torch.optim.Muon``. How matrices travel
+is the business of :mod:`megafsdp.optimizer.muon.exchange`, orthogonalisation that of
+:mod:`megafsdp.optimizer.muon.newton_schulz`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
+from megafsdp.errors import expected
+from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.adam.checks import check_grad
+from megafsdp.optimizer.muon.exchange import Round, choose_owners, choose_rounds, pieces
+from megafsdp.optimizer.muon.matrices import SPLITS, Matrix, flat_elements, is_for_muon, matrices_of
+from megafsdp.optimizer.muon.newton_schulz import (
+    LR_RULES,
+    MUON_COEFFICIENTS,
+    Coefficients,
+    lr_ratio,
+)
+from megafsdp.optimizer.states.loading import check_loaded_states, fill_options
+
+_LABEL = "muon"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATES = ("momentum_buffer", *_MOMENTS)
+
+
+@dataclass(eq=False, slots=True)
+class _Plan:
+    """The matrices that one process group divides, and its rounds."""
+
+    matrices: list[Matrix]
+    rounds: list[Round]
+
+
+class Muon(Optimizer):
+    """Momentum, orthogonalised by Newton-Schulz, for matrices; AdamW for all other parameters.
+
+    Takes sharded, replicated and plain parameters. A 2-D parameter is one matrix, a 3-D one a stack
+    of them. Vectors, scalars, and all parameters of groups with ``use_muon=False`` (embeddings and
+    output heads should be there) are stepped by AdamW. Every option below but ``ns_dtype`` and
+    ``bucket_numel`` may be set by group.
+
+    Collective: two all-to-alls a round for each process group that divides parameters, called by
+    all ranks alike. Allocates at most three times ``bucket_numel`` elements, or the largest
+    matrix, in ``ns_dtype``, beside what orthogonalisation needs.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate of both.
+        weight_decay: Decoupled weight decay of both.
+        momentum: Weight of the old momentum in the average.
+        nesterov: Orthogonalise the average of the gradient and the momentum, not the momentum.
+        ns_coefficients: Coefficients of the quintic.
+        eps: Floor of the norm that a matrix is divided by.
+        ns_steps: Newton-Schulz steps.
+        adjust_lr_fn: How the learning rate follows a matrix's shape: ``"original"`` (None),
+            ``sqrt(max(1, rows / cols))``, or ``"match_rms_adamw"``, ``0.2 sqrt(max(rows, cols))``.
+        use_muon: False steps the group's matrices by AdamW too.
+        split_fused: Which matrices a fused parameter is: ``"parts"``, one for each annotated part;
+            ``"groups"``, one for each part of each group; ``"none"``, one.
+        betas: AdamW's.
+        adamw_eps: AdamW's.
+        ns_dtype: Dtype in which matrices travel and are orthogonalised; None means bf16 on
+            accelerators and fp32 on the CPU.
+        bucket_numel: Elements of the matrices that a rank owns in a round; one matrix at least.
+
+    Raises:
+        ValueError: An option has no meaning, or a parameter for Muon has more than 3 dimensions.
+        NotImplementedError: A parameter is a DTensor that megafsdp did not cut.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = MUON_COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        use_muon: bool = True,
+        split_fused: str = "parts",
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        ns_dtype: torch.dtype | None = None,
+        bucket_numel: int = 1 << 26,
+    ) -> None:
+        self._ns_dtype = ns_dtype
+        self._bucket_numel = bucket_numel
+        self._plans: dict[tuple[object, ...], dict[dist.ProcessGroup | None, _Plan]] = {}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "use_muon": use_muon,
+            "split_fused": split_fused,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+        }
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the optimizer takes; it makes its own plans."""
+        sizes = {"_ns_dtype": self._ns_dtype, "_bucket_numel": self._bucket_numel}
+        return {**super().__getstate__(), **sizes, "_plans": {}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and check it; a refused group is not added."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1], len(self.param_groups) - 1)
+        except (ValueError, NotImplementedError):
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state dict of an optimizer of this class or of ``torch.optim.Muon``; local.
+
+        Args:
+            state_dict: Its states are DTensors like the parameters, or plain tensors of what this
+                rank holds of them.
+
+        Raises:
+            ValueError: Its groups, states or shapes are not this optimizer's.
+            NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
+        """
+
+        # After the hooks of others, which may replace what is loaded.
+        def check(_: Optimizer, packed: dict[str, Any]) -> None:
+            check_loaded_states(packed, self.param_groups, ("step", *_STATES))
+
+        with self.register_load_state_dict_pre_hook(check):
+            super().load_state_dict(state_dict)
+        fill_options(self.param_groups, self.defaults)
+        for parameter, state in self.state.items():
+            for name, value in state.items():
+                if name in _STATES:
+                    rows = local_tensor(value).reshape(local_tensor(parameter).shape)
+                    state[name] = wrap_like(parameter, rows)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step all parameters that have a gradient; called by all ranks alike.
+
+        Raises:
+            RuntimeError: A gradient is not kept as its parameter is; nothing has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    check_grad(parameter, parameter.grad)
+        stepped: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        for group in self.param_groups:
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            matrices = [p for p in with_grad if is_for_muon(p, group)]
+            self._step_adamw([p for p in with_grad if not is_for_muon(p, group)], group)
+            for parameter in matrices:
+                local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+                # States of the other rule may be there: a checkpoint's, or of another use_muon.
+                if "momentum_buffer" not in self.state[parameter]:
+                    self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+            stepped += [(p, group) for p in matrices]
+        for plan in self._plans_of(stepped).values():
+            for each in plan.rounds:
+                self._run_round(plan.matrices, each)
+        return loss
+
+    def _plans_of(
+        self, stepped: list[tuple[torch.Tensor, dict[str, Any]]]
+    ) -> dict[dist.ProcessGroup | None, _Plan]:
+        """Return the plan of each process group; made once for the same set of parameters."""
+        key = tuple((id(p), id(group), group["split_fused"]) for p, group in stepped)
+        if key not in self._plans:
+            by_group: dict[dist.ProcessGroup | None, list[Matrix]] = {}
+            for parameter, group in stepped:
+                divide = parameter.dividing_ranks if isinstance(parameter, UnevenDTensor) else None
+                by_group.setdefault(divide, []).extend(matrices_of(parameter, group))
+            # Another set of parameters replaces the plan, so that none outlives its parameters.
+            self._plans = {key: {g: self._plan(m, g) for g, m in by_group.items()}}
+        return self._plans[key]
+
+    def _plan(self, matrices: list[Matrix], group: dist.ProcessGroup | None) -> _Plan:
+        cuts = [matrix.cut() for matrix in matrices]
+        num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        owners = choose_owners(cuts, num_ranks)
+        rounds = choose_rounds(cuts, owners, num_ranks, self._bucket_numel)
+        return _Plan(matrices, [Round(each, cuts, owners, rank, group) for each in rounds])
+
+    def _run_round(self, matrices: list[Matrix], each: Round) -> None:
+        device = _device_of(matrices[0].parameter)
+        dtype = self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        message = torch.empty(each.num_sent, dtype=dtype, device=device)
+        for piece, segment in zip(pieces(message, each.sends), each.sends, strict=True):
+            matrix = matrices[segment.matrix]
+            self._average(matrix, matrix.local_range(segment.start, segment.stop), piece)
+        gathered = each.gather(message, _LABEL)
+        del message
+        received = list(zip(each.receives, pieces(gathered, each.receives), strict=True))
+        for index in each.owned:
+            whole = gathered.new_empty(matrices[index].numel)
+            mine = [(s, piece) for s, piece in received if s.matrix == index]
+            for segment, piece in mine:
+                whole[segment.start : segment.stop] = piece
+            matrices[index].orthogonalize_parts_(whole.view(matrices[index].shape))
+            for segment, piece in mine:
+                piece.copy_(whole[segment.start : segment.stop])
+        updates = each.scatter(gathered, _LABEL)
+        for piece, segment in zip(pieces(updates, each.sends), each.sends, strict=True):
+            matrix = matrices[segment.matrix]
+            options = matrix.param_group
+            where = matrix.local_range(segment.start, segment.stop)
+            ratio = lr_ratio(options["adjust_lr_fn"], *matrix.shape)
+            with flat_elements(local_tensor(matrix.parameter)) as flat:
+                flat[where].add_(piece.to(flat.device), alpha=-options["lr"] * ratio)
+
+    def _average(self, matrix: Matrix, where: slice, output: torch.Tensor) -> None:
+        """Update the momentum of some elements and write what is to be orthogonalised."""
+        assert matrix.parameter.grad is not None, "a stepped parameter has a gradient"
+        options = matrix.param_group
+        with flat_elements(local_tensor(self.state[matrix.parameter]["momentum_buffer"])) as flat:
+            buffer = flat[where]
+            grad = local_tensor(matrix.parameter.grad).reshape(-1)[where].to(buffer.dtype)
+            buffer.lerp_(grad, 1 - options["momentum"])
+            output.copy_(grad.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer)
+
+    def _step_adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Step parameters by torch's AdamW on their local rows."""
+        lists: list[list[torch.Tensor]] = [[], [], [], [], []]
+        for parameter in parameters:
+            if "exp_avg_sq" not in self.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
+                count = torch.zeros((), dtype=torch.float32, device="cpu")
+                self.state[parameter] = {"step": count, **moments}
+            state = self.state[parameter]
+            local = local_tensor(parameter)
+            assert parameter.grad is not None, "a stepped parameter has a gradient"
+            tensors = (local_tensor(parameter.grad).to(local.dtype), state["exp_avg"])
+            row = (local, *map(local_tensor, (*tensors, state["exp_avg_sq"])), state["step"])
+            for column, tensor in zip(lists, row, strict=True):
+                column.append(tensor)
+        if not parameters:
+            return
+        params, grads, exp_avgs, exp_avg_sqs, steps = lists
+        adamw(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+
+def _device_of(parameter: torch.Tensor) -> torch.device:
+    """Return where ranks exchange a parameter, which may itself live on the host."""
+    owner = group_of(parameter)
+    return parameter.device if owner is None else owner.device
+
+
+def _check_group(group: dict[str, Any], index: int) -> None:
+    is_sound = (
+        group["adjust_lr_fn"] in LR_RULES
+        and group["split_fused"] in SPLITS
+        and min(group["lr"], group["weight_decay"]) >= 0
+        and 0 <= group["momentum"] < 1
+    )
+    if not is_sound:
+        names = ("adjust_lr_fn", "split_fused", "lr", "weight_decay", "momentum")
+        raise ValueError(
+            expected(
+                f"adjust_lr_fn among {LR_RULES}, split_fused among {SPLITS}, lr and weight_decay "
+                "of at least 0, and momentum in [0, 1)",
+                {name: group[name] for name in names},
+                where=f"param group {index} of Muon",
+                mend="Leave out what you do not want to change",
+            )
+        )
+    for parameter in group["params"]:
+        _check_parameter(parameter, group, index)
+
+
+def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int) -> None:
+    where = f"a parameter of shape {tuple(parameter.shape)} in param group {index} of Muon"
+    if is_for_muon(parameter, group) and parameter.ndim > 3:
+        raise ValueError(
+            expected(
+                "matrices or stacks of matrices",
+                f"{parameter.ndim} dimensions",
+                where=where,
+                mend="Put it into a group with use_muon=False",
+            )
+        )
+    is_ours = not isinstance(parameter, DTensor) or all(
+        placement.is_replicate() for placement in parameter.placements
+    )
+    if isinstance(parameter, UnevenDTensor):
+        layout = parameter.uneven_layout
+        is_ours = layout.box_shape == layout.shape
+    if not is_ours:
+        raise NotImplementedError(
+            expected(
+                "parameters that are whole, or divided by fully_shard() alone",
+                "another DTensor",
+                where=where,
+                mend="Give it to another optimizer",
+            )
+        )

@@ -1,0 +1,162 @@
+"""How much can be offloaded without waiting, by what the first steps have shown.
+
+The host has a window to step what is offloaded: from the first gradients of the last backward to
+the end of the first forward after the step, or that forward alone where nothing runs ahead. With a
+host that steps ``rate`` elements a second, offload is free up to ``window * rate`` elements. Until
+that is known everything is on the host, which fits whatever the device can hold.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megafsdp.buffer.comm.collectives import all_reduce
+from megafsdp.device.streams import DeviceHandle, TimeMark
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
+
+# Kernels are compiled, pools filled and pages touched in the first steps.
+_WARM_UP_STEPS = 2
+_MEASURED_STEPS = 3
+# Main weight and two moments, fp32.
+_RETURNED_NBYTES = 12
+# Of the bytes that no allocation has needed so far.
+_USABLE = 0.9
+
+
+@dataclass
+class HostRate:
+    """How fast the host steps; written by the worker.
+
+    Attributes:
+        numel: Elements stepped.
+        busy_s: Seconds that took.
+    """
+
+    numel: int = 0
+    busy_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, numel: int, busy_s: float) -> None:
+        """Count a step of a bucket."""
+        with self._lock:
+            self.numel += numel
+            self.busy_s += busy_s
+
+    def start_over(self) -> None:
+        """Forget what was counted."""
+        with self._lock:
+            self.numel, self.busy_s = 0, 0.0
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Moments of one step, from its backward to the forward after it."""
+
+    first_grads: TimeMark | None = None
+    step_begins: TimeMark | None = None
+    step_ends: TimeMark | None = None
+    uses: list[tuple[TimeMark, float]] = field(default_factory=list)
+
+    def window_s(self) -> float | None:
+        """Return the seconds from the first gradients to the last use, less what was waited."""
+        if self.step_begins is None or self.step_ends is None or not self.uses:
+            return None
+        ahead_s = self.first_grads.seconds_until(self.step_begins) if self.first_grads else 0.0
+        waited_s = sum(waited for _, waited in self.uses[:-1])
+        forward_s = self.step_ends.seconds_until(self.uses[-1][0]) - waited_s
+        return ahead_s + max(forward_s, 0.0)
+
+
+class FractionMeter:
+    """Measures the window and the host in the first steps; on every rank by itself.
+
+    Args:
+        handle: The device.
+    """
+
+    def __init__(self, handle: DeviceHandle) -> None:
+        self._handle = handle
+        self.rate = HostRate()
+        self._marks = _Marks()
+        self._windows_s: list[float] = []
+        self._num_steps = 0
+
+    def grads_are_there(self) -> None:
+        """Note that gradients of the coming step are complete and that Adam runs on them."""
+        if self._marks.step_ends is not None:
+            self._end_step()
+        if self._marks.first_grads is None:
+            self._marks.first_grads = self._handle.mark_time()
+
+    def step_begins(self) -> None:
+        """Note the begin of a step."""
+        if self._marks.step_ends is not None:
+            self._end_step()
+        self._marks.step_begins = self._handle.mark_time()
+
+    def step_ends(self) -> None:
+        """Note that a step returns."""
+        self._marks.step_ends = self._handle.mark_time()
+
+    def is_needed(self, begin: TimeMark, waited_s: float) -> None:
+        """Note that weights are used again, since when, and how long the host waited for them."""
+        self._marks.uses.append((begin, waited_s))
+
+    def mark_time(self) -> TimeMark:
+        """Return the moment."""
+        return self._handle.mark_time()
+
+    def _end_step(self) -> None:
+        self._num_steps += 1
+        marks, self._marks = self._marks, _Marks()
+        if self._num_steps == _WARM_UP_STEPS:
+            self.rate.start_over()
+        window_s = marks.window_s() if self._num_steps > _WARM_UP_STEPS else None
+        if window_s is not None:
+            self._windows_s.append(window_s)
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether enough steps were measured; alike on all ranks."""
+        return self._num_steps >= _WARM_UP_STEPS + _MEASURED_STEPS
+
+    def free_numel(self) -> float:
+        """Return how many elements the host steps within the window; 0 if nothing was measured."""
+        if not self._windows_s or not self.rate.busy_s:
+            return 0.0
+        return statistics.median(self._windows_s) * self.rate.numel / self.rate.busy_s
+
+    def returnable_numel(self) -> float:
+        """Return how many elements' weights and states the device has room for."""
+        nbytes = self._handle.unused_nbytes()
+        return float("inf") if nbytes is None else _USABLE * max(nbytes, 0) / _RETURNED_NBYTES
+
+
+def agree_on_fraction(
+    meter: FractionMeter, groups: Sequence[ParameterGroup], device: torch.device
+) -> float:
+    """Return the fraction that is free on all ranks and leaves none without memory; collective.
+
+    Called by all ranks that share parameter groups, which offload alike: in one order of gathers,
+    by one small all-reduce for each of their process groups.
+
+    Args:
+        meter: What this rank has measured.
+        groups: All parameter groups, in forward order.
+        device: Where small tensors of collectives lie.
+    """
+    numel = sum(group.main_weight.flat.numel() for group in groups)
+    free = min(meter.free_numel() / max(numel, 1), 1.0)
+    fitting = max(1.0 - meter.returnable_numel() / max(numel, 1), 0.0)
+    # The least of what is free, the most of what must go: one minimum.
+    values = torch.tensor([free, -fitting], dtype=torch.float64, device=device)
+    meshes = {g: None for group in groups for g in (group.axes.group, group.axes.outer_group) if g}
+    for process_group in meshes:
+        all_reduce(values, op="min", group=process_group, label="offload fraction")
+    free, fitting = values[0].item(), -values[1].item()
+    return max(free, fitting)

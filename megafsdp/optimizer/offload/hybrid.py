@@ -1,0 +1,400 @@
+"""HybridDeviceOptimizer: FusedAdam with main weights and states of chosen units on the host.
+
+Units on the host are stepped there by a background thread, while the device steps the others and
+begins the next forward; each unit's next use waits for its own step only. Which units is the
+business of offload_plan.py, what happens to one of them that of offload_step.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from typing import Any, Literal
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from megafsdp.device.background import BackgroundThread
+from megafsdp.device.host_copies import CopyLink, link_of
+from megafsdp.device.memory import ByteLedger
+from megafsdp.device.streams import device_handle
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.optimizer.adam.fused_adam import FusedAdam
+from megafsdp.optimizer.adam.plan import Found, GroupPlan
+from megafsdp.optimizer.kernels.hyper import AdamHyper
+from megafsdp.optimizer.offload.auto_fraction import FractionMeter, agree_on_fraction
+from megafsdp.optimizer.offload.bucket import Bucket, left_on_device
+from megafsdp.optimizer.offload.bucket_step import (
+    BucketStep,
+    HostThreads,
+    OffloadCounts,
+    Stretch,
+    stretches_of,
+)
+from megafsdp.optimizer.offload.offload_guess import Guesser, LateNumber, Speculate, check_speculate
+from megafsdp.optimizer.offload.placement import (
+    check_fraction,
+    groups_of,
+    groups_to_offload,
+    groups_to_return,
+    offload,
+)
+from megafsdp.optimizer.offload.run_ahead import BucketListener, StepsAhead
+from megafsdp.optimizer.offload.torch_optimizer import (
+    HostOptimizer,
+    HostPlan,
+    TorchBucketStep,
+    check_host_optimizer,
+)
+from megafsdp.optimizer.states.flat import FlatStates
+from megafsdp.optimizer.states.store import STATES
+
+_LOGGER = logging.getLogger("megafsdp.optimizer")
+
+
+class HybridDeviceOptimizer(FusedAdam):
+    """Adam whose main weights and states live partly on the host, with the bits of FusedAdam.
+
+    Parameter groups, schedulers, closures, hooks, clipping, loss scalers, state dicts and
+    checkpoints are those of :class:`FusedAdam` whatever the fraction. Offloaded units keep a copy
+    of their weights in the compute dtype on the device. What cannot be offloaded stays there whole:
+    plain tensors, main weights that are not fp32, quantised compute weights, and parameter groups
+    that are shared with another optimizer.
+
+    ``step`` reads ``.grad`` and hyperparameters as they are when it is called. With ``overlap`` it
+    returns while gradients are still being copied, and replicated (``no_shard``) parameters alone
+    are stepped. What the package does next waits (``zero_grad``, another backward, the unit's next
+    use, ``state``, state dicts, checkpoints), and so does what reads parameters and states as the
+    DTensors they are. A change of gradients by hand, and plain tensors over a parameter's memory
+    (:func:`megafsdp.local_parameters`), call :meth:`synchronize` first.
+
+    A loop *hands over* what a step depends on with ``max_grad_norm`` and
+    ``microbatch(model, is_last=True)``. Copies, and Adam if ``speculate`` allows, then begin in
+    backward; what is changed before ``step`` all the same is noticed and counts. Where Adam has run
+    ahead, weights and states change places with a second slab: plain aliases of their memory, as an
+    earlier state dict has, may be read until the backward before the second ``step`` from there.
+
+    Args:
+        params: Parameters or parameter groups, in forward order, as ``model.parameters()`` has
+            them; those at the front stay on the device.
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        offload_fraction: The part of the local elements to keep on the host, brought to the nearest
+            boundary between parameter groups of units. ``"auto"`` begins with all and, in the sixth
+            step, brings back what the host was seen to be too slow for; that step is collective.
+        speculate: Where the loop hands over, run Adam before the norm of all gradients is
+            known, as if it asked for no clipping, into a second slab: 12 bytes an element more.
+            ``"auto"`` does while few steps are clipped.
+        overlap: Return from ``step`` while the host is at work.
+        max_grad_norm: Clip by the norm of all gradients, as :class:`FusedAdam` does.
+        pin_cpu_params: Pin host weights and states. Without CUDA nothing is pinned.
+        pin_cpu_grads: Pin the host's gradients.
+        cpu_optimizer_cls: Another torch optimizer for the host's part, whose update of an element
+            depends on that element alone; None for the kernel of :class:`FusedAdam`.
+        cpu_optimizer_kwargs: Its options. ``lr`` follows the parameter groups; ``betas``, ``eps``
+            and ``weight_decay`` too unless they are given here.
+        link: How bytes move; None for the device's own way. It is closed with the optimizer.
+
+    Attributes:
+        host_ledger: Bytes of the main weights and states on the host.
+
+    Raises:
+        ValueError: A hyperparameter or the fraction has no meaning.
+        TypeError: ``cpu_optimizer_cls`` is no class of optimizers.
+    """
+
+    _is_copyable = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        offload_fraction: float | Literal["auto"] = 1.0,
+        overlap: bool = True,
+        speculate: Speculate = "auto",
+        max_grad_norm: float | None = None,
+        pin_cpu_params: bool = True,
+        pin_cpu_grads: bool = True,
+        cpu_optimizer_cls: type[Optimizer] | None = None,
+        cpu_optimizer_kwargs: dict[str, Any] | None = None,
+        link: CopyLink | None = None,
+    ) -> None:
+        check_fraction(offload_fraction, has_own_states=cpu_optimizer_cls is not None)
+        check_speculate(speculate)
+        check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
+        self._host: HostOptimizer | None = None
+        self._in_flight: list[BucketStep] = []
+        self._buckets: dict[FlatStates, Bucket] = {}
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+        )
+        self.overlap = overlap
+        self.host_ledger = ByteLedger()
+        fraction = 1.0 if offload_fraction == "auto" else float(offload_fraction)
+        groups = groups_to_offload(self._parameters(), fraction)
+        handle = device_handle(groups[0].device.type if groups else "cpu")
+        self._meter = FractionMeter(handle) if offload_fraction == "auto" and groups else None
+        self._link = link or link_of(handle)
+        self._worker = BackgroundThread("megafsdp-offload")
+        weakref.finalize(self, _close, self._worker, self._link)
+        self._counts = OffloadCounts()
+        self._guesser = Guesser(speculate)
+        self._ahead = StepsAhead(self._guesser, self._worker, self._counts)
+        for group in groups:
+            is_pinned = pin_cpu_params and group.device.type == "cuda"
+            num_states = 0 if cpu_optimizer_cls is not None else len(STATES)
+            offload(group, self.host_ledger, num_states=num_states, is_pinned=is_pinned)
+        if cpu_optimizer_cls is not None and groups:
+            moved = {id(p.sharded) for group in groups for p in group.parameters}
+            own = [[p for p in g["params"] if id(p) in moved] for g in self.param_groups]
+            self._host = HostOptimizer(cpu_optimizer_cls, cpu_optimizer_kwargs or {}, own)
+        self._make_buckets(groups, pins_params=pin_cpu_params, pins_grads=pin_cpu_grads)
+
+    def _make_buckets(
+        self, groups: list[ParameterGroup], *, pins_params: bool, pins_grads: bool
+    ) -> None:
+        for position, group in enumerate(groups):
+            has_cuda = group.device.type == "cuda"
+            # Another optimizer has states of its own: only where parameters lie is used then.
+            is_ours = self._host is None
+            states = self._store.flat_states(group) if is_ours else FlatStates(group, {})
+            bucket = Bucket(
+                states,
+                self._link,
+                position=position,
+                ledger=self.host_ledger,
+                is_grad_pinned=pins_grads and has_cuda,
+                is_param_pinned=pins_params and has_cuda,
+            )
+            self._buckets[states] = bucket
+            group.work_ahead = BucketListener(self, bucket)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for param_group in self.param_groups for p in param_group["params"]]
+
+    @property
+    def offloaded_fraction(self) -> float:
+        """Return the part of the local elements of sharded parameters that is on the host."""
+        numels = {g: g.main_weight.flat.numel() for g in groups_of(self._parameters())}
+        on_host = sum(numel for group, numel in numels.items() if group.host_memory is not None)
+        return on_host / max(sum(numels.values()), 1)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Return the bytes on the host: main weights, states, gradients, what is copied back."""
+        return self.host_ledger.total + sum(bucket.nbytes for bucket in self._buckets.values())
+
+    @property
+    def offload_counts(self) -> OffloadCounts:
+        """Return how many steps of buckets ran ahead of ``step()``, and what became of them."""
+        return self._counts
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """Return the states by parameter; waits for the step under way."""
+        self.synchronize()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self._state = value
+
+    def _states_to_step(self) -> defaultdict[torch.Tensor, Any]:
+        """Return the states for the use of a step, which takes what was begun ahead of it."""
+        self._wait_for_steps()
+        return self._state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what ``load_state_dict`` of the base class has prepared."""
+        self.state = state.pop("state", self._state)
+        super().__setstate__(state)
+
+    def synchronize(self) -> None:
+        """Wait for the step under way; afterwards all memory may be read and written; local.
+
+        What was begun for the next step is dropped, and done by that step itself.
+
+        Raises:
+            RuntimeError: The step failed on the host.
+        """
+        self._ahead.call_off_all()
+        self._wait_for_steps()
+
+    def _wait_for_steps(self) -> None:
+        for step in self._in_flight:
+            step.wait_for_reader()
+        stepped, self._in_flight = self._in_flight, []
+        if self._host is not None and stepped:
+            self._state.update({p: self._host.shown_state(p) for p in self._on_host()})
+
+    def begin_ahead(self, bucket: Bucket, grads: torch.Tensor) -> None:
+        """Begin what can be done for the coming step; called when a bucket's gradients are there.
+
+        Args:
+            bucket: The bucket.
+            grads: Its main gradient, 1-D.
+        """
+        # Of replicated gradients, which are plain DTensors, changes cannot be told.
+        if self.max_grad_norm is None or not self.overlap or not bucket.group.axes.is_sharded:
+            return
+        bucket.group.wait_for_step()
+        speculates = self._host is None and self._ahead.wants_more(self.max_grad_norm)
+        bucket.copy_grads(grads, has_norm=speculates)
+        if not speculates:
+            return
+        stretches: list[Stretch] = []
+        for number, param_group in enumerate(self.param_groups):
+            indices = self._plan(number).find_all(bucket.states, grads, self._state)
+            if indices is None:
+                return
+            if indices:
+                hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
+                counts = bucket.states.upcoming(indices)
+                stretches += stretches_of(bucket.states, counts, hyper)
+        if sum(stretch.numel for stretch in stretches) < bucket.states.numel:
+            return  # What is not stepped would be missing in the second slab.
+        if self._meter is not None:
+            self._meter.grads_are_there()
+        self._ahead.begin(bucket, stretches, self._threads())
+
+    def call_off_ahead(self, bucket: Bucket) -> None:
+        """Drop what was begun for the coming step of a bucket, which others will read or write."""
+        self._ahead.call_off(bucket)
+
+    def _threads(self) -> HostThreads:
+        rate = self._meter.rate if self._meter is not None else None
+        return HostThreads(torch.get_num_threads(), self.ftz, rate)
+
+    def _settle_fraction(self, meter: FractionMeter) -> None:
+        """Bring what the host is too slow for back to the device; collective."""
+        groups = groups_of(self._parameters())
+        device = next(iter(self._buckets)).group.device
+        fraction = agree_on_fraction(meter, groups, device)
+        returning = groups_to_return(self._parameters(), fraction)
+        for states, bucket in list(self._buckets.items()):
+            if states.group in returning:
+                self._ahead.call_off(bucket)
+                bucket.onload(self._state)
+                del self._buckets[states]
+        taken = self.offloaded_fraction
+        _LOGGER.info("offload_fraction 'auto' has settled on %.3f: %.3f fits", taken, fraction)
+
+    def _on_host(self) -> list[torch.Tensor]:
+        """Return the parameters that another optimizer steps on the host."""
+        host = self._host
+        return [] if host is None else [p for p in self._parameters() if host.holds(p)]
+
+    def _take_over(self, parameter: torch.Tensor) -> None:
+        if self._host is None or not self._host.holds(parameter):
+            super()._take_over(parameter)
+            return
+        self._host.take_over(parameter, self.state[parameter])
+        self.state[parameter] = self._host.shown_state(parameter)
+
+    def _plan(self, number: int) -> GroupPlan:
+        parameters = self.param_groups[number]["params"]
+        plan = self._plans.get(number)
+        if self._host is None or (plan is not None and plan.is_of(parameters)):
+            return super()._plan(number)
+        self._plans[number] = HostPlan(parameters, self._store, self._host)
+        return self._plans[number]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, as torch does; in place only when the host has read them."""
+        self._ahead.call_off_all()
+        for bucket in self._buckets.values():
+            if set_to_none:
+                bucket.forget_grads()
+            else:
+                bucket.let_go_of_grads()
+        super().zero_grad(set_to_none)
+
+    def _step_found(
+        self,
+        found: list[Found],
+        *,
+        scale: float | torch.Tensor,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        if self._meter is not None:
+            self._meter.step_begins()
+            if self._meter.is_done:
+                self._settle_fraction(self._meter)
+                self._meter = None
+        self._link.fence()  # What is queued may read weights that a step will write.
+        late_scale = LateNumber(scale, self._link)
+        self._guesser.note_step(self.grad_norm, self._of_scaler("grad_scale"), self._link)
+        collect = self._collect if self._host is None else self._collect_torch
+        steps = collect(found, late_scale)
+        ahead = self._ahead.take()
+        for step in steps:
+            if step.start(ahead.pop(step.bucket, None)):
+                step.bucket.exchange(self._state)
+            self._worker.submit(step)
+            self._in_flight.append(step)
+        for unused in ahead.values():
+            unused.call_off()
+        super()._step_found(left_on_device(found, self._buckets), scale=scale, found_inf=found_inf)
+        for step in steps:
+            step.finish()
+        if self._meter is not None:
+            self._meter.step_ends()
+        if not self.overlap:
+            self.synchronize()
+
+    def _collect(self, found: list[Found], scale: LateNumber) -> list[BucketStep]:
+        """Return the steps of offloaded groups, in the order in which forward needs them."""
+        steps: dict[FlatStates, BucketStep] = {}
+        for param_group, part in zip(self.param_groups, found, strict=True):
+            hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
+            for states, grads, indices in part.flat:
+                if states not in self._buckets:
+                    continue
+                if states not in steps:
+                    bucket = self._buckets[states]
+                    steps[states] = BucketStep(
+                        bucket, scale, self._threads(), self._counts, self._meter
+                    )
+                for stretch in stretches_of(states, states.advance(indices), hyper):
+                    steps[states].add(grads.flat, stretch)
+        return [steps[states] for states in self._buckets if states in steps]
+
+    def _collect_torch(self, found: list[Found], scale: LateNumber) -> list[BucketStep]:
+        """Return the same for another optimizer on the host."""
+        assert self._host is not None, "it steps the host's part"
+        values = self._host.hyperparameters(self.param_groups)
+        steps: list[BucketStep] = []
+        given = {id(parameter) for parameter in self._on_host()}
+        for states, bucket in self._buckets.items():
+            step = TorchBucketStep(
+                bucket,
+                scale,
+                self._threads(),
+                self._counts,
+                host=self._host,
+                hyperparameters=values,
+            )
+            for parameter in (p.sharded for p in states.group.parameters):
+                if id(parameter) in given and parameter.grad is not None:
+                    step.add_parameter(parameter, parameter.grad)
+            if step.stretches:
+                steps.append(step)
+        return steps
+
+
+def _close(worker: BackgroundThread, link: CopyLink) -> None:
+    """End the threads, those first that give work to the others."""
+    worker.close()
+    link.close()

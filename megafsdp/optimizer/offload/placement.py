@@ -1,0 +1,173 @@
+"""Which parameter groups of an optimizer are offloaded, by a fraction, and the move to the host.
+
+Those that run first in forward stay on the device: what a step brings back from the host must be
+there before its unit runs again, so the later a unit runs the more time its copies have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megafsdp._native import native_module
+from megafsdp.device.host_memory import HostArena, aligned_nbytes
+from megafsdp.device.memory import ByteLedger
+from megafsdp.errors import expected
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.params.unit_ledger import HostMemory
+
+
+def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
+    """Return how many units at the front stay on the device so that about ``fraction`` does not.
+
+    ::
+
+        numels 30 10 10 10, fraction 0.5:   | 30 | 10 10 10 |   one stays, exactly half is offloaded
+        numels 60 10 10 10, fraction 0.5:   | 60 | 10 10 10 |   a third, since all would be farther
+
+    Args:
+        numels: Elements of each in forward order.
+        fraction: The part of all elements to offload; of two choices equally near, the larger.
+    """
+    total, offloaded = sum(numels), sum(numels)
+    best, least = 0, abs(offloaded - fraction * total)
+    for count, numel in enumerate(numels, start=1):
+        offloaded -= numel
+        distance = abs(offloaded - fraction * total)
+        if distance < least:
+            best, least = count, distance
+    return best
+
+
+def first_offloaded(movable_numels: Sequence[int], other_numel: int, fraction: float) -> int:
+    """Return the index of the first group to offload of those that can be, in forward order.
+
+    Args:
+        movable_numels: Their elements.
+        other_numel: Elements that stay on the device whatever the fraction.
+        fraction: The part of all elements to offload.
+    """
+    if fraction == 1.0:
+        return 0
+    return max(num_kept_on_device([other_numel, *movable_numels], fraction) - 1, 0)
+
+
+def check_fraction(fraction: float | str, *, has_own_states: bool = False) -> None:
+    """Check an offload fraction.
+
+    Args:
+        fraction: What was given.
+        has_own_states: Whether another optimizer keeps states on the host.
+
+    Raises:
+        ValueError: It is neither a number from 0 to 1 nor ``"auto"``; or it may move states that
+            are another optimizer's.
+    """
+    if fraction == "auto" and has_own_states:
+        raise ValueError(
+            expected(
+                "a number from 0 to 1 beside cpu_optimizer_cls",
+                "'auto'",
+                where="offload_fraction of HybridDeviceOptimizer",
+                mend="Give the part to offload: states of another optimizer stay where they are",
+            )
+        )
+    is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if fraction != "auto" and not (is_number and 0.0 <= float(fraction) <= 1.0):
+        raise ValueError(
+            expected(
+                "a number from 0 to 1, or 'auto'",
+                repr(fraction),
+                where="offload_fraction of HybridDeviceOptimizer",
+                mend="Give the part of the elements that shall live on the host",
+            )
+        )
+
+
+def groups_of(parameters: Iterable[torch.Tensor]) -> list[ParameterGroup]:
+    """Return the parameter groups whose parameters are given, in the order of the first of each."""
+    found = {id(owner): owner for owner in map(group_of, parameters) if owner is not None}
+    return list(found.values())
+
+
+def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
+    """Choose the parameter groups to offload; local, the same on all ranks.
+
+    What cannot be offloaded stays on the device and counts: plain tensors, main weights that are
+    not fp32 or whose compute weights are more than a cast of them, and groups with a trainable
+    parameter that is not given. Groups that were offloaded before stay so.
+
+    Args:
+        parameters: The optimizer's, in forward order.
+        fraction: The part of all local elements to offload.
+
+    Raises:
+        ValueError: Parameters live on the host by the policy of ``fully_shard``.
+    """
+    _refuse_parameters_on_host(groups_of(parameters))
+    chosen = _chosen(parameters, fraction)
+    return [g for g in groups_of(parameters) if g in chosen or g.host_memory is not None]
+
+
+def groups_to_return(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
+    """Choose which of the offloaded groups come back to the device, to leave this fraction."""
+    chosen = _chosen(parameters, fraction)
+    return [g for g in groups_of(parameters) if g not in chosen and g.host_memory is not None]
+
+
+def _chosen(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
+    given = {id(parameter) for parameter in parameters}
+    groups = groups_of(parameters)
+    movable = [group for group in groups if _is_movable(group, given)]
+    numels = [group.main_weight.flat.numel() for group in movable]
+    others = sum(g.main_weight.flat.numel() for g in groups if g not in movable)
+    plain = sum(p.numel() for p in parameters if group_of(p) is None)
+    return movable[first_offloaded(numels, others + plain, fraction) :]
+
+
+def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:
+    for group in groups:
+        if group.lives_on_host:
+            raise ValueError(
+                expected(
+                    "parameters on the device, to move what the fraction says",
+                    f"unit '{group.label}' with offload_policy, whose parameters are on the host",
+                    where="HybridDeviceOptimizer",
+                    mend="Leave out the offload_policy of fully_shard() or use FusedAdam, which "
+                    "steps such parameters on the host",
+                )
+            )
+
+
+def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
+    return (
+        group.dtypes.main == torch.float32
+        and group.compute_weight.can_be_copied
+        and all(id(p.sharded) in given for p in group.parameters if p.sharded.requires_grad)
+    )
+
+
+def offload(group: ParameterGroup, ledger: ByteLedger, *, num_states: int, is_pinned: bool) -> None:
+    """Move a group's main weight into a slab of the host with room for its fp32 states; local."""
+    if group.host_memory is None:
+        numel = group.main_weight.flat.numel()
+        nbytes = aligned_nbytes(numel * torch.float32.itemsize)
+        arena = HostArena((1 + num_states) * nbytes, is_pinned=is_pinned)
+        zero_by_workers(arena.memory)
+        group.offload_main_weight(HostMemory(arena, ledger))
+
+
+def zero_by_workers(memory: torch.Tensor) -> None:
+    """Zero memory of the host with the threads that will step it, whose pages are then near them.
+
+    Args:
+        memory: 1-D uint8. It need not be touched by others before.
+    """
+    native = native_module()
+    if native is None or not memory.nbytes:
+        memory.zero_()
+        return
+    native.zero_bytes(
+        address=memory.data_ptr(), nbytes=memory.nbytes, num_threads=torch.get_num_threads()
+    )

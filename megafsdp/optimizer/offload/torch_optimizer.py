@@ -1,0 +1,244 @@
+"""Any element-wise torch optimizer in the place of Adam for the part that lives on the host.
+
+It steps one plain tensor a parameter, which is what this rank holds of the main weight, and keeps
+its own states; they are shown as tensors like the parameter. Slower than the kernel: several passes
+over the memory, a few calls a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
+from megafsdp.errors import expected
+from megafsdp.fsdp.params.gradient_reducer import place_of_grad
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.optimizer.adam.checks import check_grad
+from megafsdp.optimizer.adam.plan import Found, GroupPlan
+from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamSegment
+from megafsdp.optimizer.kernels.hyper import AdamHyper
+from megafsdp.optimizer.offload.bucket import GradientCopy
+from megafsdp.optimizer.offload.bucket_step import BucketStep, Stretch
+from megafsdp.optimizer.states.store import StateStore
+
+# What follows the parameter groups of the optimizer that users see.
+_FOLLOWED = ("lr", "betas", "eps", "weight_decay")
+
+
+class HostOptimizer:
+    """A torch optimizer over what this rank holds of offloaded parameters.
+
+    Args:
+        kind: Its class; the update of an element must depend on that element alone.
+        options: Its keywords. ``lr`` always follows the parameter groups; ``betas``, ``eps`` and
+            ``weight_decay`` do where the class has them and the keywords do not.
+        parameters: The offloaded parameters of each parameter group.
+
+    Raises:
+        ValueError: The class refuses the options.
+    """
+
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        options: Mapping[str, Any],
+        parameters: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        self._options = dict(options)
+        self._shown: set[int] = set()
+        self.plain: dict[int, torch.nn.Parameter] = {
+            # Its own count of writes: what the worker writes must not be taken for a load.
+            id(p): torch.nn.Parameter(local_tensor(p).data.view(-1))
+            for own in parameters
+            for p in own
+        }
+        groups = [{"params": [self.plain[id(p)] for p in own]} for own in parameters]
+        self.optimizer = kind(groups, **options)
+        self._followed = [name for name in _FOLLOWED if name == "lr" or name not in options]
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter is stepped here."""
+        return id(parameter) in self.plain
+
+    def hyperparameters(self, param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the values that a step takes over from the parameter groups users see."""
+        return [
+            {
+                name: _unchanging(group[name])
+                for name in self._followed
+                if name in own and name in group
+            }
+            for group, own in zip(param_groups, self.optimizer.param_groups, strict=False)
+        ]
+
+    def shown_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return a parameter's states, those of its shape like it; aliases."""
+        plain = self.plain[id(parameter)]
+        local = local_tensor(parameter)
+        self._shown.add(id(parameter))
+        return {
+            name: wrap_like(parameter, value.view(local.shape))
+            if isinstance(value, torch.Tensor) and value.shape == plain.shape
+            else value
+            for name, value in self.optimizer.state.get(plain, {}).items()
+        }
+
+    def begin_again(self, parameter: torch.Tensor) -> None:
+        """Drop a parameter's states if they were shown: its user has dropped what was shown."""
+        plain = self.plain[id(parameter)]
+        if id(parameter) not in self._shown or not self.optimizer.state.get(plain):
+            return
+        self._shown.discard(id(parameter))
+        del self.optimizer.state[plain]
+        # Some optimizers have states from the start.
+        fresh = type(self.optimizer)([plain], **self._options)
+        if plain in fresh.state:
+            self.optimizer.state[plain] = fresh.state[plain]
+
+    def take_over(self, parameter: torch.Tensor, given: Mapping[str, Any]) -> None:
+        """Replace a parameter's states by loaded ones, in the memory of those there are."""
+        plain = self.plain[id(parameter)]
+        before = self.optimizer.state.get(plain, {})
+        taken = {}
+        for name, value in given.items():
+            taken[name] = value
+            if isinstance(value, torch.Tensor):
+                own = local_tensor(value)
+                own = own.reshape(-1) if own.ndim else own
+                kept = before.get(name)
+                is_alike = isinstance(kept, torch.Tensor) and kept.shape == own.shape
+                taken[name] = kept.copy_(own) if is_alike else own.clone()
+        self.optimizer.state[plain] = taken
+
+
+class HostPlan(GroupPlan):
+    """How the parameters of one optimizer group lie, those of a :class:`HostOptimizer` apart.
+
+    Args:
+        parameters: The group's list of parameters.
+        store: Where the states of the others are.
+        host: Steps the parameters apart.
+    """
+
+    def __init__(
+        self, parameters: list[torch.Tensor], store: StateStore, host: HostOptimizer
+    ) -> None:
+        super().__init__([p for p in parameters if not host.holds(p)], store)
+        self._host = host
+        self._all = list(parameters)
+        self.on_host = [p for p in parameters if host.holds(p)]
+
+    def is_of(self, parameters: list[torch.Tensor]) -> bool:
+        """Tell whether the plan was made for these parameters."""
+        return len(self._all) == len(parameters) and all(
+            a is b for a, b in zip(self._all, parameters, strict=True)
+        )
+
+    def owners(self) -> list[ParameterGroup]:  # type: ignore[override]
+        """Return the parameter groups whose main weights the parameters are."""
+        found = {id(owner): owner for owner in super().owners()}
+        found |= {id(o): o for o in map(group_of, self.on_host) if o is not None}
+        return list(found.values())
+
+    def find(
+        self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
+    ) -> Found:
+        """Collect gradients; those on the host are checked alone, and have no states here."""
+        found = super().find(states_by_parameter, attribute=attribute)
+        for parameter in self.on_host:
+            grad = getattr(parameter, attribute, None)
+            if grad is not None:
+                check_grad(parameter, grad)
+                if not states_by_parameter.get(parameter):
+                    self._host.begin_again(parameter)
+        return found
+
+
+@dataclass(eq=False)
+class TorchBucketStep(BucketStep):
+    """What one step of a :class:`HostOptimizer` does to one bucket.
+
+    Attributes:
+        host: The optimizer.
+        hyperparameters: What it takes over first, by parameter group.
+    """
+
+    host: HostOptimizer = field(kw_only=True)
+    hyperparameters: list[dict[str, Any]] = field(kw_only=True)
+    _stepped: list[torch.nn.Parameter] = field(init=False, default_factory=list)
+
+    def add_parameter(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Note a parameter to step and its gradient."""
+        states = self.bucket.states
+        index = states.indices[id(parameter)]
+        run = states.range_of(index)
+        segment = AdamSegment(run.start, run.stop, AdamHyper())
+        place = place_of_grad(grad)
+        is_like = place is not None and place[1] == index and place[0].layout is states.layout
+        grads = place[0].flat if place and is_like else local_tensor(grad).reshape(-1)
+        self.add(grads, Stretch((segment,), step=1, numel=run.numel))
+        self._stepped.append(self.host.plain[id(parameter)])
+
+    def _issue_copy(self) -> GradientCopy:
+        numel = self.bucket.grad.numel()
+        if all(grads.numel() == numel for grads in self._grads):
+            return super()._issue_copy()
+        pieces = []
+        for grads, stretch in zip(self._grads, self.stretches, strict=True):
+            (segment,) = stretch.segments
+            is_flat = grads.numel() == numel
+            piece = grads[segment.start : segment.stop] if is_flat else grads
+            pieces.append((segment.start, piece))
+        return self.bucket.copy_pieces(pieces)
+
+    def _take_buffers(self, aside: AdamBuffers | None) -> list[torch.Tensor]:
+        assert aside is None, "only Adam is run ahead of the step"
+        self._result = self.bucket.group.main_weight.flat
+        return [self._result]
+
+    def _update(self, scale: float) -> None:
+        optimizer = self.host.optimizer
+        for group, values in zip(optimizer.param_groups, self.hyperparameters, strict=True):
+            group.update(values)
+        ranges = [(s.start, s.stop) for stretch in self.stretches for s in stretch.segments]
+        for plain, (start, stop) in zip(self._stepped, ranges, strict=True):
+            grad = self.bucket.grad[start:stop].to(plain.dtype)
+            plain.grad = grad if scale == 1.0 else grad * scale
+        try:
+            optimizer.step()
+        finally:
+            for plain in self._stepped:
+                plain.grad = None
+        if self.bucket.copy_out is not None:
+            for start, stop in ranges:
+                self.bucket.copy_out[start:stop].copy_(self._result[start:stop])
+
+
+def _unchanging(value: Any) -> Any:
+    """Return a value, or a tuple of values, as it is: schedulers fill tensors in place."""
+    if isinstance(value, tuple | list):
+        return type(value)(_unchanging(item) for item in value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def check_host_optimizer(kind: object, options: object) -> None:
+    """Check what is to step the host's part.
+
+    Raises:
+        TypeError: It is no class of optimizers; or options are given without one.
+    """
+    is_class = isinstance(kind, type) and issubclass(kind, Optimizer)
+    if (kind is not None and not is_class) or (kind is None and options):
+        raise TypeError(
+            expected(
+                "a class of torch optimizers with its options, or neither",
+                f"{kind!r} with {options!r}",
+                where="cpu_optimizer_cls and cpu_optimizer_kwargs of HybridDeviceOptimizer",
+                mend="Give the class itself, such as torch.optim.SGD, and its keywords beside it",
+            )
+        )

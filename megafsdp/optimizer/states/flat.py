@@ -1,0 +1,236 @@
+"""Optimizer states that lie like the main weight of a parameter group, in one flat buffer each.
+
+One pass over a buffer then serves all parameters of a group: neighbours that are stepped alike form
+a *run*, gaps between them included, which hold zeros. What users and checkpoints see are DTensors
+over the same memory, one a parameter. This file knows buffers and ranges, not the formula.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.dtensor.uneven import local_object, local_tensor
+from megafsdp.errors import expected
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.mesh.placement import Residence
+
+# Which parameters are stepped together hardly changes; routed experts may change it every step.
+_MOST_RUNS = 16
+_STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A range of a group's local flat buffers.
+
+    Attributes:
+        start: First element.
+        stop: One behind the last.
+        numel: Elements that belong to parameters: the length without gaps.
+    """
+
+    start: int
+    stop: int
+    numel: int
+
+
+class FlatStates:
+    """The states of one parameter group.
+
+    Args:
+        group: The group; referred to weakly.
+        dtypes: Dtype of each state by name.
+        counts_on_device: Keep the counts of steps on the group's device, not on the CPU.
+
+    The buffers hold zeros at first.
+
+    Raises:
+        ValueError: The counts are to be on the device and the parameters live on the host.
+    """
+
+    def __init__(
+        self,
+        group: ParameterGroup,
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        counts_on_device: bool = False,
+    ) -> None:
+        if counts_on_device and group.lives_on_host:
+            raise ValueError(
+                expected(
+                    "parameters on the device",
+                    f"unit '{group.label}' with offload_policy, whose parameters are on the host",
+                    where="FusedAdam(capturable=True)",
+                    mend="Leave out one of the two",
+                )
+            )
+        self._group = weakref.ref(group)
+        self.layout = group.layout
+        residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
+        self.buffers: dict[str, DBuffer] = {
+            name: group.new_state_buffer(residence, dtype) for name, dtype in dtypes.items()
+        }
+        for buffer in self.buffers.values():
+            buffer.flat.zero_()
+        tensors = [group.main_weight.tensor(i) for i in range(len(group.parameters))]
+        origin = int(group.main_weight.flat.storage_offset())
+        starts = [int(t.storage_offset()) - origin for t in tensors]
+        self._ranges = [(s, s + t.numel()) for s, t in zip(starts, tensors, strict=True)]
+        self._order = sorted(
+            (i for i, t in enumerate(tensors) if t.numel()), key=lambda i: self._ranges[i]
+        )
+        self.indices = {id(p.sharded): i for i, p in enumerate(group.parameters)}
+        # Counts of steps: what the optimizer shows, and the same as numbers.
+        device = group.device if counts_on_device else "cpu"
+        self._steps = torch.zeros(len(tensors), dtype=torch.float32, device=device)
+        # Adding a number takes several times as long: torch makes a tensor of it each time.
+        self._one = torch.ones((), dtype=torch.float32, device="cpu")
+        self._shown_steps = list(self._steps)
+        self._counts = [0] * len(tensors)
+        self._counted_version = self._steps._version
+        # States that were handed out, whose memory need not hold zeros.
+        self._used: set[tuple[int, str]] = set()
+        self._runs: dict[tuple[int, ...], list[Run]] = {}
+
+    @property
+    def group(self) -> ParameterGroup:
+        """Return the parameter group."""
+        group = self._group()
+        assert group is not None, "the optimizer holds the group's parameters"
+        return group
+
+    def adopt(self, index: int, name: str, current: torch.Tensor | None) -> torch.Tensor:
+        """Return state ``name`` of a parameter as a view of the flat buffer.
+
+        A current state that lies elsewhere, as a load leaves it, is copied in; without one, the
+        state begins again at zero.
+        """
+        buffer = self.buffers[name]
+        own = buffer.tensor(index)
+        if current is not None:
+            local = local_tensor(current)
+            is_there = local.data_ptr() == own.data_ptr() and local.dtype == own.dtype
+            # Empty tensors are all at one address; a plain one is not what is shown.
+            if is_there and isinstance(current, DTensor):
+                return current
+            own.copy_(local.reshape(-1))
+        elif (index, name) in self._used:
+            own.zero_()
+        self._used.add((index, name))
+        return self.group.like_main_weight(index, own)
+
+    def exchange(
+        self,
+        others: Mapping[str, DBuffer],
+        views: Mapping[str, Sequence[torch.Tensor]],
+        states_by_parameter: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> None:
+        """Let the states lie in the memory of other buffers, which get theirs; copies nothing.
+
+        Args:
+            others: A buffer like that of each state.
+            views: What each of them holds of the parameters, in their local shapes.
+            states_by_parameter: What the optimizer shows, all of it in the flat buffers.
+        """
+        for name, buffer in self.buffers.items():
+            buffer.exchange(others[name])
+            for index, parameter in enumerate(self.group.parameters):
+                shown = states_by_parameter.get(parameter.sharded, {}).get(name)
+                if shown is not None:
+                    local_object(shown).data = views[name][index]
+
+    def adopt_step(self, index: int, current: torch.Tensor | float | None) -> torch.Tensor:
+        """Return a parameter's count of steps, 0-dim fp32, which takes over what there is, or 0."""
+        own = self._shown_steps[index]
+        if current is None:
+            if (index, _STEP) in self._used:
+                own.zero_()
+        elif current is not own:
+            own.copy_(torch.as_tensor(current, device=own.device))
+        self._used.add((index, _STEP))
+        return own
+
+    def shown_step(self, index: int) -> torch.Tensor:
+        """Return what :meth:`adopt_step` does; writing to it counts."""
+        return self._shown_steps[index]
+
+    def advance(self, indices: list[int]) -> dict[int, list[int]]:
+        """Count one step of some parameters.
+
+        Returns:
+            The parameters by their new counts.
+        """
+        counts = self._current_counts()
+        if len(indices) == len(counts):
+            self._steps.add_(self._one)
+            counts = self._counts = [count + 1 for count in counts]
+        else:
+            self._steps[indices] += 1
+            for index in indices:
+                counts[index] += 1
+        self._counted_version = self._steps._version
+        return _by_count(indices, counts)
+
+    def upcoming(self, indices: list[int]) -> dict[int, list[int]]:
+        """Return what :meth:`advance` would, without counting."""
+        return _by_count(indices, [count + 1 for count in self._current_counts()])
+
+    def _current_counts(self) -> list[int]:
+        if self._steps._version != self._counted_version:
+            # A load has written into the counts.
+            self._counts = [int(count) for count in self._steps.tolist()]
+            self._counted_version = self._steps._version
+        return self._counts
+
+    def range_of(self, index: int) -> Run:
+        """Return where one parameter lies in the local buffer."""
+        start, stop = self._ranges[index]
+        return Run(start, stop, stop - start)
+
+    def runs(self, indices: list[int]) -> list[Run]:
+        """Join parameters that are neighbours in the local buffer."""
+        key = tuple(indices)
+        runs = self._runs.get(key)
+        if runs is None:
+            if len(self._runs) >= _MOST_RUNS:
+                self._runs.clear()
+            runs = self._runs[key] = self._join(indices)
+        return runs
+
+    def _join(self, indices: Collection[int]) -> list[Run]:
+        wanted, runs = set(indices), list[Run]()
+        is_joined = False
+        for i in self._order:
+            if i not in wanted:
+                is_joined = False
+                continue
+            start, stop = self._ranges[i]
+            if is_joined:
+                last = runs.pop()
+                runs.append(Run(last.start, stop, last.numel + stop - start))
+            else:
+                runs.append(Run(start, stop, stop - start))
+            is_joined = True
+        return runs
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of parameters that this rank holds."""
+        return sum(stop - start for start, stop in self._ranges)
+
+
+def _by_count(indices: list[int], counts: list[int]) -> dict[int, list[int]]:
+    """Divide parameters by their counts of steps."""
+    if counts.count(counts[0]) == len(counts):
+        return {counts[0]: indices}
+    by_count: dict[int, list[int]] = {}
+    for index in indices:
+        by_count.setdefault(counts[index], []).append(index)
+    return by_count

@@ -1,0 +1,121 @@
+"""How optimizer states are kept: in fp32, in bf16, or in fp16 or FP8 with one scale a block.
+
+A *scaled* state divides each row of a tensor into blocks of 128 elements, the last one shorter, and
+keeps ``absmax / largest`` of each block as an fp32 scale, where ``largest`` is the largest value
+that the format is used for. Rows are never cut between ranks, so what a state holds does not depend
+on the mesh. A block of zeros has scale 0 and stays zero. Second moments, by whose root a step
+divides, are rounded up where the format would make 0 of them: the step is then too short, not
+without bound. One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states.
+
+This file knows tensors; which parameter has which state is
+:mod:`megafsdp.optimizer.adam.fused_adam`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megafsdp.errors import expected
+
+BLOCK_NUMEL = 128
+
+# Half of the largest fp16 leaves room for a sum of two; FP8 has no infinities to run into.
+_LARGEST = {torch.float16: 32752.0, torch.float8_e4m3fn: 448.0}
+_SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
+PLAIN_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (*PLAIN_DTYPES, *_LARGEST)
+
+
+def check_state_dtype(name: str, dtype: torch.dtype) -> None:
+    """Check the dtype of a state.
+
+    Raises:
+        ValueError: States cannot be kept in it.
+    """
+    if dtype not in STATE_DTYPES:
+        raise ValueError(
+            expected(
+                f"one of {[str(d) for d in STATE_DTYPES]}",
+                dtype,
+                where=f"{name} of FusedAdam",
+                mend="Use torch.float32, or torch.bfloat16 for half of the memory",
+            )
+        )
+
+
+def dtype_for(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a parameter of this global shape keeps a state wished in another.
+
+    Scaled states need rows.
+    """
+    return torch.float32 if dtype in _LARGEST and len(shape) < 2 else dtype
+
+
+def is_scaled(dtype: torch.dtype) -> bool:
+    """Tell whether a state of this dtype has scales."""
+    return dtype in _LARGEST
+
+
+@dataclass(slots=True)
+class ScaledState:
+    """A state of some rows in a narrow format.
+
+    Attributes:
+        codes: ``(rows, columns)`` fp16 or FP8 (e4m3); aliases what the optimizer shows.
+        scales: ``(rows, blocks)`` fp32.
+        keeps_positive: Round no positive value to 0, unless all of its block is as good as zero.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    keeps_positive: bool = False
+
+    @classmethod
+    def zeros(
+        cls,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        keeps_positive: bool = False,
+    ) -> ScaledState:
+        """Make the state of zeros."""
+        num_blocks = -(-columns // BLOCK_NUMEL)
+        return cls(
+            torch.zeros(rows, columns, dtype=dtype, device=device),
+            torch.zeros(rows, num_blocks, dtype=torch.float32, device=device),
+            keeps_positive,
+        )
+
+    def clear(self) -> None:
+        """Make all values zero."""
+        self.codes.zero_()
+        self.scales.zero_()
+
+    def decode(self) -> torch.Tensor:
+        """Return the values, ``(rows, columns)`` fp32."""
+        columns = self.codes.shape[1]
+        factors = self.scales.repeat_interleave(BLOCK_NUMEL, dim=1)[:, :columns]
+        return self.codes.float().mul_(factors)
+
+    def encode(self, values: torch.Tensor) -> None:
+        """Keep values, ``(rows, columns)`` fp32; encoding what was decoded changes nothing."""
+        rows, columns = values.shape
+        num_blocks = self.scales.shape[1]
+        padded = torch.nn.functional.pad(values, (0, num_blocks * BLOCK_NUMEL - columns))
+        blocks = padded.view(rows, num_blocks, BLOCK_NUMEL)
+        scales = blocks.abs().amax(dim=2).div_(_LARGEST[self.codes.dtype])
+        inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
+        # A scale below the normal range has an infinite inverse; such a block is as good as zero.
+        inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)
+        codes = blocks * inverse.unsqueeze(2)
+        if self.keeps_positive:
+            smallest = _SMALLEST[self.codes.dtype]
+            is_kept = (blocks > 0) & (inverse > 0).unsqueeze(2)
+            codes = torch.where(is_kept, codes.clamp_min(smallest), codes)
+        codes = codes.flatten(1)[:, :columns]
+        self.scales.copy_(torch.where(inverse > 0, scales, torch.zeros_like(scales)))
+        self.codes.copy_(codes.to(self.codes.dtype))

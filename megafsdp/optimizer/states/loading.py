@@ -1,0 +1,95 @@
+"""What optimizers accept as a state dict that was loaded: torch's, or one of another mesh's size.
+
+Values are checked against the parameters of this rank; how they are kept is up to the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.errors import expected
+
+# Options of torch's optimizers that change the arithmetic.
+FOREIGN_OPTIONS = ("amsgrad", "maximize")
+
+
+def packed_parameters(
+    packed: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[object, torch.Tensor]]:
+    """Yield each parameter of an optimizer with its number in a state dict."""
+    # torch checks the lengths.
+    for group, own in zip(packed["param_groups"], param_groups, strict=False):
+        yield from zip(group["params"], own["params"], strict=False)
+
+
+def check_loaded_states(
+    packed: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    known_names: Collection[str],
+) -> None:
+    """Check that the states of a state dict are as long as what this rank has; local.
+
+    Args:
+        packed: The state dict.
+        param_groups: Of the optimizer that loads it.
+        known_names: The states of which that one knows what they mean.
+
+    Raises:
+        NotImplementedError: A state is whole, or torch has cut it.
+        ValueError: A plain state has another length than this rank's rows; or an option or a state
+            of the optimizer that made it is not built here.
+    """
+    for group in packed["param_groups"]:
+        for name in FOREIGN_OPTIONS:
+            if group.get(name, False):
+                raise ValueError(
+                    expected(
+                        f"states of an optimizer without {name}",
+                        f"{name}={group[name]}",
+                        where="a parameter group of a loaded state dict",
+                        mend="Load it into an optimizer of torch",
+                    )
+                )
+    for index, parameter in packed_parameters(packed, param_groups):
+        for name, value in packed["state"].get(index, {}).items():
+            if name not in known_names:
+                raise ValueError(
+                    expected(
+                        f"states among {', '.join(known_names)}",
+                        f"a state '{name}'",
+                        where=f"parameter {index} of a loaded state dict",
+                        mend="Load it into an optimizer of the kind that made it, or rename states",
+                    )
+                )
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                _check_state(parameter, f"state '{name}' of parameter {index}", value)
+
+
+def _check_state(parameter: torch.Tensor, where: str, value: torch.Tensor) -> None:
+    if isinstance(value, DTensor) and not is_cut_alike(value, parameter):
+        refuse_full_state(where)
+    own = local_tensor(parameter)
+    if local_tensor(value).numel() != own.numel():
+        raise ValueError(
+            expected(
+                f"the {own.numel()} elements that this rank holds, {(*own.shape,)}, or a DTensor",
+                f"a tensor of shape {tuple(value.shape)}",
+                where=where,
+                mend="Load full states by torch_save_to_dcp() and torch.distributed.checkpoint",
+            )
+        )
+
+
+def fill_options(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Give loaded parameter groups the options that the optimizer which made them lacked."""
+    for group in param_groups:
+        for name, value in defaults.items():
+            # Which torch adds to the defaults of any optimizer that loads.
+            if name != "differentiable":
+                group.setdefault(name, value)

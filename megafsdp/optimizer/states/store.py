@@ -1,0 +1,254 @@
+"""Where the states of each parameter are: in a flat buffer, in a narrow format, or by themselves.
+
+``optimizer.state`` shows every state as a tensor like its parameter. This file keeps what is behind
+them and brings states that came from elsewhere, as a load leaves them, into that form.
+
+With *remainders* a bf16 parameter and an int16 state are the two halves of one fp32 weight, which
+is what a step works on and what checkpoints hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.optimizer.kernels import reference
+from megafsdp.optimizer.states.flat import FlatStates
+from megafsdp.optimizer.states.formats import PLAIN_DTYPES, ScaledState, dtype_for, is_scaled
+
+STATES = ("exp_avg", "exp_avg_sq")
+REMAINDER = "param_remainder"
+
+
+class StateStore:
+    """The states of an optimizer's parameters.
+
+    Args:
+        dtypes: The dtype wished for each moment.
+        has_remainders: Whether parameters are bf16 with a remainder each.
+        counts_on_device: Whether counts of steps are kept where the parameters are.
+    """
+
+    def __init__(
+        self,
+        dtypes: dict[str, torch.dtype],
+        *,
+        has_remainders: bool = False,
+        counts_on_device: bool = False,
+    ) -> None:
+        self.dtypes = dtypes
+        self.has_remainders = has_remainders
+        self._counts_on_device = counts_on_device
+        self._main_dtype = torch.bfloat16 if has_remainders else torch.float32
+        self._flat: weakref.WeakKeyDictionary[ParameterGroup, FlatStates]
+        self._flat = weakref.WeakKeyDictionary()
+        # Elements that the optimizer holds of parameter groups, and groups of which that is little.
+        self._held: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
+        self._apart: weakref.WeakSet[ParameterGroup] = weakref.WeakSet()
+        # Of each parameter, by name.
+        self._scaled = WeakTensorKeyDictionary()
+        # Parts of weights, which outlive states that are dropped.
+        self._remainders = WeakTensorKeyDictionary()
+
+    def hold(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note parameters that the optimizer holds; local."""
+        for parameter in parameters:
+            owner = group_of(parameter)
+            if owner is not None:
+                self._held[owner] = self._held.get(owner, 0) + parameter.numel()
+
+    def flat_place(self, parameter: torch.Tensor) -> tuple[FlatStates, int] | None:
+        """Return the flat states of a parameter's group and its index there; local.
+
+        None if its main weight is not flat or not of the dtype that steps are made for, or if less
+        than half of the group is the optimizer's: flat states would be as long as all of it.
+        """
+        owner = group_of(parameter)
+        if owner is None or owner.dtypes.main != self._main_dtype or self._is_apart(owner):
+            return None
+        states = self.flat_states(owner)
+        index = states.indices.get(id(parameter))
+        return None if index is None else (states, index)
+
+    def _is_apart(self, owner: ParameterGroup) -> bool:
+        """Tell whether a group's parameters are stepped one by one, as decided at first."""
+        if owner not in self._flat and owner not in self._apart and owner in self._held:
+            trainable = (p.sharded for p in owner.parameters if p.sharded.requires_grad)
+            if 2 * self._held[owner] < sum(p.numel() for p in trainable):
+                self._apart.add(owner)
+        return owner in self._apart
+
+    def prepare(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Give a parameter its states, take over what it has, and begin others at zero; local.
+
+        A remainder that is not there is what it was: the weight is none of the states.
+        """
+        place = self.flat_place(parameter)
+        step = state.get("step")
+        if place is not None:
+            state["step"] = place[0].adopt_step(place[1], step)
+        else:
+            device = parameter.device if self._counts_on_device else torch.device("cpu")
+            step = 0.0 if step is None else step
+            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
+        for name, wished in self.dtypes.items():
+            current = state.get(name)
+            dtype = _dtype_of(parameter, wished)
+            if is_scaled(dtype):
+                self._prepare_scaled(parameter, name, dtype, state)
+            elif place is not None and name in place[0].buffers:
+                state[name] = place[0].adopt(place[1], name, current)
+            else:
+                state[name] = _by_itself(parameter, dtype, current)
+        if self.has_remainders:
+            current = self._remainder(parameter, state)
+            if place is not None:
+                state[REMAINDER] = place[0].adopt(place[1], REMAINDER, current)
+            else:
+                state[REMAINDER] = _by_itself(parameter, torch.int16, current)
+            if place is None or state[REMAINDER] is not current:
+                self._remainders[parameter] = state[REMAINDER]
+
+    def _remainder(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor | None:
+        """Return a parameter's remainder; None if it never had one."""
+        if state.get(REMAINDER) is not None:
+            return state[REMAINDER]
+        return self._remainders.get(parameter)
+
+    def forget_remainders(self) -> None:
+        """Let the remainders of parameters without states be zero; local."""
+        self._remainders.clear()
+
+    def flat_states(self, owner: ParameterGroup) -> FlatStates:
+        """Return the flat states of a parameter group, made at the first call; local."""
+        states = self._flat.get(owner)
+        if states is None:
+            plain = {n: d for n, d in self.dtypes.items() if d in PLAIN_DTYPES}
+            if self.has_remainders:
+                plain[REMAINDER] = torch.int16
+            states = self._flat[owner] = FlatStates(
+                owner, plain, counts_on_device=self._counts_on_device
+            )
+        return states
+
+    def _prepare_scaled(
+        self, parameter: torch.Tensor, name: str, dtype: torch.dtype, state: dict[str, Any]
+    ) -> None:
+        kept = self._scaled.setdefault(parameter, {})
+        local, current = local_tensor(parameter), state.get(name)
+        rows, columns = local.shape[0], parameter.shape[1:].numel()
+        if name not in kept:
+            kept[name] = ScaledState.zeros(
+                rows, columns, dtype, local.device, keeps_positive=name == "exp_avg_sq"
+            )
+        elif current is None:
+            kept[name].clear()
+        codes = kept[name].codes
+        is_alike = isinstance(current, DTensor) == isinstance(parameter, DTensor)
+        if current is not None and is_alike and _is_same_memory(local_tensor(current), codes):
+            return
+        if current is not None:
+            kept[name].encode(local_tensor(current).float().reshape(rows, columns))
+        state[name] = wrap_like(parameter, codes.view(local.shape))
+
+    def full_precision(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter's states as any optimizer can read them: moments in fp32.
+
+        Remainders are left out; they belong to :meth:`weight`. Moments kept in fp32 are not copied.
+        """
+        return {
+            name: self.unscaled(parameter, name, state)
+            if name in self.dtypes and value.dtype != torch.float32
+            else value
+            for name, value in state.items()
+            if name != REMAINDER
+        }
+
+    def weight(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        """Return a parameter's fp32 weight: joined with its remainder, or the parameter itself."""
+        if not self.has_remainders:
+            return parameter
+        remainder = self._remainder(parameter, state)
+        local = local_tensor(parameter.detach())
+        if remainder is None:
+            return wrap_like(parameter, local.float())
+        return wrap_like(parameter, reference.join_weights(local, local_tensor(remainder)))
+
+    def set_weight(
+        self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor
+    ) -> None:
+        """Divide an fp32 weight, a tensor like the parameter, into parameter and remainder."""
+        high, low = reference.fp32_to_halves(reference.plain_nans(local_tensor(weight)))
+        local_tensor(parameter.detach()).copy_(high)
+        state[REMAINDER] = wrap_like(parameter, low)
+        self.prepare(parameter, state)
+
+    def unscaled(self, parameter: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:
+        """Return a state's values in fp32, a copy like the parameter."""
+        scaled = self._scaled.get(parameter, {}).get(name)
+        local = local_tensor(state[name])
+        # A load may have put a tensor of its own in the place of the codes.
+        if scaled is not None and _is_same_memory(local, scaled.codes):
+            return wrap_like(parameter, scaled.decode().view(local.shape))
+        return wrap_like(parameter, local.to(torch.float32, copy=True))
+
+    def decode(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the 1-D values of all states in fp32 or bf16; the memory itself if possible."""
+        values = {}
+        kept = {_dtype_of(parameter, dtype) for dtype in self.dtypes.values()}
+        # The kernel takes both moments in one dtype.
+        is_mixed = len(kept) > 1
+        for name in self.dtypes:
+            scaled = self._scaled.get(parameter, {}).get(name)
+            if scaled is not None:
+                values[name] = scaled.decode().view(-1)
+                continue
+            local = local_tensor(state[name])
+            is_direct = local.is_contiguous() and (
+                local.dtype == torch.float32 or (local.dtype in PLAIN_DTYPES and not is_mixed)
+            )
+            values[name] = local.view(-1) if is_direct else local.float().reshape(-1)
+        return values
+
+    def encode(
+        self, parameter: torch.Tensor, state: dict[str, Any], values: dict[str, torch.Tensor]
+    ) -> None:
+        """Keep what :meth:`decode` returned, changed in place since."""
+        for name, value in values.items():
+            scaled = self._scaled.get(parameter, {}).get(name)
+            if scaled is not None:
+                scaled.encode(value.view(scaled.codes.shape))
+                continue
+            local = local_tensor(state[name])
+            if value.data_ptr() != local.data_ptr():
+                local.copy_(value.view(local.shape))
+
+
+def _dtype_of(parameter: torch.Tensor, wished: torch.dtype) -> torch.dtype:
+    """Return the dtype of a state; fp32 where the mesh cuts rows, and blocks with them."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    are_rows_cut = is_scaled(wished) and any(p.is_shard() and not p.is_shard(0) for p in placements)
+    return torch.float32 if are_rows_cut else dtype_for(parameter.shape, wished)
+
+
+def _by_itself(
+    parameter: torch.Tensor, dtype: torch.dtype, current: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a state like its parameter: what is there, in this dtype, or zeros."""
+    if current is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor) and not isinstance(current, DTensor):
+        current = wrap_like(parameter, current)
+    return current if current.dtype == dtype else current.to(dtype)
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # Empty tensors are all at one address.
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype

@@ -1,0 +1,4 @@
+"""The command line: `megafsdp train`, `prep`, `doctor`, `ckpt`.
+
+Read first: main.py.
+"""

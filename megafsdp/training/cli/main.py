@@ -1,0 +1,135 @@
+"""The console entry ``megafsdp``: train, prep, doctor, ckpt.
+
+Errors of the caller's configuration, data and checkpoints end as one message and a code that is not
+0; other errors keep their traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from megafsdp.data import PrepOptions, prepare
+from megafsdp.errors import CheckpointError, ConfigError, DataError
+from megafsdp.training.cli.checkpoint_tools import add_ckpt_commands
+from megafsdp.training.config.parse import parse_config
+from megafsdp.training.dry_run.dry_run import dry_run, split_options
+from megafsdp.training.loop import train
+from megafsdp.training.process.doctor import examine
+
+_CONFIG_EXIT_CODE = 2
+_FAILURE_EXIT_CODE = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the process's exit code.
+
+    Args:
+        arguments: Words after the program's name; None takes the process's own.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _configure_logging()
+    try:
+        if words[:1] == ["train"]:
+            # Its options are jsonargparse's, unabridged and with its own --help.
+            _train(words[1:])
+        else:
+            options = _parser().parse_args(words)
+            # Tools that look for something return a code; None is success like any other.
+            return options.run(options) or 0
+    except (ConfigError, NotImplementedError) as error:
+        return _fail(error, _CONFIG_EXIT_CODE)
+    except (DataError, CheckpointError) as error:
+        return _fail(error, _FAILURE_EXIT_CODE)
+    return 0
+
+
+def _train(words: Sequence[str]) -> None:
+    wanted, rest = split_options(words)
+    config = parse_config(rest)
+    if wanted is None:
+        train(config)
+        return
+    report = dry_run(config, wanted.world_size)
+    print(report.to_json() if wanted.as_json else report.describe())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megafsdp", description="Fully sharded data parallelism.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("train", help="pretrain a model; see megafsdp train --help", add_help=False)
+    _add_prep(commands.add_parser("prep", help="turn text into token files"))
+    doctor = commands.add_parser("doctor", help="say what works on this machine and what is lost")
+    doctor.set_defaults(run=_doctor)
+    add_ckpt_commands(commands.add_parser("ckpt", help="look at checkpoints and convert them"))
+    return parser
+
+
+def _add_prep(parser: argparse.ArgumentParser) -> None:
+    default = PrepOptions(output="")
+    add = parser.add_argument
+    add("inputs", nargs="*", default=[], help="text files, .jsonl files, folders or glob patterns")
+    add("--output", required=True, help="folder of the token files")
+    add("--stdlib", action="store_true", help="read the sources of Python's standard library")
+    add("--docstrings", action="store_true", help="take only the docstrings of Python files")
+    add("--suffixes", nargs="+", default=default.suffixes, help="endings to read in folders")
+    add("--json-key", default=default.json_key, help="key of the text in a JSON line")
+    add("--encoding-errors", choices=("strict", "replace"), default=default.encoding_errors)
+    add("--tokenizer", default=default.tokenizer, help="byte, or a tokenizers JSON file")
+    add("--no-eod", action="store_true", help="do not end documents with a token")
+    add(
+        "--validation-every",
+        type=int,
+        default=default.validation_every,
+        help="every how many documents one goes to validation; 0 for none",
+    )
+    add("--seed", type=int, default=default.seed, help="seed of the order of files")
+    add("--no-progress", action="store_true", help="draw no progress bar")
+    add("--force", action="store_true", help="prepare again even if the results are there")
+    parser.set_defaults(run=_prep)
+
+
+def _prep(options: argparse.Namespace) -> None:
+    record = prepare(
+        PrepOptions(
+            output=options.output,
+            inputs=tuple(options.inputs),
+            stdlib=options.stdlib,
+            docstrings=options.docstrings,
+            suffixes=tuple(options.suffixes),
+            json_key=options.json_key,
+            encoding_errors=options.encoding_errors,
+            tokenizer=options.tokenizer,
+            append_eod=not options.no_eod,
+            validation_every=options.validation_every,
+            seed=options.seed,
+            no_progress=options.no_progress,
+            force=options.force,
+        )
+    )
+    print(f"{options.output}: {record.describe()}")
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    for finding in examine():
+        print(finding.describe())
+
+
+def _configure_logging() -> None:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # What all ranks have to say, one of them says.
+    is_first = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("megafsdp").setLevel(logging.WARNING if is_first else logging.ERROR)
+    logging.getLogger("megafsdp.training").setLevel(logging.INFO if is_first else logging.ERROR)
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"megafsdp: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""The one tree of dataclasses that describes a training run.
+
+Values are plain, so YAML, a command line and a checkpoint can spell them;
+``megafsdp.training.config.parse`` reads them and ``megafsdp.training.config.validate`` checks them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megafsdp.errors import ConfigError, expected
+from megafsdp.models.config import Architecture, ModelConfig
+from megafsdp.models.presets import presets
+from megafsdp.training.config.execution import (
+    ActivationCheckpointingSection,
+    ParallelSection,
+    PrecisionSection,
+)
+from megafsdp.training.config.optimizer_sections import (
+    LossScaleSection,
+    MuonSection,
+    OptimizerSection,
+)
+
+# jsonargparse reads the instances' __dict__, so these classes have no slots.
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """What the run is called and where it lives.
+
+    Attributes:
+        directory: Folder of config.yaml, metrics.jsonl, checkpoints and the index cache, for one
+            job at a time.
+        name: Name for trackers; empty takes the last part of the directory.
+        seed: Seeds the initial weights and each rank's random state.
+        device: cpu, cuda, or auto for CUDA where there is a GPU.
+        timeout_s: How long a collective may wait for another rank.
+    """
+
+    directory: str = "runs/default"
+    name: str = ""
+    seed: int = 1234
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """A preset, and the values of ModelConfig that differ from it; null keeps the preset's.
+
+    Attributes:
+        preset: Name of a preset in megafsdp.models.presets.
+        architecture: The kind of block.
+        num_layers: Number of transformer layers.
+        hidden_size: Width of the residual stream.
+        num_attention_heads: Number of query heads.
+        num_query_groups: Number of key and value heads.
+        head_dim: Width of one head.
+        ffn_hidden_size: Inner width of the MLP.
+        vocab_size: Rows of the embedding, padding included.
+        max_sequence_length: Longest sequence that the model takes.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Added to the variance under each norm's root.
+        tie_embeddings: Whether the output layer's weight is the word embedding's.
+        init_std: Standard deviation of the initial weights.
+    """
+
+    preset: str = "qwen3-toy"
+    architecture: Architecture | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    num_attention_heads: int | None = None
+    num_query_groups: int | None = None
+    head_dim: int | None = None
+    ffn_hidden_size: int | None = None
+    vocab_size: int | None = None
+    max_sequence_length: int | None = None
+    rope_theta: float | None = None
+    norm_eps: float | None = None
+    tie_embeddings: bool | None = None
+    init_std: float | None = None
+
+    def resolve(self) -> ModelConfig:
+        """Return the preset with the overrides applied.
+
+        Raises:
+            ConfigError: There is no such preset, or the values do not make a model.
+        """
+        if self.preset not in presets:
+            raise ConfigError(
+                expected(
+                    f"one of {', '.join(presets)}",
+                    repr(self.preset),
+                    where="the training configuration, model.preset",
+                    mend="Name one of these and override what differs",
+                )
+            )
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
+        overrides = {name: value for name, value in given.items() if value is not None}
+        return replace(presets[self.preset], **overrides)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Token files, as ``megafsdp prep`` or Megatron-LM write them.
+
+    Attributes:
+        train: Prefixes (paths without .bin and .idx) to train on.
+        weights: One weight a training prefix; null weighs by number of tokens.
+        validation: Prefixes to evaluate on, each read once from end to end.
+        split: Instead of validation prefixes, shares of each training prefix, such as "99,1".
+        tokenizer: "byte" or the path of a tokenizers JSON file, for bits per byte and text samples;
+            null does without.
+        sequence_length: Tokens in a sample.
+        seed: Seed of the order of samples.
+        num_samples: Length that the order of samples is made for; null for the length of the run.
+            Set it to the longest run you plan: another length gives another order.
+        cache: Folder that keeps indices between runs; null for index_cache in the run's directory.
+    """
+
+    train: list[str] = field(default_factory=list)
+    weights: list[float] | None = None
+    validation: list[str] = field(default_factory=list)
+    split: str | None = None
+    tokenizer: str | None = "byte"
+    sequence_length: int = 1024
+    seed: int = 1234
+    num_samples: int | None = None
+    cache: str | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning rate over consumed samples, those of skipped steps left out.
+
+    Attributes:
+        kind: cosine, wsd (warm-up, stable, decay) or constant.
+        warmup_samples: Length of the linear rise from 0.
+        decay_samples: Length of the fall; null for the rest of the run (cosine) or its last fifth
+            (wsd).
+        decay_shape: Shape of wsd's fall.
+        min_lr_ratio: Lowest learning rate, as a share of the highest.
+        from_checkpoint: On resume follow the checkpoint's schedule where this one differs.
+    """
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_samples: int = 0
+    decay_samples: int | None = None
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
+    min_lr_ratio: float = 0.1
+    from_checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """Length and batch of the run.
+
+    Attributes:
+        steps: Optimizer steps, those before a resume included, whatever their batch was; null if
+            samples is given.
+        samples: Samples to train on, instead of steps; an incomplete last batch is not trained.
+        global_batch_size: Samples of one step over all ranks.
+        micro_batch_size: Samples of one forward on one rank; null for a rank's whole share.
+        nan_policy: On a loss or gradient norm that is not finite: save the step before it and
+            raise, or skip the step. With fp16 gradients that overflow are always skipped; see the
+            section loss_scale.
+        max_skips: Steps that may be skipped in a row.
+    """
+
+    steps: int | None = None
+    samples: int | None = None
+    global_batch_size: int = 32
+    micro_batch_size: int | None = None
+    nan_policy: Literal["raise", "skip"] = "raise"
+    max_skips: int = 10
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """Evaluation on held-out data, and the text sample at the end.
+
+    Attributes:
+        interval_steps: Steps between evaluations; null evaluates at the end only.
+        batches: Global batches of an evaluation; null for all held-out data.
+        sample_prompt: What the text sample goes on from; null for none.
+        sample_tokens: Length of the text sample.
+        sample_temperature: 0 takes the likeliest token.
+    """
+
+    interval_steps: int | None = None
+    batches: int | None = None
+    sample_prompt: str | None = None
+    sample_tokens: int = 120
+    sample_temperature: float = 0.8
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Checkpoints; one is always saved at the end, whether SIGTERM, SIGINT or a NaN brings it.
+
+    Attributes:
+        directory: Where, for one job at a time; null for checkpoints in the run's directory.
+        interval_steps: Steps between checkpoints; null saves at the end only.
+        keep_last: Number of newest checkpoints to keep; null keeps all.
+        keep_every: Keep also steps that are multiples of this.
+        resume: Go on from the latest checkpoint, if there is one.
+        in_background: Write while training goes on; takes host memory for a copy of this rank's
+            share of weights and states.
+    """
+
+    directory: str | None = None
+    interval_steps: int | None = None
+    keep_last: int | None = 2
+    keep_every: int | None = None
+    resume: bool = True
+    in_background: bool = False
+
+
+@dataclass(frozen=True)
+class LoggingSection:
+    """What is told, and to whom; metrics.jsonl is always written.
+
+    What cannot be written while the run goes on, on a full disk say, is left out with a warning.
+
+    Attributes:
+        interval_steps: Steps between progress lines and metrics rows; the first and the last step
+            are always told.
+        style: Progress lines in our form or in Megatron-LM's.
+        wandb: Log to Weights & Biases; offline unless WANDB_API_KEY or WANDB_MODE is set.
+        wandb_project: Project in Weights & Biases.
+        tensorboard: Log to TensorBoard, in the folder tensorboard of the run's directory.
+        group_grad_norms: Log the gradient norm of each of the optimizer's parameter groups too,
+            before clipping: grad_norm/0 and so on, those with weight decay first.
+        num_zero_grads: Log how many elements of all gradients are zero.
+    """
+
+    interval_steps: int = 10
+    style: Literal["megafsdp", "megatron"] = "megafsdp"
+    wandb: bool = False
+    wandb_project: str = "megafsdp"
+    tensorboard: bool = False
+    group_grad_norms: bool = False
+    num_zero_grads: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run.
+
+    Attributes:
+        run: What the run is called and where it lives.
+        model: The model.
+        data: Token files.
+        parallel: How ranks share the model.
+        precision: Dtypes.
+        activation_checkpointing: What backward recomputes.
+        optimizer: The optimizer.
+        muon: What only Muon takes.
+        loss_scale: Loss scale of fp16.
+        schedule: The learning rate.
+        train: Length and batch.
+        evaluation: Evaluation and the text sample.
+        checkpoint: Checkpoints.
+        logging: Progress lines and trackers.
+    """
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    activation_checkpointing: ActivationCheckpointingSection = field(
+        default_factory=ActivationCheckpointingSection
+    )
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    muon: MuonSection = field(default_factory=MuonSection)
+    loss_scale: LossScaleSection = field(default_factory=LossScaleSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    logging: LoggingSection = field(default_factory=LoggingSection)
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of optimizer steps of a whole run of one batch size."""
+        if self.train.steps is not None:
+            return self.train.steps
+        return (self.train.samples or 0) // self.train.global_batch_size
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples of a whole run of one batch size."""
+        return self.num_steps * self.train.global_batch_size
+
+    def num_steps_left(self, *, step: int, consumed_samples: int) -> int:
+        """Return the number of steps that a run still takes.
+
+        Args:
+            step: Steps taken, whatever their batch was.
+            consumed_samples: Their samples.
+        """
+        if self.train.steps is not None:
+            return max(self.train.steps - step, 0)
+        num_samples_left = (self.train.samples or 0) - consumed_samples
+        return max(num_samples_left, 0) // self.train.global_batch_size
+
+    @property
+    def run_directory(self) -> Path:
+        """Return the run's folder."""
+        return Path(self.run.directory)
+
+    @property
+    def run_name(self) -> str:
+        """Return the run's name."""
+        return self.run.name or self.run_directory.name
+
+    @property
+    def separate_checkpoints(self) -> Path | None:
+        """Return the folder of the checkpoints if it is set; None for that in the run's."""
+        return None if self.checkpoint.directory is None else self.checkpoint_directory
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """Return the folder of the checkpoints."""
+        given = self.checkpoint.directory
+        return self.run_directory / "checkpoints" if given is None else Path(given)
+
+    def micro_batch_size(self, dp_size: int) -> int:
+        """Return the number of samples of one forward on one of ``dp_size`` ranks."""
+        given = self.train.micro_batch_size
+        return self.train.global_batch_size // dp_size if given is None else given
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tree as plain dicts, lists and values."""
+        plain = asdict(self)
+        plain["optimizer"]["betas"] = list(self.optimizer.betas)
+        return plain

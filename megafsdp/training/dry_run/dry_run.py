@@ -1,0 +1,397 @@
+"""What a run would cost each rank, said in seconds by one process: layouts, memory, collectives.
+
+A dry run builds the configured model on the meta device and hands it to the search, the planner and
+the schedule that a real run uses (:mod:`megafsdp.fsdp.estimate.footprint`). It reads no data, opens
+no process group and allocates nothing of the model's size; activations are not estimated.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megafsdp.device.memory import Category
+from megafsdp.errors import ConfigError, expected
+from megafsdp.fsdp.arguments import strategy_of
+from megafsdp.fsdp.estimate.blueprint import PlannedGroup, PlannedUnit, ShardDegrees, plan_units
+from megafsdp.fsdp.estimate.footprint import Footprint, StepPlan, footprint_of
+from megafsdp.models.build import build_model, unit_classes
+from megafsdp.optimizer.states.formats import PLAIN_DTYPES
+from megafsdp.training.config.optimizer_sections import OptimizerSection
+from megafsdp.training.config.sections import Config
+from megafsdp.training.config.validate import validate_sharding
+from megafsdp.training.dry_run.bytes import (
+    MOST_OF_AUTO,
+    HostFootprint,
+    host_footprint,
+    offloaded,
+    optimizer_order,
+)
+from megafsdp.training.dry_run.state_footprint import state_nbytes
+from megafsdp.training.process.world import launch_number
+
+_OPTION = "--dry-run"
+_JSON_OPTION = "--json"
+# The loss, the number of ranks, the wish to stop and gradients that are not finite, in fp64.
+_LOSS_NBYTES = 32
+_FOUND_INF_NBYTES = 4  # One fp32 number.
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunOptions:
+    """What the command line says of a dry run.
+
+    Attributes:
+        world_size: Number of ranks; None takes it from the configuration or the environment.
+        as_json: Whether to print JSON in place of a table.
+    """
+
+    world_size: int | None
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctUnit:
+    """Units that have the same groups.
+
+    Attributes:
+        name: FQN of the first.
+        count: How many there are.
+        groups: Their groups.
+    """
+
+    name: str
+    count: int
+    groups: tuple[PlannedGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """What a run would cost.
+
+    Attributes:
+        config: The run.
+        degrees: The ranks.
+        num_microbatches: Microbatches of a step on each rank.
+        units: The distinct units, the root first.
+        footprint: Bytes and collectives of a step on each rank; bytes of the device.
+        host: Bytes of the host for each rank.
+        duration_s: How long the answer took.
+    """
+
+    config: Config
+    degrees: ShardDegrees
+    num_microbatches: int
+    units: tuple[DistinctUnit, ...]
+    footprint: Footprint
+    host: HostFootprint
+    duration_s: float
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the elements of all parameters, tied ones once."""
+        return sum(unit.count * _numel(group) for unit in self.units for group in unit.groups)
+
+    @property
+    def padding_numel(self) -> int:
+        """Return the elements of all layouts that belong to no tensor."""
+        return sum(u.count * g.layout.padding_numel for u in self.units for g in u.groups)
+
+    def to_json(self) -> str:
+        """Return everything as JSON, sizes in elements and bytes."""
+        degrees, footprint = self.degrees, self.footprint
+        content = {
+            "model": self.config.model.preset,
+            "num_parameters": self.num_parameters,
+            "num_ranks": degrees.num_ranks,
+            "dp_outer_size": degrees.dp_outer,
+            "dp_shard_size": degrees.dp_shard,
+            "strategy": self.config.parallel.strategy,
+            "outer_strategy": self.config.parallel.outer_strategy,
+            "num_microbatches": self.num_microbatches,
+            "units": [
+                {
+                    "name": unit.name,
+                    "count": unit.count,
+                    "groups": [_group_as_dict(group) for group in unit.groups],
+                }
+                for unit in self.units
+            ],
+            "padding_numel": self.padding_numel,
+            "memory": {
+                category.value: {
+                    "resting_nbytes": footprint.resting[category],
+                    "peak_nbytes": footprint.peak[category],
+                }
+                for category in Category
+            },
+            "resting_total_nbytes": sum(footprint.resting.values()),
+            "peak_total_nbytes": footprint.peak_total,
+            "host_memory": self.host.rows(),
+            "host_total_nbytes": self.host.total,
+            "collectives": [
+                {"axis": axis, "kind": kind, "calls": item.calls, "nbytes": item.nbytes}
+                for (axis, kind), item in footprint.traffic.items()
+            ],
+            "duration_s": round(self.duration_s, 3),
+        }
+        return json.dumps(content, indent=2)
+
+    def describe(self) -> str:
+        """Return everything as a table for people."""
+        return "\n".join(
+            [
+                *self._head_lines(),
+                "",
+                *self._unit_lines(),
+                "",
+                *self._memory_lines(),
+                "",
+                *self._host_lines(),
+                *self._traffic_lines(),
+                "",
+                f"took {self.duration_s:.2f} s; {self._left_out} not counted",
+            ]
+        )
+
+    @property
+    def _left_out(self) -> str:
+        exchange = ", Muon's all-to-alls" if self.config.optimizer.kind == "muon" else ""
+        return f"activations{exchange} and buffers of the backend"
+
+    def _head_lines(self) -> list[str]:
+        degrees, parallel = self.degrees, self.config.parallel
+        precision, train = self.config.precision, self.config.train
+        outer = f", outer {parallel.outer_strategy}" if degrees.dp_outer > 1 else ""
+        return [
+            f"{self.config.model.preset}: {self.num_parameters:,} parameters on "
+            f"{_count(degrees.num_ranks, 'rank')} ({degrees.dp_outer:,} x {degrees.dp_shard:,}), "
+            f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
+            f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
+            f"{self.config.micro_batch_size(degrees.num_ranks):,} a rank), "
+            f"{self.config.optimizer.kind}, prefetch {parallel.prefetch}",
+        ]
+
+    def _unit_lines(self) -> list[str]:
+        lines = ["units"]
+        for unit in self.units:
+            lines.append(f"  {unit.count:,} x {unit.name}")
+            lines += [f"    {_describe_group(group)}" for group in unit.groups]
+        share = _percent(self.padding_numel, self.num_parameters)
+        return [*lines, f"  padding of all units: {self.padding_numel:,} elements ({share})"]
+
+    def _memory_lines(self) -> list[str]:
+        resting, peak = self.footprint.resting, self.footprint.peak
+        rows = [(c.value, resting[c], peak[c]) for c in Category if resting[c] or peak[c]]
+        rows.append(("together", sum(resting.values()), self.footprint.peak_total))
+        lines = [f"{'memory of a rank':<24}{'between steps':>16}{'peak':>16}"]
+        return lines + [
+            f"  {n:<22}{_size(at_rest):>16}{_size(top):>16}" for n, at_rest, top in rows
+        ]
+
+    def _host_lines(self) -> list[str]:
+        fraction = self.config.optimizer.offload_fraction
+        if not fraction:
+            return []
+        rows = [(name, nbytes) for name, nbytes in self.host.rows().items() if nbytes]
+        lines = [f"{'host memory of a rank':<24}{'at most':>16}"]
+        rows.append(("together", self.host.total))
+        lines += [f"  {name:<22}{_size(nbytes):>16}" for name, nbytes in rows]
+        if fraction == "auto":
+            lines.append(f"  offload_fraction auto is counted as {MOST_OF_AUTO:g}, its most")
+        return [*lines, ""]
+
+    def _traffic_lines(self) -> list[str]:
+        lines = [f"{'collectives of a step':<40}{'calls':>16}{'full size':>16}"]
+        for (axis, kind), item in self.footprint.traffic.items():
+            what = f"{kind} over {axis}"
+            lines.append(f"  {what:<38}{item.calls:>16,}{_size(item.nbytes):>16}")
+        return lines
+
+
+def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]]:
+    """Take ``--dry-run [RANKS]`` and its ``--json`` out of a command line.
+
+    Args:
+        words: The words after ``megafsdp train``.
+
+    Returns:
+        What they say, None without ``--dry-run``, and the other words.
+
+    Raises:
+        ConfigError: The number of ranks is none.
+    """
+    rest: list[str] = []
+    values: list[str | None] = []
+    is_value_next = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == _OPTION:
+            values.append(value if equals else None)
+        elif is_value_next and not word.startswith("-"):
+            values[-1] = word
+        else:
+            rest.append(word)
+        is_value_next = word == _OPTION
+    if not values:
+        return None, rest
+    as_json = _JSON_OPTION in rest
+    ranks = values[-1]
+    if ranks is not None and not (ranks.isdecimal() and int(ranks)):
+        raise ConfigError(
+            expected(
+                "a number of ranks",
+                repr(ranks),
+                where=f"the option {_OPTION}",
+                mend=f"Write it like {_OPTION} 1024, or leave it out",
+            )
+        )
+    world_size = None if ranks is None else int(ranks)
+    return DryRunOptions(world_size, as_json), [w for w in rest if w != _JSON_OPTION]
+
+
+def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
+    """Say what a configured run would cost on a number of ranks; local.
+
+    Args:
+        config: The run; data and length may be missing.
+        world_size: Number of ranks; None multiplies the configured degrees, or takes torchrun's
+            number where ``parallel.dp_shard`` is -1.
+
+    Raises:
+        ConfigError: The configuration cannot be run on so many ranks.
+        NotImplementedError: A strategy or degree that is not built.
+    """
+    start_s = time.perf_counter()
+    if config.parallel.offload_parameters:
+        raise NotImplementedError(
+            expected(
+                "all parameters on the device",
+                "parallel.offload_parameters",
+                where="a dry run",
+                mend="Leave it out: main weights, gradients and states then live on the host",
+            )
+        )
+    size = _world_size(config) if world_size is None else world_size
+    validate_sharding(config, world_size=size)
+    dims, parallel = config.parallel.dims().resolve(size), config.parallel
+    is_outer_sharded = parallel.outer_strategy == "optim" and dims.dp_outer > 1
+    degrees = ShardDegrees(dims.dp_shard, dims.dp_outer, is_outer_sharded)
+    model_config = config.model.resolve()
+    with torch.device("meta"):
+        model = build_model(model_config)
+    fraction = config.optimizer.offload_fraction
+    order = optimizer_order(model, config.optimizer, config.muon) if fraction else {}
+    units = plan_units(
+        model,
+        unit_classes(model_config),
+        degrees,
+        strategy=strategy_of(parallel.strategy),
+        policy=config.precision.policy(),
+    )
+    if fraction:
+        units = offloaded(units, order, MOST_OF_AUTO if fraction == "auto" else fraction)
+    share = config.train.global_batch_size // size
+    num_microbatches = share // config.micro_batch_size(size)
+    step = StepPlan(
+        num_microbatches=num_microbatches,
+        prefetch=parallel.prefetch,
+        reshard_after_forward=parallel.reshard_after_forward,
+        state_nbytes=state_nbytes(units, config.optimizer, config.muon),
+        casts_from=_cast_by_step(config.optimizer),
+        loop_all_reduces=_loop_all_reduces(config),
+    )
+    footprint = footprint_of(units, degrees, step)
+    host = host_footprint(units, config.optimizer)
+    duration_s = time.perf_counter() - start_s
+    return DryRunReport(
+        config, degrees, num_microbatches, _distinct(units), footprint, host, duration_s
+    )
+
+
+def _world_size(config: Config) -> int:
+    parallel = config.parallel
+    if parallel.dp_shard > 0:
+        return parallel.dp_outer * parallel.dp_shard
+    return launch_number("WORLD_SIZE", parallel.dp_outer)
+
+
+def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:
+    """Return the dtype of the main weights that the step casts: of those in flat buffers."""
+    if not section.is_fused_adam or not set(section.state_dtypes) <= set(PLAIN_DTYPES):
+        return None
+    return torch.bfloat16 if section.store_param_remainders else torch.float32
+
+
+def _loop_all_reduces(config: Config) -> tuple[int, ...]:
+    is_unscaled_apart = (
+        config.precision.param_dtype == "fp16" and not config.optimizer.is_fused_adam
+    )
+    return (_LOSS_NBYTES, *((_FOUND_INF_NBYTES,) if is_unscaled_apart else ()))
+
+
+def _distinct(units: Sequence[PlannedUnit]) -> tuple[DistinctUnit, ...]:
+    counts = Counter(unit.groups for unit in units)
+    first = {unit.groups: unit.name for unit in reversed(units)}
+    return tuple(DistinctUnit(first[groups], count, groups) for groups, count in counts.items())
+
+
+def _numel(group: PlannedGroup) -> int:
+    return sum(slot.spec.numel for slot in group.layout.slots)
+
+
+def _group_as_dict(group: PlannedGroup) -> dict[str, object]:
+    layout, dtypes = group.layout, group.dtypes
+    return {
+        "num_tensors": len(layout.slots),
+        "numel": _numel(group),
+        "num_shards": layout.num_shards,
+        "shard_numel": layout.shard_numel,
+        "sub_buffer_shard_numels": [sub.shard_numel for sub in layout.sub_buffers],
+        "padding_numel": layout.padding_numel,
+        "strategy": group.strategy.value,
+        "is_trainable": group.is_trainable,
+        "is_offloaded": group.is_offloaded,
+        "compute_dtype": _name(dtypes.compute),
+        "main_dtype": _name(dtypes.main),
+        "grad_dtype": _name(dtypes.grad),
+        "reduce_dtype": _name(dtypes.reduce),
+    }
+
+
+def _describe_group(group: PlannedGroup) -> str:
+    layout = group.layout
+    parts = " + ".join(f"{sub.shard_numel:,}" for sub in layout.sub_buffers)
+    is_split = len(layout.sub_buffers) > 1
+    pieces = f" = {parts} in {len(layout.sub_buffers)} sub-buffers" if is_split else ""
+    where = ", on the host" if group.is_offloaded else ""
+    padding = f"{layout.padding_numel:,} ({_percent(layout.padding_numel, _numel(group))})"
+    return (
+        f"{_count(len(layout.slots), 'tensor')}, {_count(_numel(group), 'element')}, "
+        f"{_name(group.dtypes.compute)}: {_count(layout.num_shards, 'shard')} of "
+        f"{layout.shard_numel:,}{pieces}, padding {padding}{where}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.2f} %"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:,.2f} {unit}"
+    return f"{nbytes} B"

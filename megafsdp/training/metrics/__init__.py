@@ -1,0 +1,4 @@
+"""Metrics of a run and the trackers that receive them.
+
+Read first: metrics.py.
+"""

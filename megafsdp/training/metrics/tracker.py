@@ -1,0 +1,234 @@
+"""Where a run's figures go: ``metrics.jsonl`` always, W&B and TensorBoard when asked for.
+
+Only the first rank has trackers. A row is a flat dict of numbers with its ``step``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megafsdp.errors import ConfigError, expected
+from megafsdp.training.config.sections import Config
+from megafsdp.training.process.doctor import is_installed
+
+if TYPE_CHECKING:
+    import wandb
+
+_LOGGER = logging.getLogger("megafsdp.training")
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATION_KEY = "validation_loss"
+
+Row = Mapping[str, float | int | None]
+
+
+class Tracker(Protocol):
+    """Something that keeps rows."""
+
+    def log(self, row: Row) -> None:
+        """Keep one row."""
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+
+
+class JsonlTracker:
+    """Append rows to a file of JSON lines, each on disk's way when ``log`` returns.
+
+    Args:
+        path: The file; its folder is there.
+        last_step: Rows of later steps are cut off: the run starts again behind this step and will
+            write them anew. An evaluation of this very step takes the place of the one that is
+            there. 0 starts a new file.
+    """
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        self._path = path
+        self._last_step = last_step
+        if path.exists():
+            self._rewrite(self._kept())
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, row: Row) -> None:
+        """Write one line; numbers that JSON cannot spell become null."""
+        spelt = {
+            name: None if isinstance(v, float) and not math.isfinite(v) else v
+            for name, v in row.items()
+        }
+        line = json.dumps(spelt) + "\n"
+        if EVALUATION_KEY in row and row["step"] == self._last_step:
+            self._file.flush()
+            self._rewrite([*self._kept(with_last_evaluation=False), line])
+            before, self._file = self._file, self._path.open("a", encoding="utf-8")
+            before.close()
+        else:
+            self._file.write(line)
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _kept(self, *, with_last_evaluation: bool = True) -> list[str]:
+        """Return the lines up to the last step."""
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                row = json.loads(line)
+                step, is_evaluation = int(row["step"]), EVALUATION_KEY in row
+            except (ValueError, KeyError, TypeError):
+                # The last line of a run that was killed while it wrote.
+                continue
+            is_repeated = is_evaluation and step == self._last_step and not with_last_evaluation
+            if step <= self._last_step and line.endswith("\n") and not is_repeated:
+                kept.append(line)
+        return kept
+
+    def _rewrite(self, lines: list[str]) -> None:
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        temporary.write_text("".join(lines), encoding="utf-8")
+        os.replace(temporary, self._path)
+
+
+class WandbTracker:
+    """Send rows to Weights & Biases; offline unless a key or a mode is set in the environment.
+
+    Args:
+        config: The run.
+        run_id: Identity of the run to go on with; None starts one.
+    """
+
+    def __init__(self, config: Config, *, run_id: str | None) -> None:
+        import wandb
+
+        is_told = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
+        self._run: wandb.Run = wandb.init(
+            project=config.logging.wandb_project,
+            name=config.run_name,
+            dir=str(config.run_directory),
+            config=config.to_dict(),
+            id=run_id or secrets.token_hex(4),
+            resume="allow" if is_told else None,
+            mode=None if is_told else "offline",
+        )
+
+    @property
+    def run_id(self) -> str:
+        """Return the run's identity, which checkpoints keep."""
+        return self._run.id
+
+    def log(self, row: Row) -> None:
+        """Log one row at its step."""
+        self._run.log({k: v for k, v in row.items() if k != "step"}, step=int(row["step"] or 0))
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class TensorBoardTracker:
+    """Write rows as scalars of TensorBoard.
+
+    Args:
+        directory: Folder of the event files.
+        last_step: Events of later steps are hidden: the run will write them anew.
+    """
+
+    def __init__(self, directory: Path, *, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(directory), purge_step=last_step + 1)
+
+    def log(self, row: Row) -> None:
+        """Write each number of a row at its step."""
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, int(row["step"] or 0))
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._writer.close()
+
+
+class Trackers:
+    """All trackers of a run as one.
+
+    Once open, a tracker that fails (a full disk, a server that is away) loses rows and never ends
+    the run.
+
+    Args:
+        config: The run; its folder is there.
+        last_step: Step that the run goes on from.
+        wandb_id: Identity of the run in W&B, from a checkpoint.
+    """
+
+    def __init__(self, config: Config, *, last_step: int, wandb_id: str | None) -> None:
+        folder = config.run_directory
+        self.wandb_id = wandb_id
+        jsonl = JsonlTracker(folder / METRICS_FILE, last_step=last_step)
+        self._trackers: list[Tracker] = [jsonl]
+        self._failed: list[Tracker] = []
+        if config.logging.tensorboard:
+            self._trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
+        if config.logging.wandb:
+            to_wandb = WandbTracker(config, run_id=wandb_id)
+            self.wandb_id = to_wandb.run_id
+            self._trackers.append(to_wandb)
+
+    def log(self, row: Row) -> None:
+        """Give a row to every tracker, also when one fails: that one goes without the row."""
+        for tracker in self._trackers:
+            self._attempt(tracker, functools.partial(tracker.log, row))
+
+    def close(self) -> None:
+        """Close every tracker, also when one fails."""
+        for tracker in self._trackers:
+            self._attempt(tracker, tracker.close)
+
+    def _attempt(self, tracker: Tracker, action: Callable[[], None]) -> None:
+        """Run an action of a tracker; warn of its first failure.
+
+        No row is worth the run: an error here would end this rank alone, without a checkpoint,
+        while the other ranks wait for it.
+        """
+        try:
+            action()
+        except Exception as error:
+            if tracker not in self._failed:
+                self._failed.append(tracker)
+                _LOGGER.warning(
+                    "%s lacks rows, from this moment on as long as it fails: %s: %s",
+                    type(tracker).__name__,
+                    type(error).__name__,
+                    error,
+                )
+
+
+def check_trackers(config: Config) -> None:
+    """Check that the packages behind the trackers asked for are installed; local.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for package, is_wanted in (
+        ("wandb", config.logging.wandb),
+        ("tensorboard", config.logging.tensorboard),
+    ):
+        if is_wanted and not is_installed(package):
+            raise ConfigError(
+                expected(
+                    f"the package {package}",
+                    "no such package",
+                    where=f"the training configuration, logging.{package}",
+                    mend=f"Run `pip install 'megafsdp[{package}]'`, or set logging.{package} to"
+                    " false",
+                )
+            )

@@ -1,0 +1,106 @@
+"""One job at a time in a run's folders: a lock that ends with the process that holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from megafsdp.buffer.comm.collectives import broadcast_object
+from megafsdp.errors import ConfigError, expected
+from megafsdp.training.process.world import World
+
+_LOGGER = logging.getLogger("megafsdp.training")
+
+LOCK_FILE = "run.lock"
+
+
+@contextlib.contextmanager
+def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> Iterator[None]:
+    """Keep other jobs out of a run's folders; collective over all ranks on entry.
+
+    The first rank makes the folders and holds the lock on a file in each. The system takes the lock
+    back when that process ends, by whatever signal, so the file that stays means nothing. Where
+    files cannot be locked the run goes on with a warning. Commands that only read take no lock.
+
+    Args:
+        folder: The run's.
+        world: Its processes.
+        checkpoints: The folder of its checkpoints, if it is set apart; whether it can be written to
+            is asked when there is something to write.
+
+    Raises:
+        ConfigError: Another job holds a lock, or the run's folder cannot be written to; on all
+            ranks.
+    """
+    refusal: str | None = None
+    with contextlib.ExitStack() as files:
+        if world.is_first:
+            try:
+                _hold(files, folder, "run.directory")
+                # A process cannot lock one file twice.
+                if checkpoints and checkpoints.resolve() != folder.resolve():
+                    _hold(files, checkpoints, "checkpoint.directory")
+            except ConfigError as error:
+                refusal = str(error)
+        refusal = broadcast_object(refusal)
+        if refusal is not None:
+            raise ConfigError(refusal)
+        yield
+
+
+def _hold(files: contextlib.ExitStack, folder: Path, option: str) -> None:
+    """Hold a folder while a stack is open."""
+    where = f"the training configuration, {option} '{folder}'"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Opened for writing, as NFS asks of an exclusive lock.
+        file = files.enter_context((folder / LOCK_FILE).open("a+", encoding="utf-8"))
+    except OSError as error:
+        if option != "run.directory":
+            _warn(folder, error)
+            return
+        what, found = "a folder that can be written to", f"{type(error).__name__}: {error}"
+        mend = "Make it a folder that this user may write to, or name another"
+        raise ConfigError(expected(what, found, where=where, mend=mend)) from error
+    try:
+        holder = _lock(file)
+    except OSError as error:
+        _warn(folder, error)
+        return
+    if holder is not None:
+        what = "a folder in which no other job runs"
+        mend = "Wait until that job has ended or end it, or choose another folder"
+        raise ConfigError(expected(what, holder, where=where, mend=mend))
+
+
+def _warn(folder: Path, error: OSError) -> None:
+    _LOGGER.warning(
+        "'%s' cannot be locked, so another job started there would mix its files with this"
+        " one's: %s: %s",
+        folder,
+        type(error).__name__,
+        error,
+    )
+
+
+def _lock(file: TextIO) -> str | None:
+    """Lock an open file; return who holds it already, if someone does.
+
+    Raises:
+        OSError: The file system has no locks, or the file cannot be written.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return file.read().strip() or "another process"
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return None

@@ -1,0 +1,311 @@
+"""What torch may do to an unevenly cut tensor: right, or refused on every rank alike."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from tests.buffer.cuts import cut, random, whole_mesh
+from tests.buffer.dtensor.emulation import torch_2_11
+from tests.ranks import Ranks
+
+Operation = Callable[..., Any]
+# Rows [6, 4, 0] and [0, 6, 4]: an empty shard at either end.
+CUTS = ({"skipped": 4, "shard_rows": 10}, {"skipped": 22, "shard_rows": 14})
+
+ELEMENTWISE: dict[str, Operation] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - 2 * b,
+    "add_alpha": lambda a, b: a.add(b, alpha=0.3),
+    "divide": lambda a, b: 1 / a,
+    "scalar tensor": lambda a, b: a * torch.tensor(3.0),
+    "power": lambda a, b: a**2,
+    "sqrt": lambda a, b: a.abs().sqrt(),
+    "lerp": lambda a, b: a.lerp(b, 0.1),
+    "addcdiv": lambda a, b: a.addcdiv(b, b.square() + 1, value=-0.2),
+    "addcmul": lambda a, b: a.addcmul(b, b),
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "masked_fill": lambda a, b: a.masked_fill(b > 0, 7.0),
+    "clamp": lambda a, b: a.clamp(-0.5, 0.5),
+    "maximum": lambda a, b: torch.maximum(a, b),
+    "comparison": lambda a, b: a < b,
+    "isnan": lambda a, b: (a / 0 * 0).isnan(),
+    "sign": lambda a, b: a.sign().neg(),
+    "bf16": lambda a, b: a.to(torch.bfloat16),
+    "double": lambda a, b: a.double(),
+    "clone": lambda a, b: a.clone(),
+    "detach": lambda a, b: a.detach(),
+    "contiguous": lambda a, b: a.contiguous().cpu(),
+    "zeros_like": lambda a, b: torch.zeros_like(a),
+    "ones_like": lambda a, b: torch.ones_like(a, dtype=torch.int32),
+    "full_like": lambda a, b: torch.full_like(a, 2.5),
+    "empty_like": lambda a, b: torch.empty_like(a).copy_(b),
+    "new_empty": lambda a, b: a.new_empty(a.shape, dtype=torch.float64).zero_(),
+    "in place": lambda a, b: a.add_(b).mul_(0.5).sub_(1).addcdiv_(b, b.square() + 1).lerp_(b, 0.1),
+    "augmented": lambda a, b: operator.itruediv(operator.iadd(a, b), 2),
+    "fill": lambda a, b: a.fill_(3.0),
+    "zero": lambda a, b: a.zero_(),
+    "copy": lambda a, b: a.copy_(b),
+    "foreach_add": lambda a, b: torch._foreach_add([a, b], [b, a], alpha=2)[1],
+    "foreach_scalar": lambda a, b: torch._foreach_mul([a, b], 3.0)[1],
+    "foreach_scalars": lambda a, b: torch._foreach_mul([a, b], [3.0, 2.0])[1],
+    "foreach_tensor": lambda a, b: torch._foreach_mul([a, b], torch.tensor(3.0))[0],
+    "foreach_addcdiv": lambda a, b: torch._foreach_addcdiv([a], [b], [b.square() + 1], [0.5])[0],
+    "foreach_in_place": lambda a, b: (
+        torch._foreach_lerp_([a, b], [b, a], 0.3),
+        torch._foreach_sqrt_([a.abs_()]),
+        torch._foreach_copy_([b], [a]),
+        b,
+    )[-1],
+    "foreach_zero": lambda a, b: (torch._foreach_zero_([a, b]), a)[-1],
+}
+
+REDUCTIONS: dict[str, Operation] = {
+    "sum": lambda a: a.sum(),
+    "sum of columns": lambda a: a.sum(0),
+    "sum over both": lambda a: a.sum((0, 1)),
+    "2-norm": lambda a: a.norm(),
+    "1-norm": lambda a: torch.linalg.vector_norm(a, 1),
+    "foreach 2-norm": lambda a: torch._foreach_norm([a, a * 2])[1],
+    "any": lambda a: (a > 1).any(),
+    "all finite": lambda a: a.isfinite().all(),
+    "all of columns": lambda a: (a < 1.5).all(0),
+    "count_nonzero": lambda a: torch.count_nonzero(a > 0),
+}
+
+REFUSED: dict[str, Operation] = {
+    "flatten": lambda a: a.view(-1),
+    "reshape": lambda a: a.reshape(5, 8),
+    "bytes": lambda a: a.view(torch.uint8),
+    "slice": lambda a: a[2:8],
+    "row": lambda a: a[0],
+    "write a row": lambda a: a.__setitem__(0, 1.0),
+    "mask": lambda a: a[a > 0],
+    "split": lambda a: a.split(5),
+    "cat": lambda a: torch.cat([a, a]),
+    "mean": lambda a: a.mean(),
+    "std": lambda a: a.std(),
+    "softmax": lambda a: a.softmax(0),
+    "sort": lambda a: a.sort(0),
+    "cumsum": lambda a: a.cumsum(0),
+    "max": lambda a: a.max(),
+    "amax": lambda a: a.amax(),
+    "foreach_max": lambda a: torch._foreach_max([a]),
+    "transpose": lambda a: a.t(),
+    "matmul": lambda a: torch.ones(2, 10) @ a,
+    "linear": lambda a: torch.nn.functional.linear(torch.ones(2, 4), a),
+    "new_zeros": lambda a: a.new_zeros(10, 4),
+    "new_empty of another shape": lambda a: a.new_empty(3),
+    "infinite norm": lambda a: torch.linalg.vector_norm(a, math.inf),
+    "infinite norm by keyword": lambda a: a.norm(p=math.inf),
+    "foreach infinite norm": lambda a: torch._foreach_norm([a], math.inf),
+    "sum of rows": lambda a: a.sum(1),
+    "norm of rows": lambda a: a.norm(dim=1),
+    "any of rows": lambda a: (a > 0).any(1),
+    "parameters_to_vector": lambda a: torch.nn.utils.parameters_to_vector([a]),
+    "clip by the infinite norm": lambda a: torch.nn.utils.clip_grad_norm_(
+        [_with_grad(a)], 1.0, norm_type=math.inf
+    ),
+}
+
+MIXED: dict[str, Operation] = {
+    "full": lambda a, other, full: a + full,
+    "full first": lambda a, other, full: full * a,
+    "row": lambda a, other, full: a + full[0],
+    "other cuts": lambda a, other, full: a + other,
+    "other cuts in place": lambda a, other, full: a.copy_(other),
+    "full in place": lambda a, other, full: a.copy_(full),
+    "into full": lambda a, other, full: full.copy_(a),
+    "where": lambda a, other, full: torch.where(a > 0, a, full),
+    "foreach": lambda a, other, full: torch._foreach_add([a, a], [a, other]),
+    "foreach full": lambda a, other, full: torch._foreach_copy_([a], [full]),
+    "equal": lambda a, other, full: torch.equal(a, other),
+    "equal full": lambda a, other, full: torch.equal(a, full),
+}
+
+
+def _with_grad(tensor: UnevenDTensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(tensor.detach())
+    parameter.grad = tensor.detach().clone()
+    return parameter
+
+
+@contextmanager
+def _path(is_bypassed: bool) -> Iterator[None]:
+    if not is_bypassed:
+        yield
+        return
+    with torch_2_11():
+        yield
+
+
+def _elementwise_results(is_bypassed: bool) -> None:
+    mesh = whole_mesh()
+    full, other = random(10, 4), random(10, 4, seed=1)
+    num_rows = 0
+    with _path(is_bypassed):
+        for name, operation in ELEMENTWISE.items():
+            for cuts in CUTS:
+                a, b = cut(full, mesh, **cuts), cut(other, mesh, **cuts)
+                result = operation(a, b)
+                wanted = operation(full.clone(), other.clone())
+                assert type(result) is UnevenDTensor, f"{name}: {type(result)}"
+                assert result.uneven_layout == a.uneven_layout, name
+                assert result.dtype == wanted.dtype == result.local.dtype, name
+                assert result._spec.tensor_meta.dtype == wanted.dtype, name
+                start, stop = a.uneven_layout.element_range()
+                rows = wanted.reshape(-1)[start:stop].view(result.local.shape)
+                assert torch.equal(result.local, rows), name
+                num_rows += len(rows)
+    assert num_rows or dist.get_world_size() > 1
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_elementwise_results_are_cut_like_their_operands(
+    ranks: Ranks, num_ranks: int, is_bypassed: bool
+) -> None:
+    """Values equal the rows of the full result bit by bit, in place, out of place and in lists."""
+    ranks(num_ranks).run(_elementwise_results, is_bypassed)
+
+
+def _in_place_results(is_bypassed: bool) -> None:
+    with _path(is_bypassed):
+        tensor = cut(random(10, 4), whole_mesh())
+        address = tensor.local.data_ptr()
+        assert tensor.mul_(2) is tensor
+        assert tensor.zero_() is tensor
+        assert tensor.copy_(tensor.clone()) is tensor
+        assert tensor.local.data_ptr() == address
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_operations_in_place_return_their_operand(ranks: Ranks, is_bypassed: bool) -> None:
+    """The same object over the same memory."""
+    ranks(2).run(_in_place_results, is_bypassed)
+
+
+def _reduced_results(is_bypassed: bool) -> None:
+    mesh, full = whole_mesh(), random(10, 4)
+    with _path(is_bypassed):
+        for name, operation in REDUCTIONS.items():
+            for cuts in CUTS:
+                result = operation(cut(full, mesh, **cuts))
+                assert isinstance(result, DTensor)
+                # The order of the sum over ranks is not that of one process.
+                torch.testing.assert_close(
+                    result.full_tensor(), operation(full), msg=lambda m, n=name: f"{n}: {m}"
+                )
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_sums_and_norms_are_those_of_the_whole(ranks: Ranks, is_bypassed: bool) -> None:
+    """What torch leaves partial becomes right when it is summed, whatever the cuts."""
+    ranks(3).run(_reduced_results, is_bypassed)
+
+
+def _raised(operation: Operation, *operands: torch.Tensor) -> str:
+    try:
+        operation(*operands)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _refusals(is_bypassed: bool) -> dict[str, str]:
+    mesh = whole_mesh()
+    with _path(is_bypassed):
+        raised = {n: _raised(op, cut(random(10, 4), mesh)) for n, op in REFUSED.items()}
+    dist.barrier()  # No operation has left a collective behind that a rank waits in.
+    return raised
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_what_torch_computes_wrongly_is_refused_on_all_ranks(
+    ranks: Ranks, is_bypassed: bool
+) -> None:
+    """Ranks with many rows, few and none raise the same, and say what to do instead."""
+    first, *others = ranks(3).run(_refusals, is_bypassed)
+    for name, message in first.items():
+        assert message.startswith("NotImplementedError: Expected an elementwise operation"), name
+        assert "(10, 4)" in message and "full_tensor()" in message
+        assert all(other[name] == message for other in others), name
+
+
+def _mixtures(is_bypassed: bool) -> dict[str, str]:
+    mesh, full = whole_mesh(), random(10, 4)
+    one, other = (cut(full, mesh, **cuts) for cuts in CUTS)
+    with _path(is_bypassed):
+        raised = {n: _raised(op, one, other, full.clone()) for n, op in MIXED.items()}
+    assert torch.equal(one.local, cut(full, mesh, **CUTS[0]).local), "nothing was written"
+    return raised
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_operands_cut_differently_are_refused(ranks: Ranks, is_bypassed: bool) -> None:
+    """Mixing with a full tensor, a row, or other cuts is a ValueError on every rank."""
+    for raised in ranks(3).run(_mixtures, is_bypassed):
+        for name, message in raised.items():
+            assert message.startswith("ValueError: Expected operands cut like the first"), name
+
+
+def _scaled_by_own_norm(is_bypassed: bool) -> None:
+    full = random(10, 4)
+    with _path(is_bypassed):
+        tensor = cut(full, whole_mesh())
+        torch.testing.assert_close((tensor / tensor.norm()).full_tensor(), full / full.norm())
+        (scaled,) = torch._foreach_mul([tensor], tensor.sum())
+        torch.testing.assert_close(scaled.full_tensor(), full * full.sum())
+        assert torch.equal(tensor, tensor.clone())
+        assert not torch.equal(tensor, tensor + 1)
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_partial_scalars_are_summed_before_use(ranks: Ranks, is_bypassed: bool) -> None:
+    """Dividing by a norm divides by that of all ranks, not by the own rows'."""
+    ranks(3).run(_scaled_by_own_norm, is_bypassed)
+
+
+def _traced_under_2_11() -> list[str]:
+    with torch_2_11():
+        parameter = torch.nn.Parameter(cut(random(10, 4), whole_mesh()))
+        assert type(torch.zeros_like(parameter)) is type(parameter.detach()) is UnevenDTensor
+        with torch.no_grad():
+            assert type(parameter * 2) is UnevenDTensor
+        uses = (torch.Tensor.sum, torch.Tensor.norm, torch.Tensor.clone, UnevenDTensor.to_local)
+        return [_raised(use, parameter) for use in (*uses, lambda p: p * 2)]
+
+
+def test_torch_2_11_is_not_trusted_with_gradients(ranks: Ranks) -> None:
+    """There autograd makes plain DTensors of them, whose cuts would be lost without a word."""
+    for raised in ranks(2).run(_traced_under_2_11):
+        assert all("within autograd" in message for message in raised)
+
+
+def _no_sharding_propagation() -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("entered DTensor's dispatch")
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("propagate", "propagate_op_sharding_non_cached"):
+            patch.setattr(propagator, name, refuse)
+        mesh = whole_mesh()
+        for operation in ELEMENTWISE.values():
+            operation(cut(random(10, 4), mesh), cut(random(10, 4, seed=1), mesh))
+        with pytest.raises(RuntimeError, match="entered"):
+            cut(random(10, 4), mesh).sum()
+
+
+def test_elementwise_operations_never_enter_dtensor_dispatch(ranks: Ranks) -> None:
+    """Hence a first step over many parameters is not superlinear; a sum does enter."""
+    ranks(2).run(_no_sharding_propagation)

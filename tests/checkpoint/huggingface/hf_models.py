@@ -1,0 +1,137 @@
+"""Tiny random models of every family, ours and transformers', with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from megafsdp import fully_shard_model
+from megafsdp.checkpoint.huggingface.mapping import weights_from_hugging_face
+from megafsdp.checkpoint.huggingface.rules import WeightGeometry
+from megafsdp.models import (
+    LanguageModel,
+    ModelConfig,
+    build_model,
+    config_from_hugging_face,
+    unit_classes,
+)
+from tests.end_to_end.strategy_cases import mesh_of_shape
+
+VOCABULARY = 61
+FAMILIES = ("gpt2", "llama", "qwen3")
+_CONFIGS = {"gpt2": GPT2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
+
+
+def their_config(family: str, is_tied: bool = False) -> PretrainedConfig:
+    """Describe a tiny model with distinct sizes, so that a wrong transposition shows."""
+    common = {"vocab_size": VOCABULARY, "tie_word_embeddings": is_tied, "initializer_range": 0.2}
+    special = {"bos_token_id": 1, "eos_token_id": 2}
+    if family == "gpt2":
+        sizes = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 80, "n_positions": 64}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2Config(**common, **special, **sizes, **dropout)
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+    return _CONFIGS[family](**common, **special, **sizes)
+
+
+def their_model(family: str, is_tied: bool = False) -> PreTrainedModel:
+    """Build a tiny random model whose norms and biases are random as well."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(their_config(family, is_tied))
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def our_config(family: str, is_tied: bool = False, *, padding: int = 0) -> ModelConfig:
+    """Return the config of ours that is the same model, with padding rows in its vocabulary."""
+    fields = their_config(family, is_tied).to_dict()
+    return config_from_hugging_face(fields, padded_vocab_size=VOCABULARY + padding)
+
+
+def geometry(config: ModelConfig) -> WeightGeometry:
+    """Return what the mapping by whole state dicts needs."""
+    return WeightGeometry(
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        head_dim=config.head_dim,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=config.vocab_size,
+        is_tied=config.tie_embeddings,
+    )
+
+
+def our_model(family: str, is_tied: bool = False, *, padding: int = 0) -> LanguageModel:
+    """Build ours with the weights of :func:`their_model`, by whole state dicts."""
+    config = our_config(family, is_tied, padding=padding)
+    model = build_model(config, seed=1)
+    state = their_model(family, is_tied).state_dict()
+    ours = weights_from_hugging_face(state, family, geometry=geometry(config))
+    model.load_state_dict(ours)
+    return model.eval()
+
+
+def sharded(model: nn.Module, shape: tuple[int, ...] = (), **options: object) -> nn.Module:
+    """Shard a model, ours or transformers', over all ranks, or a mesh of a shape."""
+    if shape:
+        options["mesh"] = mesh_of_shape(shape)
+    units = unit_classes(model.config) if isinstance(model, LanguageModel) else None
+    return fully_shard_model(model, units, **options)
+
+
+def tokens() -> torch.Tensor:
+    """Return a fixed batch."""
+    return torch.arange(24).reshape(2, 12) * 7 % VOCABULARY
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a directory with the library alone."""
+    return {
+        name: tensor
+        for path in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same_files(left: Path, right: Path) -> None:
+    """Compare the tensors of two directories bit by bit."""
+    a, b = read(left), read(right)
+    assert a.keys() == b.keys()
+    assert len(a) > 10
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype, name
+        assert torch.equal(tensor, b[name]), name
+
+
+def assert_loads(directory: Path, family: str, is_tied: bool) -> None:
+    """Load an fp32 export with transformers and compare weights and logits with its origin."""
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(report.values()), report
+    origin = their_model(family, is_tied)
+    assert loaded.state_dict().keys() == origin.state_dict().keys()
+    for name, tensor in origin.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens()).logits, origin(tokens()).logits)

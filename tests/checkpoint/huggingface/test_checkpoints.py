@@ -1,0 +1,190 @@
+"""Hugging Face files and checkpoints become each other without a model, exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megafsdp import checkpoint, full_state_dict
+from megafsdp.checkpoint.tools.reader import CheckpointReader
+from megafsdp.errors import CheckpointError, ConfigError
+from megafsdp.models import build_model
+from tests.checkpoint.huggingface.hf_models import (
+    FAMILIES,
+    VOCABULARY,
+    assert_loads,
+    assert_same_files,
+    our_config,
+    our_model,
+    sharded,
+    their_config,
+    their_model,
+)
+from tests.ranks import Ranks
+
+# transformers warns of its own future.
+pytestmark = pytest.mark.filterwarnings("default")
+PADDING = 3
+
+
+def _save(family: str, is_tied: bool, root: str) -> None:
+    model = sharded(our_model(family, is_tied, padding=PADDING))
+    checkpoint.save(root, step=4, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_an_exported_checkpoint(
+    ranks: Ranks, family: str, is_tied: bool, tmp_path: Path
+) -> None:
+    """Saved by 3 ranks with its optimizer, exported by none: weights alone, equal logits."""
+    ranks(3).run(_save, family, is_tied, str(tmp_path / "saved"))
+    made = checkpoint.export_hf_checkpoint(
+        tmp_path / "saved",
+        tmp_path / "exported",
+        config=their_config(family, is_tied).to_dict(),
+        dtype=None,
+        max_shard_nbytes=40_000,
+    )
+    assert len(made.files) > 3
+    assert_loads(tmp_path / "exported", family, is_tied)
+
+
+def _assert_same_state(model: nn.Module, wanted: nn.Module) -> None:
+    got, state = full_state_dict(model), wanted.state_dict()
+    assert got.keys() == state.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in state.items())
+
+
+def _load(family: str, is_tied: bool, root: str) -> None:
+    model = sharded(build_model(our_config(family, is_tied, padding=PADDING), seed=7))
+    checkpoint.load(root, model=model)
+    _assert_same_state(model, our_model(family, is_tied, padding=PADDING))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_becomes_a_checkpoint_and_comes_back(
+    ranks: Ranks, family: str, is_tied: bool, tmp_path: Path
+) -> None:
+    """It loads strictly on 2 ranks, as save() would have stored it, and exports bit-equal."""
+    their_model(family, is_tied).save_pretrained(tmp_path / "pretrained", max_shard_size="50KB")
+    checkpoint.import_hf_checkpoint(
+        tmp_path / "pretrained", tmp_path / "root", padded_vocab_size=VOCABULARY + PADDING
+    )
+    ranks(2).run(_load, family, is_tied, str(tmp_path / "root"))
+    ranks(2).run(_save, family, is_tied, str(tmp_path / "saved"))
+    with CheckpointReader(tmp_path / "root") as ours, CheckpointReader(tmp_path / "saved") as own:
+        theirs = [key for key in own.keys() if key.startswith("model.")]  # noqa: SIM118
+        assert sorted(ours.keys()) == sorted(theirs)
+        assert ours.manifest.fused_into == {
+            k: v for k, v in own.manifest.fused_into.items() if k.startswith("model.")
+        }
+        assert ours.manifest.aliases == own.manifest.aliases
+        for key in theirs:
+            assert torch.equal(ours.tensor(key), own.tensor(key)), key
+            assert ours.manifest.tensors[key].fused == own.manifest.tensors[key].fused, key
+    checkpoint.export_hf_checkpoint(tmp_path / "root", tmp_path / "exported", dtype=None)
+    assert_same_files(tmp_path / "pretrained", tmp_path / "exported")
+
+
+def _load_theirs(family: str, root: str) -> None:
+    torch.manual_seed(5)
+    model = sharded(type(their_model(family))(their_config(family, True)))
+    checkpoint.load(root, model=model)
+    _assert_same_state(model, their_model(family, True))
+    checkpoint.save(root, step=1, model=model)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_of_transformers_goes_by_its_own_names(
+    ranks: Ranks, family: str, tmp_path: Path
+) -> None:
+    """From its files to a checkpoint, to ranks, to a checkpoint, to files."""
+    their_model(family, True).save_pretrained(tmp_path / "pretrained")
+    checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root", keeps_names=True)
+    ranks(2).run(_load_theirs, family, str(tmp_path / "root"))
+    fields = json.loads((tmp_path / "pretrained" / "config.json").read_text())
+    checkpoint.export_hf_checkpoint(
+        tmp_path / "root", tmp_path / "exported", config=fields, dtype=None
+    )
+    assert_same_files(tmp_path / "pretrained", tmp_path / "exported")
+    assert_loads(tmp_path / "exported", family, True)
+
+
+def _peak_nbytes(action: Callable[[], object]) -> int:
+    """Return the most bytes of tensors alive at once, by the CPU allocator's own events."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        action()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_pass_one_by_one(family: str, tmp_path: Path) -> None:
+    """A few times the largest tensor is in memory, however many layers there are."""
+    wide = dataclasses.replace(our_config(family), num_layers=12)
+    model = build_model(wide, seed=0)
+    nbytes = [4 * parameter.numel() for parameter in model.parameters()]
+    assert sum(nbytes) > 20 * max(nbytes)
+    checkpoint.save(tmp_path / "saved", step=1, model=model)
+    saved, files, root = (tmp_path / name for name in ("saved", "exported", "root"))
+    exporting = _peak_nbytes(
+        lambda: checkpoint.export_hf_checkpoint(saved, files, config=wide, dtype=None)
+    )
+    importing = _peak_nbytes(lambda: checkpoint.import_hf_checkpoint(files, root))
+    # What is read, what is made of it, and the piece on its way to the file.
+    assert max(nbytes) < exporting <= 3 * max(nbytes) + 4096
+    # The library maps the file, which the allocator counts whole though it is read page by page.
+    importing -= (files / "model.safetensors").stat().st_size
+    assert importing <= 3 * max(nbytes) + 4096
+
+
+def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:
+    """Nothing is guessed from shapes, and nothing is left behind."""
+    checkpoint.save(tmp_path / "saved", step=1, model=our_model("llama"))
+    with pytest.raises(CheckpointError, match="Pass config="):
+        checkpoint.export_hf_checkpoint(tmp_path / "saved", tmp_path / "exported")
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+def test_damage_is_found_and_nothing_is_published(tmp_path: Path) -> None:
+    """A flipped byte of one tensor ends the export, which leaves no directory."""
+    made = checkpoint.save(tmp_path / "saved", step=1, model=our_model("llama"))
+    path = next(made.glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="checksum"):
+        checkpoint.export_hf_checkpoint(
+            tmp_path / "saved", tmp_path / "exported", config=our_config("llama")
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+def test_files_that_cannot_become_ours_are_refused(tmp_path: Path) -> None:
+    """An unknown model, a config that is not there, files of another model; nothing is made."""
+    their_model("llama").save_pretrained(tmp_path / "pretrained")
+    path = tmp_path / "pretrained" / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, "num_hidden_layers": 2}))
+    with pytest.raises(CheckpointError, match=r"0 missing \(\), 9 unknown"):
+        checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root")
+    path.write_text(json.dumps({**fields, "model_type": "bert"}))
+    with pytest.raises(ConfigError, match="model_type"):
+        checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="config"):
+        checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root")
+    assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())

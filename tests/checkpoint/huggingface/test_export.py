@@ -1,0 +1,344 @@
+"""Transformers reads what we export, bit by bit, from any sharding, in the promised memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megafsdp import checkpoint, fully_shard_model
+from megafsdp.checkpoint.huggingface import export as hf
+from megafsdp.checkpoint.huggingface import safetensors_files as hf_files
+from megafsdp.checkpoint.huggingface.gather import Scratch
+from megafsdp.checkpoint.huggingface.output import prepare
+from megafsdp.errors import CheckpointError
+from tests.checkpoint.huggingface.hf_models import (
+    FAMILIES,
+    VOCABULARY,
+    assert_loads,
+    our_model,
+    read,
+    sharded,
+    their_config,
+    their_model,
+)
+from tests.ranks import Ranks
+
+# transformers warns of its own future.
+pytestmark = pytest.mark.filterwarnings("default")
+PIECE_NBYTES = 512
+SHARDINGS: dict[str, tuple[tuple[int, ...], dict[str, str]]] = {
+    "no_shard": ((2,), {"strategy": "no_shard"}),
+    "optim": ((2,), {"strategy": "optim"}),
+    "optim_grads": ((3,), {"strategy": "optim_grads"}),
+    "hsdp": ((2, 2), {"outer_strategy": "no_shard"}),
+    "hfsdp": ((2, 2), {"outer_strategy": "optim"}),
+}
+
+
+def _export(family: str, is_tied: bool, directory: str, *sharding: object) -> None:
+    shape, options = sharding or ((), {})
+    model = sharded(our_model(family, is_tied, padding=3), shape, **options)
+    fields = their_config(family, is_tied).to_dict()
+    path = checkpoint.export_hf(
+        model, directory, config=fields, dtype=None, max_shard_nbytes=40_000
+    )
+    assert path == Path(directory)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_we_export(
+    ranks: Ranks, family: str, is_tied: bool, world_size: int, tmp_path: Path
+) -> None:
+    """Equal weights and logits, no key missing or unexpected; in several files, without padding."""
+    target = tmp_path / "exported"
+    ranks(world_size).run(_export, family, is_tied, str(target))
+    assert len(list(target.glob("*.safetensors"))) > 3
+    assert_loads(target, family, is_tied)
+
+
+@pytest.mark.parametrize("sharding", list(SHARDINGS))
+def test_every_sharding_exports_the_same_tensors(
+    ranks: Ranks, sharding: str, tmp_path: Path
+) -> None:
+    """Strategies and meshes, replicas and shards that do not lie in the order of the ranks."""
+    target = tmp_path / "exported"
+    shape, options = SHARDINGS[sharding]
+    world_size = torch.Size(shape).numel()
+    ranks(world_size).run(_export, "qwen3", True, str(target), shape, options)
+    assert_loads(target, "qwen3", True)
+
+
+def test_a_plain_model_exports_without_ranks(tmp_path: Path) -> None:
+    """By default in bf16, in one file without an index; the config is the model's own."""
+    target = checkpoint.export_hf(our_model("llama"), tmp_path / "exported")
+    assert sorted(p.name for p in target.iterdir()) == ["config.json", "model.safetensors"]
+    fields = json.loads((target / "config.json").read_text())
+    assert fields["architectures"] == ["LlamaForCausalLM"]
+    assert fields["torch_dtype"] == "bfloat16"
+    wanted = their_model("llama").state_dict()
+    got = read(target)
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name], tensor.to(torch.bfloat16)), name
+
+
+class _Tokenizer:
+    """Saves itself as transformers' tokenizers do."""
+
+    def save_pretrained(self, directory: str) -> None:
+        (Path(directory) / "tokenizer.json").write_text("{}")
+
+
+def _export_theirs(family: str, directory: str) -> None:
+    model = sharded(their_model(family, True))
+    checkpoint.export_hf(
+        model, directory, dtype=None, max_shard_nbytes=40_000, tokenizer=_Tokenizer()
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_exports_as_it_is(
+    ranks: Ranks, family: str, tmp_path: Path
+) -> None:
+    """Names, config and class are its own; generation config and tokenizer stand beside it."""
+    target = tmp_path / "exported"
+    ranks(2).run(_export_theirs, family, str(target))
+    assert_loads(target, family, True)
+    fields = json.loads((target / "config.json").read_text())
+    assert fields["architectures"] == [type(their_model(family)).__name__]
+    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert (target / "tokenizer.json").exists()
+
+
+class _Counting(nn.Module):
+    """Names of its own, and buffers of which each rank has another value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.register_buffer("count", torch.tensor(5 + dist.get_rank()))
+        self.register_buffer("mean", torch.full((3,), float(dist.get_rank())))
+
+
+def _export_buffers(directory: str) -> None:
+    model = fully_shard_model(nn.Sequential(_Counting(), _Counting()), [_Counting])
+    checkpoint.export_hf(model, directory, config={"model_type": "none"}, max_shard_nbytes=1)
+
+
+def test_buffers_are_rank_zeros_and_integers_stay(ranks: Ranks, tmp_path: Path) -> None:
+    """Whichever rank writes them; a scalar too."""
+    ranks(2).run(_export_buffers, str(tmp_path / "exported"))
+    got = read(tmp_path / "exported")
+    for index in range(2):
+        assert torch.equal(got[f"{index}.count"], torch.tensor(5))
+        assert torch.equal(got[f"{index}.mean"], torch.zeros(3, dtype=torch.bfloat16))
+
+
+def _peaks(family: str, directory: str, *sharding: object) -> dict[str, int]:
+    """Return bytes beyond what was alive: by the ledger, and by the CPU allocator's own events."""
+    shape, options = sharding or ((), {})
+    model = sharded(our_model(family, padding=3), shape, **options)
+    ledger = hf._ledger_of(model)
+    ledger.reset_peak()
+    before = ledger.total
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        mock.patch.object(hf_files, "_PIECE_NBYTES", PIECE_NBYTES),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
+        checkpoint.export_hf(model, directory, dtype=None, max_shard_nbytes=40_000)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert ledger.total == before
+    largest = 4 * max(parameter.numel() for parameter in model.parameters())
+    return {"ledger": ledger.peak_total - before, "allocator": peak, "largest": largest}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_is_a_tensor_and_its_largest_rearranged_part(
+    ranks: Ranks, family: str, tmp_path: Path
+) -> None:
+    """GPT-2 transposes all of query, key and value; in the others queries are half of it."""
+    rows_of_qkv, rows_of_part = (144, 144) if family == "gpt2" else (128, 64)
+    wanted = 4 * 48 * (rows_of_qkv + rows_of_part)
+    for peaks in ranks(2).run(_peaks, family, str(tmp_path / "exported")):
+        assert peaks["ledger"] == wanted
+
+
+@pytest.mark.parametrize("sharding", [(), SHARDINGS["hsdp"], SHARDINGS["hfsdp"]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_rank_holds_more_than_two_of_the_largest_tensors(
+    ranks: Ranks, family: str, sharding: tuple, tmp_path: Path
+) -> None:
+    """By the ledger, which sees the tensors, and by the allocator, which sees everything."""
+    num_ranks = torch.Size(sharding[0]).numel() if sharding else 2
+    found = ranks(num_ranks).run(_peaks, family, str(tmp_path / "exported"), *sharding)
+    assert max(peaks["ledger"] for peaks in found) >= found[0]["largest"]
+    for peaks in found:
+        assert peaks["ledger"] <= 2 * peaks["largest"], found
+        # One piece is on its way to the file, and small objects to other ranks.
+        assert peaks["allocator"] <= peaks["ledger"] + PIECE_NBYTES + 1024, found
+
+
+def _fail_on_rank_one(directory: str) -> str:
+    model = sharded(our_model("llama"))
+    original = hf_files.SafetensorsWriter.write
+
+    def failing(self: hf_files.SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        original(self, name, tensor)
+
+    with (
+        mock.patch.object(hf_files.SafetensorsWriter, "write", failing),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        checkpoint.export_hf(model, directory, max_shard_nbytes=20_000)
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Other ranks finish their gathers and learn of it; there is no half directory."""
+    for message in ranks(3).run(_fail_on_rank_one, str(tmp_path / "exported")):
+        assert "No space left on device" in message
+        assert "raised on 1 of 3 ranks" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def _without_memory_on_rank_one(directory: str) -> str:
+    model = sharded(our_model("llama"))
+    original = Scratch.allocate
+
+    def failing(self: Scratch, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise MemoryError("no room")
+        return original(self, shape, dtype)
+
+    with (
+        mock.patch.object(Scratch, "allocate", failing),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        checkpoint.export_hf(model, directory, max_shard_nbytes=20_000)
+    return str(caught.value)
+
+
+def test_a_rank_without_memory_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    """It is asked for before the first gather, so no rank is left waiting in one."""
+    args = (str(tmp_path / "exported"),)
+    for message in ranks(2).run(_without_memory_on_rank_one, *args, timeout_s=20):
+        assert "no room" in message and "first on rank 1" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def _allocated_and_asked_for(
+    directory: str, shape: tuple[int, ...], options: dict[str, str]
+) -> tuple[int, int]:
+    model = sharded(our_model("llama", padding=3), shape, **options)
+    asked, used = 0, 0
+    nbytes_to_gather, gather_to = hf.nbytes_to_gather, hf.gather_to
+
+    def asking(*args: object) -> tuple[int, int]:
+        nonlocal asked
+        found = nbytes_to_gather(*args)
+        asked = max(asked, sum(found))
+        return found
+
+    def gathering(*args: object, **kwargs: object) -> torch.Tensor | None:
+        nonlocal used
+        ledger = hf._ledger_of(model)
+        before = ledger.total
+        ledger.reset_peak()
+        result = gather_to(*args, **kwargs)
+        used = max(used, ledger.peak_total - before)
+        return result
+
+    with (
+        mock.patch.object(hf, "nbytes_to_gather", asking),
+        mock.patch.object(hf, "gather_to", gathering),
+    ):
+        checkpoint.export_hf(model, directory, max_shard_nbytes=20_000)
+    return asked, used
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_the_memory_asked_for_is_the_memory_used(
+    ranks: Ranks, sharding: tuple, tmp_path: Path
+) -> None:
+    """The formula is that of the gathers, in every sharding."""
+    num_ranks = torch.Size(sharding[0]).numel()
+    directory = str(tmp_path / "exported")
+    for asked, used in ranks(num_ranks).run(_allocated_and_asked_for, directory, *sharding):
+        assert 0 < used <= asked
+
+
+def _interrupted(*unused: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
+    """Errors that no rank agrees on, too, are followed by the removal of the directory."""
+    with mock.patch.object(hf, "_write", _interrupted), pytest.raises(KeyboardInterrupt):
+        checkpoint.export_hf(our_model("llama"), tmp_path / "exported")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    """An empty one is taken; what a killed export left beside it goes."""
+    model = our_model("llama")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / ".tmp-exported-0a1b2c3d").mkdir()
+    checkpoint.export_hf(model, tmp_path / "exported")
+    assert [p.name for p in tmp_path.iterdir()] == ["exported"]
+    with pytest.raises(CheckpointError, match="does not exist or is empty"):
+        checkpoint.export_hf(model, tmp_path / "exported")
+
+
+def test_an_export_below_a_save_root_survives_a_save_and_other_exports(tmp_path: Path) -> None:
+    """Neither takes for a leftover what somebody else is writing."""
+    model = our_model("llama")
+    write = hf._write
+
+    def with_others(*args: Any) -> Exception | None:
+        checkpoint.save(tmp_path, step=1, model=model)
+        prepare(tmp_path / "llama")
+        return write(*args)
+
+    with mock.patch.object(hf, "_write", with_others):
+        checkpoint.export_hf(model, tmp_path / "llama-2", dtype=None)
+    fresh = our_model("llama")
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    checkpoint.import_hf(fresh, tmp_path / "llama-2")
+    assert all(map(torch.equal, fresh.parameters(), model.parameters()))
+
+
+def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
+    """The message says what to pass."""
+    with pytest.raises(CheckpointError, match="Pass config="):
+        checkpoint.export_hf(nn.Linear(2, 2), tmp_path / "exported")
+
+
+def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Tensors that the config does not have are named, as are those that it has beyond."""
+    fields = {**their_config("llama").to_dict(), "num_hidden_layers": 4}
+    with pytest.raises(CheckpointError, match=r"missing \(decoder.layers.3"):
+        checkpoint.export_hf(our_model("llama"), tmp_path / "exported", config=fields)
+    fields = {**their_config("llama").to_dict(), "vocab_size": VOCABULARY + 1}
+    with pytest.raises(CheckpointError, match="vocab_size"):
+        checkpoint.export_hf(our_model("llama"), tmp_path / "exported", config=fields)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,495 @@
+"""Checkpoints with Megatron-LM's names are read and written tensor by tensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from megafsdp.checkpoint import load, save
+from megafsdp.checkpoint.megatron import importer as nvidia_import
+from megafsdp.checkpoint.megatron.nvidia import from_nvidia, to_nvidia
+from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
+from megafsdp.checkpoint.tools.reader import CheckpointReader
+from megafsdp.checkpoint.tools.writer import CheckpointWriter
+from megafsdp.errors import CheckpointError
+from megafsdp.fsdp import fully_shard
+from megafsdp.optimizer.adam.fused_adam import FusedAdam
+from tests.checkpoint.megatron import megatron_toy as toy
+from tests.checkpoint.sharding import full
+from tests.ranks import Ranks
+
+ARCHITECTURES = ("gpt", "qwen3")
+
+
+def _whole(root: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of a checkpoint of ours, fused ones joined."""
+    with CheckpointReader(root) as reader:
+        return {key: reader.tensor(key) for key in reader.whole_keys()}
+
+
+def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint of a plain model must hold."""
+    wanted = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for state, value in optimizer.state[parameter].items():
+            wanted[f"optimizer.state.{name}.{state}"] = value
+    return wanted
+
+
+def _groups(reader: CheckpointReader) -> list[dict]:
+    groups = reader.object("optimizer.param_groups")
+    assert isinstance(groups, list)
+    return groups
+
+
+def _differences(left: dict, right: dict) -> list[str]:
+    odd = sorted(set(left) ^ set(right))
+    for key in sorted(set(left) & set(right)):
+        a, b = left[key], right[key]
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if a.dtype != b.dtype or not torch.equal(a, b):
+                odd.append(key)
+        elif repr(a) != repr(b):
+            odd.append(key)
+    return odd
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("gpt", {}),
+        ("qwen3", {}),
+        ("qwen3", {"wrappers": 2, "is_te": False, "has_step_in_group": False}),
+    ],
+    ids=["gpt", "qwen3", "qwen3-fp32-local"],
+)
+def test_every_tensor_is_read_under_our_names(
+    tmp_path: Path, architecture: str, options: dict
+) -> None:
+    """Weights, moments and steps are the written ones, whatever the form of their names."""
+    wanted = _wanted(*toy.make(tmp_path / "theirs", architecture, **options))
+    path = from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    assert path == tmp_path / "ours" / "iter_0000002"
+    assert _differences(_whole(tmp_path / "ours"), wanted) == []
+    assert len(wanted) == 4 * len(list(toy.build(architecture, 1).parameters()))
+
+
+def test_groups_schedule_samples_and_random_states_are_read(tmp_path: Path) -> None:
+    """What stands beside tensors goes where a load and a resumed run look for it."""
+    model, _ = toy.make(tmp_path / "theirs", "gpt")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    with CheckpointReader(tmp_path / "ours") as reader:
+        groups = _groups(reader)
+        extra = reader.object("extra")
+        schedule = reader.object("lr_scheduler")
+        rng = [reader.object(f"rng.{rank}") for rank in range(2)]
+        assert reader.manifest.world_size == 2
+        assert reader.manifest.aliases == {
+            "model.output_layer.weight": "model.embedding.word_embeddings.weight"
+        }
+        qkv = reader.manifest.tensors["model.decoder.layers.0.self_attention.linear_qkv.weight"]
+    names = dict(model.named_parameters())
+    assert [set(g["names"]) for g in groups] == [
+        {n for n, p in names.items() if p.ndim > 1},
+        {n for n, p in names.items() if p.ndim == 1},
+    ]
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert all(g["betas"] == (0.9, 0.95) and "step" not in g for g in groups)
+    assert extra["run"] == {"step": 2, "consumed_samples": 16, "skipped_samples": 0}
+    assert extra["nvidia"]["args"]["params_dtype"] is torch.bfloat16
+    assert extra["nvidia"]["opt_param_scheduler"] == toy.SCHEDULE
+    assert schedule["kind"] == "cosine" and schedule["decay_start"] == 4
+    assert (schedule["peak"], schedule["minimum"], schedule["decay_samples"]) == (0.01, 0.001, 36)
+    assert torch.equal(rng[1]["torch"], toy.rng(2)["torch_rng_state"])
+    assert qkv.fused is not None and (qkv.fused.sizes, qkv.fused.num_groups) == ((8, 4, 4), 2)
+
+
+def _sharded(architecture: str) -> tuple[nn.Module, FusedAdam]:
+    model = toy.build(architecture, 1)
+    for layer in model.decoder.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = FusedAdam(toy.groups(model), lr=0.5, betas=(0.5, 0.5), eps=1.0)
+    return model, optimizer
+
+
+def _load_and_step(root: Path, architecture: str) -> tuple[dict, dict]:
+    model, optimizer = _sharded(architecture)
+    load(root, model=model, optimizer=optimizer)
+    loaded = {n: full(p) for n, p in model.named_parameters()}
+    steps = [optimizer.state[p]["step"].item() for p in model.parameters()]
+    assert steps == [2.0] * len(steps)
+    toy.train(model, optimizer, range(2, 4))
+    return loaded, {n: full(p) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_sharded_run_goes_on_as_the_plain_one_does(
+    ranks: Ranks, tmp_path: Path, architecture: str
+) -> None:
+    """Two ranks load it into FusedAdam; the next steps are those of torch's AdamW in one process.
+
+    Both ranks see the whole batch, so their gradients are the plain ones; the tolerance is for the
+    order of the steps' operations, which differs between FusedAdam and AdamW.
+    """
+    model, optimizer = toy.make(tmp_path / "theirs", architecture)
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    toy.train(model, optimizer, range(2, 4))
+    for loaded, stepped in ranks(2).run(_load_and_step, tmp_path / "ours", architecture):
+        assert _differences(loaded, before) == []
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(stepped[name], parameter.detach(), rtol=1e-5, atol=2e-6)
+            assert not torch.equal(stepped[name], before[name])
+
+
+def _expected_keys(model: nn.Module, architecture: str, wrappers: int, fields: set[str]) -> set:
+    keys = {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
+    keys |= {f"opt_param_scheduler.{name}" for name in toy.SCHEDULE}
+    for rank in range(2):
+        at = f"rng_state.(0, 0).{rank}"
+        keys |= {f"{at}.{name}_rng_state" for name in ("random", "np", "torch", "cuda")}
+        keys.add(f"{at}.rng_tracker_states.model-parallel-rng")
+    wrapped = "module." * wrappers
+    for name, parameter in model.named_parameters():
+        name = toy.te_name(name) if wrappers == 3 else name
+        keys |= {f"optimizer.param_to_group_meta.{wrapped}{name}.{field}" for field in fields}
+        for part in toy.split(name, parameter, architecture):
+            keys.add(f"model.module.{part}")
+            states = ("exp_avg", "exp_avg_sq", "step")
+            keys |= {f"optimizer.state.{wrapped}{part}.{state}" for state in states}
+    return keys
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_torch_dcp_alone_reads_what_is_written(
+    tmp_path: Path, architecture: str, precision: str
+) -> None:
+    """The keys are exactly Megatron-LM's, the tensors equal, the arguments a Namespace."""
+    wrappers = 3 if precision == "bf16" else 2
+    options = {"wrappers": wrappers, "is_te": wrappers == 3}
+    model, _ = toy.make(tmp_path / "theirs", architecture, **options)
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    impl = "transformer_engine" if wrappers == 3 else "local"
+    path = to_nvidia(
+        tmp_path / "ours", tmp_path / "back", precision=precision, transformer_impl=impl
+    )
+    fields = {*toy.FIELDS, *toy.IDENTITY, "weight_decay", "wd_mult", "max_lr", "min_lr", "step"}
+    found, was = toy.read(path), toy.read(tmp_path / "theirs" / "iter_0000002")
+    assert set(found) == _expected_keys(model, architecture, wrappers, fields)
+    added = {"step", "max_lr", "min_lr"}
+    kept = {k: v for k, v in found.items() if k.rpartition(".")[2] not in added}
+    was = {k: v for k, v in was.items() if k.rpartition(".")[2] not in {*added, "_extra_state"}}
+    args = vars(kept.pop("args"))
+    assert vars(was.pop("args")).items() <= args.items() and args["iteration"] == 2
+    assert _differences(kept, was) == []
+    assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+def _blank(value: object) -> object:
+    """Return a nested structure of the same form without its contents."""
+    if isinstance(value, dict):
+        return {name: _blank(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_blank(item) for item in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def test_a_job_loads_it_into_its_nested_state(tmp_path: Path) -> None:
+    """Torch DCP fills the nested dict that Megatron-LM asks for, and converts it to one file."""
+    model, optimizer = toy.make(tmp_path / "theirs", "qwen3")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    path = to_nvidia(tmp_path / "ours", tmp_path / "back")
+    wanted = toy.their_state(model, optimizer, "qwen3")
+    toy.without_extra_state(wanted)
+    state = toy.load(_blank(wanted), path)
+    assert vars(wanted.pop("args")).items() <= vars(state.pop("args")).items()
+    assert repr(state) == repr(wanted)
+    weight = "module.decoder.layers.1.mlp.linear_fc1.weight_w"
+    assert torch.equal(state["model"][weight], wanted["model"][weight])
+    toy.quietly(dcp_to_torch_save, path, tmp_path / "one.pt")
+    whole = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert set(whole["rng_state"]["(0, 0)"][1]) == set(toy.rng(2))
+    assert set(whole["model"]) == set(wanted["model"])
+
+
+def _add_experts(state: dict) -> dict[str, torch.Tensor]:
+    """Put a layer of four experts into their state; return what ours must hold of it."""
+    at = "decoder.layers.0.mlp.experts.local_experts"
+    wanted = {}
+    for expert in range(4):
+        name = f"{at}.{expert}.linear_fc1.weight"
+        gate, up = torch.full((3, 2), float(expert)), torch.full((3, 2), expert + 0.5)
+        for part, tensor in ((f"{name}_w", gate), (f"{name}_v", up)):
+            moments = {"exp_avg": tensor + 1, "exp_avg_sq": tensor + 2}
+            state["model"][f"module.{part}"] = tensor
+            state["optimizer"]["state"][f"module.module.module.{part}"] = moments
+        meta = state["optimizer"]["param_to_group_meta"]
+        meta[f"module.module.module.{name}"] = toy.FIELDS | {"weight_decay": 0.1, "step": 2}
+        wanted[f"model.{name}"] = torch.cat((gate, up))
+        wanted[f"optimizer.state.{name}.exp_avg"] = torch.cat((gate, up)) + 1
+    return wanted
+
+
+def test_experts_keep_their_index_in_the_layer(tmp_path: Path) -> None:
+    """Each is a tensor of its own on both sides; our groups have one name for all."""
+    state = toy.their_state(*toy.trained("qwen3"), "qwen3")
+    wanted = _add_experts(state)
+    toy.save(state, tmp_path / "theirs")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    found = _whole(tmp_path / "ours")
+    assert _differences({key: found[key] for key in wanted}, wanted) == []
+    with CheckpointReader(tmp_path / "ours") as reader:
+        names = [name for group in _groups(reader) for name in group["names"]]
+    experts = "decoder.layers.0.mlp.experts.local_experts.*.linear_fc1.weight"
+    assert names.count(experts) == 1 and not any(".local_experts.1." in name for name in names)
+    found = toy.read(to_nvidia(tmp_path / "ours", tmp_path / "back"))
+    before = toy.read(tmp_path / "theirs" / "iter_0000002")
+    keys = {key for key in before if ".experts." in key}
+    assert len(keys) == 4 * (2 + 4 + 6) and keys <= set(found)
+    assert _differences({key: found[key] for key in keys}, {key: before[key] for key in keys}) == []
+
+
+class _Counting(DCPDirectory):
+    """Counts the tensors that are alive whenever one more is read."""
+
+    most_alive = 0
+    seen: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+
+    def tensor(self, key: str) -> torch.Tensor:
+        tensor = super().tensor(key)
+        if key.startswith(("model.", "optimizer.")):
+            type(self).seen.append(weakref.ref(tensor))
+            alive = sum(reference() is not None for reference in self.seen)
+            type(self).most_alive = max(self.most_alive, alive)
+        return tensor
+
+
+def test_two_tensors_at_most_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is written may live until the next one has been read."""
+    toy.make(tmp_path / "theirs", "qwen3")
+    monkeypatch.setattr(nvidia_import, "DCPDirectory", _Counting)
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    assert len(_Counting.seen) > 50 and _Counting.most_alive <= 2
+
+
+def _save(root: Path, architecture: str) -> dict[str, torch.Tensor]:
+    model, optimizer = _sharded(architecture)
+    toy.train(model, optimizer, range(2))
+    save(root, step=7, model=model, optimizer=optimizer, extra={"run": {"consumed_samples": 4}})
+    wanted = {f"model.{n}": full(p) for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for state, value in optimizer.state[parameter].items():
+            wanted[f"optimizer.state.{name}.{state}"] = full(value)
+    return wanted
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_ours_to_theirs_and_back_is_equal(ranks: Ranks, tmp_path: Path, architecture: str) -> None:
+    """A checkpoint of two ranks comes back tensor by tensor, with groups and random states."""
+    wanted = ranks(2).run(_save, tmp_path / "ours", architecture)[0]
+    to_nvidia(tmp_path / "ours", tmp_path / "theirs")
+    from_nvidia(tmp_path / "theirs", tmp_path / "back")
+    assert _differences(_whole(tmp_path / "back"), wanted) == []
+    with CheckpointReader(tmp_path / "ours") as ours, CheckpointReader(tmp_path / "back") as back:
+        assert (
+            _differences(
+                {k: ours.tensor(k) for k in ours.manifest.tensors},
+                {k: back.tensor(k) for k in back.manifest.tensors},
+            )
+            == []
+        )
+        before, after = map(_groups, (ours, back))
+        assert [set(g["names"]) for g in after] == [set(g["names"]) for g in before]
+        assert all(
+            old.items() <= (new | {"names": old["names"]}).items()
+            for old, new in zip(before, after, strict=True)
+        )
+        assert repr(ours.object("rng.1")) == repr(back.object("rng.1"))
+        assert back.manifest.aliases == ours.manifest.aliases
+        assert back.manifest.step == 7
+        assert {k: e.fused for k, e in back.manifest.tensors.items()} == {
+            k: e.fused for k, e in ours.manifest.tensors.items()
+        }
+    args = vars(toy.read(tmp_path / "theirs" / "iter_0000007")["args"])
+    assert args["num_attention_heads"] == 4 and args["num_query_groups"] == 2
+    assert args["swiglu"] is (architecture == "qwen3") and args["ffn_hidden_size"] == 12
+
+
+def _drop(state: dict, section: str, *ends: str) -> None:
+    of_section = state if not section else state[section]
+    for key in [k for k in of_section if k.endswith(ends)]:
+        del of_section[key]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["model"].update({"lora": torch.ones(2)}) or s.update(ema=1), "1 unknown: ema"),
+        (lambda s: _drop(s, "model", "fc1.weight_v"), "missing: decoder.layers.0.mlp.linear_fc1"),
+        (
+            lambda s: _drop(s, "model", "1.mlp.linear_fc2.weight"),
+            "of a parameter that has no weight",
+        ),
+        (
+            lambda s: s["optimizer"]["state"]["module.module.module.output_layer.weight"].pop(
+                "exp_avg_sq"
+            ),
+            "missing: the state exp_avg_sq of output_layer.weight",
+        ),
+        (
+            lambda s: s["optimizer"]["state"].pop("module.module.module.output_layer.weight"),
+            "missing: the states of output_layer.weight",
+        ),
+        (
+            lambda s: s["optimizer"]["param_to_group_meta"].pop(
+                "module.module.module.output_layer.weight"
+            ),
+            "missing: the parameter group of output_layer.weight",
+        ),
+        (lambda s: _drop(s, "", "iteration"), "1 missing: iteration"),
+        (lambda s: s.update(checkpoint_version=2.0), "got 2 and 2.0"),
+        (
+            lambda s: s["model"].update(
+                {"module.decoder.layers.0.input_layernorm.weight": torch.ones(16)}
+            ),
+            "of a name that another key has too",
+        ),
+        (
+            lambda s: s["optimizer"]["state"]["module.module.module.output_layer.weight"].update(
+                exp_avg=torch.ones(3)
+            ),
+            "of another shape",
+        ),
+    ],
+    ids=[
+        "unknown",
+        "part",
+        "weight",
+        "moment",
+        "states",
+        "group",
+        "iteration",
+        "version",
+        "twice",
+        "shape",
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_published(
+    tmp_path: Path, change: Callable[[dict], object], message: str
+) -> None:
+    """Unknown keys, missing ones and odd shapes are errors with the key in them."""
+    state = toy.their_state(*toy.trained("qwen3"), "qwen3")
+    change(state)
+    toy.save(state, tmp_path / "theirs")
+    with pytest.raises(CheckpointError) as caught:
+        from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    assert message in str(caught.value)
+    assert not (tmp_path / "ours").exists()
+
+
+def _zero_a_record(directory: Path, key: str) -> None:
+    """Overwrite one tensor's record, found as torch's reader finds it."""
+    place = next(
+        place
+        for index, place in FileSystemReader(directory).read_metadata().storage_data.items()
+        if index.fqn == key
+    )
+    with (directory / place.relative_path).open("r+b") as stream:
+        stream.seek(place.offset)
+        stream.write(bytes(place.length))
+
+
+def test_a_damaged_record_on_either_side_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The error names the key; the root that was written to is empty."""
+    toy.make(tmp_path / "theirs", "gpt")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    theirs, ours = (tmp_path / name / "iter_0000002" for name in ("theirs", "ours"))
+    _zero_a_record(theirs, "model.module.decoder.final_layernorm.bias")
+    with pytest.raises(CheckpointError, match=r"model\.module\.decoder\.final_layernorm\.bias"):
+        from_nvidia(tmp_path / "theirs", tmp_path / "other")
+    _zero_a_record(ours, "model.decoder.final_layernorm.bias")
+    with pytest.raises(CheckpointError, match=r"model\.decoder\.final_layernorm\.bias"):
+        to_nvidia(tmp_path / "ours", tmp_path / "back")
+    assert [*(tmp_path / "other").iterdir(), *(tmp_path / "back").iterdir()] == []
+
+
+def test_unknown_keys_can_be_left_out(tmp_path: Path) -> None:
+    """Patterns of keys to ignore are the way round an unknown key."""
+    state = toy.their_state(*toy.trained("gpt"), "gpt") | {"ema": 1}
+    toy.save(state, tmp_path / "theirs")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours", ignore=["ema", "rng_state.*"])
+    with CheckpointReader(tmp_path / "ours") as reader:
+        assert not any(key.startswith("rng.") for key in reader.manifest.objects)
+
+
+def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pickled call in the arguments is described instead of made; torch's own reader makes it."""
+    state = toy.their_state(*toy.trained("gpt"), "gpt")
+    trap = tmp_path / "sprung"
+    state["args"] = toy.arguments(backend=toy.Backend.FLASH, hook=print, trap=[toy.Bomb(trap)])
+    for fields in state["optimizer"]["param_to_group_meta"].values():
+        fields["backend"] = toy.Backend.FLASH
+    toy.save(state, tmp_path / "theirs")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    assert not trap.exists()
+    with CheckpointReader(tmp_path / "ours") as reader:
+        nvidia = reader.object("extra")["nvidia"]
+        assert not any("backend" in group for group in _groups(reader))
+    assert nvidia["foreign_args"] == ["backend", "hook", "trap"]
+    assert nvidia["args"]["backend"] == "<tests.checkpoint.megatron.megatron_toy.Backend(1)>"
+    assert nvidia["args"]["hook"] == "<builtins.print>"
+    assert "3 of args" in caplog.text and "backend" in caplog.text
+    path = to_nvidia(tmp_path / "ours", tmp_path / "back")
+    assert "backend" not in vars(toy.read(path)["args"])
+    toy.read(tmp_path / "theirs" / "iter_0000002")
+    assert trap.exists(), "the trap works where it is unpickled"
+
+
+def test_states_that_are_no_tensors_go_both_ways(tmp_path: Path) -> None:
+    """A word beside a weight, and a count of steps that is a plain number on their side."""
+    model, optimizer = toy.trained("gpt")
+    state = toy.their_state(model, optimizer, "gpt", has_step_in_group=False)
+    moments = state["optimizer"]["state"]["module.module.module.embedding.word_embeddings.weight"]
+    moments |= {"mode": "slow", "step": 2}
+    toy.save(state, tmp_path / "theirs")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    at = "optimizer.state.embedding.word_embeddings.weight"
+    with CheckpointReader(tmp_path / "ours") as reader:
+        assert reader.object(f"{at}.mode") == "slow"
+        assert torch.equal(reader.tensor(f"{at}.step"), torch.tensor(2.0))
+    found = toy.read(to_nvidia(tmp_path / "ours", tmp_path / "back"))
+    wrapped = at.replace("state.", "state.module.module.module.")
+    assert found[f"{wrapped}.mode"] == "slow"
+
+
+def test_two_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
+    """A model with both names of the inner layer of multi-token prediction."""
+    with CheckpointWriter(tmp_path / "ours", 1) as writer:
+        for inner in ("mtp_model_layer", "transformer_layer"):
+            writer.add_tensor(f"model.mtp.layers.0.{inner}.mlp.weight", torch.ones(2))
+        writer.publish()
+    with pytest.raises(CheckpointError, match=r"transformer_layer\.mlp\.weight' again"):
+        to_nvidia(tmp_path / "ours", tmp_path / "theirs")
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_choices_are_checked(tmp_path: Path) -> None:
+    """An unknown precision or layer form is refused by name."""
+    toy.make(tmp_path / "theirs", "gpt")
+    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    with pytest.raises(ValueError, match="precision"):
+        to_nvidia(tmp_path / "ours", tmp_path / "back", precision="fp8")
+    with pytest.raises(ValueError, match="transformer_impl"):
+        to_nvidia(tmp_path / "ours", tmp_path / "back", transformer_impl="te")

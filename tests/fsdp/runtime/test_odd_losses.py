@@ -1,0 +1,268 @@
+"""Losses that reach parameters past a unit's outputs, and edits: gradients are torch's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megafsdp import (
+    FusedAdam,
+    MixedPrecisionPolicy,
+    full_tensor,
+    fully_shard,
+    microbatch,
+    register_fsdp_forward_method,
+    summon_full_params,
+)
+from megafsdp.fsdp.runtime.unit import units_below
+from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
+from tests.ranks import Ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+WIDTH = 8
+
+
+class _Layers(nn.Module):
+    """Three layers, of which the first and the last may be one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class _HidesItsOutput(_Layers):
+    def forward(self, x: torch.Tensor) -> types.SimpleNamespace:
+        return types.SimpleNamespace(loss=super().forward(x).square().mean())
+
+
+class _HidingLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> types.SimpleNamespace:  # type: ignore[override]
+        return types.SimpleNamespace(y=super().forward(x))
+
+
+class _HidesAnInnerOutput(_Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = _HidingLinear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x))).y)).square().mean()
+
+
+class _GoesBackInForward(_Layers):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        loss = super().forward(x).square().mean() * scale
+        loss.backward()
+        return loss.detach()
+
+
+class _SkipsTheLast(_Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.middle(torch.tanh(self.first(x)))).square().mean()
+
+
+class _KeepsAFeature(_Layers):
+    """The loss is of what a hook has taken out of the middle layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features: list[torch.Tensor] = []
+        hook = self.middle.register_forward_pre_hook(lambda _, args: features.append(args[0] * 2))
+        super().forward(x)
+        hook.remove()
+        return features[0].square().mean()
+
+
+def _shard_layers(net: _Layers, strategy: str, *, is_joined: bool = False) -> _Layers:
+    if is_joined:
+        fully_shard([net.first, net.last], strategy=strategy)
+    else:
+        fully_shard(net.first, strategy=strategy)
+    fully_shard(net.middle, strategy=strategy)
+    return fully_shard(net, strategy=strategy)
+
+
+def _inputs(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(dist.get_world_size())]
+
+
+def _matches(
+    kind: type[_Layers], loss_of: Callable[..., Any], strategy: str, is_joined: bool
+) -> None:
+    reference = kind()
+    net = _shard_layers(copy.deepcopy(reference), strategy, is_joined=is_joined)
+    for step in range(3):
+        inputs = _inputs(step)
+        for x in inputs:
+            loss_of(reference, x, 1 / len(inputs))
+        loss_of(net, inputs[dist.get_rank()], 1.0)
+        assert_same_grads(net, reference)
+        assert not any(unit.is_at_work for unit in units_below([net]).values())
+        net.state_dict()
+        net.zero_grad()
+        reference.zero_grad()
+
+
+def _of_loss(model: nn.Module, x: torch.Tensor, scale: float) -> None:
+    (model(x) * scale).backward()
+
+
+def _of_object(model: nn.Module, x: torch.Tensor, scale: float) -> None:
+    (model(x).loss * scale).backward()
+
+
+def _of_itself(model: nn.Module, x: torch.Tensor, scale: float) -> None:
+    model(x, scale)
+
+
+# Where weights are freed after forward, torch finds none in a backward that no output has begun.
+KEPT = [strategy for strategy in STRATEGIES if strategy != "optim_grads_params"]
+WAYS = [
+    *itertools.product([(_HidesItsOutput, _of_object, False)], STRATEGIES),
+    *itertools.product([(_GoesBackInForward, _of_itself, False)], STRATEGIES),
+    *itertools.product([(_SkipsTheLast, _of_loss, True)], STRATEGIES),
+    *itertools.product([(_HidesAnInnerOutput, _of_loss, False)], KEPT),
+    *itertools.product([(_KeepsAFeature, _of_loss, False)], KEPT),
+]
+
+
+@pytest.mark.parametrize(("way", "strategy"), WAYS)
+def test_gradients_that_pass_by_a_units_outputs_are_reduced(
+    ranks: Ranks, way: tuple[type[_Layers], Callable[..., Any], bool], strategy: str
+) -> None:
+    """Nothing is left for the step after, and every unit rests."""
+    kind, loss_of, is_joined = way
+    ranks(2).run(_matches, kind, loss_of, strategy, is_joined)
+
+
+def _regularised(strategy: str, is_before: bool) -> None:
+    reference, net = pair(strategy=strategy)
+
+    def penalty(model: nn.Module) -> torch.Tensor:
+        locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+        return sum((p.square().sum() for p in locals_), torch.zeros(()))
+
+    for batch in batches(3):
+        (reference(*batch) + penalty(reference)).backward()
+        first = penalty(net) if is_before else None
+        loss = net(*mine(batch))
+        (loss + (penalty(net) if first is None else first)).backward()
+        assert_same_grads(net, reference)
+        reference.zero_grad()
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_of_the_parameters_themselves_add_to_the_models(
+    ranks: Ranks, strategy: str, is_before: bool
+) -> None:
+    """Autograd gives theirs at any moment of backward, also while a reduction is under way."""
+    ranks(2).run(_regularised, strategy, is_before)
+
+
+class _Writer(Net):
+    def generate(self, tokens: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+
+def _generates_between(strategy: str, has_sync: bool) -> None:
+    reference = _Writer()
+    net = shard(copy.deepcopy(reference), strategy=strategy)
+    register_fsdp_forward_method(net, "generate")
+    first, last = batches(2)
+    for batch in (first, last):
+        reference(*batch).backward()
+    if has_sync:
+        with microbatch(net, is_last=False):
+            net(*mine(first)).backward()
+    else:
+        net.set_requires_gradient_sync(False)
+        net(*mine(first)).backward()
+        net.set_requires_gradient_sync(True)
+    with torch.no_grad():
+        assert torch.equal(net.generate(first[0]), reference.generate(first[0]))
+    net(*mine(last)).backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("has_sync", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_method_that_calls_the_model_keeps_the_sums_of_microbatches(
+    ranks: Ranks, strategy: str, has_sync: bool
+) -> None:
+    """As a text sample in the middle of a step: its inner forwards are no new beginning."""
+    ranks(2).run(_generates_between, strategy, has_sync)
+
+
+def _sees_edits(strategy: str, how: str) -> None:
+    net = shard(Net(), strategy=strategy, mp_policy=BF16)
+    tokens, labels = batches(1)[0]
+    before = net(tokens, labels).item()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if how == "data":
+                parameter.data.copy_(2 * parameter)
+            else:
+                parameter.mul_(2.0)
+    after = net(tokens, labels).item()
+    fresh = shard(Net(), strategy=strategy, mp_policy=BF16)
+    fresh.load_state_dict(net.state_dict())
+    assert after == fresh(tokens, labels).item() != before
+
+
+@pytest.mark.parametrize("how", ["data", "in place"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_edits_of_parameters_are_seen(ranks: Ranks, strategy: str, how: str) -> None:
+    """By the parameter and by its ``.data``, as averages of weights are swapped in."""
+    ranks(2).run(_sees_edits, strategy, how)
+
+
+def _summons_within() -> int:
+    net = shard(Net())
+    tokens = batches(1)[0][0]
+    wanted = net(tokens).detach()
+    with torch.no_grad(), summon_full_params(net):
+        with summon_full_params(net.blocks[0]):
+            assert not isinstance(net.blocks[0].up.weight, DTensor)
+        assert not isinstance(net.blocks[0].up.weight, DTensor)
+        for _ in range(1 + dist.get_rank()):
+            assert torch.equal(net(tokens), wanted)
+    assert all(isinstance(p, DTensor) for p in net.parameters())
+    return full_tensor(next(net.parameters()).detach()).numel()
+
+
+def test_full_parameters_stay_until_the_outermost_context_ends(ranks: Ranks) -> None:
+    """Ranks may still run the model a different number of times behind the inner one."""
+    ranks(2).run(_summons_within)
+
+
+def _optimizes_full_parameters() -> None:
+    net = shard(Net())
+    with summon_full_params(net):
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1), FusedAdam(net.parameters())]
+    net(*mine(batches(1)[0])).backward()
+    for optimizer in optimizers:
+        with pytest.raises(ValueError, match="not within summon_full_params"):
+            optimizer.step()
+
+
+def test_an_optimizer_of_full_parameters_is_refused(ranks: Ranks) -> None:
+    """It would train nothing: they are shown for reading."""
+    ranks(2).run(_optimizes_full_parameters)

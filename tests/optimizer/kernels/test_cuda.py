@@ -1,0 +1,491 @@
+"""CUDA kernels against the bits of a CPU: on a GPU, and their threads in turn on the host.
+
+The host runs cuda/adam_tile.h as it stands, with the host's arithmetic: which elements a thread
+loads and stores, segments, conversions and the flushing of subnormal numbers; and the lanes of
+cuda/square_lane.h. What a GPU's instructions round to, sums across threads and launches need one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megafsdp import _native
+from megafsdp._native import cuda_module
+from megafsdp.optimizer.kernels import cuda as cuda_kernels
+from megafsdp.optimizer.kernels.adam_kernel import (
+    AdamBuffers,
+    AdamSegment,
+    adam_step,
+)
+from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper, round_to_fp32
+from megafsdp.optimizer.kernels.square_sum import device_sum_of_squares, sum_of_squares
+from tests.optimizer.adam.flat_buffers import (
+    ALIGNED_GUARD,
+    BF16,
+    FP16,
+    FP32,
+    GUARD,
+    HYPER,
+    L2_HYPER,
+    LAYOUTS,
+    assert_guards_hold,
+    assert_same_bits,
+    copy_of,
+    guarded,
+    make_buffers,
+    spread_subnormals,
+    tensors_of,
+    values_of,
+)
+
+TILE_NUMEL = 1024
+# Segments that travel with a launch; more need a table on the device.
+NUM_NEAR_SEGMENTS = 32
+CODES = {FP32: 1, BF16: 2, FP16: 3}
+
+# Buffers on a CPU, segments or hyperparameters, step, factor of the gradient, whether to flush, and
+# the guard; returns the buffers after the step.
+Step = Callable[..., AdamBuffers]
+
+needs_module = pytest.mark.skipif(cuda_module() is None, reason="CUDA kernels are off or not built")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPU")
+
+
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Compile the emulation."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    library = tmp_path_factory.mktemp("emulation") / "emulation.so"
+    source = Path(__file__).with_name("cuda_emulation.cpp")
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=120)
+    return ctypes.CDLL(str(library))
+
+
+def _segments(numel: int, hyper: AdamHyper | Sequence[AdamSegment]) -> Sequence[AdamSegment]:
+    return [AdamSegment(0, numel, hyper)] if isinstance(hyper, AdamHyper) else hyper
+
+
+def _emulated(library: ctypes.CDLL) -> Step:
+    def step(
+        buffers: AdamBuffers,
+        hyper: AdamHyper | Sequence[AdamSegment],
+        *,
+        step: int = 2,
+        grad_scale: float = 1 / 3,
+        flush_denormals: bool = True,
+        guard: int = GUARD,
+    ) -> AdamBuffers:
+        result = copy_of(buffers, guard)
+        numel = buffers.weight.numel()
+        segments = _segments(numel, hyper)
+        rows = [dataclasses.astuple(AdamConstants.rounded(s.hyper, step)) for s in segments]
+        names = ("weight", "remainder", "grad", "exp_avg", "exp_avg_sq", "copy_out")
+        tensors = tensors_of(result)
+        addresses = [tensors[n].data_ptr() if n in tensors else None for n in names]
+        dtypes = [CODES.get(t.dtype, 0) for t in (result.grad, result.exp_avg)]
+        dtypes.append(0 if result.copy_out is None else CODES[result.copy_out.dtype])
+        ranges = np.array([(s.start, s.stop) for s in segments], dtype=np.int64)
+        constants = np.array(rows, dtype=np.float32)
+        is_aligned = library.emulate_adam(
+            (ctypes.c_void_p * 6)(*addresses),
+            (ctypes.c_int * 3)(*dtypes),
+            ctypes.c_int64(numel),
+            ctypes.c_int64(len(segments)),
+            ranges.ctypes.data_as(ctypes.c_void_p),
+            constants.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_float(round_to_fp32(grad_scale)),
+            ctypes.c_bool(flush_denormals),
+            ctypes.c_int64(3),
+        )
+        assert bool(is_aligned & 0xFF) == (guard == ALIGNED_GUARD)
+        assert_guards_hold(result, guard)
+        return result
+
+    return step
+
+
+def _on_cuda(
+    buffers: AdamBuffers,
+    hyper: AdamHyper | Sequence[AdamSegment],
+    *,
+    guard: int = GUARD,
+    **options: object,
+) -> AdamBuffers:
+    device = torch.device("cuda", 0)
+    assert cuda_kernels.usable_module(device) is not None, "the fallback would prove nothing"
+    result = copy_of(buffers, guard, device)
+    options = {"step": 2, "grad_scale": 1 / 3} | options
+    adam_step(result, hyper, **options)  # type: ignore[arg-type]
+    assert_guards_hold(result, guard)
+    return copy_of(result, device=torch.device("cpu"))
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=[pytest.mark.gpu, needs_module])])
+def run(request: pytest.FixtureRequest) -> Step:
+    """Return a step of the kernel: emulated, or on a GPU."""
+    if request.param == "cuda":
+        return _on_cuda
+    return _emulated(request.getfixturevalue("emulation"))
+
+
+def _on_cpu(
+    buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], **options: object
+) -> AdamBuffers:
+    result = copy_of(buffers)
+    options = {"step": 2, "grad_scale": 1 / 3} | options
+    adam_step(result, hyper, **options)  # type: ignore[arg-type]
+    return result
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1:]}"[6:])
+def test_every_layout_has_the_bits_of_a_cpu(
+    run: Step, layout: tuple[torch.dtype, torch.dtype, str]
+) -> None:
+    """Any dtypes, AdamW and L2, whole vectors or not: equal bytes, and the weights did move."""
+    buffers = make_buffers(3 * TILE_NUMEL + 5, layout)
+    for hyper, step in ((HYPER, 1), (HYPER, 1000), (L2_HYPER, 2)):
+        wanted = _on_cpu(buffers, hyper, step=step)
+        for guard in (GUARD, ALIGNED_GUARD):
+            assert_same_bits(run(buffers, hyper, step=step, guard=guard), wanted)
+    assert not torch.equal(wanted.weight, buffers.weight)
+
+
+@pytest.mark.parametrize("master", ["fp32 to bf16", "halves"])
+def test_every_length_has_the_bits_of_a_cpu(run: Step, master: str) -> None:
+    """Tails of vectors and of tiles read and write nothing beyond the end."""
+    around = [n * TILE_NUMEL + d for n in (1, 2, 5) for d in (-4, -1, 0, 1, 3, 4)]
+    for numel in (*range(1, 19), 255, *around, 10_007):
+        buffers = make_buffers(numel, (BF16, FP32, master))
+        wanted = _on_cpu(buffers, HYPER)
+        for guard in (GUARD, ALIGNED_GUARD):
+            assert_same_bits(run(buffers, HYPER, guard=guard), wanted)
+
+
+@pytest.mark.parametrize("numel", [NUM_NEAR_SEGMENTS, NUM_NEAR_SEGMENTS + 1, 700])
+def test_segments_have_their_own_hyperparameters(run: Step, numel: int) -> None:
+    """Many segments, of one element or many tiles, with gaps, empty ones and shared vectors."""
+    generator = torch.Generator().manual_seed(numel)
+    segments, end = [], 0
+    for i in range(numel):
+        gap, length = torch.randint(0, 7, (2,), generator=generator).tolist()
+        start, stop = end + gap // 3, end + gap // 3 + length
+        stop += 5 * TILE_NUMEL + 3 if i == numel // 2 else 0
+        hyper = dataclasses.replace(L2_HYPER if i % 2 else HYPER, lr=1e-2 / (i + 1))
+        segments.append(AdamSegment(start, stop, hyper))
+        end = stop
+    buffers = make_buffers(end + 2 * TILE_NUMEL, (BF16, FP32, "fp32 to bf16"))
+    wanted = _on_cpu(buffers, segments)
+    for guard in (GUARD, ALIGNED_GUARD):
+        assert_same_bits(run(buffers, segments, guard=guard), wanted)
+    assert torch.equal(wanted.weight[end:], buffers.weight[end:])
+    for segment in segments:
+        piece = slice(segment.start, segment.stop)
+        is_empty = segment.start == segment.stop
+        assert torch.equal(wanted.exp_avg[piece], buffers.exp_avg[piece]) == is_empty
+
+
+@pytest.mark.parametrize("layout", [(FP32, FP32, "fp32 to fp16"), (BF16, BF16, "halves")])
+@pytest.mark.parametrize("flush_denormals", [True, False])
+def test_subnormal_numbers_have_the_bits_of_a_cpu(
+    run: Step, flush_denormals: bool, layout: tuple[torch.dtype, torch.dtype, str]
+) -> None:
+    """Subnormal values, constants and factors are kept or count as zero as on a CPU."""
+    buffers = make_buffers(4096, layout)
+    spread_subnormals(buffers)
+    gentle = AdamHyper(1e-3, eps=1e-30, weight_decay=0.5)
+    tiny = AdamHyper(1e-40, eps=1e-40, weight_decay=1e-40, adam_w_mode=False)
+    for hyper, grad_scale in ((gentle, 1 / 3), (L2_HYPER, 2.0**20), (tiny, 1.0), (HYPER, 1e-40)):
+        options = {"grad_scale": grad_scale, "flush_denormals": flush_denormals}
+        wanted = _on_cpu(buffers, hyper, **options)
+        assert_same_bits(run(buffers, hyper, guard=ALIGNED_GUARD, **options), wanted)
+
+
+@pytest.mark.parametrize("master", ["fp32 to bf16", "fp32 to fp16", "halves"])
+def test_what_is_not_finite_spreads_to_its_own_element(run: Step, master: str) -> None:
+    """NaN and infinite gradients spoil their weights alone; no copy turns NaN into a number."""
+    buffers = make_buffers(3000, (FP32, FP32, master))
+    bad = torch.tensor([0, 17, 1500, 2999])
+    buffers.grad[bad] = torch.tensor([math.nan, math.inf, -math.inf, math.nan])
+    buffers.grad[3:4] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(FP32)
+    result = run(buffers, HYPER, guard=ALIGNED_GUARD)
+    assert_same_bits(result, _on_cpu(buffers, HYPER))
+    is_bad = torch.zeros(3000, dtype=torch.bool)
+    is_bad[bad] = is_bad[3] = True
+    assert torch.equal(result.weight.isnan(), is_bad)
+
+
+def test_flushing_has_the_bits_of_the_processor(emulation: ctypes.CDLL) -> None:
+    """Operations whose results lie around the smallest normal number: where x86 gives zero too."""
+    count = 200_000
+    generator = np.random.default_rng(0)
+    border = 2.0**-126 - generator.integers(-4, 8, count) * 2.0**-152
+    signs = generator.choice([-1.0, 1.0], (3, count))
+    b = generator.uniform(1, 2, count) * 2.0 ** generator.integers(-20, 20, count)
+    b = b.astype(np.float32).astype(np.float64)
+    kinds = (
+        border / b,  # Products.
+        border * b,  # Quotients.
+        2.0**-126 * generator.uniform(-4, 4, count),
+    )
+    triples = []
+    for a in kinds:
+        a = a.astype(np.float32).astype(np.float64)
+        c = border - a * b
+        triples.append(np.stack([signs[0] * a, signs[1] * b, signs[0] * signs[1] * c], axis=1))
+    # Sums so little beside what x86 takes for subnormal that double rounds them to it: 2**-126 less
+    # a product that is 2**-151 but for its last bits.
+    left = np.arange(2**23, 2**23 + 100_000)
+    for right in (2**47 // left, -(-(2**47) // left)):
+        is_near = abs(left * right - 2**47) < 2**18
+        a, b = (factor[is_near] * 2.0**-99 for factor in (left, right))
+        triples.append(np.stack([a, -b, np.full(len(a), 2.0**-126)], axis=1))
+    numbers = np.ascontiguousarray(np.concatenate(triples), dtype=np.float32)
+    at_border = ctypes.c_int64(0)
+    emulation.count_flushing_differences.restype = ctypes.c_int64
+    num_differences = emulation.count_flushing_differences(
+        numbers.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_int64(len(numbers)),
+        ctypes.byref(at_border),
+    )
+    if num_differences < 0:
+        pytest.skip("no processor with x86's mode for subnormal numbers")
+    assert num_differences == 0
+    assert at_border.value > 1000, "results that only rounding makes normal"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_scalars_on_the_device_scale_and_skip(
+    monkeypatch: pytest.MonkeyPatch, device: str, is_native: bool
+) -> None:
+    """A factor in a tensor equals the number; a found infinity leaves every byte as it was."""
+    monkeypatch.setenv("MEGAFSDP_NATIVE", str(int(is_native)))
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    buffers = make_buffers(3000, (BF16, FP32, "fp32 to bf16"))
+
+    def step(**scalars: float) -> AdamBuffers:
+        result = copy_of(buffers, device=where)
+        tensors = {name: torch.tensor(s, device=where) for name, s in scalars.items()}
+        adam_step(result, HYPER, step=2, **tensors)
+        return copy_of(result, device=torch.device("cpu"))
+
+    wanted = _on_cpu(buffers, HYPER)
+    assert_same_bits(step(grad_scale=1 / 3), wanted)
+    assert_same_bits(step(grad_scale=1 / 3, found_inf=0.0), wanted)
+    for found in (1.0, math.inf, math.nan):
+        assert_same_bits(step(grad_scale=1 / 3, found_inf=found), buffers)
+
+
+@pytest.mark.parametrize(
+    "scalar", [torch.ones(1), torch.ones((), dtype=torch.float64), torch.ones((), device="meta")]
+)
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+def test_wrong_scalars_are_refused(name: str, scalar: torch.Tensor) -> None:
+    """A tensor that a kernel would misread is named."""
+    with pytest.raises(ValueError, match=f"scalar tensor.*{name} of adam_step"):
+        adam_step(make_buffers(4), HYPER, step=1, **{name: scalar})
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_sum_of_squares_has_the_bits_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, is_native: bool, dtype: torch.dtype
+) -> None:
+    """Lengths around lanes, blocks and runs of blocks give equal bits, again and again."""
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    # Values so far apart that hardly a sum of squares is exact, and its order shows.
+    spread = 8 if dtype == FP16 else 24
+    for numel in (0, 1, 15, 17, 4095, 4097, 16 * 4096 + 1, 256 * 4096, 700 * 4096 + 5):
+        values = values_of(numel, dtype, seed=numel, spread=spread)
+        monkeypatch.delenv("MEGAFSDP_NATIVE", raising=False)
+        wanted = sum_of_squares(values)
+        monkeypatch.setenv("MEGAFSDP_NATIVE", str(int(is_native)))
+        for guard in (GUARD, ALIGNED_GUARD):
+            there = guarded(values, guard, where)
+            sums = [device_sum_of_squares(there) for _ in range(3)]
+            assert all(s.device == where and s.shape == () for s in sums)
+            assert [s.item() for s in sums] == [wanted] * 3
+            assert sum_of_squares(there) == wanted
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_lanes_of_a_sum_have_the_bits_of_a_cpu(emulation: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Each thread's lane, whole or cut short anywhere, read inside the values."""
+    emulation.emulate_square_sum.restype = ctypes.c_double
+    for numel in (1, 15, 17, 255, 256, 4095, 4096, 4097, 3 * 4096 + 241):
+        values = guarded(values_of(numel, dtype, seed=numel, spread=8 if dtype == FP16 else 24))
+        address = ctypes.c_void_p(values.data_ptr())
+        total = emulation.emulate_square_sum(address, CODES[dtype], ctypes.c_int64(numel))
+        assert total == sum_of_squares(values)
+
+
+@pytest.mark.gpu
+@needs_module
+def test_a_large_buffer_has_the_bits_of_a_cpu() -> None:
+    """More tiles than blocks run at once, on a stream other than the default one."""
+    numel = (1 << 24) + 5
+    buffers = make_buffers(numel, (BF16, FP32, "fp32 to bf16"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        result = _on_cuda(buffers, HYPER, guard=ALIGNED_GUARD)
+        total = device_sum_of_squares(buffers.weight.cuda())
+    assert_same_bits(result, _on_cpu(buffers, HYPER))
+    assert total.item() == sum_of_squares(buffers.weight)
+
+
+@pytest.mark.gpu
+@needs_module
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_steps_wait_for_nothing() -> None:
+    """No launch, with scalars on the device and a long table, makes the host wait."""
+    buffers = copy_of(make_buffers(5000), device=torch.device("cuda", 0))
+    one = torch.ones((), device="cuda")
+    segments = [AdamSegment(i, i + 1, HYPER) for i in range(5000)]
+    adam_step(buffers, segments, step=1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        adam_step(buffers, segments, step=2, grad_scale=one, found_inf=one * 0)
+        device_sum_of_squares(buffers.grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_are_near_torchs_fused_adamw(device: str) -> None:
+    """Ten steps end within a few units in the last place of the weights that torch reaches."""
+    numel = 32 * 1000
+    buffers = copy_of(make_buffers(numel), ALIGNED_GUARD, torch.device(device))
+    buffers.exp_avg.zero_()
+    buffers.exp_avg_sq.zero_()
+    # Of one binade, so that a unit in the last place is one number.
+    buffers.weight.copy_(buffers.weight.abs() % 1 * 0.5 + 1.25)
+    start = buffers.weight.clone()
+    hyper = dataclasses.replace(HYPER, lr=1e-3, eps=1e-5)
+    parameter = torch.nn.Parameter(buffers.weight.clone())
+    options = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW([parameter], fused=True, **options)  # type: ignore[arg-type]
+    for step in range(1, 11):
+        buffers.grad.copy_(values_of(numel, FP32, seed=step))
+        parameter.grad = buffers.grad.clone()
+        adam_step(buffers, hyper, step=step)
+        optimizer.step()
+    distance = (buffers.weight - parameter.detach()).abs().max().item() / 2.0**-23
+    # On a CPU the bits are torch's; its CUDA kernel contracts and divides in an order of its own,
+    # each step a rounding of the weight and of a step of 1e-3 apart.
+    assert distance <= (0 if device == "cpu" else 10 * 2)
+    assert not torch.equal(buffers.weight, start)
+
+
+def _arguments(**changes: object) -> dict[str, object]:
+    tensor = torch.zeros(64)
+    names = ("weight", "grad", "exp_avg", "exp_avg_sq", "copy_out", "found_inf")
+    segments = [(0, 4, (0.0,) * 8)]
+    right = dict.fromkeys((*names, "device_grad_scale"), tensor.data_ptr()) | {
+        "remainder": 0,
+        "numel": 4,
+        "grad_dtype": "float32",
+        "state_dtype": "float32",
+        "copy_out_dtype": "bfloat16",
+        "segments": segments,
+        "grad_scale": 1.0,
+        "flush_denormals": True,
+        "table": 0,
+        "device": 0,
+        "stream": 0,
+    }
+    return right | changes
+
+
+@needs_module
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *[(name, 0) for name in ("weight", "grad", "exp_avg", "exp_avg_sq", "numel")],
+        *[(name, 3) for name in ("weight", "grad", "remainder", "found_inf", "device_grad_scale")],
+        *[(name, "int8") for name in ("grad_dtype", "state_dtype", "copy_out_dtype")],
+        ("segments", [(0, 5, (0.0,) * 8)]),
+        ("table", [(0, 0, (0.0,) * 8)] * (NUM_NEAR_SEGMENTS + 1)),
+        ("device", -1),
+    ],
+)
+def test_a_launch_names_a_wrong_argument(argument: str, value: object) -> None:
+    """The native entry checks what it can before it asks CUDA for anything."""
+    module = cuda_module()
+    assert module is not None
+    changes = {"segments" if argument == "table" else argument: value}
+    with pytest.raises(ValueError, match=argument):
+        module.adam_step(**_arguments(**changes))
+
+
+@needs_module
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("values", 0),
+        ("values", 2),
+        ("numel", 0),
+        ("dtype", "int8"),
+        ("sum", 4),
+        ("scratch", 0),
+        ("device", -1),
+    ],
+)
+def test_a_sum_names_a_wrong_argument(argument: str, value: object) -> None:
+    """So does the sum of squares."""
+    module = cuda_module()
+    assert module is not None
+    right = dict.fromkeys(("values", "sum", "scratch"), torch.zeros(8).data_ptr())
+    arguments = right | {"numel": 4, "dtype": "float32", "device": 0, "stream": 0}
+    with pytest.raises(ValueError, match=argument):
+        module.sum_of_squares(**(arguments | {argument: value}))
+
+
+@needs_module
+@needs_no_gpu
+def test_without_a_gpu_launches_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The module imports; a launch raises what CUDA says; the choice of kernels reports it once."""
+    module = cuda_module()
+    assert module is not None
+    assert module.device_count()[0] == 0
+    with pytest.raises(RuntimeError, match=r"adam_step\(\) to launch.*CUDA"):
+        module.adam_step(**_arguments())
+    with pytest.raises(RuntimeError, match=r"sum_of_squares\(\) to launch.*CUDA"):
+        address = torch.zeros(8).data_ptr()
+        module.sum_of_squares(
+            values=address,
+            numel=4,
+            dtype="float32",
+            sum=address,
+            scratch=address,
+            device=0,
+            stream=0,
+        )
+    for _ in range(2):
+        assert cuda_kernels.usable_module(torch.device("cuda", 99)) is None
+    assert caplog.text.count("cuda:99") == 1
+    assert cuda_kernels.usable_module(torch.device("cpu")) is None
+
+
+def test_cuda_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MEGAFSDP_NATIVE=0 hides this module too, and the reason says so."""
+    monkeypatch.setattr(_native, "_CUDA", pytest)
+    monkeypatch.delenv("MEGAFSDP_NATIVE", raising=False)
+    assert _native.cuda_module() is pytest
+    assert _native.why_cuda_missing() == ""
+    monkeypatch.setenv("MEGAFSDP_NATIVE", "0")
+    assert _native.cuda_module() is None
+    assert _native.why_cuda_missing() == "MEGAFSDP_NATIVE=0"

@@ -1,0 +1,103 @@
+"""Who reads parameters or states right after step() reads what the host's step makes of them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megafsdp import full_tensor, mark_main_weights_changed, microbatch
+from megafsdp.buffer.dtensor.busy_memory import is_any_in_use
+from megafsdp.optimizer.offload.bucket_step import BucketStep
+from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
+from tests.optimizer.offload.hybrid_runs import Case, backward, make_net, make_optimizer
+from tests.ranks import Ranks
+
+Values = list[torch.Tensor]
+
+
+def _average(parameters: list[nn.Parameter]) -> Values:
+    averages = [torch.zeros_like(p) for p in parameters]
+    torch._foreach_lerp_(averages, parameters, 0.5)
+    return [full_tensor(a) for a in averages]
+
+
+def _edited(parameters: list[nn.Parameter]) -> Values:
+    with torch.no_grad():
+        torch._foreach_mul_(parameters, 2.0)
+    return [full_tensor(p) for p in parameters]
+
+
+READERS: dict[str, Callable[[list[nn.Parameter]], Values]] = {
+    "norms": lambda parameters: [full_tensor(p.norm()) for p in parameters],
+    "arithmetic": lambda parameters: [full_tensor(p.detach() + 1.0) for p in parameters],
+    "average": _average,
+    "edit": _edited,
+    "full_tensor": lambda parameters: [full_tensor(p) for p in parameters],
+    "to_local": lambda parameters: [p.to_local().clone() for p in parameters],
+    "local": lambda parameters: [p.local.clone() for p in parameters],
+    "deepcopy": lambda parameters: [copy.deepcopy(p).local for p in parameters],
+}
+
+
+@contextmanager
+def _slow_worker() -> Iterator[None]:
+    """Let each bucket's step begin so late that whoever does not wait comes before it."""
+    inner = BucketStep.run
+
+    def late(step: BucketStep) -> None:
+        time.sleep(0.1)
+        inner(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketStep, "run", late)
+        yield
+
+
+def _read(how: str, case: Case) -> tuple[Values, list[bool]]:
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    found, in_use = [], []
+    with _slow_worker():
+        for seed in range(3):
+            with microbatch(net, is_last=True):
+                backward(net, seed)
+            optimizer.step()
+            in_use.append(is_any_in_use())
+            found += READERS[how](parameters)
+            mark_main_weights_changed(net)
+            in_use.append(is_any_in_use())
+            optimizer.zero_grad()
+    if isinstance(optimizer, HybridDeviceOptimizer) and case.max_grad_norm is not None:
+        assert (optimizer.offload_counts.committed > 0) is case.speculate
+    return found, in_use
+
+
+def _reads_what_is_stepped(how: str, case: Case) -> None:
+    wanted, _ = _read(how, replace(case, fraction=None))
+    found, in_use = _read(how, case)
+    assert in_use == [case.strategy != "no_shard", False] * 3
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("how", READERS)
+def test_readers_wait_for_the_step_on_the_host(ranks: Ranks, how: str, speculate: bool) -> None:
+    """By operation, in lists, in place, by shards and whole: the bits of FusedAdam."""
+    case = Case(1.0, speculate=speculate, max_grad_norm=1e6)
+    ranks(2).run(_reads_what_is_stepped, how, case)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp"])
+def test_readers_wait_in_every_strategy(ranks: Ranks, strategy: str) -> None:
+    """Replicated parameters are plain DTensors of torch: there ``step`` itself has waited."""
+    ranks(2).run(_reads_what_is_stepped, "full_tensor", Case(1.0, strategy=strategy))
+    ranks(2).run(_reads_what_is_stepped, "norms", Case(1.0, strategy=strategy))

@@ -1,0 +1,406 @@
+"""Work on the host ahead of step() changes no bit, and is dropped where its premises fail."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megafsdp import FusedAdam, LossScaler, ScaleRule, clip_grad_norm_, full_tensor, microbatch
+from megafsdp._native import native_module
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.optimizer.kernels import square_sum
+from megafsdp.optimizer.offload.bucket_step import AheadStep, HostThreads, OffloadCounts
+from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
+from megafsdp.optimizer.offload.placement import groups_of
+from tests.fsdp.toy import Net, batches, mine
+from tests.optimizer.offload.hybrid_runs import (
+    Case,
+    assert_same,
+    backward,
+    bits,
+    make_net,
+    make_optimizer,
+)
+from tests.ranks import Ranks
+
+
+def _guesses_from_norms(limit: float) -> list[int]:
+    """Return how many buckets have run ahead after each step."""
+    case = Case(1.0, max_grad_norm=limit, speculate="auto")
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    numbers = []
+    for seed in range(4):
+        _handed_over(net, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        numbers.append(optimizer.offload_counts.speculated)
+    return numbers
+
+
+def _handed_over(net: Net, seed: int) -> float:
+    with microbatch(net, is_last=True):
+        return backward(net, seed)
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted"), [(math.inf, [4, 8, 12, 16]), (100.0, [0, 4, 8, 12]), (7.0, [0] * 4)]
+)
+def test_auto_guesses_while_norms_are_well_below_the_limit(
+    ranks: Ranks, limit: float, wanted: list[int]
+) -> None:
+    """Not before a norm is known, unless nothing is ever clipped."""
+    assert ranks(2).run(_guesses_from_norms, limit) == [wanted] * 2
+
+
+def _doubles_rate(net: Net, optimizer: FusedAdam) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 2
+
+
+def _doubles_grads_one_by_one(net: Net, optimizer: FusedAdam) -> None:
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+
+def _doubles_grads_together(net: Net, optimizer: FusedAdam) -> None:
+    torch._foreach_mul_([p.grad for p in net.parameters()], 2)
+
+
+def _doubles_local_grads(net: Net, optimizer: FusedAdam) -> None:
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        local_tensor(parameter.grad).mul_(2)
+
+
+def _clips(net: Net, optimizer: FusedAdam) -> None:
+    clip_grad_norm_(net, 0.25)
+
+
+def _clips_as_torch_does(net: Net, optimizer: FusedAdam) -> None:
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.25)
+
+
+def _unscales_as_torch_does(net: Net, optimizer: FusedAdam) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def _replaces_grads(net: Net, optimizer: FusedAdam) -> None:
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.detach().clone() * 2
+
+
+def _forgets_some_grads(net: Net, optimizer: FusedAdam) -> None:
+    for parameter in list(net.parameters())[::2]:
+        parameter.grad = None
+
+
+def _loads_weights(net: Net, optimizer: FusedAdam) -> None:
+    net.load_state_dict({name: value * 0.5 for name, value in net.state_dict().items()})
+
+
+def _edits_weights(net: Net, optimizer: FusedAdam) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(0.5)
+
+
+def _loads_states(net: Net, optimizer: FusedAdam) -> None:
+    packed = optimizer.state_dict()
+    for state in packed["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 2
+        state["step"] = state["step"] + 1
+    optimizer.load_state_dict(packed)
+
+
+def _edits_states(net: Net, optimizer: FusedAdam) -> None:
+    for parameter in net.parameters():
+        optimizer.state[parameter]["exp_avg_sq"].mul_(2)
+
+
+def _adds_a_backward(net: Net, optimizer: FusedAdam) -> None:
+    backward(net, 17)
+
+
+def _adds_a_handed_over_backward(net: Net, optimizer: FusedAdam) -> None:
+    _handed_over(net, 17)
+
+
+def _starts_over(net: Net, optimizer: FusedAdam) -> None:
+    optimizer.zero_grad()
+    _handed_over(net, 17)
+
+
+def _starts_over_in_place(net: Net, optimizer: FusedAdam) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    _handed_over(net, 17)
+
+
+def _forgets_all_grads(net: Net, optimizer: FusedAdam) -> None:
+    net.zero_grad()
+    backward(net, 17)
+
+
+def _evaluates(net: Net, optimizer: FusedAdam) -> None:
+    with torch.no_grad():
+        net(*mine(batches(1, seed=3)[0]))
+
+
+_CHANGES = [
+    _doubles_rate,
+    _doubles_grads_one_by_one,
+    _doubles_grads_together,
+    _doubles_local_grads,
+    _clips,
+    _clips_as_torch_does,
+    _unscales_as_torch_does,
+    _replaces_grads,
+    _forgets_some_grads,
+    _loads_weights,
+    _edits_weights,
+    _loads_states,
+    _edits_states,
+    _adds_a_backward,
+    _adds_a_handed_over_backward,
+    _starts_over,
+    _starts_over_in_place,
+    _forgets_all_grads,
+    _evaluates,
+]
+
+
+def _change_counts(change: Callable[[Net, FusedAdam], None], is_late: bool) -> list[int]:
+    """Change something between a handed-over backward and its step, once in three steps."""
+    case = Case(1.0, max_grad_norm=100.0, speculate=True)
+    found: list[dict[str, Any]] = []
+    for fraction in (None, 1.0):
+        net = make_net(case)
+        optimizer = make_optimizer(net, replace(case, fraction=fraction))
+        for seed in range(3):
+            with pytest.MonkeyPatch.context() as patch:
+                may_run = _hold_back(patch, AheadStep, "run") if is_late else threading.Event()
+                try:
+                    _handed_over(net, seed)
+                    if seed == 1:
+                        change(net, optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                finally:
+                    may_run.set()
+                if fraction is not None:
+                    optimizer.synchronize()
+        found.append(bits(net, optimizer))
+    assert_same(found[1], found[0])
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    return [optimizer.offload_counts.committed, optimizer.offload_counts.replayed]
+
+
+def _hold_back(patch: pytest.MonkeyPatch, owner: type, name: str) -> threading.Event:
+    """Hold calls of a method back until the event is set."""
+    event, inner = threading.Event(), getattr(owner, name)
+
+    def late(*arguments: object) -> None:
+        assert event.wait(30), "the gate was opened"
+        inner(*arguments)
+
+    patch.setattr(owner, name, late)
+    return event
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("change", _CHANGES)
+def test_what_changes_between_backward_and_step_counts(
+    ranks: Ranks, change: Callable[[Net, FusedAdam], None], is_late: bool
+) -> None:
+    """The step is that of FusedAdam; what ran ahead may have ended by then, or not begun."""
+    for committed, _ in ranks(2).run(_change_counts, change, is_late):
+        # Four units in each of the other steps; the one in the middle depends on the change.
+        assert committed == 12 if change is _evaluates else committed >= 8
+
+
+def _step_returns_first(limit: float) -> OffloadCounts:
+    """Hold all steps ahead back until step() has returned."""
+    case = Case(1.0, max_grad_norm=limit, speculate=True)
+    found = []
+    for fraction in (None, 1.0):
+        net = make_net(case)
+        optimizer = make_optimizer(net, replace(case, fraction=fraction))
+        for seed in range(3):
+            with pytest.MonkeyPatch.context() as patch:
+                may_run = _hold_back(patch, HostThreads, "update")
+                try:
+                    _handed_over(net, seed)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if fraction is not None:
+                        assert optimizer.offload_counts.committed <= 4 * seed
+                finally:
+                    may_run.set()
+                if fraction is not None:
+                    optimizer.synchronize()
+        found.append(bits(net, optimizer))
+    assert_same(found[1], found[0])
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    return optimizer.offload_counts
+
+
+def test_step_returns_before_the_work_ahead_of_it_has_run(ranks: Ranks) -> None:
+    """All of it is taken, whether it has run or not."""
+    assert ranks(2).run(_step_returns_first, 100.0) == [OffloadCounts(12, 12, 0)] * 2
+
+
+def _failure_ahead() -> None:
+    net = make_net(Case(max_grad_norm=100.0))
+    optimizer = make_optimizer(net, Case(1.0, max_grad_norm=100.0, speculate=True))
+
+    def fails(step: AheadStep) -> None:
+        raise MemoryError("no host memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AheadStep, "_run", fails)
+        _handed_over(net, 0)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="no host memory") as error:
+            optimizer.step()
+    assert isinstance(error.value.__cause__, MemoryError)
+
+
+def test_a_failure_ahead_of_the_step_is_raised_with_its_cause(ranks: Ranks) -> None:
+    """By the first step that waits for it."""
+    ranks(2).run(_failure_ahead)
+
+
+def _scaled_run(case: Case, unscales: bool) -> tuple[dict[str, Any], OffloadCounts | None]:
+    """Train with a loss scale that doubles and gradients that overflow once."""
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    scaler = LossScaler(ScaleRule(1024.0, growth_window=3, hysteresis=1))
+    for seed in range(8):
+        with microbatch(net, is_last=True):
+            loss = net(*mine(batches(1, seed=seed)[0]))
+            scaler.scale(loss * (math.inf if seed == 2 else 1.0)).backward()
+        if unscales:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            # As torch.amp.GradScaler does.
+            optimizer.grad_scale = torch.tensor(scaler.current_scale)  # type: ignore[attr-defined]
+            optimizer.found_inf = torch.tensor(float(seed == 2))  # type: ignore[attr-defined]
+            optimizer.step()
+            scaler.update(is_finite=seed != 2)
+        optimizer.zero_grad()
+    counts = getattr(optimizer, "offload_counts", None)
+    return bits(net, optimizer) | {"scale": scaler.current_scale}, counts
+
+
+def _scaled_runs_agree(unscales: bool) -> OffloadCounts | None:
+    case = Case(None, max_grad_norm=100.0, speculate=True)
+    wanted, _ = _scaled_run(case, unscales)
+    found, counts = _scaled_run(replace(case, fraction=1.0), unscales)
+    assert_same(found, wanted)
+    return counts
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_loss_scales_and_overflows_change_no_bit(ranks: Ranks, unscales: bool) -> None:
+    """The guess follows the scale; gradients that are unscaled in place are copied anew."""
+    for counts in ranks(2).run(_scaled_runs_agree, unscales):
+        # The first scale is not known beforehand, later ones are until they move.
+        assert (counts.committed > 0) == (counts.replayed > 0) == (not unscales)
+
+
+def _sums_are_made_once() -> tuple[int, int]:
+    """Return how often gradients are squared and summed in a step that is handed over, and not."""
+    case = Case(1.0, max_grad_norm=100.0, speculate=True)
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    numbers = []
+    for run in (_handed_over, backward):
+        with pytest.MonkeyPatch.context() as patch:
+            calls: list[int] = []
+            inner = square_sum.device_sum_of_squares
+
+            def counted(
+                values: torch.Tensor,
+                calls: list[int] = calls,
+                inner: Callable[..., torch.Tensor] = inner,
+                **options: Any,
+            ) -> torch.Tensor:
+                calls.append(values.numel())
+                return inner(values, **options)
+
+            patch.setattr(square_sum, "device_sum_of_squares", counted)
+            run(net, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        numbers.append(len(calls))
+    return numbers[0], numbers[1]
+
+
+def test_the_norm_is_made_of_the_sums_that_travel_with_gradients(ranks: Ranks) -> None:
+    """Each gradient is read once for both; without kernels the norm is made in another way."""
+    num_for_norm = 0 if native_module() is None else 4
+    assert ranks(2).run(_sums_are_made_once) == [(4, num_for_norm)] * 2
+
+
+def _frozen_parts_agree() -> int:
+    case = Case(None, max_grad_norm=100.0, speculate=True)
+    found = []
+    for fraction in (None, 1.0):
+        net = make_net(case)
+        # A part that the optimizer does not have, and one that is frozen after two steps.
+        net.blocks[0].up.weight.requires_grad_(False)
+        optimizer = make_optimizer(net, replace(case, fraction=fraction))
+        for seed in range(5):
+            net.blocks[1].norm.weight.requires_grad_(seed < 2)
+            _handed_over(net, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.synchronize()
+        weights = {n: full_tensor(p.detach()) for n, p in net.named_parameters()}
+        found.append({n: w.clone() for n, w in weights.items()})
+    assert_same(found[1], found[0])
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    return optimizer.offload_counts.committed
+
+
+def test_frozen_parts_of_a_unit_keep_their_values(ranks: Ranks) -> None:
+    """A unit whose step leaves elements out is not stepped into the second slab."""
+    for num_committed in ranks(2).run(_frozen_parts_agree):
+        # Two units in all five steps, one in two of them.
+        assert num_committed == 2 * 5 + 2
+
+
+def _bytes() -> None:
+    for speculate, per_element in ((False, 12), (True, 24)):
+        net = make_net(Case())
+        case = Case(1.0, max_grad_norm=100.0, speculate=speculate)
+        optimizer = make_optimizer(net, case)
+        assert isinstance(optimizer, HybridDeviceOptimizer)
+        for seed in range(2):
+            _handed_over(net, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        numel = sum(g.main_weight.flat.numel() for g in groups_of(net.parameters()))
+        assert optimizer.host_ledger.total == per_element * numel
+        # Gradients in fp32 and a cast in bf16.
+        assert optimizer.host_nbytes == (per_element + 6) * numel
+
+
+def test_a_second_slab_is_made_by_those_who_guess(ranks: Ranks) -> None:
+    """Twelve bytes an element in place, as many again where steps may have to be undone."""
+    ranks(2).run(_bytes)

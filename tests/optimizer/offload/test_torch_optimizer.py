@@ -1,0 +1,205 @@
+"""Any element-wise torch optimizer steps the host's part, as it would step the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafsdp import FusedAdam, HybridDeviceOptimizer, clip_grad_norm_, full_tensor
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.checkpoint import load, save
+from tests.fsdp.toy import Net, batches, mine
+from tests.optimizer.offload.hybrid_runs import Case, assert_same, backward, bits, make_net
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"foreach": False}),
+    "adagrad": (torch.optim.Adagrad, {"foreach": False, "eps": 1e-10}),
+    "rmsprop": (torch.optim.RMSprop, {"foreach": False, "centered": True}),
+}
+
+
+def _hybrid(net: Net, kind: str, fraction: float = 1.0, **options: Any) -> HybridDeviceOptimizer:
+    cls, own = KINDS[kind]
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1]},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 3e-3},
+    ]
+    return HybridDeviceOptimizer(
+        groups,
+        lr=1e-2,
+        offload_fraction=fraction,
+        cpu_optimizer_cls=cls,
+        cpu_optimizer_kwargs=own,
+        **options,
+    )
+
+
+def _whole(net: Net, kind: str) -> torch.optim.Optimizer:
+    cls, own = KINDS[kind]
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1]},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 3e-3},
+    ]
+    options = own | ({"weight_decay": 0.0} if kind == "adamw" else {})
+    return cls(groups, lr=1e-2, **options)  # type: ignore[call-arg]
+
+
+def _trains_alike(kind: str, clips: bool) -> None:
+    whole_net = make_net(Case())
+    whole = _whole(whole_net, kind)
+    net = make_net(Case())
+    hybrid = _hybrid(net, kind, max_grad_norm=0.5 if clips else None)
+    for seed in range(5):
+        assert backward(net, seed) == backward(whole_net, seed)
+        if seed == 2:
+            net.blocks[1].up.weight.grad = whole_net.blocks[1].up.weight.grad = None
+        if clips:
+            clip_grad_norm_(whole_net, 0.5)
+        for optimizer in (whole, hybrid):
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= 0.8
+    for (name, a), b in zip(net.named_parameters(), whole_net.parameters(), strict=True):
+        states, wanted = hybrid.state[a], whole.state[b]
+        assert states.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(full_tensor(states[key]), full_tensor(value)), (name, key)
+        assert torch.equal(full_tensor(a.detach()), full_tensor(b.detach())), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hosts_optimizer_has_the_bits_of_one_over_the_model(ranks: Ranks, kind: str) -> None:
+    """Weights and states, with a gradient that is None, and rates by parameter group."""
+    ranks(2).run(_trains_alike, kind, False)
+
+
+def test_clipping_is_by_the_norm_of_all_gradients(ranks: Ranks) -> None:
+    """In the step, and not in place: gradients are left as they are."""
+    ranks(2).run(_trains_alike, "sgd", True)
+
+
+def _mixes() -> None:
+    """Half by SGD on the host, half by Adam on the device, each as it would step the whole."""
+    sgd_net, adam_net, net = (make_net(Case()) for _ in range(3))
+    hybrid = _hybrid(net, "sgd", 0.5)
+    adam = FusedAdam(
+        [
+            {"params": [p for p in adam_net.parameters() if p.ndim > 1]},
+            {"params": [p for p in adam_net.parameters() if p.ndim == 1], "lr": 3e-3},
+        ],
+        lr=1e-2,
+    )
+    for model, optimizer in ((sgd_net, _whole(sgd_net, "sgd")), (adam_net, adam), (net, hybrid)):
+        backward(model, 0)
+        optimizer.step()
+    hybrid.synchronize()
+    num_on_host = 0
+    for own, by_sgd, by_adam in zip(
+        net.parameters(), sgd_net.parameters(), adam_net.parameters(), strict=True
+    ):
+        is_on_host = "momentum_buffer" in hybrid.state[own]
+        num_on_host += is_on_host
+        assert torch.equal(local_tensor(own), local_tensor(by_sgd if is_on_host else by_adam))
+    assert 0 < num_on_host < len(list(net.parameters()))
+
+
+def test_the_device_keeps_adam(ranks: Ranks) -> None:
+    """One step of each, since a second one would see the other part's weights."""
+    ranks(2).run(_mixes)
+
+
+def _resumes(path: str) -> None:
+    net = make_net(Case())
+    optimizer = _hybrid(net, "adamw")
+    for seed in range(2):
+        backward(net, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    save(path, model=net, optimizer=optimizer, step=2)
+    state_dict = optimizer.state_dict()
+    restored_net, copied_net = make_net(Case()), make_net(Case())
+    restored, copied = _hybrid(restored_net, "adamw"), _hybrid(copied_net, "adamw")
+    backward(restored_net, 8)
+    restored.step()
+    restored.zero_grad()
+    parameter = restored_net.embedding.weight
+    address = local_tensor(restored.state[parameter]["exp_avg"]).data_ptr()
+    load(path, model=restored_net, optimizer=restored)
+    assert local_tensor(restored.state[parameter]["exp_avg"]).data_ptr() == address
+    copied.load_state_dict(state_dict)
+    copied_net.load_state_dict(net.state_dict())
+    for model, stepped in ((net, optimizer), (restored_net, restored), (copied_net, copied)):
+        backward(model, 3)
+        stepped.step()
+        stepped.zero_grad()
+    wanted = bits(net, optimizer)
+    assert any(name.endswith("exp_avg_sq") for name in wanted)
+    assert_same(bits(restored_net, restored), wanted)
+    assert_same(bits(copied_net, copied), wanted)
+
+
+def test_states_of_the_hosts_optimizer_are_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """C10: by checkpoints, in the memory that is there, and by state dicts."""
+    ranks(2).run(_resumes, str(tmp_path / "saved"))
+
+
+def _made_again() -> None:
+    """A second optimizer over weights that are on the host already."""
+    wanted_net, net = make_net(Case()), make_net(Case())
+    HybridDeviceOptimizer(net.parameters(), offload_fraction=1.0)
+    second: FusedAdam = HybridDeviceOptimizer(net.parameters(), offload_fraction=0.0)
+    reference = FusedAdam(wanted_net.parameters())
+    for model, optimizer in ((net, second), (wanted_net, reference)):
+        for _ in range(2):
+            model(*mine(batches(1)[0])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(bits(net, second), bits(wanted_net, reference))
+
+
+def test_weights_on_the_host_stay_there_for_another_optimizer(ranks: Ranks) -> None:
+    """Whatever its own fraction."""
+    ranks(2).run(_made_again)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cpu_optimizer_cls": "sgd"}, {"cpu_optimizer_kwargs": {"a": 1}}]
+)
+def test_what_is_no_class_of_optimizers_is_refused(options: dict[str, Any]) -> None:
+    """The class itself must be given, and options only with it."""
+    with pytest.raises(TypeError, match="cpu_optimizer_cls"):
+        HybridDeviceOptimizer([torch.nn.Parameter(torch.zeros(2))], **options)
+
+
+def _begins_again(kind: str) -> None:
+    nets = [make_net(Case()) for _ in range(2)]
+    hybrid, other = (_hybrid(net, kind) for net in nets)
+    for seed in range(3):
+        backward(nets[0], seed)
+        hybrid.step()
+        hybrid.zero_grad()
+    hybrid.state.clear()
+    nets[1].load_state_dict(nets[0].state_dict())
+    for seed in (5, 6):
+        for net, optimizer in zip(nets, (hybrid, other), strict=True):
+            backward(net, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    for own, wanted in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert hybrid.state[own].keys() == other.state[wanted].keys()
+        for key, value in other.state[wanted].items():
+            assert torch.equal(local_tensor(hybrid.state[own][key]), local_tensor(value)), key
+        assert torch.equal(local_tensor(own.detach()), local_tensor(wanted.detach()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_that_were_cleared_begin_again_on_the_host(ranks: Ranks, kind: str) -> None:
+    """As the host's optimizer has them at first, not with what it kept."""
+    ranks(2).run(_begins_again, kind)

@@ -1,0 +1,88 @@
+"""The commands for Hugging Face files: from a run's checkpoint and back, in words and in JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megafsdp import checkpoint
+from megafsdp.models import ModelConfig, build_model
+from megafsdp.training.cli.main import main
+from tests.training.runs import MODEL, tiny
+
+# transformers warns of its own future.
+pytestmark = pytest.mark.filterwarnings("default")
+_CONFIG = ModelConfig(vocab_size=320, **MODEL)
+
+
+def _save_as_run(folder: Path) -> Path:
+    """Save a checkpoint with what a run stores beside the weights."""
+    root = folder / "checkpoints"
+    config = tiny(folder).to_dict()
+    checkpoint.save(root, step=3, model=build_model(_CONFIG, seed=0), extra={"config": config})
+    return root
+
+
+def test_a_run_is_exported_and_imported_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run says which model it is; padding can be cut off; the same tensors come back."""
+    root, target = _save_as_run(tmp_path), tmp_path / "exported"
+    words = ["ckpt", "export-hf", str(root), str(target), "--dtype", "fp32"]
+    tokenizer = tmp_path / "bpe.json"
+    tokenizer.write_text("{}")
+    more = ["--vocab-size", "300", "--tokenizer", str(tokenizer), "--json"]
+    assert main([*words, *more]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["model_type"] == "qwen3"
+    assert made["files"] == ["model.safetensors"]
+    assert (target / "tokenizer.json").read_text() == "{}"
+    loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(report.values())
+    weight = build_model(_CONFIG, seed=0).embedding.word_embeddings.weight
+    assert torch.equal(loaded.get_input_embeddings().weight, weight[:300])
+
+    again = tmp_path / "again"
+    words = ["ckpt", "import-hf", str(target), str(again), "--step", "7"]
+    assert main([*words, "--padded-vocab-size", "320", "--no-progress"]) == 0
+    assert f"{again / 'iter_0000007'}: 18 tensors of a qwen3" in capsys.readouterr().out
+    model = build_model(_CONFIG, seed=1)
+    checkpoint.load(again, model=model)
+    state = build_model(_CONFIG, seed=0).state_dict()
+    for name, tensor in model.state_dict().items():
+        rows = slice(300) if tensor.shape[0] == 320 else slice(None)
+        assert torch.equal(tensor[rows], state[name][rows]), name
+
+
+def test_a_config_file_says_what_the_checkpoint_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it the message asks for it; wrong files are named."""
+    root = tmp_path / "root"
+    checkpoint.save(root, step=1, model=build_model(_CONFIG, seed=0))
+    words = ["ckpt", "export-hf", str(root), str(tmp_path / "exported")]
+    assert main(words) == 1
+    assert "Pass config=" in capsys.readouterr().err
+    assert main([*words, "--config", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+    assert main([*words, "--tokenizer", str(tmp_path / "none.json")]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+    checkpoint.export_hf(build_model(_CONFIG, seed=0), tmp_path / "other")
+    assert main([*words, "--config", str(tmp_path / "other" / "config.json")]) == 0
+    assert "bytes in 1 file(s)" in capsys.readouterr().out
+    assert main(words) == 1, "the directory is taken"
+
+
+def test_the_package_does_not_need_the_libraries() -> None:
+    """Neither safetensors nor transformers is imported by the package or its console entry."""
+    code = (
+        "import sys, megafsdp.training.cli.main; "
+        "assert not {'safetensors', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

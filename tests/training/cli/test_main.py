@@ -1,0 +1,109 @@
+"""The console entry: commands, exit codes, messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megafsdp.training import to_yaml
+from megafsdp.training.cli.main import main
+from tests.training.runs import tiny, write_corpus
+
+
+def test_train_runs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A YAML file and an override are a run; the code is 0."""
+    write_corpus(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(tiny(tmp_path)))
+    assert main(["train", "--config", str(path), "--train.steps=2"]) == 0
+    assert "step 2/2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--trian.steps", "2"], "train.steps", 2),
+        (["--train.steps", "2"], "data.train", 2),
+        (["--train.steps", "2", "--data.train=[no/such]"], "no/such.idx", 1),
+        (["--train.steps", "2", "--data.train=[x]", "--parallel.tp=2"], "tp", 2),
+    ],
+)
+def test_error_of_the_user_is_one_message(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    code: int,
+) -> None:
+    """No traceback, an exit code that is not 0, and a sentence that says how to mend it."""
+    given = [*arguments, "--run.directory", str(tmp_path / "run"), "--run.device=cpu"]
+    assert main(["train", *given]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_prep_writes_files_that_train_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Text goes in, a prefix comes out; a second call finds it done."""
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}\n" * 50)
+    words = ["prep", str(tmp_path), "--output", str(tmp_path / "data"), "--validation-every=4"]
+    assert main(words) == 0
+    assert "train 3 documents" in capsys.readouterr().out
+    assert main(words) == 0
+    config = tiny(tmp_path, data={"train": [str(tmp_path / "data/train")], "validation": []})
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert main(["train", "--config", str(path), "--train.steps=1"]) == 0
+
+
+def test_prep_without_inputs_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asks for files or for the standard library."""
+    assert main(["prep", "--output", str(tmp_path / "data")]) == 2
+    assert "inputs or stdlib" in capsys.readouterr().err
+
+
+def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a finding, and code 0 whatever is lost."""
+    assert main(["doctor"]) == 0
+    assert "torch" in capsys.readouterr().out
+
+
+def test_inspect_lists_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text and as JSON; a folder without one is an error."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    main(["train", "--config", str(path), "--train.steps=1"])
+    capsys.readouterr()
+    assert main(["ckpt", "inspect", str(config.checkpoint_directory)]) == 0
+    assert "model.decoder.layers.0.mlp.linear_fc1.weight" in capsys.readouterr().out
+    assert main(["ckpt", "inspect", str(config.checkpoint_directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 1
+    assert main(["ckpt", "inspect", str(tmp_path)]) == 1
+    assert "CheckpointError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["trian"], ["ckpt"], ["ckpt", "inspect"]])
+def test_unknown_command_is_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no command exits with 2 and the usage."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(words)
+    assert exit_info.value.code == 2
+    assert "usage: megafsdp" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The list of commands is complete."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("train", "prep", "doctor", "ckpt"))

@@ -1,0 +1,253 @@
+"""YAML files, command lines, and what is said about wrong names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megafsdp.errors import ConfigError
+from megafsdp.training.config.parse import config_from_dict, differences, parse_config, to_yaml
+
+EXAMPLES = sorted(Path(__file__).parents[3].glob("examples/configs/*.yaml"))
+
+
+def _write(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_command_line_overrides_file(tmp_path: Path) -> None:
+    """The file fills in, the command line has the last word, the rest are defaults."""
+    path = _write(tmp_path, "optimizer: {lr: 2e-3, eps: 1.0e-6}\ndata: {train: [a, b]}\n")
+    config = parse_config(["--config", path, "--optimizer.lr", "5e-4", "--data.train+=c"])
+    assert config.optimizer.lr == 5e-4
+    assert config.optimizer.eps == 1e-6
+    assert config.data.train == ["a", "b", "c"]
+    assert config.optimizer.weight_decay == 0.1
+
+
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_command_line_overrides_files_that_come_later(tmp_path: Path, form: str) -> None:
+    """Files override each other in their order, and options override them wherever they stand."""
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("train: {steps: 7, global_batch_size: 4}\nrun: {name: first}")
+    second.write_text("train: {steps: 9, global_batch_size: 8}")
+    words = ["--train.steps", "2", *form.format(first).split(), "--run.seed=5"]
+    config = parse_config([*words, *form.format(second).split()])
+    assert (config.train.steps, config.train.global_batch_size) == (2, 8)
+    assert (config.run.name, config.run.seed) == ("first", 5)
+
+
+def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
+    """What to_yaml() writes is read back as the same configuration."""
+    config = parse_config(
+        ["--optimizer.betas=[0.8,0.9]", "--model.num_layers=3", "--data.train=[x]", "--run.name=n"]
+    )
+    assert parse_config(["--config", _write(tmp_path, to_yaml(config))]) == config
+    assert config_from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("value", [None, True, False, 1, 2])
+def test_resharding_is_a_choice_or_a_number(tmp_path: Path, value: bool | int | None) -> None:
+    """True is not read as 1, from a file, a command line or a checkpoint's values."""
+    config = parse_config([f"--parallel.reshard_after_forward={json.dumps(value)}"])
+    again = parse_config(["--config", _write(tmp_path, to_yaml(config))])
+    for each in (config, again, config_from_dict(config.to_dict())):
+        assert each.parallel.reshard_after_forward is value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["--optimizer.lrr", "1"], "optimizer.lr"),
+        (["--model.num_layer=2"], "model.num_layers"),
+        (["--lr", "1"], "optimizer.lr"),
+        (["--train.sequence_length", "8"], "data.sequence_length"),
+        (["--optimiser.lr=1"], "optimizer.lr"),
+    ],
+)
+def test_unknown_option_names_the_nearest(arguments: list[str], nearest: str) -> None:
+    """A slip, a wrong section and a missing section all lead to the right name."""
+    with pytest.raises(ConfigError, match=rf"command line.*{nearest}"):
+        parse_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("optimizer: {learning_rate: 1, lr: 1}", "optimizer"),
+        ("optimizer: {weight_decai: 1}", "optimizer.weight_decay"),
+        ("trian: {steps: 1}", "train"),
+    ],
+)
+def test_unknown_key_of_a_file_names_the_nearest(tmp_path: Path, text: str, nearest: str) -> None:
+    """The message names the file too."""
+    with pytest.raises(ConfigError, match=rf"config\.yaml.*{nearest}"):
+        parse_config(["--config", _write(tmp_path, text)])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("train:\n  steps: 7\n  steps: 9", "'steps' twice, in lines 2 and 3"),
+        ("train: {steps: 7}\nmodel: {preset: gpt2-small}\ntrain: {}", "'train' twice.* 1 and 3"),
+        ("data: {train: [{a: 1, a: 1}]}", "'a' twice"),
+    ],
+)
+def test_key_that_stands_twice_is_refused(tmp_path: Path, text: str, found: str) -> None:
+    """YAML would take the last and lose the others without a word."""
+    with pytest.raises(ConfigError, match=rf"{found}.*config\.yaml"):
+        parse_config(["--config", _write(tmp_path, text)])
+
+
+def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
+    """One value may be written once and meant in several places."""
+    text = "data: {train: &files [a], validation: *files}\ntrain: {steps: 7}\nmuon: {eps: 7}"
+    assert parse_config(["--config", _write(tmp_path, text)]).data.validation == ["a"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--optimizer.lr", "fast"],
+        ["--train.steps", "1.5"],
+        ["--schedule.kind", "linear"],
+        ["--train.steps"],
+        ["word"],
+        ["--config", "no/such/file.yaml"],
+    ],
+)
+def test_unreadable_value_is_a_config_error(arguments: list[str]) -> None:
+    """Wrong types, unknown choices, missing values and files are errors, not exits."""
+    with pytest.raises(ConfigError, match=r"got .*(Expected|argument|No such file)"):
+        parse_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ([], (0.0, "auto")),
+        (["--optimizer.offload_fraction=0.5", "--optimizer.speculate=false"], (0.5, False)),
+        (["--optimizer.offload_fraction", "1", "--optimizer.speculate", "true"], (1, True)),
+        (["--optimizer.offload_fraction=auto", "--optimizer.speculate=auto"], ("auto", "auto")),
+    ],
+)
+def test_a_number_or_a_word_is_what_it_looks_like(
+    words: list[str], values: tuple[object, object]
+) -> None:
+    """The choices of offload are numbers, facts, or auto."""
+    optimizer = parse_config(words).optimizer
+    found = optimizer.offload_fraction, optimizer.speculate
+    assert found == values
+    assert type(found[1]) is type(values[1])
+
+
+TEXTS = [
+    "# Title",
+    "null",
+    "Null",
+    "~",
+    "---",
+    "--title",
+    "a # b",
+    "1e3",
+    "-1.5E7",
+    "[a]",
+    "'a'",
+    " a ",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_arrives_as_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """From values, a file and a command line, for fields with and without null, and in a list."""
+    values = {
+        "run": {"name": text},
+        "data": {"train": [text, text], "tokenizer": text},
+        "evaluation": {"sample_prompt": text},
+        "checkpoint": {"directory": text},
+    }
+    words = ["--config", _write(tmp_path, json.dumps(values))]
+    configs = [config_from_dict(values), parse_config(words)]
+    if text != "null":
+        scalars = ("run.name", "data.tokenizer", "evaluation.sample_prompt", "checkpoint.directory")
+        more = f"--data.train={json.dumps([text, text])}"
+        configs.append(parse_config([more, *(f"--{name}={text}" for name in scalars)]))
+    for config in configs:
+        given = {name: {k: config.to_dict()[name][k] for k in values[name]} for name in values}
+        assert given == values
+        assert config_from_dict(config.to_dict()) == config
+        assert type(config.evaluation.sample_prompt) is str
+        assert type(config.data.train[0]) is str
+    with pytest.raises(SystemExit):
+        parse_config([*words, "--print-config"])
+    printed = _write(tmp_path, capsys.readouterr().out)
+    assert parse_config(["--config", printed]) == configs[0]
+
+
+@pytest.mark.parametrize("null", ["null", "~", ""])
+def test_null_is_none(tmp_path: Path, null: str) -> None:
+    """A bare null of a file, and the word null on a command line, take a text away."""
+    path = _write(tmp_path, "evaluation: {sample_prompt: a}")
+    more = tmp_path / "more.yaml"
+    more.write_text(f"evaluation:\n  sample_prompt: {null}\n")
+    for words in (["--config", str(more)], ["--evaluation.sample_prompt", "null"]):
+        assert parse_config(["--config", path]).evaluation.sample_prompt == "a"
+        assert parse_config(["--config", path, *words]).evaluation.sample_prompt is None
+    assert config_from_dict({"data": {"tokenizer": None}}).data.tokenizer is None
+
+
+def test_text_that_begins_with_dashes_is_no_option() -> None:
+    """It has a space where a name would be, so it may stand behind its option's name."""
+    config = parse_config(["--evaluation.sample_prompt", "-- a = b"])
+    assert config.evaluation.sample_prompt == "-- a = b"
+
+
+@pytest.mark.parametrize("text", ["a: {b: [}", "- a\n- b\n", "optimizer: 3\n"])
+def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    """Broken YAML, a list, and a value in a section's place are errors."""
+    with pytest.raises(ConfigError):
+        parse_config(["--config", _write(tmp_path, text)])
+
+
+def test_section_without_values_is_named(tmp_path: Path) -> None:
+    """All of its lines are commented out, say."""
+    path = _write(tmp_path, "train: {steps: 2}\nevaluation:\n  # num_samples: 8\n")
+    with pytest.raises(ConfigError, match="section 'evaluation' without a value"):
+        parse_config(["--config", path])
+
+
+def test_print_config_prints_yaml_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    """--print-config shows the values after overrides."""
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(["--train.steps", "7", "--print-config"])
+    assert exit_info.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 7
+
+
+def test_help_describes_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help has a line for each value, with the text of its docstring."""
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--schedule.warmup_samples" in text
+    assert "Length of the linear rise from 0." in text
+
+
+def test_differences_name_both_values() -> None:
+    """Only what differs is listed; a value that one side lacks is called absent."""
+    lines = differences({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": {"z": None}})
+    assert lines == ["a.y: 2 -> 3", "b.z: 'absent' -> None"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_configuration_is_readable(path: Path) -> None:
+    """Every configuration under examples/ parses."""
+    assert parse_config(["--config", str(path)]).data.train

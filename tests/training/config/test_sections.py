@@ -1,0 +1,47 @@
+"""The configuration tree and what follows from its values."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from megafsdp.models import ActivationCheckpointing, ModelConfig, presets
+from megafsdp.training.config.execution import ActivationCheckpointingSection
+from megafsdp.training.config.sections import ModelSection
+from tests.training.runs import tiny
+
+
+def test_model_section_has_every_field_of_the_model() -> None:
+    """Whatever a model can be, a configuration can say."""
+    names = {f.name for f in fields(ModelSection)} - {"preset"}
+    assert names == {f.name for f in fields(ModelConfig)}
+
+
+def test_checkpointing_section_has_every_field_of_the_choice() -> None:
+    """Each value reaches the field of its name, and the defaults are the same."""
+    names = {f.name for f in fields(ActivationCheckpointingSection)}
+    assert names == {f.name for f in fields(ActivationCheckpointing)}
+    assert ActivationCheckpointingSection().resolve() == ActivationCheckpointing()
+    section = ActivationCheckpointingSection(mode="full", every=3, use_reentrant=True)
+    chosen = section.resolve()
+    assert (chosen.mode, chosen.every, chosen.use_reentrant) == ("full", 3, True)
+
+
+def test_overrides_stand_over_the_preset() -> None:
+    """Null keeps the preset's value; anything else replaces it, false included."""
+    model = ModelSection(preset="qwen3-0.6b", num_layers=3, tie_embeddings=False).resolve()
+    assert model.num_layers == 3
+    assert not model.tie_embeddings
+    assert model.hidden_size == presets["qwen3-0.6b"].hidden_size
+
+
+def test_length_is_whole_global_batches(tmp_path: Path) -> None:
+    """Samples beyond the last whole batch are not trained."""
+    config = tiny(tmp_path, train={"steps": None, "samples": 47})
+    assert (config.num_steps, config.num_samples) == (3, 36)
+
+
+def test_micro_batch_is_a_ranks_share_unless_given(tmp_path: Path) -> None:
+    """Null takes the whole share of a rank."""
+    assert tiny(tmp_path).micro_batch_size(3) == 4
+    assert tiny(tmp_path, train={"micro_batch_size": 2}).micro_batch_size(3) == 2

@@ -1,0 +1,254 @@
+"""Values that cannot be run, and what is said about them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megafsdp.errors import ConfigError
+from megafsdp.training.config.validate import validate
+from tests.training.runs import tiny
+
+
+def test_sound_configuration_passes(tmp_path: Path) -> None:
+    """The tiny run fits one, two, three and four ranks."""
+    for world_size in (1, 2, 3, 4):
+        validate(tiny(tmp_path), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "what"),
+    [
+        ("model", {"preset": "qwen3-toi"}, "qwen3-toy"),
+        ("model", {"num_query_groups": 3}, "num_query_groups"),
+        ("data", {"train": []}, "data.train"),
+        ("data", {"weights": [1.0, 2.0]}, "data.weights"),
+        ("data", {"split": "90,10"}, "either validation prefixes or a split"),
+        ("data", {"validation": [], "split": "all"}, "data.split"),
+        ("data", {"sequence_length": 17}, "max_sequence_length, 16"),
+        ("data", {"sequence_length": 0}, "data.sequence_length"),
+        ("optimizer", {"lr": 0.0}, "optimizer.lr"),
+        ("optimizer", {"lr": float("inf")}, "optimizer.lr"),
+        ("optimizer", {"betas": [0.9, 1.0]}, "optimizer.betas"),
+        ("optimizer", {"clip_norm": 0.0}, "optimizer.clip_norm"),
+        ("optimizer", {"weight_decay": float("nan")}, "optimizer.weight_decay"),
+        ("schedule", {"warmup_samples": -1}, "schedule.warmup_samples"),
+        ("schedule", {"decay_samples": 0}, "schedule.decay_samples"),
+        ("schedule", {"min_lr_ratio": 1.5}, "schedule.min_lr_ratio"),
+        ("train", {"steps": None}, "either steps or samples"),
+        ("train", {"samples": 120}, "either steps or samples"),
+        ("train", {"steps": None, "samples": 11}, "train.samples"),
+        ("train", {"global_batch_size": 13}, "multiple of the 2 ranks"),
+        ("train", {"micro_batch_size": 4}, "divisor of the 6 samples"),
+        ("parallel", {"dp_shard": 3}, "world size 2"),
+        ("parallel", {"dp_outer": 4}, "world size 2"),
+        ("parallel", {"outer_strategy": "optim"}, "dp_outer above 1 for optim, got 1"),
+        (
+            "parallel",
+            {"dp_outer": 2, "outer_strategy": "optim", "strategy": "optim_grads"},
+            "optim_grads_params for optim, got optim_grads",
+        ),
+        ("parallel", {"reshard_after_forward": 3}, "divisor of the 2 ranks of dp_shard, got 3"),
+        ("parallel", {"reshard_after_forward": 0}, "parallel.reshard_after_forward"),
+        ("parallel", {"reshard_after_forward": -2}, "parallel.reshard_after_forward"),
+        (
+            "parallel",
+            {"dp_outer": 2, "reshard_after_forward": 2},
+            "divisor of the 1 ranks of dp_shard",
+        ),
+        ("parallel", {"prefetch": -1}, "parallel.prefetch"),
+        ("activation_checkpointing", {"mode": "full", "every": 0}, "checkpointing.every"),
+        (
+            "activation_checkpointing",
+            {"mode": "selective", "use_reentrant": True},
+            "activation_checkpointing.use_reentrant",
+        ),
+        ("optimizer", {"kind": "sgd", "implementation": "megafsdp"}, "fused or foreach or loop"),
+        ("optimizer", {"kind": "muon", "implementation": "fused"}, "null or megafsdp for muon"),
+        (
+            "optimizer",
+            {"exp_avg_dtype": "bf16", "implementation": "fused"},
+            "fp32 for adamw in its fused",
+        ),
+        ("optimizer", {"exp_avg_sq_dtype": "fp8", "kind": "muon"}, "fp32 for muon"),
+        ("optimizer", {"exp_avg_dtype": "fp16", "kind": "sgd"}, "fp32 for sgd"),
+        ("optimizer", {"store_param_remainders": True}, "got fp32 with adamw in the megafsdp"),
+        ("optimizer", {"offload_fraction": 1.5}, "auto or a number from 0 to 1, got 1.5"),
+        ("optimizer", {"offload_fraction": "auto", "kind": "adam"}, "auto with adam in"),
+        ("optimizer", {"speculate": True}, "optimizer.speculate"),
+        (
+            "optimizer",
+            {"speculate": True, "offload_fraction": 1.0, "offload_overlap": False},
+            "got true with 1.0 and offload_overlap False",
+        ),
+        ("optimizer", {"offload_fraction": 0.5, "kind": "adam"}, "0.5 with adam in"),
+        ("optimizer", {"offload_fraction": 0.5, "implementation": "fused"}, "the fused form"),
+        ("optimizer", {"offload_fraction": 0.5, "exp_avg_dtype": "bf16"}, "states in bf16 and"),
+        ("optimizer", {"lr_multipliers": {"*embedding*": -1.0}}, "got -1.*'[*]embedding[*]'"),
+        (
+            "optimizer",
+            {"lr_multipliers": {"*norm*": 2.0, "*emb": 2.0}},
+            "'[*]emb'. that match none",
+        ),
+        ("muon", {"ns_steps": 3}, "optimizer.kind muon"),
+        ("muon", {"momentum": 1.0}, "muon.momentum"),
+        ("muon", {"ns_steps": 0}, "muon.ns_steps"),
+        ("loss_scale", {"window": 5}, "param_dtype fp16, got fp32"),
+        ("checkpoint", {"keep_last": 0}, "checkpoint.keep_last"),
+        ("logging", {"interval_steps": 0}, "logging.interval_steps"),
+        ("run", {"seed": -1}, "from 0 to 18446744073709551614, got -1.*run.seed"),
+        ("run", {"seed": 2**64 - 1}, "from 0 to 18446744073709551614, got"),
+        ("run", {"timeout_s": 1e15}, "at most 1,000,000,000 seconds.*run.timeout_s"),
+        ("data", {"seed": -1}, "from 0 to 4294967295, got -1.*data.seed"),
+        ("data", {"seed": 2**32}, "from 0 to 4294967295, got"),
+        ("evaluation", {"sample_temperature": -0.5}, "evaluation.sample_temperature"),
+        ("evaluation", {"sample_temperature": float("nan")}, "evaluation.sample_temperature"),
+        ("evaluation", {"sample_temperature": float("inf")}, "evaluation.sample_temperature"),
+    ],
+)
+def test_value_that_cannot_be_run_is_refused(
+    tmp_path: Path, section: str, values: dict[str, Any], what: str
+) -> None:
+    """The message names the field or the bound, and says how to mend it."""
+    config = tiny(tmp_path, **{section: values})
+    with pytest.raises(ConfigError, match=what):
+        validate(config, world_size=2)
+
+
+def test_largest_seeds_pass(tmp_path: Path) -> None:
+    """Each rank adds its own number to the run's seed, and the last one still has a generator."""
+    sections = {"run": {"seed": 2**64 - 2}, "data": {"seed": 2**32 - 1}}
+    config = tiny(tmp_path, **sections)
+    validate(config, world_size=2)
+    torch.Generator().manual_seed(config.run.seed + 1)
+    np.random.RandomState(config.data.seed)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dp_outer": 2},
+        {"dp_outer": 2, "outer_strategy": "optim"},
+        {"dp_outer": 4, "outer_strategy": "optim", "dp_shard": 1},
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": 2},
+        {"dp_outer": 2, "reshard_after_forward": 2},
+        {"reshard_after_forward": False, "strategy": "optim_grads"},
+    ],
+)
+def test_sound_way_to_divide_passes(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Each of these is a way of dividing the model among four ranks."""
+    validate(tiny(tmp_path, parallel=values), world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "known"),
+    [
+        ("parallel", {"strategy": "zero"}, "no_shard"),
+        ("parallel", {"outer_strategy": "optim_grads"}, "no_shard"),
+        ("parallel", {"reshard_after_forward": "often"}, "reshard_after_forward"),
+        ("precision", {"main_params_dtype": "fp8"}, "bf16"),
+        ("precision", {"main_grads_dtype": "fp64"}, "bf16"),
+        ("activation_checkpointing", {"mode": "some"}, "selective"),
+        ("optimizer", {"offload_fraction": "most"}, "auto"),
+        ("optimizer", {"speculate": "maybe"}, "auto"),
+    ],
+)
+def test_unknown_choice_is_refused(
+    tmp_path: Path, section: str, values: dict[str, Any], known: str
+) -> None:
+    """A name that no choice has is an error, with the known ones or the field listed."""
+    with pytest.raises(ConfigError, match=known):
+        tiny(tmp_path, **{section: values})
+
+
+def test_fused_steps_need_gradients_of_the_weights_dtype(tmp_path: Path) -> None:
+    """SGD in its other forms takes any."""
+    precision = {"main_grads_dtype": "bf16"}
+    fused, loop = (
+        tiny(tmp_path, precision=precision, optimizer={"kind": "sgd", "implementation": form})
+        for form in ("fused", "loop")
+    )
+    validate(loop, world_size=2)
+    with pytest.raises(ConfigError, match="sgd in its fused form"):
+        validate(fused, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_sound"),
+    [
+        ({}, True),
+        ({"parallel": {"strategy": "no_shard"}}, False),
+        ({"precision": {"main_params_dtype": "bf16"}}, False),
+        ({"precision": {"main_params_dtype": "bf16"}, "run": {"device": "cuda"}}, True),
+        (
+            {
+                "precision": {"main_params_dtype": "bf16"},
+                "run": {"device": "cuda"},
+                "parallel": {"offload_parameters": True},
+            },
+            False,
+        ),
+    ],
+)
+def test_fused_sgd_is_refused_where_torchs_is_missing_or_wrong(
+    tmp_path: Path, sections: dict[str, Any], is_sound: bool
+) -> None:
+    """For replicated weights, and for narrow ones on a CPU; null is no fused form anywhere."""
+    sgd: dict[str, Any] = {"kind": "sgd", "implementation": "fused"}
+    fused, free = (tiny(tmp_path, optimizer=s, **sections) for s in (sgd, {"kind": "sgd"}))
+    validate(free, world_size=2)
+    if is_sound:
+        validate(fused, world_size=2)
+        return
+    with pytest.raises(ConfigError, match="Expected null, foreach or loop"):
+        validate(fused, world_size=2)
+
+
+@pytest.mark.parametrize("name", ["*typo_norm*", "final_layernorm", "LayerNorm", "decoder.layers"])
+def test_kept_name_that_matches_nothing_is_refused(tmp_path: Path, name: str) -> None:
+    """Beside one that does; a module of modules is a name."""
+    config = tiny(tmp_path, precision={"keep_fp32": ["embedding", name]})
+    if name == "decoder.layers":
+        validate(config, world_size=2)
+        return
+    with pytest.raises(ConfigError, match=rf"got \['{re.escape(name)}'\].*precision.keep_fp32"):
+        validate(config, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_torchs_adam_needs_gradients_of_the_weights_dtype(tmp_path: Path, kind: str) -> None:
+    """Our own forms take any."""
+    precision = {"main_grads_dtype": "bf16"}
+    torchs, ours, muon = (
+        tiny(tmp_path, precision=precision, optimizer=section)
+        for section in ({"kind": kind, "implementation": "loop"}, {"kind": kind}, {"kind": "muon"})
+    )
+    validate(ours, world_size=2)
+    validate(muon, world_size=2)
+    with pytest.raises(ConfigError, match=f"main_params_dtype, fp32, for {kind} in its loop form"):
+        validate(torchs, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "section", [{"hysteresis": 0}, {"initial": 0.5}, {"constant": -1.0}, {"window": 0}]
+)
+def test_loss_scale_that_cannot_work_is_refused(tmp_path: Path, section: dict[str, float]) -> None:
+    """What the rule of the scale refuses is an error of the configuration."""
+    precision = {"param_dtype": "fp16"}
+    validate(tiny(tmp_path, precision=precision), world_size=2)
+    config = tiny(tmp_path, precision=precision, loss_scale=section)
+    with pytest.raises(ConfigError, match="0 < min_scale"):
+        validate(config, world_size=2)
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp", "ep"])
+def test_reserved_degree_says_that_it_is_not_built(tmp_path: Path, axis: str) -> None:
+    """A sound wish raises NotImplementedError that names it."""
+    with pytest.raises(NotImplementedError, match=axis):
+        validate(tiny(tmp_path, parallel={axis: 2}), world_size=2)

@@ -1,0 +1,179 @@
+"""Bytes of host and device that a dry run says of an offloaded optimizer, against real steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafsdp.device.memory import Category
+from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
+from megafsdp.training import Config
+from megafsdp.training.cli.main import main
+from megafsdp.training.dry_run.dry_run import DryRunReport, dry_run
+from tests.ranks import Ranks
+from tests.training.runs import tiny
+from tests.training.step.steps import train_configured
+
+Bytes = dict[Category, int]
+
+
+def _config(directory: Path, **sections: Any) -> Config:
+    # Without a limit no step that has begun early is given up.
+    optimizer = {"offload_fraction": 0.5, "speculate": False, "clip_norm": None}
+    given = {
+        "optimizer": optimizer | sections.pop("optimizer", {}),
+        "model": {"num_layers": 3} | sections.pop("model", {}),
+        "precision": {"param_dtype": "bf16"} | sections.pop("precision", {}),
+    }
+    return tiny(directory, **given, **sections)
+
+
+def _train_steps(config: Config) -> tuple[Bytes, Bytes, int, Bytes, int, float]:
+    """Return what the third step cost: of the device at rest and at its peak, of the host."""
+    model, optimizer, _ = train_configured(config)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    optimizer.synchronize()
+    device, host = model._fsdp_unit().ledger, optimizer.host_ledger
+    figures = dict(device.live), dict(device.peak), device.peak_total
+    return *figures, dict(host.live), optimizer.host_nbytes, optimizer.offloaded_fraction
+
+
+def _assert_as_said(report: DryRunReport, measured: list[tuple[Any, ...]]) -> None:
+    said, host = report.footprint, report.host
+    for resting, peak, peak_total, on_host, host_nbytes, _ in measured:
+        for category in Category:
+            assert said.resting[category] == resting[category], category
+            assert said.peak[category] == peak[category], category
+        assert said.peak_total == peak_total
+        num_copies = 2 if host.second_copy else 1
+        assert num_copies * host.main_weight == on_host[Category.MAIN_WEIGHT]
+        assert num_copies * host.optimizer_state == on_host[Category.OPTIMIZER_STATE]
+        assert host.total == host_nbytes
+    assert host.total > 0
+
+
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("strategy", "fraction", "prefetch", "overlap"),
+    [
+        ("no_shard", 1.0, 1, True),
+        ("optim", 0.5, 0, True),
+        ("optim_grads", 0.3, 2, True),
+        ("optim_grads_params", 0.5, 1, True),
+        ("optim_grads_params", 1.0, 2, False),
+        ("optim_grads_params", 0.7, 0, True),
+    ],
+)
+def test_bytes_of_host_and_device_are_those_of_real_steps(
+    ranks: Ranks,
+    tmp_path: Path,
+    strategy: str,
+    fraction: float,
+    prefetch: int,
+    overlap: bool,
+    param_dtype: str,
+) -> None:
+    """Both ledgers of training steps on two ranks, to the byte."""
+    config = _config(
+        tmp_path,
+        parallel={"strategy": strategy, "prefetch": prefetch},
+        precision={"param_dtype": param_dtype},
+        optimizer={"offload_fraction": fraction, "offload_overlap": overlap},
+        train={"micro_batch_size": 3},
+    )
+    measured = ranks(2).run(_train_steps, config)
+    _assert_as_said(dry_run(config, 2), measured)
+    assert all(figures[-1] == pytest.approx(fraction, abs=0.2) for figures in measured)
+
+
+@pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
+def test_bytes_over_two_axes_are_those_of_real_steps(
+    ranks: Ranks, tmp_path: Path, outer_strategy: str
+) -> None:
+    """Replicas of the host's part, or pieces of it that are joined over the outer axis."""
+    outer = {"dp_outer": 2, "outer_strategy": outer_strategy}
+    config = _config(tmp_path, parallel=outer, train={"micro_batch_size": 3})
+    _assert_as_said(dry_run(config, 4), ranks(4).run(_train_steps, config))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "speculate", "overlap", "has_copy"),
+    [
+        ("optim_grads_params", True, True, True),
+        ("optim_grads_params", "auto", True, True),
+        ("optim", "auto", True, True),
+        ("optim_grads_params", "auto", False, False),
+        ("no_shard", True, True, False),
+    ],
+)
+def test_steps_that_begin_early_have_a_second_copy(
+    ranks: Ranks,
+    tmp_path: Path,
+    strategy: str,
+    speculate: bool | str,
+    overlap: bool,
+    has_copy: bool,
+) -> None:
+    """Of main weights and moments, where gradients are divided; bytes as in real steps."""
+    choices = {"speculate": speculate, "offload_overlap": overlap}
+    config = _config(tmp_path, parallel={"strategy": strategy}, optimizer=choices)
+    report = dry_run(config, 2)
+    three = report.host.main_weight + report.host.optimizer_state
+    assert report.host.second_copy == has_copy * three
+    _assert_as_said(report, ranks(2).run(_train_steps, config))
+
+
+def _names_on_host(config: Config) -> set[str]:
+    model, _, _ = train_configured(config)
+    owned = {name: group_of(parameter) for name, parameter in model.named_parameters()}
+    held = [name for name, group in owned.items() if group is not None and group.host_memory]
+    return {".".join(name.split(".")[:3]) for name in held}
+
+
+def test_groups_are_chosen_in_the_order_of_the_optimizer(ranks: Ranks, tmp_path: Path) -> None:
+    """A learning rate of its own puts the first layer behind the others."""
+    multipliers = {"*layers.0.*": 0.5, "*": 2.0}
+    config = _config(tmp_path, optimizer={"offload_fraction": 0.3, "lr_multipliers": multipliers})
+    on_host = [u for u in dry_run(config, 2).units if any(g.is_offloaded for g in u.groups)]
+    assert [(unit.name, unit.count) for unit in on_host] == [("decoder.layers.0", 1)]
+    assert ranks(2).run(_names_on_host, config) == [{"decoder.layers.0"}] * 2
+
+
+def test_auto_is_counted_as_all(tmp_path: Path) -> None:
+    """The table says so; the bytes are those of everything on the host."""
+    auto = dry_run(_config(tmp_path, optimizer={"offload_fraction": "auto"}), 2)
+    assert auto.host == dry_run(_config(tmp_path, optimizer={"offload_fraction": 1.0}), 2).host
+    assert "offload_fraction auto is counted as 1, its most" in auto.describe()
+    none = dry_run(_config(tmp_path, optimizer={"offload_fraction": 0.0}), 2)
+    assert "host" not in none.describe()
+    assert json.loads(none.to_json())["host_total_nbytes"] == 0
+
+
+def test_json_and_table_of_eight_billion_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    """30 bytes a parameter with both copies, a gradient and a cast; two stay on the device."""
+    words = ["--model.preset=qwen3-8b", "--precision.param_dtype=bf16", "--dry-run=64"]
+    words += ["--train.global_batch_size=64", "--optimizer.offload_fraction=1"]
+    assert main(["train", *words, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    groups = [(unit["count"], group) for unit in content["units"] for group in unit["groups"]]
+    assert all(group["is_offloaded"] for _, group in groups)
+    numel = sum(count * group["shard_numel"] for count, group in groups)
+    assert content["host_memory"] == {
+        "main weight": 4 * numel,
+        "optimizer state": 8 * numel,
+        "second copy": 12 * numel,
+        "main grad": 4 * numel,
+        "copied back": 2 * numel,
+    }
+    assert content["host_total_nbytes"] == 30 * numel
+    memory = content["memory"]
+    assert memory["main weight"]["peak_nbytes"] == memory["optimizer state"]["peak_nbytes"] == 0
+    assert memory["compute weight"] == {"resting_nbytes": 2 * numel, "peak_nbytes": 2 * numel}
+    assert main(["train", *words, "--optimizer.speculate=false"]) == 0
+    printed = capsys.readouterr().out
+    assert "host memory of a rank" in printed and "second copy" not in printed
+    assert printed.count(", on the host") == 2

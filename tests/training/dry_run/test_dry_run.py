@@ -1,0 +1,363 @@
+"""A dry run: its figures against real steps, its two outputs, its options and refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
+from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.errors import ConfigError
+from megafsdp.training import Config, config_from_dict, train
+from megafsdp.training.cli.main import main
+from megafsdp.training.dry_run.dry_run import DryRunOptions, dry_run, split_options
+from megafsdp.training.step.train_step import StepResult
+from tests.ranks import Ranks
+from tests.training.runs import tiny, write_corpus
+from tests.training.step.steps import train_configured
+
+EIGHT_BILLION = [
+    "--model.preset=qwen3-8b",
+    "--precision.param_dtype=bf16",
+    "--train.global_batch_size=1024",
+]
+
+
+def _train_steps(config: Config) -> tuple[ByteLedger, CollectiveRecord, int]:
+    """Take three steps as the loop does; return what the third cost, and the states' bytes."""
+    model, optimizer, record = train_configured(config)
+    ledger = model._fsdp_unit().ledger
+    section = config.optimizer
+    dtypes = {"exp_avg": section.exp_avg_dtype, "exp_avg_sq": section.exp_avg_sq_dtype}
+    flat = {"param_remainder"} | {n for n, dtype in dtypes.items() if dtype in ("fp32", "bf16")}
+    states = [item for state in optimizer.state.values() for item in state.items()]
+    is_ours = section.is_fused_adam
+    own = [t for n, t in states if t is not None and t.ndim and not (is_ours and n in flat)]
+    state_nbytes = sum(map(_nbytes_with_scales, own))
+    return copy.deepcopy(ledger), record, state_nbytes
+
+
+def _nbytes_with_scales(state: torch.Tensor) -> int:
+    """Return the bytes of a rank's rows, and of an fp32 scale for each 128 elements of a row."""
+    local = state.to_local()
+    nbytes = local.numel() * local.element_size()
+    if state.dtype in (torch.float16, torch.float8_e4m3fn):
+        nbytes += 4 * local.shape[0] * -(-state.shape[1:].numel() // 128)
+    return nbytes
+
+
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("strategy", "prefetch", "micro_batch_size", "architecture"),
+    [
+        ("no_shard", 1, 3, "qwen3"),
+        ("optim", 0, 3, "llama"),
+        ("optim_grads", 2, 3, "gpt"),
+        ("optim_grads_params", 0, 6, "gpt"),
+        ("optim_grads_params", 1, 3, "qwen3"),
+        ("optim_grads_params", 2, 3, "llama"),
+    ],
+)
+def test_figures_are_those_of_real_steps(
+    ranks: Ranks,
+    tmp_path: Path,
+    strategy: str,
+    prefetch: int,
+    micro_batch_size: int,
+    architecture: str,
+    param_dtype: str,
+) -> None:
+    """Ledger and counters of a training step on two ranks, to the byte."""
+    model: dict[str, Any] = {"architecture": architecture, "num_layers": 3}
+    if architecture == "gpt":
+        model["num_query_groups"] = 2
+    config = tiny(
+        tmp_path,
+        model=model,
+        parallel={"strategy": strategy, "prefetch": prefetch},
+        precision={"param_dtype": param_dtype},
+        train={"micro_batch_size": micro_batch_size},
+        optimizer={"kind": "sgd" if architecture == "llama" else "adamw", "implementation": "loop"},
+    )
+    footprint = dry_run(config, 2).footprint
+    states = footprint.resting[Category.OPTIMIZER_STATE]
+    measured = ranks(2).run(_train_steps, config)
+    for ledger, record, _ in measured:
+        for category in Category:
+            if category is not Category.OPTIMIZER_STATE:
+                assert footprint.peak[category] == ledger.peak[category], category
+                assert footprint.resting[category] == ledger.live[category], category
+        assert footprint.peak_total - states == ledger.peak_total
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            items = [item for (_, k), item in footprint.traffic.items() if k == kind]
+            assert sum(item.calls for item in items) == record.calls[kind], kind
+            assert sum(item.nbytes for item in items) == record.nbytes[kind], kind
+    assert states == max(state_nbytes for *_, state_nbytes in measured) > 0
+
+
+@pytest.mark.parametrize("main_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize("states", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+def test_states_in_flat_buffers_are_the_ledgers(
+    ranks: Ranks, tmp_path: Path, states: tuple[str, str], strategy: str, main_dtype: str
+) -> None:
+    """FusedAdam's states follow their dtypes, gaps included; every category, to the byte."""
+    config = tiny(
+        tmp_path,
+        parallel={"strategy": strategy},
+        precision={"param_dtype": "bf16", "main_params_dtype": main_dtype},
+        optimizer={
+            "exp_avg_dtype": states[0],
+            "exp_avg_sq_dtype": states[1],
+            "store_param_remainders": main_dtype == "bf16",
+        },
+    )
+    footprint = dry_run(config, 2).footprint
+    for ledger, _, others_nbytes in ranks(2).run(_train_steps, config):
+        assert others_nbytes == 0
+        for category in Category:
+            assert footprint.peak[category] == ledger.peak[category], category
+            assert footprint.resting[category] == ledger.live[category], category
+        assert footprint.peak_total == ledger.peak_total
+    assert footprint.resting[Category.OPTIMIZER_STATE] > 0
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optimizer": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}},
+        {"optimizer": {"exp_avg_dtype": "fp8"}},
+        {"optimizer": {"kind": "muon"}},
+        {"precision": {"main_params_dtype": "bf16"}, "optimizer": {"kind": "muon"}},
+        {"optimizer": {"kind": "adam", "implementation": "loop"}},
+    ],
+    ids=["scaled", "one scaled", "muon", "muon in bf16", "torch's adam"],
+)
+def test_other_states_are_those_of_real_steps(
+    ranks: Ranks, tmp_path: Path, sections: dict[str, dict[str, str]], strategy: str
+) -> None:
+    """Codes with their scales, Muon's momentum, and torch's moments, on the rank that has most."""
+    # Rows of more than one block of scales, and of a broken one.
+    model = {"ffn_hidden_size": 200, "hidden_size": 136}
+    config = tiny(tmp_path, model=model, parallel={"strategy": strategy}, **sections)
+    states = dry_run(config, 2).footprint.resting[Category.OPTIMIZER_STATE]
+    measured = ranks(2).run(_train_steps, config)
+    nbytes = [own + ledger.live[Category.OPTIMIZER_STATE] for ledger, _, own in measured]
+    assert states == max(nbytes) > 0
+
+
+def _counts_of_a_step(config: Config) -> tuple[Counter[str], Counter[str]]:
+    """Run the loop; return calls and bytes between the ends of its third and fourth step."""
+    ends: list[tuple[Counter[str], Counter[str]]] = []
+    with record_collectives() as record:
+
+        def note(step: int, result: StepResult) -> None:
+            ends.append((record.calls.copy(), record.nbytes.copy()))
+
+        train(config, on_step=note)
+    return ends[3][0] - ends[2][0], ends[3][1] - ends[2][1]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"optimizer": {"implementation": "fused"}},
+        {"precision": {"param_dtype": "fp16"}, "loss_scale": {"constant": 64.0}},
+        {
+            "precision": {"param_dtype": "fp16"},
+            "loss_scale": {"constant": 64.0},
+            "optimizer": {"kind": "sgd", "lr": 0.1},
+        },
+    ],
+    ids=["megafsdp", "torch", "fp16", "fp16 by torch"],
+)
+def test_the_loop_adds_no_collective_that_is_not_said(
+    ranks: Ranks, tmp_path: Path, sections: dict[str, dict[str, Any]]
+) -> None:
+    """On two replicas of two ranks each, calls and bytes of every kind, to the byte."""
+    write_corpus(tmp_path)
+    config = tiny(
+        tmp_path,
+        parallel={"dp_outer": 2},
+        train={"micro_batch_size": 1},
+        logging={"interval_steps": 100},
+        **{"precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}, **sections},
+    )
+    traffic = dry_run(config, 4).footprint.traffic
+    calls, nbytes = Counter[str](), Counter[str]()
+    for (_, kind), item in traffic.items():
+        calls[kind] += item.calls
+        nbytes[kind] += item.nbytes
+    assert ranks(4).run(_counts_of_a_step, config) == [(calls, nbytes)] * 4
+
+
+class _MetaOnly(TorchDispatchMode):
+    """Fail where an operator makes a tensor of some size that has memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Run, then look at the result."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device.type != "meta":
+            assert result.numel() <= 1024, f"{func} made {tuple(result.shape)}"
+        return result
+
+
+def test_eight_billion_parameters_take_no_memory() -> None:
+    """Everything of the model's size is on the meta device."""
+    config = config_from_dict(
+        {"model": {"preset": "qwen3-8b"}, "train": {"global_batch_size": 1024}}
+    )
+    with _MetaOnly():
+        assert dry_run(config, 1024).num_parameters == 8_190_735_360
+        with pytest.raises(AssertionError, match="made"):
+            torch.zeros(2048)
+
+
+def test_json_of_eight_billion_parameters_on_1024_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The sums of the units are the model's, and memory follows from the layouts."""
+    assert main(["train", *EIGHT_BILLION, "--dry-run", "1024", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["num_parameters"] == 8_190_735_360
+    assert (content["num_ranks"], content["dp_outer_size"], content["dp_shard_size"]) == (
+        1024,
+        1,
+        1024,
+    )
+    assert [unit["count"] for unit in content["units"]] == [1, 36]
+    groups = [(u["count"], g) for u in content["units"] for g in u["groups"]]
+    shard_numel = sum(count * g["shard_numel"] for count, g in groups)
+    assert sum(count * g["numel"] for count, g in groups) == content["num_parameters"]
+    assert 1024 * shard_numel == content["num_parameters"] + content["padding_numel"]
+    assert 0 < content["padding_numel"] < 0.001 * content["num_parameters"]
+    for _, group in groups:
+        assert sum(group["sub_buffer_shard_numels"]) == group["shard_numel"]
+        assert (group["compute_dtype"], group["main_dtype"]) == ("bfloat16", "float32")
+    memory = content["memory"]
+    assert memory["main weight"] == {
+        "resting_nbytes": 4 * shard_numel,
+        "peak_nbytes": 4 * shard_numel,
+    }
+    assert memory["main grad"] == {"resting_nbytes": 0, "peak_nbytes": 4 * shard_numel}
+    # The root, the kept last layer and one gathered ahead of the running one.
+    root, layer = (2 * 1024 * group["shard_numel"] for _, group in groups)
+    assert memory["unsharded"] == {"resting_nbytes": 0, "peak_nbytes": root + 2 * layer}
+    assert 0 < memory["optimizer state"]["resting_nbytes"] <= 8 * shard_numel
+    collectives = {(c["axis"], c["kind"]): c for c in content["collectives"]}
+    gathered = collectives["dp_shard", "all_gather"]
+    assert gathered["calls"] == 2 * 37 - 2
+    assert gathered["nbytes"] == root + 71 * layer
+    assert collectives["dp_shard", "reduce_scatter"]["nbytes"] == root + 36 * layer
+    assert content["peak_total_nbytes"] > content["resting_total_nbytes"] > 0
+
+
+def test_table_names_units_memory_and_collectives(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --json the same is a table."""
+    words = [*EIGHT_BILLION, "--dry-run=1024", "--parallel.dp_outer=4"]
+    assert main(["train", *words]) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "8,190,735,360 parameters on 1,024 ranks (4 x 256)",
+        "36 x decoder.layers.0",
+        "sub-buffers",
+        "padding of all units",
+        "all_reduce over dp_outer",
+        "reduce_scatter over dp_shard",
+        *(category.value for category in Category if category is not Category.COMPUTE_WEIGHT),
+    ):
+        assert part in printed
+    assert Category.COMPUTE_WEIGHT.value not in printed, "casts need no memory of their own"
+
+
+def test_main_weights_cut_over_both_axes(tmp_path: Path) -> None:
+    """outer_strategy 'optim' plans one shard a rank, and is refused but for ZeRO-3."""
+    outer = {"dp_outer": 2, "outer_strategy": "optim"}
+    report = dry_run(tiny(tmp_path, parallel=outer), 4)
+    assert {g.layout.num_shards for unit in report.units for g in unit.groups} == {4}
+    assert ("dp_outer", "all_gather") in report.footprint.traffic
+    with pytest.raises(ConfigError, match="dp_outer above 1 for optim, got 1"):
+        dry_run(tiny(tmp_path, parallel={**outer, "dp_outer": 1}), 4)
+    with pytest.raises(ConfigError, match="optim_grads_params for optim, got optim"):
+        dry_run(tiny(tmp_path, parallel={**outer, "strategy": "optim"}), 4)
+
+
+def test_number_of_ranks_comes_from_the_degrees_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given, configured, torchrun's, one: the first that is there."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    degrees = {"dp_outer": 2, "dp_shard": 3}
+    assert dry_run(tiny(tmp_path), 4).degrees.num_ranks == 4
+    assert dry_run(tiny(tmp_path, parallel=degrees)).degrees.num_ranks == 6
+    assert dry_run(tiny(tmp_path)).degrees.num_ranks == 1
+    assert dry_run(tiny(tmp_path, parallel={"dp_outer": 2})).degrees.num_ranks == 2
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert dry_run(tiny(tmp_path)).degrees.num_ranks == 3
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    with pytest.raises(ConfigError, match=r"whole number.*got 'x'.*WORLD_SIZE"):
+        dry_run(tiny(tmp_path))
+
+
+def test_optimizer_state_is_that_of_the_optimizer(tmp_path: Path) -> None:
+    """AdamW keeps two numbers a parameter, SGD one, or none without momentum."""
+    nbytes = [
+        dry_run(tiny(tmp_path, optimizer=section), 2).footprint.resting[Category.OPTIMIZER_STATE]
+        for section in ({}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.0})
+    ]
+    assert nbytes[0] == 2 * nbytes[1] > 0 == nbytes[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--a.b", "1"], (None, ["--a.b", "1"])),
+        (["--dry-run", "8", "--a.b=1"], (DryRunOptions(8, False), ["--a.b=1"])),
+        (["--a.b", "1", "--dry-run=8", "--json"], (DryRunOptions(8, True), ["--a.b", "1"])),
+        (["--dry-run", "--a.b", "1"], (DryRunOptions(None, False), ["--a.b", "1"])),
+        (["--a.b", "1", "--json", "--dry-run"], (DryRunOptions(None, True), ["--a.b", "1"])),
+        (["--dry-run", "4", "--dry-run=8"], (DryRunOptions(8, False), [])),
+        (["--json"], (None, ["--json"])),
+    ],
+)
+def test_options_are_taken_out_of_the_command_line(words: list[str], expected: object) -> None:
+    """The rest is the configuration's."""
+    assert split_options(words) == expected
+
+
+@pytest.mark.parametrize("words", [["--dry-run=0"], ["--dry-run", "many"], ["--dry-run="]])
+def test_number_of_ranks_must_be_one(words: list[str]) -> None:
+    """The message shows how to write it."""
+    with pytest.raises(ConfigError, match=r"a number of ranks.*--dry-run 1024"):
+        split_options(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dry-run", "1024"], "global_batch_size"),
+        (["--dry-run", "8", "--parallel.dp_outer=3"], "world size 8"),
+        (["--dry-run", "8", "--parallel.dp_outer=0"], "dp_outer"),
+        (["--dry-run", "8", "--model.preset=qwen3-9b"], "qwen3-9b"),
+        (["--dry-run", "8", "--parallel.prefetch=-1"], "parallel.prefetch"),
+        (["--json", "--train.steps=1"], "json"),
+        (["--dry-run", "8", "--parallel.tp=2"], "tp"),
+    ],
+)
+def test_refusals_are_one_message(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    """What a run would refuse, a dry run refuses; the code is 2."""
+    assert main(["train", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

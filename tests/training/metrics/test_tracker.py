@@ -1,0 +1,142 @@
+"""metrics.jsonl, W&B and TensorBoard."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megafsdp.errors import ConfigError
+from megafsdp.training.metrics.tracker import (
+    JsonlTracker,
+    TensorBoardTracker,
+    Trackers,
+    check_trackers,
+)
+from tests.training.runs import tiny
+
+
+def _steps(path: Path) -> list[tuple[int, str]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(r["step"], "evaluation" if "validation_loss" in r else "step") for r in rows]
+
+
+@pytest.fixture
+def metrics_path(tmp_path: Path) -> Path:
+    """Return a file with steps 1 to 4, evaluations at 2 and 4, and half a line."""
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path, last_step=0)
+    for step in range(1, 5):
+        tracker.log({"step": step, "loss": 1.0 / step})
+        if step % 2 == 0:
+            tracker.log({"step": step, "validation_loss": 2.0, "bits_per_byte": None})
+    tracker.close()
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    return path
+
+
+def test_rows_after_the_resumed_step_are_cut(metrics_path: Path) -> None:
+    """Steps that will be taken again are not there twice; half a line is dropped."""
+    JsonlTracker(metrics_path, last_step=2).close()
+    assert _steps(metrics_path) == [(1, "step"), (2, "step"), (2, "evaluation")]
+
+
+def test_evaluation_that_is_repeated_takes_the_place_of_the_first(metrics_path: Path) -> None:
+    """A finished run that is started again has its last evaluation once, and never none."""
+    steps = [(1, "step"), (2, "step"), (2, "evaluation"), (3, "step"), (4, "step")]
+    before = [*steps, (4, "evaluation")]
+    tracker = JsonlTracker(metrics_path, last_step=4)
+    assert _steps(metrics_path) == before
+    tracker.log({"step": 4, "validation_loss": 1.5})
+    assert _steps(metrics_path) == before
+    assert json.loads(metrics_path.read_text().splitlines()[-1])["validation_loss"] == 1.5
+    tracker.log({"step": 5, "validation_loss": 1.25})
+    tracker.close()
+    assert _steps(metrics_path) == [*before, (5, "evaluation")]
+
+
+def test_new_run_starts_a_new_file(metrics_path: Path) -> None:
+    """Without a checkpoint, old rows belong to another run."""
+    JsonlTracker(metrics_path, last_step=0).close()
+    assert metrics_path.read_text() == ""
+
+
+def test_row_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    """Nothing waits in a buffer that a kill would lose; NaN becomes null, which JSON can say."""
+    tracker = JsonlTracker(tmp_path / "m.jsonl", last_step=0)
+    tracker.log({"step": 1, "loss": float("nan"), "lr": float("inf")})
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "loss": None, "lr": None}
+    tracker.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wandb_runs_offline_and_keeps_its_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a key nothing is sent; a resumed run has the identity of the first."""
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = tiny(tmp_path, logging={"wandb": True})
+    config.run_directory.mkdir()
+    first = Trackers(config, last_step=0, wandb_id=None)
+    first.log({"step": 1, "loss": 2.0})
+    first.close()
+    again = Trackers(config, last_step=1, wandb_id=first.wandb_id)
+    again.close()
+    assert first.wandb_id
+    assert again.wandb_id == first.wandb_id
+    assert list(config.run_directory.glob(f"wandb/offline-run-*/run-{first.wandb_id}.wandb"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_gets_scalars(tmp_path: Path) -> None:
+    """Each number of a row is a scalar at its step; missing ones are left out."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny(tmp_path, logging={"tensorboard": True})
+    config.run_directory.mkdir()
+    trackers = Trackers(config, last_step=0, wandb_id=None)
+    trackers.log({"step": 3, "loss": 2.5, "mfu": None})
+    trackers.close()
+    events = EventAccumulator(str(config.run_directory / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 2.5)]
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_missing_package_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """The error comes before anything is built; a package that is not asked for is not missed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_trackers(tiny(tmp_path))
+    with pytest.raises(ConfigError, match=rf"pip install 'megafsdp\[{package}\]'"):
+        check_trackers(tiny(tmp_path, logging={package: True}))
+
+
+def test_a_tracker_that_fails_leaves_the_others_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a row nor the end raises; the warning comes once."""
+    pytest.importorskip("tensorboard")
+    config = tiny(tmp_path, logging={"tensorboard": True})
+    config.run_directory.mkdir()
+    trackers = Trackers(config, last_step=0, wandb_id=None)
+
+    def fail(*unused: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TensorBoardTracker, "log", fail)
+        broken.setattr(TensorBoardTracker, "close", fail)
+        for step in (1, 2):
+            trackers.log({"step": step, "loss": 1.0})
+        trackers.close()
+    assert _steps(config.run_directory / "metrics.jsonl") == [(1, "step"), (2, "step")]
+    assert caplog.text.count("TensorBoardTracker lacks rows") == 1

@@ -1,0 +1,47 @@
+"""What the doctor finds, and what it says is lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megafsdp.training.process.doctor import examine, is_installed
+
+
+def _state() -> dict[str, str]:
+    return {finding.name: finding.describe() for finding in examine()}
+
+
+def test_everything_is_looked_at() -> None:
+    """torch, backends, GPUs, compiler, native modules, numba and the optional packages."""
+    found = set(_state())
+    assert {"python", "torch", "gloo", "nccl", "compiler", "numba", "wandb"} <= found
+    assert {"native", "native CUDA"} <= found
+    assert any(name.startswith("GPU") for name in found)
+
+
+def test_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is marked, with what it costs; the rest stays ok."""
+    monkeypatch.setenv("MEGAFSDP_NATIVE", "0")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    state = _state()
+    assert state["native"].startswith("lost")
+    assert "megafsdp._csrc is not used" in state["native"]
+    assert "megafsdp._cuda is not used" in state["native CUDA"]
+    assert "cannot be built" in state["compiler"]
+    assert "several times slower" in state["numba"]
+    assert state["gloo"].startswith("ok")
+
+
+def test_a_folder_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs of wandb leave a folder of its name in the working directory."""
+    (tmp_path / "megafsdp_no_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("megafsdp_no_package") is not None
+    assert not is_installed("megafsdp_no_package")
+    assert is_installed("torch") and not is_installed("megafsdp_nothing")
