@@ -23,7 +23,7 @@ from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.device.memory import FlatStorage
 from megafsdp.fsdp.params.compute_weight import ComputeWeight
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer
-from megafsdp.fsdp.runtime import agreement
+from megafsdp.fsdp.runtime import schedule as agreement
 from megafsdp.fsdp.runtime.schedule import FSDPContext
 from megafsdp.fsdp.runtime.unit import FSDPUnit
 
@@ -46,7 +46,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (agreement, "start_all_reduce", _USAGE),
     (collectives, "sum_shards", "summing"),
     (GradientReducer, "_pack", "packing"),
-    (ComputeWeight, "_source", "casting"),
+    (ComputeWeight, "_gather_input", "casting"),
     (FlatStorage, "allocate", "storage"),
     (FlatStorage, "release", "storage"),
     (collectives, "_all_gather_single", ISSUING),

@@ -57,7 +57,7 @@ def require_native_module() -> ModuleType:
                 "the native module megafsdp._csrc",
                 why_missing(),
                 where="this installation of megafsdp",
-                mend=f"{HOW_TO_BUILD}, and leave MEGAFSDP_NATIVE unset",
+                hint=f"{HOW_TO_BUILD}, and leave MEGAFSDP_NATIVE unset",
             )
         )
     return module

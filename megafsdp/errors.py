@@ -21,16 +21,16 @@ class CheckpointError(RuntimeError):
     """Report a checkpoint that cannot be written, found, trusted, or matched to the model."""
 
 
-def expected(what: object, got: object, *, where: str, mend: str) -> str:
+def expected(what: object, got: object, *, where: str, hint: str) -> str:
     """Format the standard three-sentence error message.
 
     Args:
         what: What the code needs, as a noun phrase.
         got: What it found instead; give the value.
         where: FQN, tensor, mesh axis, rank or file, as a sentence fragment.
-        mend: What the caller can do, as a sentence without its final full stop.
+        hint: What the caller can do, as a sentence without its final full stop.
 
     Returns:
-        ``"Expected <what>, got <got>. In <where>. <mend>."``
+        ``"Expected <what>, got <got>. In <where>. <hint>."``
     """
-    return f"Expected {what}, got {got}. In {where}. {mend}."
+    return f"Expected {what}, got {got}. In {where}. {hint}."

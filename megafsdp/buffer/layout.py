@@ -185,7 +185,7 @@ class FlatLayout:
                     f"a divisor of {self.num_shards} shards",
                     factor,
                     where="FlatLayout.merged()",
-                    mend="Merge as many shards as one mesh axis has ranks",
+                    hint="Merge as many shards as one mesh axis has ranks",
                 )
             )
         sub_buffers = tuple(
@@ -231,7 +231,7 @@ class FlatLayout:
                     f"a multiple of {divisor} elements",
                     numel,
                     where=f"the row, offset or shard of '{name}'",
-                    mend="Plan with merge_classes=False, or keep the parameter unquantized",
+                    hint="Plan with merge_classes=False, or keep the parameter unquantized",
                 )
             )
 

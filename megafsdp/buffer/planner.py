@@ -63,7 +63,7 @@ def plan_layout(
                     "tensors with at least one dimension and one element",
                     f"shape {spec.shape}",
                     where=f"tensor '{spec.name}'",
-                    mend="Keep such a tensor whole on every rank",
+                    hint="Keep such a tensor whole on every rank",
                 )
             )
     if num_shards < 1 or not specs:
@@ -72,7 +72,7 @@ def plan_layout(
                 "at least one shard and one tensor",
                 f"{num_shards} shards and {len(specs)} tensors",
                 where="plan_layout()",
-                mend="Leave out parameter groups without tensors",
+                hint="Leave out parameter groups without tensors",
             )
         )
     numel = sum(spec.numel for spec in specs)

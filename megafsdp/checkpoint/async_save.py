@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp.buffer.comm.checkpoint_errors import attempt, on_rank_zero
+from megafsdp.buffer.comm.agreement import attempt, on_rank_zero
 from megafsdp.checkpoint.background import pending_save as in_flight
 from megafsdp.checkpoint.background.pending_save import PendingSave
 from megafsdp.checkpoint.background.staging import HostSlab, Staging
@@ -80,7 +80,7 @@ def async_save(
                 "when_busy to be 'wait' or 'raise'",
                 repr(when_busy),
                 where="checkpoint.async_save()",
-                mend="Leave it out to wait",
+                hint="Leave it out to wait",
             )
         )
     if when_busy == "raise":

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, MANIFEST_FILE
-from megafsdp.checkpoint.megatron.nvidia import from_nvidia, to_nvidia
+from megafsdp.checkpoint.megatron.exporter import to_nvidia
+from megafsdp.checkpoint.megatron.importer import from_nvidia
 from megafsdp.checkpoint.tools.torch_file import from_torch, to_torch
 from megafsdp.errors import CheckpointError, expected
 
@@ -59,7 +60,7 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
             f"a torch.save file, or a directory with '{MANIFEST_FILE}' or '{DCP_METADATA_FILE}'",
             "a directory with neither" if path.is_dir() else "no such file",
             where=f"'{path}'",
-            mend="Give a checkpoint's directory, its save root, or a file",
+            hint="Give a checkpoint's directory, its save root, or a file",
         )
     )
 
@@ -147,7 +148,7 @@ def _require_sense(source: Path, pair: tuple[Format, Format], given: ConvertOpti
                 f"a conversion between {Format.MEGAFSDP.value} and another format",
                 f"one from {names}",
                 where=f"'{source}'",
-                mend="Convert to megafsdp first, and from there",
+                hint="Convert to megafsdp first, and from there",
             )
         )
     wrong = [
@@ -161,6 +162,6 @@ def _require_sense(source: Path, pair: tuple[Format, Format], given: ConvertOpti
                 f"options of a conversion from {names}: {sorted(_OPTIONS[pair]) or 'none'}",
                 wrong,
                 where=f"'{source}'",
-                mend="Leave the others out",
+                hint="Leave the others out",
             )
         )

@@ -19,13 +19,19 @@ from typing import cast
 import torch
 from torch import nn
 
-from megafsdp.buffer.comm.checkpoint_errors import agree, attempt, rank_and_world_size
+from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
 from megafsdp.checkpoint.background.pending_save import wait_for_end
 from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.coverage import is_filled
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record, read_manifest
 from megafsdp.checkpoint.format.records import RecordReader, require_files
-from megafsdp.checkpoint.format.regions import Region, Stored, local_regions, local_view, underlying
+from megafsdp.checkpoint.format.regions import (
+    Region,
+    Stored,
+    is_filled,
+    local_regions,
+    local_view,
+    underlying,
+)
 from megafsdp.checkpoint.format.rng import restore_rng_state
 from megafsdp.checkpoint.save import HasState
 from megafsdp.checkpoint.state.canonical import (
@@ -48,7 +54,7 @@ from megafsdp.checkpoint.state.optimizer_load import (
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
-from megafsdp.fsdp.params.plain_tensors import give_memory_to_meta_tensors
+from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
@@ -125,7 +131,7 @@ def load(
     strict: str = "all",
     ignore: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
-    mend: str | None = None,
+    hint: str | None = None,
 ) -> dict[str, object]:
     """Load a checkpoint in place; collective over all ranks.
 
@@ -150,7 +156,7 @@ def load(
         ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as
             ``"lm_head.*"``; a fused parameter's name means all its parts.
         allow_missing: Patterns of requested keys that may keep their own values.
-        mend: What an error of keys that do not fit tells the user to do; None names the arguments.
+        hint: What an error of keys that do not fit tells the user to do; None names the arguments.
 
     Returns:
         The ``extra`` that was saved.
@@ -160,14 +166,14 @@ def load(
             any of them touched its model.
         ValueError: The arguments contradict each other.
     """
-    rules = Rules.of(strict, ignore=ignore, allow_missing=allow_missing, mend=mend)
+    rules = Rules.of(strict, ignore=ignore, allow_missing=allow_missing, hint=hint)
     if optimizer is not None and model is None:
         raise ValueError(
             expected(
                 "the model whose parameters the optimizer holds",
                 "an optimizer alone",
                 where="checkpoint.load()",
-                mend="Pass model= too: its names say which state belongs to which parameter",
+                hint="Pass model= too: its names say which state belongs to which parameter",
             )
         )
     given = {"lr_scheduler": lr_scheduler, "loss_scaler": loss_scaler}
@@ -184,7 +190,7 @@ def load(
                 "one checkpoint for all ranks",
                 f"{sorted(set(seen))} on different ranks",
                 where=f"'{directory}'",
-                mend="Pass step=, and load while no other job saves there",
+                hint="Pass step=, and load while no other job saves there",
             )
         )
     assert plan is not None, "ranks without a plan have raised"
@@ -271,7 +277,7 @@ def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored])
                         f"stored chunks that fill {region} once",
                         f"{[copy.piece for copy in pieces][:8]}",
                         where=f"'{key}'",
-                        mend=f"The checkpoint is damaged: {ANOTHER_STEP}",
+                        hint=f"The checkpoint is damaged: {ANOTHER_STEP}",
                     )
                 )
             copies += pieces

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp.buffer.comm.checkpoint_errors import (
+from megafsdp.buffer.comm.agreement import (
     Outcome,
     attempt,
     gather_on_rank_zero,
@@ -49,8 +49,13 @@ from megafsdp.checkpoint.state.canonical import (
     optimizer_state,
     parameter_names,
 )
-from megafsdp.checkpoint.state.merge import Written, describe, library_versions
-from megafsdp.checkpoint.state.tables import checksum_of_common, own_table
+from megafsdp.checkpoint.state.merge import (
+    Written,
+    checksum_of_common,
+    describe,
+    library_versions,
+    own_table,
+)
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.params.meta import require_initialized
 
@@ -268,7 +273,7 @@ def _require_counts(step: int, keep_last: int | None, keep_every: int | None) ->
                     f"{name} to be a whole number of at least {least}",
                     repr(value),
                     where="checkpoint.save()",
-                    mend="Give None to keep all checkpoints" if least else "Count steps from 0",
+                    hint="Give None to keep all checkpoints" if least else "Count steps from 0",
                 )
             )
 

@@ -117,11 +117,11 @@ class BlendedDataset:
                         f"at least {wanted} samples",
                         length,
                         where=f"dataset {number} of a blend of {len(self)} samples",
-                        mend="Build each dataset with samples_per_dataset(weights, num_samples)",
+                        hint="Build each dataset with samples_per_dataset(weights, num_samples)",
                     )
                 )
 
 
 def _blend_error(what: str, got: object) -> ConfigError:
-    mend = "Give one positive weight a dataset, the length of the blend, and one sequence_length"
-    return ConfigError(expected(what, got, where="a blend of datasets", mend=mend))
+    hint = "Give one positive weight a dataset, the length of the blend, and one sequence_length"
+    return ConfigError(expected(what, got, where="a blend of datasets", hint=hint))

@@ -129,9 +129,9 @@ class IndexedDataset:
             raise self._error(f"a header of {HEADER.size} bytes", f"{len(header)} bytes")
         magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
         if magic != MAGIC:
-            raise self._error(f"the magic bytes {MAGIC!r}", repr(magic), mend=_NOT_AN_INDEX)
+            raise self._error(f"the magic bytes {MAGIC!r}", repr(magic), hint=_NOT_AN_INDEX)
         if version != VERSION:
-            raise self._error(f"index version {VERSION}", version, mend=_NOT_AN_INDEX)
+            raise self._error(f"index version {VERSION}", version, hint=_NOT_AN_INDEX)
         if code not in CODE_TO_DTYPE:
             raise self._error(f"a dtype code in {sorted(CODE_TO_DTYPE)}", code)
         self.dtype: np.dtype[np.generic] = CODE_TO_DTYPE[code]
@@ -174,10 +174,10 @@ class IndexedDataset:
             raise self._error(what, f"a file {state} {data_nbytes} bytes", path=self.data_path)
 
     def _error(
-        self, what: str, got: object, *, path: Path | None = None, mend: str | None = None
+        self, what: str, got: object, *, path: Path | None = None, hint: str | None = None
     ) -> DataError:
         where = f"file '{path or self.index_path}'"
-        return DataError(expected(what, got, where=where, mend=mend or _COPY_AGAIN))
+        return DataError(expected(what, got, where=where, hint=hint or _COPY_AGAIN))
 
 
 def _map(path: Path, prefix: str) -> NDArray[np.uint8]:
@@ -192,7 +192,7 @@ def _map(path: Path, prefix: str) -> NDArray[np.uint8]:
                 "a readable data file",
                 error.strerror,
                 where=f"file '{path}'",
-                mend=f"Check the prefix '{prefix}' (a path without .bin and .idx), or write the"
+                hint=f"Check the prefix '{prefix}' (a path without .bin and .idx), or write the"
                 " files with `megafsdp prep`",
             )
         ) from error

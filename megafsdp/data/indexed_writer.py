@@ -66,13 +66,13 @@ class IndexedDatasetWriter:
         """
         values = np.asarray(tokens).reshape(-1)
         if values.size > _LONGEST_SEQUENCE:
-            mend = "Add it as several sequences, then call end_document()"
-            raise self._error(f"at most {_LONGEST_SEQUENCE} tokens a sequence", values.size, mend)
+            hint = "Add it as several sequences, then call end_document()"
+            raise self._error(f"at most {_LONGEST_SEQUENCE} tokens a sequence", values.size, hint)
         stored = values.astype(self.dtype)
         if values.dtype != self.dtype and not np.array_equal(stored, values):
             token = values[stored != values][0]
-            mend = "Make the writer with dtype=token_dtype(vocab_size)"
-            raise self._error(f"tokens that fit {self.dtype.name}", f"token {token}", mend)
+            hint = "Make the writer with dtype=token_dtype(vocab_size)"
+            raise self._error(f"tokens that fit {self.dtype.name}", f"token {token}", hint)
         self._file.write(stored.tobytes())
         self._lengths.append(stored.size)
 
@@ -93,9 +93,9 @@ class IndexedDatasetWriter:
         """
         if dataset.dtype != self.dtype or dataset.sequence_modes is not None:
             modes = "" if dataset.sequence_modes is None else " with modes"
-            mend = f"Leave '{dataset.prefix}' out, or prepare it again"
+            hint = f"Leave '{dataset.prefix}' out, or prepare it again"
             raise self._error(
-                f"{self.dtype.name} tokens without modes", dataset.dtype.name + modes, mend
+                f"{self.dtype.name} tokens without modes", dataset.dtype.name + modes, hint
             )
         with dataset.data_path.open("rb") as source:
             shutil.copyfileobj(source, self._file, _COPY_NBYTES)
@@ -151,8 +151,8 @@ class IndexedDatasetWriter:
             # Nothing is left to discard after a close that succeeded.
             self.discard()
 
-    def _error(self, what: str, got: object, mend: str) -> DataError:
-        return DataError(expected(what, got, where=f"the writer of '{self.prefix}'", mend=mend))
+    def _error(self, what: str, got: object, hint: str) -> DataError:
+        return DataError(expected(what, got, where=f"the writer of '{self.prefix}'", hint=hint))
 
 
 def merge(prefixes: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
@@ -172,7 +172,7 @@ def merge(prefixes: Sequence[str | os.PathLike[str]], output: str | os.PathLike[
                 "at least one dataset",
                 "none",
                 where=f"the merge into '{os.fspath(output)}'",
-                mend="Name the prefixes to merge",
+                hint="Name the prefixes to merge",
             )
         )
     with IndexedDatasetWriter(output, datasets[0].dtype) as writer:

@@ -68,8 +68,8 @@ class Loader:
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             what = f"a data-parallel rank from 0 to {dp_size - 1}"
-            mend = "Pass the rank and the size of the same mesh"
-            raise ConfigError(expected(what, dp_rank, where="the loader", mend=mend))
+            hint = "Pass the rank and the size of the same mesh"
+            raise ConfigError(expected(what, dp_rank, where="the loader", hint=hint))
         _check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
         self.dataset = dataset
         self.global_batch_size = global_batch_size
@@ -105,7 +105,7 @@ class Loader:
                     f"a dataset of at least {end} samples and a sample that is not negative",
                     f"{len(self.dataset)} samples, asked from {consumed_samples}",
                     where=f"a global batch of {self.global_batch_size} samples",
-                    mend="Build the dataset with num_samples = steps * global_batch_size",
+                    hint="Build the dataset with num_samples = steps * global_batch_size",
                 )
             )
         first = consumed_samples + self._dp_rank * self.micro_batch_size
@@ -137,7 +137,7 @@ def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: i
     if min(global_batch_size, micro_batch_size) < 1:
         found = f"{global_batch_size} and {micro_batch_size}"
         what = "a positive global_batch_size and micro_batch_size"
-        raise ConfigError(expected(what, found, where="the loader", mend="Give 1 or more"))
+        raise ConfigError(expected(what, found, where="the loader", hint="Give 1 or more"))
     together = micro_batch_size * dp_size
     if global_batch_size % together == 0:
         return
@@ -157,6 +157,6 @@ def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: i
             f" micro_batch_size {micro_batch_size} times {dp_size} data-parallel ranks",
             global_batch_size,
             where="the loader",
-            mend="Use " + ", or ".join(choices),
+            hint="Use " + ", or ".join(choices),
         )
     )

@@ -210,9 +210,9 @@ def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokeni
             document[len(tokens) :] = ends
             writers[split].add_document(document)
         if written.nbytes["train"] == 0:
-            mend = "Give more text"
+            hint = "Give more text"
             where = f"the {len(files)} input files"
-            raise DataError(expected("text to train on", "none", where=where, mend=mend))
+            raise DataError(expected("text to train on", "none", where=where, hint=hint))
         # Older results stay whole until the new ones are; then their record goes first, so that no
         # record ever stands beside the files of another.
         Path(options.output, _META_FILE).unlink(missing_ok=True)
@@ -249,12 +249,12 @@ def _check(options: PrepOptions) -> None:
     where = "the options of prep"
     if options.stdlib == bool(options.inputs):
         found = f"stdlib={options.stdlib} and inputs {list(options.inputs)}"
-        mend = "Name text files, or choose the standard library, not both"
-        raise ConfigError(expected("either inputs or stdlib", found, where=where, mend=mend))
+        hint = "Name text files, or choose the standard library, not both"
+        raise ConfigError(expected("either inputs or stdlib", found, where=where, hint=hint))
     if options.validation_every < 0 or options.validation_every == 1:
         what = "validation_every of 0 (none), or 2 and more"
-        mend = "20 holds out 5 % of the documents"
-        raise ConfigError(expected(what, options.validation_every, where=where, mend=mend))
+        hint = "20 holds out 5 % of the documents"
+        raise ConfigError(expected(what, options.validation_every, where=where, hint=hint))
 
 
 def _require_writable(folder: Path) -> None:
@@ -265,10 +265,10 @@ def _require_writable(folder: Path) -> None:
             pass
     except OSError as error:
         found = f"{type(error).__name__}: {error}"
-        mend = "Make it a folder that this user may write to, or name another"
+        hint = "Make it a folder that this user may write to, or name another"
         where = f"the output of prep, '{folder}'"
         what = "a folder that can be written to"
-        raise ConfigError(expected(what, found, where=where, mend=mend)) from error
+        raise ConfigError(expected(what, found, where=where, hint=hint)) from error
 
 
 def _deciding_options(options: PrepOptions) -> dict[str, object]:

@@ -41,7 +41,7 @@ def split_ranges(num_sequences: int, shares: Sequence[float]) -> list[range]:
                 "shares of 0 or more, some of them positive",
                 list(shares),
                 where="the split of a dataset",
-                mend="Write the split like 99,1,0",
+                hint="Write the split like 99,1,0",
             )
         )
     total = sum(shares)

@@ -134,15 +134,15 @@ class SampleDataset:
         where = f"the samples of '{self.indexed.prefix}', sequences {self.sequences}"
         if self.sequence_length < 1 or (num_samples is not None and num_samples < 1):
             found = f"{self.sequence_length} and {num_samples}"
-            mend = "Give 1 or more, or num_samples=None for one epoch"
+            hint = "Give 1 or more, or num_samples=None for one epoch"
             what = "a positive sequence_length and num_samples"
-            raise ConfigError(expected(what, found, where=where, mend=mend))
+            raise ConfigError(expected(what, found, where=where, hint=hint))
         if self.indexed.dtype.kind not in "iu":
-            mend = "Prepare the data with an integer dtype"
+            hint = "Prepare the data with an integer dtype"
             what = "integer tokens"
-            raise DataError(expected(what, self.indexed.dtype.name, where=where, mend=mend))
+            raise DataError(expected(what, self.indexed.dtype.name, where=where, hint=hint))
         least = self.sequence_length + 1 if drop_last_partial and num_samples is None else 2
         if num_tokens < least:
-            mend = "Use a shorter sequence_length, another split, or more text"
+            hint = "Use a shorter sequence_length, another split, or more text"
             what = f"at least {least} tokens"
-            raise DataError(expected(what, num_tokens, where=where, mend=mend))
+            raise DataError(expected(what, num_tokens, where=where, hint=hint))

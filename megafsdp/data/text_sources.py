@@ -88,7 +88,7 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]
                     "at least one text file",
                     "none",
                     where=f"the input '{entry}'",
-                    mend=f"Give a file, a folder with files that end in {', '.join(suffixes)}, or a"
+                    hint=f"Give a file, a folder with files that end in {', '.join(suffixes)}, or a"
                     " pattern that matches some; `suffixes` sets the endings",
                 )
             )
@@ -151,8 +151,8 @@ def _check_uncompressed(file: io.BufferedReader, path: Path) -> None:
     start = file.peek()
     for magic, name in _COMPRESSED.items():
         if start.startswith(magic):
-            mend = "Decompress the file first"
-            raise DataError(expected("text", f"{name} data", where=f"file '{path}'", mend=mend))
+            hint = "Decompress the file first"
+            raise DataError(expected("text", f"{name} data", where=f"file '{path}'", hint=hint))
 
 
 def docstring_documents(file: TextFile) -> Iterator[str]:
@@ -168,8 +168,8 @@ def docstring_documents(file: TextFile) -> Iterator[str]:
             tree = ast.parse(file.path.read_bytes())
     except (SyntaxError, ValueError) as error:
         what = "Python source to take docstrings from"
-        mend = "Leave the file out, or read whole files with docstrings=False"
-        raise DataError(expected(what, error, where=f"file '{file.path}'", mend=mend)) from error
+        hint = "Leave the file out, or read whole files with docstrings=False"
+        raise DataError(expected(what, error, where=f"file '{file.path}'", hint=hint)) from error
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
     yield "\n\n".join(text for text in texts if text)
@@ -181,8 +181,8 @@ def _decoded(data: bytes, where: str, encoding_errors: str) -> str:
     except UnicodeDecodeError as error:
         what = "UTF-8 text"
         found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        mend = "Convert the file, leave it out, or set encoding_errors to 'replace'"
-        raise DataError(expected(what, found, where=where, mend=mend)) from error
+        hint = "Convert the file, leave it out, or set encoding_errors to 'replace'"
+        raise DataError(expected(what, found, where=where, hint=hint)) from error
 
 
 def _json_text(line: str, json_key: str, where: str) -> str:
@@ -191,11 +191,11 @@ def _json_text(line: str, json_key: str, where: str) -> str:
         value = json.loads(line)
     # ValueError: broken JSON, or a number of more digits than Python reads.
     except (ValueError, RecursionError) as error:
-        mend = "Mend the line, or take the file out of the inputs"
-        raise DataError(expected(what, f"broken JSON ({error})", where=where, mend=mend)) from error
+        hint = "Mend the line, or take the file out of the inputs"
+        raise DataError(expected(what, f"broken JSON ({error})", where=where, hint=hint)) from error
     if not isinstance(value, dict) or not isinstance(value.get(json_key), str):
         keys = ", ".join(value) if isinstance(value, dict) else "none"
-        mend = "Set json_key to the key that holds the text"
-        raise DataError(expected(what, f"the keys {keys}", where=where, mend=mend))
+        hint = "Set json_key to the key that holds the text"
+        raise DataError(expected(what, f"the keys {keys}", where=where, hint=hint))
     text: str = value[json_key]
     return text

@@ -56,13 +56,13 @@ def check_vocabulary(dataset: IndexedDataset, vocab_size: int) -> None:
     smallest, largest = token_range(dataset)
     if smallest < 0 or largest >= vocab_size:
         token = smallest if smallest < 0 else largest
-        mend = "Use the tokenizer that the data was prepared with and its vocab_size, "
+        hint = "Use the tokenizer that the data was prepared with and its vocab_size, "
         raise DataError(
             expected(
                 f"tokens from 0 to below the model's vocab_size {vocab_size}",
                 f"token {token}",
                 where=f"file '{dataset.data_path}'",
-                mend=mend + f"at least {max(largest, 0) + 1}, or prepare the data again",
+                hint=hint + f"at least {max(largest, 0) + 1}, or prepare the data again",
             )
         )
 

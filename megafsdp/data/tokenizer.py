@@ -109,8 +109,8 @@ class JsonTokenizer:
         found = [vocabulary[text] for text in candidates if text in vocabulary]
         if not found:
             what = f"a token that ends a document among {', '.join(candidates)}"
-            mend = "Name the file's own with load_tokenizer(spec, eod=...)"
-            raise ConfigError(expected(what, "none", where=f"tokenizer '{path}'", mend=mend))
+            hint = "Name the file's own with load_tokenizer(spec, eod=...)"
+            raise ConfigError(expected(what, "none", where=f"tokenizer '{path}'", hint=hint))
         self.eod = found[0]
         num_tokens = max(vocabulary.values()) + 1
         self.vocab_size = -(-num_tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
@@ -169,22 +169,22 @@ def load_tokenizer(spec: str, *, eod: str | None = None) -> Tokenizer:
 
 
 def _load_json(path: str) -> tokenizers.Tokenizer:
-    mend = f"Give '{BYTE_SPEC}' or the path of a tokenizer.json file"
+    hint = f"Give '{BYTE_SPEC}' or the path of a tokenizer.json file"
     if not Path(path).is_file():
         what = "a tokenizer file"
-        raise ConfigError(expected(what, "no such file", where=f"'{path}'", mend=mend))
+        raise ConfigError(expected(what, "no such file", where=f"'{path}'", hint=hint))
     try:
         import tokenizers
     except ImportError as error:
         what = "the tokenizers package that reads tokenizer files"
         install = "Run `pip install 'megafsdp[hf]'`, or use the tokenizer 'byte'"
         where = f"the environment that reads '{path}'"
-        raise ConfigError(expected(what, error, where=where, mend=install)) from error
+        raise ConfigError(expected(what, error, where=where, hint=install)) from error
     try:
         tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # The library raises bare Exception.
         what = "a tokenizer file"
-        raise ConfigError(expected(what, error, where=f"'{path}'", mend=mend)) from error
+        raise ConfigError(expected(what, error, where=f"'{path}'", hint=hint)) from error
     # Files keep what their model was used with: documents would be cut at its length, or filled.
     tokenizer.no_truncation()
     tokenizer.no_padding()

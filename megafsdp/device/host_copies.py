@@ -168,7 +168,7 @@ class _ThreadTransfer:
                     "a copy between device and host that ends",
                     f"{type(self._error).__name__}: {self._error}",
                     where="the link of a device that is a CPU",
-                    mend="Mend the cause; what was to be copied is not there",
+                    hint="Mend the cause; what was to be copied is not there",
                 )
             ) from self._error
 
@@ -200,7 +200,7 @@ class ThreadLink:
                     "a positive number of bytes a second",
                     bytes_per_s,
                     where="bytes_per_s of ThreadLink",
-                    mend="Give the speed of one direction, or None for no limit",
+                    hint="Give the speed of one direction, or None for no limit",
                 )
             )
         self._bytes_per_s = bytes_per_s

@@ -138,6 +138,6 @@ def device_handle(device_type: str) -> DeviceHandle:
             "a mesh of cpu or cuda devices",
             device_type,
             where="device_handle()",
-            mend="Build the mesh with device_type 'cpu' or 'cuda'",
+            hint="Build the mesh with device_type 'cpu' or 'cuda'",
         )
     )

@@ -151,7 +151,7 @@ class FSDPModule:
                     "a positive factor",
                     factor,
                     where="set_gradient_divide_factor()",
-                    mend="Give the number that the sum over ranks is divided by",
+                    hint="Give the number that the sum over ranks is divided by",
                 )
             )
         for group in self._fsdp_unit().groups:
@@ -172,7 +172,7 @@ class FSDPModule:
                     "True",
                     enable,
                     where="set_reduce_scatter_unused_params()",
-                    mend="Leave out the call: parameters that no rank used keep .grad None anyway",
+                    hint="Leave out the call: parameters that no rank used keep .grad None anyway",
                 )
             )
 
@@ -200,7 +200,7 @@ class FSDPModule:
                     "1 or more buffers",
                     max_input_buffers,
                     where="set_reduce_scatter_max_input_buffers()",
-                    mend="Use 1, which lets a reduction overlap with the next unit's backward",
+                    hint="Use 1, which lets a reduction overlap with the next unit's backward",
                 )
             )
         self._fsdp_unit().require_context().max_reductions_waiting = max_input_buffers
@@ -215,7 +215,7 @@ class FSDPModule:
         That is a forward or backward that an exception cut short, and the sums of microbatches
         whose last one does not come, which an optimizer's ``zero_grad`` knows nothing of.
         """
-        self._fsdp_unit().require_context().abandon()
+        self._fsdp_unit().require_context().reset_after_error()
         self._forget_sums()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -228,8 +228,8 @@ class FSDPModule:
     def _forget_sums(self) -> None:
         for unit in self._fsdp_units(recurse=True):
             if unit.context is not None and unit.context.has_backward_begun:
-                unit.context.abandon()
-            unit.forget_sums()
+                unit.context.reset_after_error()
+            unit.discard_unreduced_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Let ``.to()`` and its kin pass where they change nothing, refuse them otherwise."""
@@ -270,7 +270,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
                 f"a method of {type(module).__name__}",
                 repr(method_name),
                 where="register_fsdp_forward_method()",
-                mend="Give the name of a method of the module itself",
+                hint="Give the name of a method of the module itself",
             )
         )
     method = getattr(type(module), method_name)

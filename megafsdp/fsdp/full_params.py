@@ -11,8 +11,7 @@ from torch import nn
 from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.meta import device_of, require_initialized
-from megafsdp.fsdp.params.plain_tensors import give_memory_to_meta_tensors
+from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, require_initialized
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
 
@@ -89,7 +88,7 @@ def _mismatch(
             "a full tensor for every parameter and buffer",
             "; ".join(problems[:_MAX_NAMES]) + more,
             where="load_full_state_dict()",
-            mend="Give the state dict of an unsharded model of the same configuration",
+            hint="Give the state dict of an unsharded model of the same configuration",
         )
     )
 
@@ -139,12 +138,12 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     """
     contexts = {id(c): c for c in (u.require_context() for u in _outermost(model))}.values()
     for context in contexts:
-        context.is_last_microbatch = context.is_handed_over = is_last
+        context.is_last_microbatch = context.optimizer_may_start = is_last
     try:
         yield
     finally:
         for context in contexts:
-            context.is_last_microbatch, context.is_handed_over = True, False
+            context.is_last_microbatch, context.optimizer_may_start = True, False
 
 
 def _outermost(model: nn.Module) -> list[FSDPUnit]:

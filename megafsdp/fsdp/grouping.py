@@ -4,12 +4,21 @@ A unit owns the parameters below its modules that no unit below it owns. They ar
 by whether they require a gradient, and by whether they can be cut at all: parameters without
 dimensions or elements, and frozen integers, are kept whole on every rank. Everything that would
 make the engine wrong later is refused here, before anything is changed.
+
+
+MERGED fsdp/kept_fp32: Which parameters ``MixedPrecisionPolicy.keep_fp32`` names.
+
+A name counts within the module that is made a unit. Whoever sees the whole model
+(``fully_shard_model``, a blueprint) translates names that count in the model to each unit's own
+first. This file matches names; it changes nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +27,82 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.kept_fp32 import matching_names
-from megafsdp.fsdp.params.managed_parameter import GroupDtypes, ManagedParameter
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
-from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.params.parameter_group import (
+    GroupDtypes,
+    ManagedParameter,
+    ParameterGroup,
+    group_of,
+)
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import units_below
+
+
+def matching_names(fqn: str, owner: nn.Module, policy: MixedPrecisionPolicy) -> set[str]:
+    """Return the names of a policy that a parameter, a module above it, or its class answers to.
+
+    Args:
+        fqn: The parameter's name.
+        owner: The module that holds it.
+        policy: Holds names, or patterns (``fnmatch``) of names.
+    """
+    if not policy.keep_fp32:
+        return set()
+    parts = fqn.split(".")
+    names = {".".join(parts[:k]) for k in range(1, len(parts) + 1)} | {type(owner).__name__}
+    return {
+        wanted
+        for wanted in policy.keep_fp32
+        if wanted in names or any(fnmatch.fnmatchcase(name, wanted) for name in names)
+    }
+
+
+def policies_by_module(
+    model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy
+) -> dict[nn.Module, MixedPrecisionPolicy]:
+    """Return the policies of a model and of units below it, names translated to each one's own.
+
+    A name counts in the model and in each of the units.
+
+    Raises:
+        ValueError: A name matches nothing.
+    """
+    if not policy.keep_fp32:
+        return dict.fromkeys([model, *units], policy)
+    idle, kept = set(policy.keep_fp32), set()
+    for root in (model, *units):
+        for fqn, owner, parameter in _parameters_of(root):
+            matching = matching_names(fqn, owner, policy)
+            idle -= matching
+            if matching:
+                kept.add(id(parameter))
+    if idle:
+        first = next((fqn for fqn, _, _ in _parameters_of(model)), "")
+        raise ValueError(
+            expected(
+                f"names of parameters such as '{first}', of modules or their classes, or patterns",
+                f"{sorted(idle)} that match none",
+                where=f"keep_fp32 for {type(model).__name__}",
+                hint="Correct or remove them",
+            )
+        )
+    return {
+        root: dataclasses.replace(
+            policy,
+            keep_fp32=tuple(fqn for fqn, _, p in _parameters_of(root) if id(p) in kept),
+        )
+        for root in (model, *units)
+    }
+
+
+def _parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield name, owner and parameter, tied ones under each of their names."""
+    for prefix, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{attribute}" if prefix else attribute, module, parameter
+
 
 _OWNER_ATTRIBUTE = "_megafsdp_owner"
 
@@ -70,7 +148,7 @@ def find_units(
                 "classes of modules below the model",
                 f"{[str(cls) for cls in wanted]}",
                 where=f"fully_shard_model() on {type(model).__name__}",
-                mend=f"Name classes among {present}",
+                hint=f"Name classes among {present}",
             )
         )
     return units
@@ -218,7 +296,7 @@ def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below:
                 f"parameters of {type(root).__name__} that no unit outside of it owns",
                 f"'{name}', which unit '{group.label}' owns",
                 where="fully_shard()",
-                mend="Call fully_shard() on inner units first, on the root last",
+                hint="Call fully_shard() on inner units first, on the root last",
             )
         )
 
@@ -231,7 +309,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 "parameters that belong to one unit",
                 f"'{name}', which is also '{owner[1]}' of the unit {owner[0]}",
                 where="fully_shard()",
-                mend="Give the modules that share it to one call: fully_shard([first, second])",
+                hint="Give the modules that share it to one call: fully_shard([first, second])",
             )
         )
     # torch's type stubs leave out both.
@@ -243,7 +321,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 "parameters without gradient hooks",
                 f"a hook on '{name}'",
                 where="fully_shard(), which replaces the parameter",
-                mend="Call register_post_accumulate_grad_hook() after fully_shard()",
+                hint="Call register_post_accumulate_grad_hook() after fully_shard()",
             )
         )
     if isinstance(parameter, DTensor):
@@ -252,7 +330,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 "plain parameters",
                 f"'{name}', a DTensor with placements {parameter.placements}",
                 where="fully_shard()",
-                mend="Shard over data parallel ranks alone",
+                hint="Shard over data parallel ranks alone",
             )
         )
     if parameter.is_complex() or (parameter.is_floating_point() and parameter.dtype.itemsize < 2):
@@ -261,7 +339,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 "floating-point parameters of at least 16 bits, or frozen integers",
                 f"'{name}' of {parameter.dtype}",
                 where="fully_shard()",
-                mend="Name it in ignored_params, or make it a buffer",
+                hint="Name it in ignored_params, or make it a buffer",
             )
         )
 
@@ -274,7 +352,7 @@ def _check_kept_fp32(missed: dict[str, str]) -> None:
                 "names of the unit's own parameters and modules",
                 f"'{wanted}', which is '{name}' of a unit below that computes in another dtype",
                 where="keep_fp32 of fully_shard()",
-                mend="Name it in the inner unit's call as that unit knows it, or use "
+                hint="Name it in the inner unit's call as that unit knows it, or use "
                 "fully_shard_model(), where names of the whole model count",
             )
         )
@@ -295,7 +373,7 @@ def device_type_of(found: Sequence[FoundParameter]) -> str:
                 "parameters on one device",
                 f"{types}",
                 where="fully_shard()",
-                mend="Move the module to one device first",
+                hint="Move the module to one device first",
             )
         )
     if types:

@@ -33,15 +33,15 @@ from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_ten
 from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
 from megafsdp.fsdp.full_params import device_below
-from megafsdp.fsdp.params.managed_parameter import ManagedParameter
-from megafsdp.fsdp.params.meta import mark_initialized, quote
-from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
-from megafsdp.fsdp.params.plain_tensors import (
+from megafsdp.fsdp.params.meta import (
     PlainTensor,
     copy_attributes,
     find_plain_tensors,
     is_filled,
+    mark_initialized,
+    quote,
 )
+from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 
 T = TypeVar("T")
@@ -88,14 +88,14 @@ def materialize(
             what="parameters, shapes and dtypes",
             group=group,
             where=_WHERE,
-            mend="Build the same model and wrap the same modules on all ranks",
+            hint="Build the same model and wrap the same modules on all ranks",
         )
         require_equal(
             _random_state_digest(walk.device),
             what="random state",
             group=group,
             where=_WHERE,
-            mend="Call torch.manual_seed() with the same seed on all ranks just before",
+            hint="Call torch.manual_seed() with the same seed on all ranks just before",
         )
     with refusing_random_numbers():
         error = walk.run()
@@ -245,7 +245,7 @@ class _Walk:
                     "a module with units below it",
                     got,
                     where=_WHERE,
-                    mend="Call it on the outermost module given to fully_shard(), after that",
+                    hint="Call it on the outermost module given to fully_shard(), after that",
                 )
             )
         return found
@@ -334,7 +334,7 @@ class _Walk:
                 "an initialiser that fills everything",
                 f"{quote(names)} left as they were, or with NaN in them",
                 where=_WHERE,
-                mend="Give initialize=, a function that fills the parameters and buffers of one "
+                hint="Give initialize=, a function that fills the parameters and buffers of one "
                 "module, or the modules a reset_parameters()",
             )
         )

@@ -105,7 +105,7 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
                         "sharded parameters",
                         f"an original parameter of shape {tuple(parameter.shape)}",
                         where=f"param group {index} of {type(optimizer).__name__}",
-                        mend="Build the optimizer after fully_shard(), and not within "
+                        hint="Build the optimizer after fully_shard(), and not within "
                         "summon_full_params()",
                     )
                 )

@@ -59,7 +59,7 @@ class ExpertRange:
                     f"experts {self.first} to {self.first + self.count - 1} of {self.total}, "
                     f"name_component {self.name_component}",
                     where="ExpertRange",
-                    mend="Give (first, count, total), and -1 for the last component of the name",
+                    hint="Give (first, count, total), and -1 for the last component of the name",
                 )
             )
 
@@ -109,7 +109,7 @@ def annotate(
                 f"a parameter of extent {fused.extent} along dim {fused.dim}",
                 f"shape {tuple(parameter.shape)}",
                 where=f"the fused parts {fused.names}",
-                mend="Declare sizes that add up to the parameter's extent",
+                hint="Declare sizes that add up to the parameter's extent",
             )
         )
     is_expert = is_expert or experts is not None

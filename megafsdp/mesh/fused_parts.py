@@ -48,7 +48,7 @@ class FusedParts:
                     "one distinct name for each part size",
                     f"names {self.names} and sizes {self.sizes}",
                     where="FusedParts",
-                    mend="Give as many names as sizes, each once",
+                    hint="Give as many names as sizes, each once",
                 )
             )
         if min(self.sizes, default=0) < 1 or self.num_groups < 1:
@@ -57,7 +57,7 @@ class FusedParts:
                     "positive part sizes and a positive number of groups",
                     f"sizes {self.sizes}, num_groups {self.num_groups}",
                     where="FusedParts",
-                    mend="Leave out parts that have no rows",
+                    hint="Leave out parts that have no rows",
                 )
             )
         if self.stored_as is not None and not _name_each_part(self.stored_as, len(self.names)):
@@ -66,7 +66,7 @@ class FusedParts:
                     "one distinct template of {module} and {parameter} for each part",
                     repr(self.stored_as),
                     where=f"stored_as of the fused parts {self.names}",
-                    mend="Write for example '{module}.{parameter}_w', or leave stored_as out",
+                    hint="Write for example '{module}.{parameter}_w', or leave stored_as out",
                 )
             )
 

@@ -60,7 +60,7 @@ class ParallelDims:
             what,
             getattr(self, name),
             where=f"mesh axis '{name}' of ParallelDims",
-            mend="Shard over data parallel ranks with dp_shard",
+            hint="Shard over data parallel ranks with dp_shard",
         )
 
     def resolve(self, world_size: int) -> ParallelDims:
@@ -78,7 +78,7 @@ class ParallelDims:
                     f"degrees that multiply to the world size {world_size}",
                     f"{DP_OUTER} {self.dp_outer} x {DP_SHARD} {shard}",
                     where="ParallelDims",
-                    mend=f"Start {shard * self.dp_outer} processes, or set {DP_SHARD} to -1",
+                    hint=f"Start {shard * self.dp_outer} processes, or set {DP_SHARD} to -1",
                 )
             )
         return ParallelDims(self.dp_outer, shard)

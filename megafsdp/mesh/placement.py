@@ -47,7 +47,7 @@ class BlockAtomic:
                     "a positive number of rows",
                     self.rows,
                     where="BlockAtomic",
-                    mend="Give the height of the scaling block, for example 128",
+                    hint="Give the height of the scaling block, for example 128",
                 )
             )
 

@@ -101,5 +101,5 @@ class ActivationCheckpointing:
         return checkpoint(layer, x_BTH, rotary_TR, use_reentrant=self.use_reentrant)
 
 
-def _bad(name: str, what: str, got: object, mend: str) -> ConfigError:
-    return ConfigError(expected(what, got, where=f"activation_checkpointing.{name}", mend=mend))
+def _bad(name: str, what: str, got: object, hint: str) -> ConfigError:
+    return ConfigError(expected(what, got, where=f"activation_checkpointing.{name}", hint=hint))

@@ -75,7 +75,7 @@ class ModelConfig:
                     f"an architecture among {', '.join(_ARCHITECTURES)}",
                     repr(self.architecture),
                     where="ModelConfig.architecture",
-                    mend="Name one of these",
+                    hint="Name one of these",
                 )
             )
         for name in _COUNTS:
@@ -90,7 +90,7 @@ class ModelConfig:
                     "num_query_groups that divides num_attention_heads",
                     f"{self.num_query_groups} groups for {self.num_attention_heads} heads",
                     where="ModelConfig.num_query_groups",
-                    mend="Give each group the same number of query heads",
+                    hint="Give each group the same number of query heads",
                 )
             )
         if self.has_rotary_positions and self.head_dim % 2:
@@ -119,5 +119,5 @@ class ModelConfig:
 
 def _out_of_range(name: str, what: str, got: object) -> ConfigError:
     return ConfigError(
-        expected(what, got, where=f"ModelConfig.{name}", mend=f"Set {name} within this range")
+        expected(what, got, where=f"ModelConfig.{name}", hint=f"Set {name} within this range")
     )

@@ -175,7 +175,7 @@ def _to_gpt2(config: ModelConfig) -> dict[str, object]:
                 f"{config.num_query_groups} groups, {config.num_attention_heads} heads of "
                 f"{config.head_dim}",
                 where="the ModelConfig to be written as a Hugging Face config",
-                mend="Hugging Face's GPT-2 has no grouped queries; keep this model in our format",
+                hint="Hugging Face's GPT-2 has no grouped queries; keep this model in our format",
             )
         )
     return {
@@ -235,6 +235,6 @@ def _refusal(name: str, what: object, got: object) -> ConfigError:
             what,
             got,
             where=f"field {name!r} of the Hugging Face config",
-            mend="Convert a model whose config these models can follow",
+            hint="Convert a model whose config these models can follow",
         )
     )

@@ -191,7 +191,7 @@ class LanguageModel(nn.Module):
                     f"at most {self.config.max_sequence_length} tokens in a row",
                     num_positions,
                     where="the tokens given to LanguageModel.forward()",
-                    mend="Cut the sequence, or raise max_sequence_length in the model's config",
+                    hint="Cut the sequence, or raise max_sequence_length in the model's config",
                 )
             )
         rotary_TR = None

@@ -59,7 +59,7 @@ def sample(
                 "at least 1 token of context, num_tokens >= 0 and a finite temperature >= 0",
                 f"{smallest}, {num_tokens} and {temperature}",
                 where="sample()",
-                mend="Begin with one token at least, such as the end-of-document one",
+                hint="Begin with one token at least, such as the end-of-document one",
             )
         )
     for _ in range(num_tokens):

@@ -10,10 +10,9 @@ from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
 from megafsdp.optimizer.grads.norms import num_zero_grads, param_group_norms
 from megafsdp.optimizer.local_parameters import local_parameters
-from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.optimizer.muon.muon import Muon
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
-from megafsdp.optimizer.scale_rule import ScaleRule
 
 __all__ = [
     "FusedAdam",

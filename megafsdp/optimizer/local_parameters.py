@@ -63,7 +63,7 @@ class LocalParameter(nn.Parameter):
                     "None, or a change in place",
                     "an assignment",
                     where="the gradient of a local parameter",
-                    mend="Copy into it, or assign gradients of the model's own parameters",
+                    hint="Copy into it, or assign gradients of the model's own parameters",
                 )
             )
         for parameter in self._reducer.group.parameters:
@@ -76,7 +76,7 @@ class LocalParameter(nn.Parameter):
                 "the parameters of a model",
                 "a local parameter",
                 where="pickle",
-                mend="Save the model and an optimizer over model.parameters()",
+                hint="Save the model and an optimizer over model.parameters()",
             )
         )
 
@@ -110,7 +110,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
                 "a model with units below it",
                 "none",
                 where="local_parameters()",
-                mend="Call fully_shard() first",
+                hint="Call fully_shard() first",
             )
         )
     reducers = [reducer for unit in units.values() for reducer in unit.reducers]

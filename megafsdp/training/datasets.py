@@ -122,7 +122,7 @@ def _check_not_empty(part: _Part) -> None:
                 "tokens to train on",
                 f"none in {len(sequences)} of {len(indexed)} sequences",
                 where=f"file '{indexed.data_path}' of data.train",
-                mend="Leave the file out, or give training a larger share in data.split",
+                hint="Leave the file out, or give training a larger share in data.split",
             )
         )
 
@@ -136,7 +136,7 @@ def _check_tokenizer(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | 
                 f"the tokenizer of the data, where '{spec}' has {tokenizer.vocab_size} tokens",
                 f"token {largest} in file '{indexed.data_path}'",
                 where="the training configuration, data.tokenizer",
-                mend="Set it to the tokenizer that the data was prepared with, or to null",
+                hint="Set it to the tokenizer that the data was prepared with, or to null",
             )
         )
 

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from megafsdp import checkpoint
-from megafsdp.buffer.comm.agreement import raise_together
-from megafsdp.buffer.comm.checkpoint_errors import attempt
+from megafsdp.buffer.comm.agreement import attempt, raise_together
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
@@ -48,7 +47,7 @@ from megafsdp.training.step.evaluation import (
 from megafsdp.training.step.lr import LearningRate, Schedule
 from megafsdp.training.step.optimizers import build_optimizer
 from megafsdp.training.step.train_step import NonFiniteError, StepResult, TrainStep
-from megafsdp.training.step.update import GradLook
+from megafsdp.training.step.update import GradStatsRequest
 
 StepObserver = Callable[[int, StepResult], None]
 
@@ -218,8 +217,12 @@ class _Run:
         batches = self.loader.step_batch(state.consumed_samples)
         lr = self.learning_rate.set_for(state.consumed_samples - state.skipped_samples + size)
         next_step, logging = state.step + 1, self.config.logging
-        is_told = next_step in (1, self.last_step) or _is_due(logging.interval_steps, next_step)
-        look = GradLook(logging.group_grad_norms, logging.num_zero_grads) if is_told else GradLook()
+        is_logged = next_step in (1, self.last_step) or _is_due(logging.interval_steps, next_step)
+        look = (
+            GradStatsRequest(logging.group_grad_norms, logging.num_zero_grads)
+            if is_logged
+            else GradStatsRequest()
+        )
         result = self.step(batches, look=look)
         self.meter.end_step()
         state.step = next_step
@@ -227,7 +230,7 @@ class _Run:
         state.num_skipped += result.is_skipped
         state.skipped_samples += size * result.is_skipped
         state.num_skips_in_a_row = self.step.num_skips_in_a_row
-        if is_told or self.stop.is_agreed:
+        if is_logged or self.stop.is_agreed:
             position = Position(
                 state.step, self.last_step, state.consumed_samples, size, state.num_skipped
             )

@@ -7,8 +7,7 @@ import os
 import shlex
 import sys
 
-from megafsdp.buffer.comm.agreement import raise_together
-from megafsdp.buffer.comm.checkpoint_errors import attempt
+from megafsdp.buffer.comm.agreement import attempt, raise_together
 from megafsdp.training.config.parse import to_yaml
 from megafsdp.training.config.sections import Config
 from megafsdp.training.metrics.metrics import Meter, Position, megatron_line, progress_line

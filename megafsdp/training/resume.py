@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megafsdp import checkpoint
-from megafsdp.buffer.comm.checkpoint_errors import on_rank_zero
+from megafsdp.buffer.comm.agreement import on_rank_zero
 from megafsdp.checkpoint.format.manifest import TRACKER_FILE
 from megafsdp.checkpoint.format.save_root import temporary_beside
 from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
@@ -151,7 +151,7 @@ def require_writable(config: Config) -> None:
                     "a folder that checkpoints can be written to",
                     f"{type(error).__name__}: {error}",
                     where=f"checkpoint.directory, '{folder}'",
-                    mend="Make it a folder that this user may write to, or name another",
+                    hint="Make it a folder that this user may write to, or name another",
                 )
             ) from error
         return True
@@ -186,7 +186,7 @@ def find_stored(config: Config) -> StoredRun | None:
                 "no checkpoint, as checkpoint.resume is false",
                 f"one of step {step}",
                 where=f"'{folder}'",
-                mend="Choose another run.directory, remove the checkpoints, or resume",
+                hint="Choose another run.directory, remove the checkpoints, or resume",
             )
         )
     state = extra.get("run")
@@ -196,7 +196,7 @@ def find_stored(config: Config) -> StoredRun | None:
                 "a checkpoint of a training run",
                 f"one with {sorted(extra)} beside the weights",
                 where=f"'{folder}', step {step}",
-                mend="Choose another run.directory",
+                hint="Choose another run.directory",
             )
         )
     return StoredRun(
@@ -248,7 +248,7 @@ def restore(
         ignore=[GROUPS_KEY] if _is_grouped_anew(config, stored) else [],
         # A run that goes on in fp16 from another dtype begins with the first scale.
         allow_missing=["loss_scaler"],
-        mend=_mend_of_a_mismatch(config, stored),
+        hint=_mend_of_a_mismatch(config, stored),
     )
     apply_hyperparameters(targets.optimizer, targets.model, config.optimizer, config.muon)
     _report_differences(config, order, stored)

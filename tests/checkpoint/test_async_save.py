@@ -425,14 +425,14 @@ def test_a_rank_without_copies_fails_the_save_on_all(
 _PROGRAM = """
 import sys, time, torch
 from megafsdp import checkpoint
-from megafsdp.checkpoint import directory
+from megafsdp.checkpoint.format import save_root
 def reached(point):
     if point == "file opened":
         print("writing", flush=True)
         time.sleep(1)
         if sys.argv[2] == "fail":
             raise OSError("no space left")
-directory.reached = reached
+save_root.reached = reached
 checkpoint.async_save(sys.argv[1], step=7, model=torch.nn.Linear(3, 3))
 if sys.argv[2] == "sleep":
     time.sleep(60)

@@ -78,10 +78,10 @@ def test_a_caller_says_what_its_users_can_do(tmp_path: Path) -> None:
     model, optimizer = _trained("sgd")
     save(tmp_path, step=1, model=model, optimizer=optimizer)
     with pytest.raises(CheckpointError, match=r"model\.extra_layers.*Set depth back\.$"):
-        load(tmp_path, model=_Other(), mend="Set depth back")
+        load(tmp_path, model=_Other(), hint="Set depth back")
     split = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1, momentum=0.9)
     with pytest.raises(CheckpointError, match=r"param_groups\[.*Set depth back\.$"):
-        load(tmp_path, model=model, optimizer=split, mend="Set depth back")
+        load(tmp_path, model=model, optimizer=split, hint="Set depth back")
 
 
 def test_relaxed_loads_take_what_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafsdp.checkpoint.megatron.nvidia import from_nvidia, to_nvidia
+from megafsdp.checkpoint.megatron.exporter import to_nvidia
+from megafsdp.checkpoint.megatron.importer import from_nvidia
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.training import train
 from tests.ranks import Ranks

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import megafsdp
 from megafsdp import MixedPrecisionPolicy, fully_shard
 from megafsdp.buffer.dtensor.uneven import local_tensor
-from megafsdp.fsdp.runtime.tree import map_tensors
+from megafsdp.fsdp.runtime.autograd_hooks import map_tensors
 from tests.fsdp.toy import (
     Block,
     Net,

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp import clip_grad_norm_, full_state_dict, local_parameters
-from megafsdp.optimizer.loss_scaler import LossScaler
-from megafsdp.optimizer.scale_rule import ScaleRule
+from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from tests.fsdp.toy import Net, assert_same_parameters, batches, mine, pair, shard, train_both
 from tests.ranks import RankPool
 

@@ -20,8 +20,7 @@ from megafsdp import (
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.fsdp.params.parameter_group import group_of
-from megafsdp.optimizer.loss_scaler import LossScaler
-from megafsdp.optimizer.scale_rule import ScaleRule
+from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.training.config.optimizer_sections import LossScaleSection
 from tests.fsdp.toy import adamw, batches, full_grads, mine, pair
 from tests.ranks import Ranks

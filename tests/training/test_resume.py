@@ -588,11 +588,11 @@ def test_data_that_was_prepared_again_is_a_warning(
         if not is_known:
             patch.setattr(loop, "save", save_older)
         train(tiny(tmp_path, train={"steps": 1}, data={"validation": []}))
-    for lengths, is_told in (([400, 300, 500], False), ([300, 400, 500], is_known)):
+    for lengths, is_warned in (([400, 300, 500], False), ([300, 400, 500], is_known)):
         write(lengths)
         caplog.clear()
         train(tiny(tmp_path, train={"steps": 1}, data={"validation": []}))
-        assert ("order of samples is not the checkpoint's" in caplog.text) == is_told
+        assert ("order of samples is not the checkpoint's" in caplog.text) == is_warned
 
 
 def test_fresh_run_over_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -6,11 +6,17 @@ for the count of calls and bytes (:func:`record_collectives`). It knows tensors 
 what they mean is decided above.
 
 Data collectives return a :class:`Pending`. On gloo its wait blocks the thread, on NCCL the stream.
+
+
+A collective under way: what is waited for, and what is done then.
+
+Which library serves a process group, on which device; calls no collective.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -18,16 +24,75 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megafsdp.buffer.comm import label_check
-from megafsdp.buffer.comm.backends import backends, is_gloo, small_device
-from megafsdp.buffer.comm.gloo import sum_shards
-from megafsdp.buffer.comm.gloo_threads import wait_for_rest
-from megafsdp.buffer.comm.pending import Pending as Pending
+from megafsdp.buffer.comm import trace as label_check
+from megafsdp.buffer.comm.gloo import sum_shards, wait_for_rest
 from megafsdp.buffer.comm.trace import CollectiveRecord as CollectiveRecord
 from megafsdp.buffer.comm.trace import note
 from megafsdp.buffer.comm.trace import record_collectives as record_collectives
 from megafsdp.device.profiling import profiler_range
 from megafsdp.errors import expected
+
+
+class Pending:
+    """A collective that was issued and may not be complete.
+
+    Args:
+        works: Handles to wait for.
+        finish: What to do once they are complete, on the thread that waits.
+    """
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(
+        self, works: Sequence[dist.Work | None] = (), finish: Callable[[], None] | None = None
+    ) -> None:
+        self._works = [work for work in works if work is not None]
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait for completion and run the finishing step; later calls return at once.
+
+        Raises:
+            RuntimeError: A collective failed. Those beside it have ended too: they use memory that
+                the caller may free now.
+        """
+        works, self._works = self._works, []
+        finish, self._finish = self._finish, None
+        for index, work in enumerate(works):
+            try:
+                work.wait()
+            except RuntimeError:
+                Pending(works[index + 1 :]).wait()
+                raise
+        if finish is not None:
+            finish()
+
+    def discard(self) -> None:
+        """Wait for completion and drop the result: the finishing step never runs."""
+        self._finish = None
+        self.wait()
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of each device type that a group serves."""
+    return _parse(dist.get_backend_config(group))
+
+
+@functools.cache
+def _parse(config: str) -> dict[str, str]:
+    # Every collective asks: cpu:gloo,cuda:nccl and the like.
+    return dict(item.split(":") for item in config.split(","))
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether a group serves a device by gloo."""
+    return backends(group).get(device.type) == "gloo"
+
+
+def small_device(group: dist.ProcessGroup) -> str:
+    """Return where a group exchanges tensors that live nowhere yet."""
+    return "cpu" if "cpu" in backends(group) else "cuda"
+
 
 T = TypeVar("T")
 Splits = tuple[Sequence[int], Sequence[int]]
@@ -334,7 +399,7 @@ def require_equal(
     *,
     what: str,
     group: dist.ProcessGroup,
-    mend: str,
+    hint: str,
     where: str = "the first forward",
 ) -> None:
     """Raise on all ranks alike if a string differs between ranks.
@@ -343,7 +408,7 @@ def require_equal(
         value: This rank's value.
         what: What the value is, for the message.
         group: Ranks that compare.
-        mend: How to mend a difference.
+        hint: How to mend a difference.
         where: What needs the values to be equal.
 
     Raises:
@@ -363,7 +428,7 @@ def require_equal(
                 f"the same {what} on all ranks",
                 f"another one on ranks {odd[:8]} than on rank 0",
                 where=where,
-                mend=mend,
+                hint=hint,
             )
         )
 

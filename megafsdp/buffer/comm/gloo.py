@@ -4,11 +4,24 @@ gloo's own reduce-scatter is an all-reduce in the dtype of the wire, so ranks ex
 all-to-all and each sums what it got. The sum runs in rank order in the accumulation dtype, every
 operation rounded separately, so the native kernel at any instruction set and the torch fallback
 give the same bits.
+
+
+Let the threads of gloo come to rest before the interpreter ends.
+
+A thread that ran a collective lets go of its tensors a little after it has woken the thread that
+waited for it, and letting go of a tensor that Python knows takes Python's lock. Where the
+interpreter is at its end by then, the lock takes the thread down, and C++ answers ``terminate
+called without an active exception``: a run that has done all its work ends by SIGABRT. Joining the
+threads would mend it, but they end only with the last reference to their process group, which
+models and optimizers keep.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -82,7 +95,7 @@ def _check(shards: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if not shards:
         raise ValueError(
             expected(
-                "at least one shard", "none", where="sum_shards()", mend="Pass one shard a rank"
+                "at least one shard", "none", where="sum_shards()", hint="Pass one shard a rank"
             )
         )
     first = shards[0]
@@ -107,6 +120,39 @@ def _check(shards: Sequence[torch.Tensor], out: torch.Tensor) -> None:
                     f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.device}, "
                     f"{tensor.dtype}",
                     where=f"{name} of sum_shards()",
-                    mend="Pass flat shards of one dtype and an output of their size",
+                    hint="Pass flat shards of one dtype and an output of their size",
                 )
             )
+
+
+_TASKS = Path("/proc/self/task")
+_NAME = "(pt_gloo_runloop)"
+_INTERVAL_S = 0.001
+
+
+def wait_for_rest(patience_s: float = 2.0) -> None:
+    """Return when no thread of gloo has anything left to run, or patience is at its end.
+
+    Local; registered to run when the interpreter exits. Threads that sleep, waiting for ranks that
+    never come, say, are at rest. Does nothing where the system has no ``/proc``.
+
+    Args:
+        patience_s: How long to wait at most, in seconds.
+    """
+    deadline_s = time.monotonic() + patience_s
+    # Sleeping gives Python's lock away, so a thread that waits for it in the first look has run or
+    # can run in the second.
+    num_quiet = 0
+    while num_quiet < 2 and time.monotonic() < deadline_s:
+        num_quiet = 0 if _is_any_running() else num_quiet + 1
+        time.sleep(_INTERVAL_S)
+
+
+def _is_any_running() -> bool:
+    for stat in _TASKS.glob("*/stat"):
+        # A thread may end between the listing and the look at it.
+        with contextlib.suppress(OSError):
+            name, state = stat.read_text().split()[1:3]
+            if name == _NAME and state == "R":
+                return True
+    return False

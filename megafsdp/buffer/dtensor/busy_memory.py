@@ -1,7 +1,8 @@
-"""Memory that another thread writes for now: who reads it through a DTensor waits first.
+"""Memory that another thread is writing: a read through a DTensor waits for the writer first.
 
-Whoever hands a buffer to a thread says so here, and operations of sharded DTensors ask. Memory is
-known by its storage, so aliases count: a detached parameter, a tensor of an earlier state dict.
+Code that gives a buffer to a thread registers the writer here, and operations of sharded DTensors
+look it up. The key is the storage, so aliases count: a detached parameter, a tensor of an earlier
+state dict.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ class Writer(Protocol):
     """Work of another thread on some memory."""
 
     def wait_for_reader(self) -> None:
-        """Return when the memory may be read and written, and call :func:`let_go`."""
+        """Return when the memory may be read and written, and call :func:`unregister_writer`."""
 
 
-# A writer that nobody holds any more has nothing left to do.
+# Weak: a writer without other references has finished its work.
 _writers: dict[int, weakref.ref[Writer]] = {}
 
 
-def hold(tensors: Iterable[torch.Tensor], writer: Writer) -> None:
-    """Have readers of what these tensors lie in wait for a writer, until :func:`let_go`.
+def register_writer(tensors: Iterable[torch.Tensor], writer: Writer) -> None:
+    """Make readers of these tensors' storage wait for a writer, until :func:`unregister_writer`.
 
     Args:
         tensors: Plain tensors.
@@ -36,8 +37,8 @@ def hold(tensors: Iterable[torch.Tensor], writer: Writer) -> None:
         _writers[_key(tensor)] = reference
 
 
-def let_go(writer: Writer) -> None:
-    """Have nobody wait for a writer any more."""
+def unregister_writer(writer: Writer) -> None:
+    """Remove a writer: readers of its memory no longer wait."""
     for key, reference in list(_writers.items()):
         if reference() in (None, writer):
             _writers.pop(key, None)

@@ -334,7 +334,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
                     f"operands cut like the first, of shape {layout.shape}",
                     f"a {type(operand).__name__} of shape {tuple(operand.shape)}",
                     where=f"{func}",
-                    mend="Use full_tensor() on both, local shards on both, or copy_from_full_()",
+                    hint="Use full_tensor() on both, local shards on both, or copy_from_full_()",
                 )
             )
 
@@ -348,7 +348,7 @@ def _check_fused_sgd(args: tuple[Any, ...]) -> None:
                     "torch.float32 or torch.float64 main weights on a CPU",
                     weight.dtype,
                     where=f"torch.optim.SGD(fused=True), a tensor of shape {tuple(weight.shape)}",
-                    mend="Give SGD fused=False: torch's fused kernel does not step these weights",
+                    hint="Give SGD fused=False: torch's fused kernel does not step these weights",
                 )
             )
 
@@ -366,7 +366,7 @@ def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTens
     return type(source).wrap(local, source._spec, source._uneven_layout)
 
 
-def refuse(name: str, args: object, mend: str = "") -> NoReturn:
+def refuse(name: str, args: object, hint: str = "") -> NoReturn:
     """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
     shape = next(tuple(t.shape) for t in tree_flatten(args)[0] if isinstance(t, DTensor))
     raise NotImplementedError(
@@ -374,7 +374,7 @@ def refuse(name: str, args: object, mend: str = "") -> NoReturn:
             "an elementwise operation, a sum, or a 2-norm",
             f"'{name}'",
             where=f"an unevenly sharded tensor of shape {shape}",
-            mend=mend or "Call full_tensor() first, or work on .local, this rank's rows",
+            hint=hint or "Call full_tensor() first, or work on .local, this rank's rows",
         )
     )
 
@@ -393,7 +393,7 @@ def refuse_full_state(where: str) -> NoReturn:
             "a tensor cut like the parameter",
             "a full one, or one that torch has cut",
             where=where,
-            mend="Load a model by megafsdp.load_full_state_dict(); write full optimizer states by "
+            hint="Load a model by megafsdp.load_full_state_dict(); write full optimizer states by "
             "torch_save_to_dcp(), and load them by torch.distributed.checkpoint.load() into what "
             "get_optimizer_state_dict() returns",
         )

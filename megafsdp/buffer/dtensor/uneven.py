@@ -9,6 +9,9 @@ refuses operations that torch would compute wrongly.
 
 Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
 sharding propagation, hence no superlinear first step with many parameters.
+
+
+What ``.data`` is of a parameter over a flat buffer, from which an assignment would cut it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import copy
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +38,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
 from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
-from megafsdp.buffer.dtensor.fixed_data import FIXED_DATA
 from megafsdp.buffer.dtensor.op_rules import (
     IS_DISPATCH_BYPASSED,
     RowShardedDTensor,
@@ -46,6 +48,32 @@ from megafsdp.buffer.dtensor.op_rules import (
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.errors import expected
 from megafsdp.mesh.parallel_dims import flat_group
+
+
+def _outside_autograd(parameter: DTensor) -> torch.Tensor:
+    return parameter.detach()
+
+
+def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        expected(
+            "in-place changes of a sharded parameter",
+            "an assignment to its .data, which would cut it from its flat buffer",
+            where=f"a parameter of shape {tuple(parameter.shape)}",
+            hint="Use parameter.copy_() under torch.no_grad(), then "
+            "megafsdp.mark_main_weights_changed(module)",
+        )
+    )
+
+
+FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
+
+
+class ReplicatedParameter(DTensor):
+    """A replicated parameter over a flat buffer; its operations give plain DTensors."""
+
+    data = FIXED_DATA  # type: ignore[assignment]
+
 
 # It takes a full tensor apart as torch.chunk does and writes the chunk, or broadcasts a part of it,
 # over this rank's rows: an error on some ranks or none. Nothing else that it asks for tells.
@@ -87,7 +115,7 @@ class UnevenDTensor(RowShardedDTensor):
                     f"a local tensor of shape {layout.local_shape()}",
                     f"shape {tuple(local.shape)}",
                     where=f"shard {layout.shard} of a tensor of shape {layout.shape}",
-                    mend="Give exactly the rows that the layout assigns to this rank",
+                    hint="Give exactly the rows that the layout assigns to this rank",
                 )
             )
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
@@ -108,14 +136,14 @@ class UnevenDTensor(RowShardedDTensor):
         return self._local_tensor.detach()
 
     @property
-    def dividing_ranks(self) -> dist.ProcessGroup:
+    def shard_group(self) -> dist.ProcessGroup:
         """Return ranks that together hold every element once."""
         mesh = self.device_mesh
         is_divided = all(p.is_shard() for p in self.placements)
         return flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
 
     def shards_by_rank(self) -> list[int]:
-        """Return the shard of every rank of :attr:`dividing_ranks`."""
+        """Return the shard of every rank of :attr:`shard_group`."""
         num_inner = self.device_mesh.size(self.device_mesh.ndim - 1)
         num_shards = self._uneven_layout.num_shards
         num_outer = num_shards // num_inner
@@ -150,7 +178,7 @@ class UnevenDTensor(RowShardedDTensor):
                     "a tensor that is sharded by data parallelism alone",
                     f"the part {layout.box_shape} of {layout.shape}",
                     where="full_tensor()",
-                    mend="Gather the tensor-parallel axis first",
+                    hint="Gather the tensor-parallel axis first",
                 )
             )
         ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
@@ -161,7 +189,7 @@ class UnevenDTensor(RowShardedDTensor):
         padded[: local.numel()] = local
         # As bytes: gloo gathers neither int16 nor FP8.
         sent = padded.view(torch.uint8)
-        gathered = all_gather_equal(sent, group=self.dividing_ranks, label="full_tensor")
+        gathered = all_gather_equal(sent, group=self.shard_group, label="full_tensor")
         received = [shard.view(local.dtype) for shard in gathered]
         rows = dict(zip(self.shards_by_rank(), received, strict=True))
         pieces = [rows[s][: stop - start] for s, (start, stop) in enumerate(ranges)]
@@ -187,7 +215,7 @@ class UnevenDTensor(RowShardedDTensor):
                     "Replicate() on every mesh axis",
                     wanted,
                     where="UnevenDTensor.redistribute()",
-                    mend="Replicate it, and cut the result with distribute_tensor()",
+                    hint="Replicate it, and cut the result with distribute_tensor()",
                 )
             )
         return DTensor.from_local(self.full_tensor(), self.device_mesh, wanted, run_check=False)
@@ -210,7 +238,7 @@ class UnevenDTensor(RowShardedDTensor):
                     f"a full tensor of shape {self._uneven_layout.shape}",
                     f"shape {tuple(full.shape)}",
                     where="UnevenDTensor.copy_from_full_()",
-                    mend="Give the whole tensor, not a shard",
+                    hint="Give the whole tensor, not a shard",
                 )
             )
         flat = self.local.view(-1)
@@ -272,7 +300,7 @@ class UnevenDTensor(RowShardedDTensor):
                 f"an offset among {[box.offsets for box in self._uneven_layout.boxes()]}",
                 index.offset,
                 where=f"tensor '{index.fqn}', shard {self._uneven_layout.shard}",
-                mend="Ask for the chunks that __create_chunk_list__() names",
+                hint="Ask for the chunks that __create_chunk_list__() names",
             )
         )
 

@@ -17,7 +17,7 @@ from types import FrameType
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megafsdp.buffer.comm.checkpoint_errors import attempt
+from megafsdp.buffer.comm.agreement import attempt
 from megafsdp.checkpoint.background.staging import Staging
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.errors import CheckpointError, expected
@@ -100,7 +100,7 @@ class PendingSave:
                 "the process that began the save",
                 "one forked from it",
                 where=f"the background save of step {self.step}",
-                mend="Ask for the result where async_save() was called",
+                hint="Ask for the result where async_save() was called",
             )
         )
 
@@ -175,7 +175,7 @@ def require_idle(step: int) -> int:
                 "no save in flight",
                 f"the background save of step {_current.step}",
                 where=f"async_save(step={step})",
-                mend="Wait for it with .result(), or let this call wait: when_busy='wait'",
+                hint="Wait for it with .result(), or let this call wait: when_busy='wait'",
             )
         )
     return step

@@ -196,7 +196,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"format version {FORMAT_VERSION}",
                 version,
                 where=f"'{path}'",
-                mend="Load it with the megafsdp release that wrote it",
+                hint="Load it with the megafsdp release that wrote it",
             )
         )
     found = zlib.crc32(_canonical(body).encode())
@@ -347,6 +347,6 @@ def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
             what,
             got,
             where=f"'{path}'",
-            mend=f"The checkpoint is half-written or damaged: {ANOTHER_STEP}",
+            hint=f"The checkpoint is half-written or damaged: {ANOTHER_STEP}",
         )
     )

@@ -57,7 +57,7 @@ def plain(where: str, value: object) -> object:
             "plain values (numbers, strings, plain tensors, lists, tuples, dicts)",
             problem,
             where=f"'{where}'",
-            mend="Store its plain content instead; a sharded tensor as its full_tensor()",
+            hint="Store its plain content instead; a sharded tensor as its full_tensor()",
         )
     )
 

@@ -183,7 +183,7 @@ class RecordReader:
                     f"checksum {record.crc32}",
                     f"{found} at byte {record.offset}",
                     where=f"'{key}' in file '{self._directory / record.file}'",
-                    mend=f"The file is damaged: {ANOTHER_STEP}",
+                    hint=f"The file is damaged: {ANOTHER_STEP}",
                 )
             )
 
@@ -276,7 +276,7 @@ def require_files(manifest: Manifest, directory: Path, names: Iterable[str]) -> 
                     f"a file of {manifest.files[name]} bytes",
                     "no such file" if found is None else f"{found} bytes",
                     where=f"'{path}'{_lost(manifest, name, found or 0)}",
-                    mend=f"The checkpoint is incomplete: {ANOTHER_STEP}",
+                    hint=f"The checkpoint is incomplete: {ANOTHER_STEP}",
                 )
             )
 

@@ -62,7 +62,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
                 "one step number",
                 repr(text[:40]),
                 where=f"'{path}'",
-                mend=f"Write the step to use, one of {published_steps(path.parent)}",
+                hint=f"Write the step to use, one of {published_steps(path.parent)}",
             )
         )
     return int(text)
@@ -96,7 +96,7 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Path:
                 f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
                 f"published steps {published_steps(root)}",
                 where=f"'{root}'",
-                mend="Give the directory that was passed to save(), or an existing step",
+                hint="Give the directory that was passed to save(), or an existing step",
             )
         )
     return step_directory(root, chosen)
@@ -117,7 +117,7 @@ def prepare(root: Path, step: int) -> Path:
                 "a directory to save in",
                 "a file",
                 where=f"'{root}'",
-                mend="Give another path, or remove the file",
+                hint="Give another path, or remove the file",
             )
         )
     if latest_step(root) == step and step_directory(root, step).is_dir():
@@ -126,7 +126,7 @@ def prepare(root: Path, step: int) -> Path:
                 "a step that is not the latest published one",
                 f"step {step}",
                 where=f"'{root}'",
-                mend=f"Skip this save, or delete '{root / TRACKER_FILE}' to have it replaced",
+                hint=f"Skip this save, or delete '{root / TRACKER_FILE}' to have it replaced",
             )
         )
     root.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ from torch import nn
 
 from megafsdp.checkpoint.format.regions import Stored, TensorPart, local_regions, local_view, whole
 from megafsdp.checkpoint.huggingface.gather import Scratch
-from megafsdp.checkpoint.huggingface.hf_state import hub_state
 from megafsdp.checkpoint.huggingface.import_ import match_stored
 from megafsdp.checkpoint.huggingface.mapping import full_names
 from megafsdp.checkpoint.huggingface.output import (
@@ -32,7 +31,14 @@ from megafsdp.checkpoint.huggingface.output import (
     publish,
     write_entry,
 )
-from megafsdp.checkpoint.huggingface.plan import ConfigLike, Entry, HubPlan, plan_model, plan_stored
+from megafsdp.checkpoint.huggingface.plan import (
+    ConfigLike,
+    Entry,
+    HubPlan,
+    hub_state,
+    plan_model,
+    plan_stored,
+)
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.fused import stored_form
 from megafsdp.checkpoint.tools.progress import bytes_bar
@@ -239,7 +245,7 @@ def _read_fields(path: Path) -> dict[str, object]:
                 "the fields of a model's config in JSON",
                 f"{type(error).__name__}: {error}",
                 where=f"'{path / CONFIG_FILE}'",
-                mend="Give a directory that save_pretrained() or export_hf() wrote",
+                hint="Give a directory that save_pretrained() or export_hf() wrote",
             )
         ) from error
 

@@ -16,16 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megafsdp.buffer.comm.checkpoint_errors import agree, attempt, on_rank_zero, rank_and_world_size
+from megafsdp.buffer.comm.agreement import agree, attempt, on_rank_zero, rank_and_world_size
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.huggingface.gather import Scratch, gather_to, nbytes_to_gather
-from megafsdp.checkpoint.huggingface.hf_state import (
-    HubState,
-    architecture_of,
-    config_of,
-    generation_config_of,
-    hub_state,
-)
 from megafsdp.checkpoint.huggingface.output import (
     DEFAULT_SHARD_NBYTES,
     Export,
@@ -36,7 +29,14 @@ from megafsdp.checkpoint.huggingface.output import (
     publish,
     write_entry,
 )
-from megafsdp.checkpoint.huggingface.plan import ConfigLike
+from megafsdp.checkpoint.huggingface.plan import (
+    ConfigLike,
+    HubState,
+    architecture_of,
+    config_of,
+    generation_config_of,
+    hub_state,
+)
 from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.full_params import device_below
@@ -88,7 +88,7 @@ def export_hf(
                 "the same tensors on all ranks",
                 "different names, shapes or dtypes",
                 where="export_hf()",
-                mend="Build the same model on every rank and pass the same arguments",
+                hint="Build the same model on every rank and pass the same arguments",
             )
         )
     assert found is not None, "ranks that failed to plan have raised"

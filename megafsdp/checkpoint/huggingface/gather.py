@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megafsdp.buffer.comm.checkpoint_errors import rank_and_world_size
+from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.buffer.comm.collectives import all_to_all
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
@@ -73,7 +73,7 @@ def nbytes_to_gather(writer: int, tensor: torch.Tensor, dtype: torch.dtype) -> t
     whole_nbytes = tensor.numel() * dtype.itemsize
     if not isinstance(tensor, UnevenDTensor):
         return tensor.nbytes, whole_nbytes if is_writer and cast_nbytes else 0
-    if writer not in dist.get_process_group_ranks(tensor.dividing_ranks):
+    if writer not in dist.get_process_group_ranks(tensor.shard_group):
         return 0, 0
     if not is_writer:
         return 0, cast_nbytes
@@ -120,7 +120,7 @@ def gather_to(
 def _gather_uneven(
     writer: int, tensor: UnevenDTensor, dtype: torch.dtype, scratch: Scratch
 ) -> torch.Tensor | None:
-    layout, group = tensor.uneven_layout, tensor.dividing_ranks
+    layout, group = tensor.uneven_layout, tensor.shard_group
     ranks = dist.get_process_group_ranks(group)
     if writer not in ranks:
         return None

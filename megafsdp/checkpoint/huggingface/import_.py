@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megafsdp.buffer.comm.checkpoint_errors import agree, attempt, rank_and_world_size
+from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
 from megafsdp.checkpoint.background import pending_save as in_flight
 from megafsdp.checkpoint.format.regions import Region, local_regions, local_view
-from megafsdp.checkpoint.huggingface.hf_state import config_of, hub_state
 from megafsdp.checkpoint.huggingface.plan import (
     ConfigLike,
     Entry,
     HubPlan,
+    config_of,
+    hub_state,
     plan_stored,
     stored_names,
 )
@@ -28,7 +29,7 @@ from megafsdp.checkpoint.state.canonical import canonical_name
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
-from megafsdp.fsdp.params.plain_tensors import give_memory_to_meta_tensors
+from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 
 # Tied tensors are compared in pieces of about this size.
 _PIECE_NUMEL = 1 << 22
@@ -146,7 +147,7 @@ def match_stored(
                 "tensors of the model's shapes",
                 "; ".join(odd[:_MAX_NAMES]),
                 where="the Hugging Face files",
-                mend="Build the model that their config.json describes",
+                hint="Build the model that their config.json describes",
             )
         )
     for name, target in plan.tied.items():
@@ -156,7 +157,7 @@ def match_stored(
                     f"'{name}' equal to '{target}'",
                     "two different tensors",
                     where="the Hugging Face files of a model whose weights are tied",
-                    mend="Build the model with tie_embeddings=False (tie_word_embeddings)",
+                    hint="Build the model with tie_embeddings=False (tie_word_embeddings)",
                 )
             )
     return stored

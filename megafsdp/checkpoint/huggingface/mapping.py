@@ -276,7 +276,7 @@ def _family(model_type: str) -> _Family:
                 f"a model type among {', '.join(_FAMILIES)}",
                 repr(model_type),
                 where="the table of Hugging Face families",
-                mend="Convert a model of one of these types",
+                hint="Convert a model of one of these types",
             )
         )
     return _FAMILIES[model_type]
@@ -306,7 +306,7 @@ def expect_names(
                 f"the {len(wanted)} tensors of this model",
                 f"{len(missing)} missing {_some(missing)}, {len(unknown)} unknown {_some(unknown)}",
                 where=where,
-                mend="Check the model type and the number of layers, and whether weights are tied",
+                hint="Check the model type and the number of layers, and whether weights are tied",
             )
         )
 
@@ -326,6 +326,6 @@ def _expect_tied(state: Mapping[str, Tensor], embedding_name: str, output_name: 
                 f"{output_name} equal to {embedding_name}",
                 "two different tensors",
                 where="the weights of a model whose config ties them",
-                mend="Set is_tied=False (tie_embeddings=False in the model's config)",
+                hint="Set is_tied=False (tie_embeddings=False in the model's config)",
             )
         )

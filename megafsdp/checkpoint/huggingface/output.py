@@ -104,7 +104,7 @@ def prepare(target: Path) -> Path:
                 "a directory that does not exist or is empty",
                 "something that is there",
                 where=f"'{target}'",
-                mend="Remove it or choose another name",
+                hint="Remove it or choose another name",
             )
         )
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class WeightGeometry:
                     "heads that divide into groups and padded_vocab_size >= vocab_size",
                     self,
                     where="WeightGeometry",
-                    mend="Take the sizes from the config of the model that the weights belong to",
+                    hint="Take the sizes from the config of the model that the weights belong to",
                 )
             )
 
@@ -226,6 +226,6 @@ def _wrong_rows(what: str, got: object) -> CheckpointError:
             what,
             got,
             where="a tensor to be mapped between Hugging Face's layout and ours",
-            mend="Take the sizes from the config of the model that the weights belong to",
+            hint="Take the sizes from the config of the model that the weights belong to",
         )
     )

@@ -121,7 +121,7 @@ def _plan_file(name: str, tensors: Sequence[StoredTensor]) -> FilePlan:
                     f"a dtype among {', '.join(str(d) for d in _DTYPE_NAMES)}",
                     tensor.dtype,
                     where=f"'{tensor.name}', to be written as safetensors",
-                    mend="Convert the model to one of these first",
+                    hint="Convert the model to one of these first",
                 )
             )
         starts[tensor.name] = start
@@ -226,7 +226,7 @@ class SafetensorsReader:
                     "an index of the tensors that the files hold",
                     f"differences such as {odd[:4]}",
                     where=f"'{directory / INDEX_FILE}'",
-                    mend="Fetch or export the directory again",
+                    hint="Fetch or export the directory again",
                 )
             )
 
@@ -276,7 +276,7 @@ class SafetensorsReader:
                     "a whole safetensors file",
                     f"{type(error).__name__}: {error}",
                     where=f"'{self._directory / file}'",
-                    mend="Fetch or export the directory again",
+                    hint="Fetch or export the directory again",
                 )
             ) from error
 
@@ -296,7 +296,7 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
                 f"{SINGLE_FILE} or {INDEX_FILE}",
                 got,
                 where=f"'{directory}'",
-                mend="Give a directory that save_pretrained() or export_hf() wrote",
+                hint="Give a directory that save_pretrained() or export_hf() wrote",
             )
         ) from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -305,7 +305,7 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
                 "an index in JSON with a weight_map",
                 f"{type(error).__name__}: {error}",
                 where=f"'{path}'",
-                mend="Fetch or export the directory again",
+                hint="Fetch or export the directory again",
             )
         ) from error
 
@@ -319,7 +319,7 @@ def _safe_open() -> type[safe_open]:
                 "the safetensors library",
                 str(error),
                 where="reading Hugging Face files",
-                mend="Install it: pip install megafsdp[hf]",
+                hint="Install it: pip install megafsdp[hf]",
             )
         ) from error
     return safe_open

@@ -153,5 +153,5 @@ def listing(problems: Mapping[str, list[str]], directory: Path) -> str:
         "the keys of an fsdp_dtensor checkpoint",
         "; ".join(listed),
         where=f"'{directory}'",
-        mend="Use a whole checkpoint; leave unknown keys out with ignore=[patterns]",
+        hint="Use a whole checkpoint; leave unknown keys out with ignore=[patterns]",
     )

@@ -29,8 +29,8 @@ from megafsdp.checkpoint.format.manifest import (
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import whole
 from megafsdp.checkpoint.megatron.names import FLOPS, SCHEDULER, VERSION, TheirNames, group_members
-from megafsdp.checkpoint.megatron.nvidia_args import derived_args
 from megafsdp.checkpoint.megatron.values import (
+    derived_args,
     namespace,
     their_group,
     their_rng_state,
@@ -144,7 +144,7 @@ class _Output:
                     "each name once under the names of Megatron-LM",
                     f"'{key}' again",
                     where="the names of the model's parameters and buffers",
-                    mend="Rename a module: theirs is the name of one thing only",
+                    hint="Rename a module: theirs is the name of one thing only",
                 )
             )
         self.paths[key] = path

@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from megafsdp.checkpoint.megatron.contents import Contents, listing, read_contents
 from megafsdp.checkpoint.megatron.names import EMBEDDING, FLOPS, OUTPUT, SCHEDULER, VERSION
-from megafsdp.checkpoint.megatron.nvidia_args import query_groups
 from megafsdp.checkpoint.megatron.values import (
     our_groups,
     our_rng_states,
     our_schedule,
     plain_args,
+    query_groups,
 )
 from megafsdp.checkpoint.state.matching import as_patterns
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
@@ -108,7 +108,7 @@ def _checked_step(directory: Path, common: Mapping[str, object]) -> int:
                 f"an iteration and checkpoint_version {VERSION}",
                 f"{step!r} and {version!r}",
                 where=f"'{directory}'",
-                mend="Save it with a Megatron-LM that writes fsdp_dtensor checkpoints",
+                hint="Save it with a Megatron-LM that writes fsdp_dtensor checkpoints",
             )
         )
     return step
@@ -126,7 +126,7 @@ def _checked_args(directory: Path, value: object) -> tuple[dict[str, object], li
                 "a namespace of arguments",
                 error,
                 where=f"'args' of '{directory}'",
-                mend="Pass ignore=['args'] to go on without",
+                hint="Pass ignore=['args'] to go on without",
             )
         ) from error
     if foreign:

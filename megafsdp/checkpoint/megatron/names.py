@@ -140,7 +140,7 @@ class TheirNames:
                         f"{argument} to be one of {choices}",
                         repr(value),
                         where="to_nvidia()",
-                        mend="Name the one that the Megatron-LM job will run with",
+                        hint="Name the one that the Megatron-LM job will run with",
                     )
                 )
 
@@ -228,7 +228,7 @@ def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str
                 "all parts of each fused parameter",
                 f"{len(missing)} missing: {', '.join(sorted(missing)[:20])}",
                 where="the model of the checkpoint",
-                mend="The directory is incomplete: use another checkpoint",
+                hint="The directory is incomplete: use another checkpoint",
             )
         )
     return found

@@ -217,7 +217,7 @@ def reserved_option(where: str) -> str:
         "options of parameter groups by other names",
         f"an option '{MEMBER_NAMES}', which is what checkpoints call the members",
         where=where,
-        mend="Rename the option",
+        hint="Rename the option",
     )
 
 
@@ -243,7 +243,7 @@ def _groups_of_all_ranks(
                         "all experts of a layer in one parameter group",
                         f"some in group {found[name]} and some in group {index}",
                         where=f"'{name}'",
-                        mend="Give the experts of a layer the same hyperparameters",
+                        hint="Give the experts of a layer the same hyperparameters",
                     )
                 )
     return groups
@@ -287,7 +287,7 @@ def named_groups(
                         "an optimizer over parameters of the model",
                         f"one of shape {tuple(parameter.shape)} that the model does not have",
                         where=f"position {position} of optimizer.param_groups[{index}]",
-                        mend="Build the optimizer from model.parameters() after fully_shard()",
+                        hint="Build the optimizer from model.parameters() after fully_shard()",
                     )
                 )
     return [([names[p] for p in group["params"]], group) for group in optimizer.param_groups]
@@ -305,7 +305,7 @@ def state_key(name: str, state_name: object) -> str:
                 "optimizer states named by words without a dot",
                 repr(state_name),
                 where=f"the optimizer state of '{name}'",
-                mend="Rename the state in the optimizer",
+                hint="Rename the state in the optimizer",
             )
         )
     return f"optimizer.state.{name}.{state_name}"
@@ -332,7 +332,7 @@ def _require_new(key: str, state: CanonicalState) -> None:
                 "a name for each stored tensor",
                 "two tensors of this name",
                 where=f"'{key}'",
-                mend="Rename the parameter, or declare other stored_as templates or experts",
+                hint="Rename the parameter, or declare other stored_as templates or experts",
             )
         )
 
@@ -346,7 +346,7 @@ def _require_at_rest(model: nn.Module) -> None:
                     "sharded parameters",
                     "unsharded ones",
                     where=f"unit '{name}'",
-                    mend="Save and load outside of forward and backward, and after reshard()",
+                    hint="Save and load outside of forward and backward, and after reshard()",
                 )
             )
         for group in unit.groups:
@@ -377,7 +377,7 @@ def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
                 "states of parameters of the optimizer's groups",
                 f"{len(strange)} of something else: {got}",
                 where=f"the state of {type(optimizer).__name__}",
-                mend="Keep what belongs to no parameter in a parameter group, or in extra=",
+                hint="Keep what belongs to no parameter in a parameter group, or in extra=",
             )
         )
 
@@ -390,6 +390,6 @@ def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> N
                 f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",
                 f"a plain tensor of shape {tuple(value.shape)}",
                 where=f"'{key}'",
-                mend="Create the state with torch.zeros_like(parameter)",
+                hint="Create the state with torch.zeros_like(parameter)",
             )
         )

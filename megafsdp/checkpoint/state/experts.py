@@ -82,7 +82,7 @@ def stack_in_layer(
                 f"a stack of {experts.count} experts along dim 0",
                 f"shape {shape}",
                 where=f"'{name}'",
-                mend="Declare the ExpertRange that the layer has on this rank",
+                hint="Declare the ExpertRange that the layer has on this rank",
             )
         )
     inner = shape[1:]
@@ -109,7 +109,7 @@ def holders(
                 f"rank {dist.get_rank()} among the ranks that hold these experts",
                 experts.ranks,
                 where=f"the ExpertRange of '{name}'",
-                mend="Declare global ranks, this one among them",
+                hint="Declare global ranks, this one among them",
             )
         )
     return tuple(sorted(experts.ranks))
@@ -127,7 +127,7 @@ def _local_index(name: str, experts: ExpertRange) -> int:
                 f"{experts.name_component} of the name",
                 repr(component),
                 where=f"'{name}'",
-                mend="Give ExpertRange the position of the index, counted from the end",
+                hint="Give ExpertRange the position of the index, counted from the end",
             )
         )
     return int(component)

@@ -106,7 +106,7 @@ class StoredForm:
                     f"states of shape {self.shape} or scalars beside a stack of experts",
                     f"shape {tuple(tensor.shape)}",
                     where=f"a state of '{self.name}'",
-                    mend="Use an optimizer whose states are like the parameter",
+                    hint="Use an optimizer whose states are like the parameter",
                 )
             )
         if not self.is_own:
@@ -191,7 +191,7 @@ def _require_fit(
                 f"{declared} the parts {fused.names} of sizes {fused.sizes} along dim {fused.dim}",
                 f"shape {shape}",
                 where=f"'{name}'",
-                mend="Declare sizes that add up to the parameter's extent, along a dim that does "
+                hint="Declare sizes that add up to the parameter's extent, along a dim that does "
                 "not count experts",
             )
         )

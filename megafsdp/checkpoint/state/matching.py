@@ -23,18 +23,18 @@ class Rules:
         ignore: Patterns of keys that are left alone on both sides.
         allow_missing: Patterns of requested keys that the checkpoint need not have.
         whole_of: Key of a part of a fused tensor -> key of the whole, which patterns match too.
-        mend: What an error tells the user to do; None names the arguments of ``load``.
+        hint: What an error tells the user to do; None names the arguments of ``load``.
     """
 
     strict: str
     ignore: tuple[str, ...]
     allow_missing: tuple[str, ...]
     whole_of: Mapping[str, str] = field(default_factory=dict)
-    mend: str | None = None
+    hint: str | None = None
 
     @classmethod
     def of(
-        cls, strict: str, *, ignore: Sequence[str], allow_missing: Sequence[str], mend: str | None
+        cls, strict: str, *, ignore: Sequence[str], allow_missing: Sequence[str], hint: str | None
     ) -> Rules:
         """Return the rules that arguments of ``load`` ask for.
 
@@ -43,7 +43,7 @@ class Rules:
                 patterns.
         """
         patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
-        return cls(strict, *patterns, mend=mend)
+        return cls(strict, *patterns, hint=hint)
 
     def __post_init__(self) -> None:
         """Check the choice.
@@ -57,7 +57,7 @@ class Rules:
                     f"strict to be one of {STRICTNESS}",
                     repr(self.strict),
                     where="checkpoint.load()",
-                    mend="Pass strict='all' unless the checkpoint is meant to differ",
+                    hint="Pass strict='all' unless the checkpoint is meant to differ",
                 )
             )
 
@@ -105,7 +105,7 @@ def as_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
                 f"a sequence of patterns for {name}",
                 repr(patterns),
                 where="checkpoint.load()",
-                mend=f"Write {name}=({patterns!r},)",
+                hint=f"Write {name}=({patterns!r},)",
             )
         )
     return tuple(patterns)
@@ -160,7 +160,7 @@ def match(
             if rules.is_strict(key):
                 problems.setdefault("in the checkpoint but not asked for", []).append(key)
     if problems:
-        raise CheckpointError(_message(problems, where, rules.mend))
+        raise CheckpointError(_message(problems, where, rules.hint))
     return result
 
 
@@ -184,7 +184,7 @@ def _compare(
         )
 
 
-def _message(problems: dict[str, list[str]], where: str, mend: str | None) -> str:
+def _message(problems: dict[str, list[str]], where: str, hint: str | None) -> str:
     listed = []
     for kind, names in problems.items():
         rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
@@ -193,7 +193,7 @@ def _message(problems: dict[str, list[str]], where: str, mend: str | None) -> st
         "the names, shapes and dtypes of the checkpoint",
         "; ".join(listed),
         where=where,
-        mend=mend
+        hint=hint
         or (
             "Build the model and optimizer that were saved, or relax with ignore=[patterns], "
             "allow_missing=[patterns], strict='model' (only the model must match) or strict='none' "

@@ -222,7 +222,7 @@ def require_equal_copies(
                     "one value in all parts of a parameter",
                     {key: value.item() for key, value in values.items()},
                     where="the checkpoint's optimizer states",
-                    mend=rules.mend or "Leave parts out with ignore=[patterns]",
+                    hint=rules.hint or "Leave parts out with ignore=[patterns]",
                 )
             )
 
@@ -253,7 +253,7 @@ def plan_param_groups(
             what,
             got,
             where=f"optimizer.param_groups[{index}]",
-            mend=rules.mend
+            hint=rules.hint
             or "Group the parameters as the saved run did, or pass strict='model' to keep the "
             "optimizer's own hyperparameters where they differ",
         )

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.coverage import odd_cells
 from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, Chunk, Record, TensorEntry
 from megafsdp.checkpoint.format.records import RecordReader
-from megafsdp.checkpoint.format.regions import Region, whole
+from megafsdp.checkpoint.format.regions import Region, odd_cells, whole
 from megafsdp.checkpoint.tools.safe_pickle import Foreign, read_pickle, read_record
 from megafsdp.errors import CheckpointError, expected
 
@@ -85,7 +84,7 @@ class DCPDirectory:
                     f"chunks that fill shape {entry.shape} once",
                     f"{odd[0][1]} chunks at {odd[0][0]}",
                     where=f"'{key}' of '{self.directory}'",
-                    mend="The directory is incomplete: use another checkpoint",
+                    hint="The directory is incomplete: use another checkpoint",
                 )
             )
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
@@ -175,7 +174,7 @@ def _find(directory: Path, step: int | None) -> Path:
                 what if chosen is None else f"a torch DCP directory of step {chosen}",
                 f"steps {on_disk.published_steps(directory)}",
                 where=f"'{directory}'",
-                mend="Give the directory of one step, or the root with the right step",
+                hint="Give the directory of one step, or the root with the right step",
             )
         )
     return found
@@ -216,6 +215,6 @@ def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
             what,
             got,
             where=f"'{path}'",
-            mend="The directory is damaged, or another program's: use another checkpoint",
+            hint="The directory is damaged, or another program's: use another checkpoint",
         )
     )

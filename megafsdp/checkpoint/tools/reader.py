@@ -15,10 +15,9 @@ from types import TracebackType
 import torch
 
 from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.coverage import odd_cells
 from megafsdp.checkpoint.format.manifest import Chunk, TensorEntry, read_manifest
 from megafsdp.checkpoint.format.records import RecordReader, require_files
-from megafsdp.checkpoint.format.regions import whole
+from megafsdp.checkpoint.format.regions import odd_cells, whole
 from megafsdp.errors import CheckpointError, expected
 
 
@@ -168,7 +167,7 @@ class CheckpointReader:
                     f"a chunk of {wanted[0]} and shape {wanted[1]}",
                     f"{piece.dtype} and {tuple(piece.shape)}",
                     where=f"'{key}' in file '{self.directory / chunk.record.file}'",
-                    mend="The manifest is not this file's: use another checkpoint",
+                    hint="The manifest is not this file's: use another checkpoint",
                 )
             )
         return piece
@@ -218,7 +217,7 @@ class CheckpointReader:
                     f"chunks that fill shape {entry.shape} once",
                     f"{odd[0][1]} chunks at {odd[0][0]}",
                     where=f"'{key}' of '{self.directory}'",
-                    mend="The checkpoint is damaged: use another one",
+                    hint="The checkpoint is damaged: use another one",
                 )
             )
 
@@ -230,7 +229,7 @@ class CheckpointReader:
                     "one value in all parts",
                     dict(zip(parts, [scalar.item() for scalar in scalars], strict=True)),
                     where=f"'{key}' of '{self.directory}'",
-                    mend="Read the parts by their own keys",
+                    hint="Read the parts by their own keys",
                 )
             )
         return scalars[0]
@@ -242,6 +241,6 @@ def _no_such(kind: str, key: str, directory: Path) -> CheckpointError:
             f"a stored {kind} '{key}'",
             "none",
             where=f"'{directory}'",
-            mend="List the keys with megafsdp ckpt inspect",
+            hint="List the keys with megafsdp ckpt inspect",
         )
     )

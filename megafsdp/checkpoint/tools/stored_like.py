@@ -94,7 +94,7 @@ class FusedLike:
                     f"the shape {whole} of its parts {fused['parts']}",
                     f"{tuple(tensor.shape)}",
                     where=f"'{key}', to be split as in {self._where}",
-                    mend="Give a checkpoint of the same model as --fused-like, or none",
+                    hint="Give a checkpoint of the same model as --fused-like, or none",
                 )
             )
         return [tensor] * len(shapes), False

@@ -65,7 +65,7 @@ def to_torch(
                 "a file to write",
                 "a directory",
                 where=f"'{file}'",
-                mend="Give a file name, such as model.pt",
+                hint="Give a file name, such as model.pt",
             )
         )
     try:
@@ -76,7 +76,7 @@ def to_torch(
                 "a folder for the file",
                 f"{type(error).__name__}: {error}",
                 where=f"'{file.parent}'",
-                mend="Give a path whose folder is there or can be made",
+                hint="Give a path whose folder is there or can be made",
             )
         ) from error
     with CheckpointReader(source, step) as reader, on_disk.scratch_beside(file) as scratch:
@@ -286,7 +286,7 @@ def _cannot_write(path: Path, nbytes: int, error: Exception) -> CheckpointError:
             f"room for {nbytes} bytes",
             f"{type(error).__name__}: {str(error)[:200]}",
             where=f"'{path.parent.parent}'",
-            mend="A conversion needs twice the bytes of the tensors there: make room, or write to "
+            hint="A conversion needs twice the bytes of the tensors there: make room, or write to "
             "another disk",
         )
     )
@@ -298,6 +298,6 @@ def _refused(path: Path, got: str) -> CheckpointError:
             'a state dict {"model": {name: tensor}, "optimizer": ...} written by torch.save',
             got,
             where=f"'{path}'",
-            mend="Save plain tensors by name, the optimizer with get_optimizer_state_dict()",
+            hint="Save plain tensors by name, the optimizer with get_optimizer_state_dict()",
         )
     )

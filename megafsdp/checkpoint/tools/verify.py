@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from tqdm import tqdm
 
 from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.coverage import odd_cells
 from megafsdp.checkpoint.format.manifest import (
     DCP_METADATA_FILE,
     MANIFEST_FILE,
@@ -35,6 +34,7 @@ from megafsdp.checkpoint.format.manifest import (
     read_manifest,
     write_dcp_metadata,
 )
+from megafsdp.checkpoint.format.regions import odd_cells
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.errors import CheckpointError
 

@@ -61,7 +61,7 @@ class CheckpointWriter:
                     "a step of at least 0",
                     repr(step),
                     where=f"'{self._root}'",
-                    mend="Give the step that the checkpoint is to be published as",
+                    hint="Give the step that the checkpoint is to be published as",
                 )
             )
         self._step = step
@@ -133,7 +133,7 @@ class CheckpointWriter:
                     "a dict of the caller's values",
                     repr(value)[:80],
                     where=f"'extra' of '{self._root}'",
-                    mend="Give the value a name: {'name': value}",
+                    hint="Give the value a name: {'name': value}",
                 )
             )
         self._objects[key] = self._records.append_object(plain(key, value))
@@ -205,7 +205,7 @@ class CheckpointWriter:
                     "each key once",
                     f"'{key}' again",
                     where=f"'{self._root}'",
-                    mend="Give every tensor and object a key of its own",
+                    hint="Give every tensor and object a key of its own",
                 )
             )
 
@@ -217,7 +217,7 @@ class CheckpointWriter:
                     f"tensors for '{key}' to stand for",
                     f"no tensors {missing[:20]}",
                     where=f"'{self._root}'",
-                    mend="Add the tensors first",
+                    hint="Add the tensors first",
                 )
             )
 

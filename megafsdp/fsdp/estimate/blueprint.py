@@ -15,9 +15,14 @@ from torch import nn
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.errors import expected
-from megafsdp.fsdp.grouping import claim, find_parameters, find_units, group_parameters
-from megafsdp.fsdp.kept_fp32 import policies_by_module
-from megafsdp.fsdp.params.managed_parameter import GroupDtypes
+from megafsdp.fsdp.grouping import (
+    claim,
+    find_parameters,
+    find_units,
+    group_parameters,
+    policies_by_module,
+)
+from megafsdp.fsdp.params.parameter_group import GroupDtypes
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 
 
@@ -121,7 +126,7 @@ def plan_units(
                 f"the strategy {Strategy.OPTIM_GRADS_PARAMS.value!r}",
                 repr(strategy.value),
                 where="an outer_strategy of 'optim'",
-                mend="Divide parameters too, or leave outer_strategy at 'no_shard'",
+                hint="Divide parameters too, or leave outer_strategy at 'no_shard'",
             )
         )
     names = {id(module): name for name, module in model.named_modules()}

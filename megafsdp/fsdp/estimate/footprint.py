@@ -47,7 +47,7 @@ class StepPlan:
 
     Attributes:
         num_microbatches: Forwards and backwards before the optimizer's step.
-        is_told: Whether they run inside ``microbatch()``.
+        in_microbatch: Whether they run inside ``microbatch()``.
         prefetch: How many units are gathered ahead.
         reshard_after_forward: As for ``fully_shard``.
         num_states: Optimizer states of the main weight's shape, without gaps: 2 for Adam.
@@ -59,7 +59,7 @@ class StepPlan:
     """
 
     num_microbatches: int = 1
-    is_told: bool = True
+    in_microbatch: bool = True
     prefetch: int = 1
     reshard_after_forward: bool | int | None = None
     num_states: int = 2
@@ -129,7 +129,7 @@ def footprint_of(
     for num_microbatches in (1, 1, plan.num_microbatches):
         meter.start()
         for index in range(num_microbatches):
-            is_last = not plan.is_told or index == num_microbatches - 1
+            is_last = not plan.in_microbatch or index == num_microbatches - 1
             rehearsal.run_microbatch(is_last=is_last)
         rehearsal.end_step(casts_from=plan.casts_from)
     if plan.measures_norm and any(g.is_sharded and g.is_trainable for u in units for g in u.groups):

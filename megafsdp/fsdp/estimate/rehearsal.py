@@ -59,7 +59,7 @@ class RehearsedReducer(GradientReducer):
         self._meter.ledger.debit(Category.PARTIAL_GRAD, nbytes)
         return nbytes
 
-    def start_reduce(self, *, is_final: bool, is_handed_over: bool = False) -> None:
+    def start_reduce(self, *, is_final: bool, optimizer_may_start: bool = False) -> None:
         """Note the reduction, and allocate what it reads and writes."""
         numel, dtypes = self.planned.layout.gathered_numel, self.planned.dtypes
         nbytes, self._accumulated_nbytes = self._accumulated_nbytes, None
@@ -202,7 +202,7 @@ class RehearsedUnit(ScheduledUnit):
             else:
                 context.add_reduction(reducer, is_final=True)
 
-    def leave_rest_out(self) -> None:
+    def end_partial_forward(self) -> None:
         """Do nothing: all modules run."""
 
     def forget_forwards(self) -> None:
@@ -213,7 +213,7 @@ class RehearsedUnit(ScheduledUnit):
         """Tell whether a forward or backward has begun and not ended."""
         return self._is_at_work
 
-    def abandon(self, *, keeps_sums: bool) -> None:
+    def reset_after_error(self, *, keep_accumulated: bool) -> None:
         """Refuse: nothing cuts a rehearsal short."""
         raise AssertionError("a rehearsal is never cut short")
 
@@ -249,7 +249,7 @@ class Rehearsal(FSDPContext):
         root.end_forward(self)
         self.end_forward(is_graph_built=True)
         root.begin_backward(self)
-        self.leave_outputs()
+        self.prefetch_after_loss()
         for unit in reversed(others):
             unit.begin_backward(self)
             unit.finish_backward()

@@ -16,6 +16,9 @@ from:
 
 Under ZeRO-1 and ZeRO-2 the full buffers are kept and gathered once after each change of the main
 weight. A replicated group keeps them too and encodes them in place; nothing is gathered.
+
+
+How long the buffers of a compute weight are, and which part of it each holds on this rank.
 """
 
 from __future__ import annotations
@@ -31,8 +34,73 @@ from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
-from megafsdp.fsdp.params.weight_buffers import WeightBuffers
+from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import BufferSpec, CastRecipe, Recipe
+
+
+class WeightBuffers:
+    """Makes the buffers of one group's compute weight, on the device.
+
+    Args:
+        main_weight: The group's main weight, a shard or the whole.
+        axes: Ranks that divide or replicate the group.
+        device: Where the buffers live.
+        ledger: Counts their bytes.
+    """
+
+    def __init__(
+        self,
+        main_weight: DBuffer,
+        axes: DataParallelAxes,
+        *,
+        device: torch.device,
+        ledger: ByteLedger,
+    ) -> None:
+        self._layout, self._shard = main_weight.layout, main_weight.shard
+        self._axes = axes
+        self._device, self._ledger = device, ledger
+
+    def new_piece(self, spec: BufferSpec) -> DBuffer:
+        """Make a buffer that lies like the main weight."""
+        return self._new(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, 1, self._shard)
+
+    def new_shard(self, spec: BufferSpec) -> DBuffer:
+        """Make what this rank of the inner axis gathers from."""
+        merged, shard = self._axes.num_pieces, self._axes.gathered_shard
+        return self._new(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, shard)
+
+    def new_full(self, spec: BufferSpec, category: Category) -> DBuffer:
+        """Make what a gather fills."""
+        return self._new(spec, Residence.REPLICATE, category, self._axes.num_pieces, 0)
+
+    def slice_of(self, full: DBuffer, spec: BufferSpec, group: dist.ProcessGroup) -> DBuffer:
+        """Return this rank's slice of a full buffer, to gather from over a group; a copy.
+
+        Args:
+            full: The buffer.
+            spec: What it holds.
+            group: Ranks that keep one slice each, in order: neighbours on the inner axis.
+        """
+        index, merged = group.rank(), self._axes.group.size() // group.size()
+        merged *= self._axes.num_pieces
+        kept = self._new(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, index)
+        with torch.no_grad():
+            for own, whole in zip(kept.pieces(), full.pieces(), strict=True):
+                own.copy_(whole.narrow(0, index * own.numel(), own.numel()))
+        return kept
+
+    def _new(
+        self, spec: BufferSpec, residence: Residence, category: Category, merged: int, shard: int
+    ) -> DBuffer:
+        return DBuffer(
+            self._layout.with_block(spec.block).merged(merged),
+            residence,
+            shard=shard,
+            dtype=spec.dtype,
+            device=self._device,
+            ledger=self._ledger,
+            category=category,
+        )
 
 
 class ComputeWeight:
@@ -206,16 +274,16 @@ class ComputeWeight:
     def start_copy(self) -> torch.Tensor:
         """Return where the main weight is copied to, 1-D like it, on the device; local.
 
-        Only after :meth:`move_main_weight`; what is written counts after :meth:`finish_encoding`.
+        Only after :meth:`move_main_weight`; what is written counts after :meth:`mark_encoded`.
         """
         assert self._device_copy is not None, "the main weight is elsewhere"
         self._finish_join()
         return self._device_copy.flat
 
-    def finish_encoding(self) -> None:
+    def mark_encoded(self) -> None:
         """Note that what was returned to write to holds the cast of the main weight."""
         if self._host_weight is not None:
-            self._host_weight.finish_encoding()
+            self._host_weight.mark_encoded()
         else:
             self._is_encoded = True
 
@@ -277,7 +345,7 @@ class ComputeWeight:
     def _behind_copies(self) -> AbstractContextManager[None]:
         """Return a context for what reads what was copied from the host."""
         host_weight = self._host_weight
-        return contextlib.nullcontext() if host_weight is None else host_weight.beside()
+        return contextlib.nullcontext() if host_weight is None else host_weight.on_copy_stream()
 
     def _finish_join(self) -> None:
         if self._joining is not None:
@@ -312,7 +380,7 @@ class ComputeWeight:
             self._full[spec.name].storage.allocate()
         self._in_flight = [(b, b.flat._version) for b in (self._full[s.name] for s in needed)]
         sliced = {s.name: self._slices[s.name] for s in needed if s.name in self._slices}
-        whole = {s.name: self._source(s) for s in needed if s.name not in sliced}
+        whole = {s.name: self._gather_input(s) for s in needed if s.name not in sliced}
         for sources, group in ((sliced, self._slice_group), (whole, self._axes.group)):
             if sources:
                 assert group is not None, "slices have a group"
@@ -328,7 +396,7 @@ class ComputeWeight:
         self._sources += sources.values()
         self._pending.append(pending)
 
-    def _source(self, spec: BufferSpec) -> DBuffer:
+    def _gather_input(self, spec: BufferSpec) -> DBuffer:
         """Return what to gather a buffer from: what is kept, or itself with its own part filled."""
         if spec.name in self._shards:
             return self._shards[spec.name]
@@ -351,7 +419,7 @@ class ComputeWeight:
     def finish_unshard(self) -> None:
         """Wait for the gather; afterwards the full buffers may be read."""
         if self._host_weight is not None:
-            self._host_weight.arrive()
+            self._host_weight.wait_for_copy()
         if not self._pending:
             return
         for pending in self._pending:

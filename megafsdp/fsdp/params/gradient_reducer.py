@@ -80,7 +80,7 @@ class GradientReducer:
         self._idle: dict[torch.dtype, DBuffer] = {}
         self._inner_sum: DBuffer | None = None
         self._is_final = True
-        self._is_handed_over = False
+        self._optimizer_may_start = False
         self._is_at_outer_axis = False
         self._pending: Pending | None = None
 
@@ -120,13 +120,13 @@ class GradientReducer:
         has_inner_sum = is_final and self._inner_sum is not None
         return self._pending is None and (self._accumulated is not None or has_inner_sum)
 
-    def start_reduce(self, *, is_final: bool, is_handed_over: bool = False) -> None:
+    def start_reduce(self, *, is_final: bool, optimizer_may_start: bool = False) -> None:
         """Pack the gradients and issue the reduction; collective over the group's ranks.
 
         Args:
             is_final: False leaves the sum over the outer axis, if there is one, for a later
                 backward.
-            is_handed_over: Whether the user has said that the optimizer's step comes next.
+            optimizer_may_start: Whether the user has said that the optimizer's step comes next.
         """
         assert self._pending is None, "the reduction before is finished"
         partial, self._accumulated = self._accumulated, None
@@ -137,7 +137,7 @@ class GradientReducer:
             self._add(partial)
         axes = self.group.axes
         self._is_final = is_final
-        self._is_handed_over = is_final and is_handed_over
+        self._optimizer_may_start = is_final and optimizer_may_start
         self._is_at_outer_axis = False
         target, is_accumulating = self._target_of_sum()
         self._partial = partial
@@ -232,18 +232,18 @@ class GradientReducer:
             if not parameter.sharded.requires_grad:
                 continue
             if self._used[i] or self._states[i] is _State.HELD:
-                self._hold(i)
+                self._publish_grad(i)
             else:
                 self._states[i] = _State.PENDING
         self._used = [False] * len(self._used)
-        self._let_go()
+        self._release_working_buffer()
 
-    def _let_go(self) -> None:
+    def _release_working_buffer(self) -> None:
         """Leave the main gradient to the gradients shown, unless some are still to be shown."""
         if self.has_pending:
             return
         grads, self._working_grad, self._views, self._before = self._working_grad, None, [], []
-        if self._is_handed_over and self.group.work_ahead is not None and grads is not None:
+        if self._optimizer_may_start and self.group.work_ahead is not None and grads is not None:
             self.group.work_ahead.grads_are_final(grads.flat)
 
     def usage(self) -> list[bool]:
@@ -260,10 +260,10 @@ class GradientReducer:
         for i, state in enumerate(self._states):
             if state is _State.PENDING:
                 if is_used_anywhere[i]:
-                    self._hold(i)
+                    self._publish_grad(i)
                 else:
                     self._states[i] = _State.CLEAR
-        self._let_go()
+        self._release_working_buffer()
 
     def abort(self) -> None:
         """Forget what is not in ``.grad`` yet: unsharded gradients, waiting sums, a reduction."""
@@ -330,7 +330,7 @@ class GradientReducer:
             if grads:
                 torch._foreach_add_(views, grads)
 
-    def _observe_user(self) -> None:
+    def _sync_with_user_grads(self) -> None:
         """Follow what the user did to ``.grad``: cleared ones are clear from here on."""
         held = [i for i, state in enumerate(self._states) if state is _State.HELD]
         cleared = [i for i in held if self.group.parameters[i].sharded.grad is None]
@@ -345,7 +345,7 @@ class GradientReducer:
         Once the user has cleared every ``.grad`` a fresh buffer is made, so that references to the
         old ones stay valid.
         """
-        self._observe_user()
+        self._sync_with_user_grads()
         group = self.group
         grads = [p.sharded.grad for p in group.parameters]
         is_clear = all(s is _State.CLEAR for s in self._states) and not any(
@@ -378,7 +378,7 @@ class GradientReducer:
         reference = self._shown[index]
         return reference is not None and reference() is grad
 
-    def _hold(self, index: int) -> None:
+    def _publish_grad(self, index: int) -> None:
         parameter = self.group.parameters[index].sharded
         if parameter.grad is None or not self._is_shown(index, parameter.grad):
             assert self._working_grad is not None, "the sum was made"
@@ -387,7 +387,7 @@ class GradientReducer:
             if parameter.grad is not None and parameter.grad is not self._before[index]:
                 # Autograd made it while the sum was under way, of a loss on the parameter itself.
                 self._views[index].view(-1).add_(local_tensor(parameter.grad).reshape(-1))
-            grad = self.group.like_main_weight(index, self._views[index])
+            grad = self.group.as_sharded_dtensor(index, self._views[index])
             grad._megafsdp_buffer = self._working_grad  # type: ignore[attr-defined]
             grad._megafsdp_index = index  # type: ignore[attr-defined]
             self._shown[index] = weakref.ref(grad)

@@ -70,7 +70,7 @@ class HostWeight:
         self._wait_for_copy()
         return self._cast.tensor
 
-    def finish_encoding(self) -> None:
+    def mark_encoded(self) -> None:
         """Note that what was returned to write to holds the cast."""
         self._is_current = True
 
@@ -83,7 +83,7 @@ class HostWeight:
                 self._wait_for_copy()
                 source.copy_(self._main.flat)
                 self._is_current = True
-        with self.beside():
+        with self.on_copy_stream():
             target.copy_(source, non_blocking=True)
             self._copied = self._handle.record_event()
 
@@ -106,13 +106,13 @@ class HostWeight:
             self._copy.storage.release()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def on_copy_stream(self) -> Iterator[None]:
         """Queue work behind the copy, and beside what the device is given afterwards."""
         self._handle.wait_stream(self._stream, self._handle.current_stream())
         with self._handle.use(self._stream):
             yield
 
-    def arrive(self) -> None:
+    def wait_for_copy(self) -> None:
         """Make work queued from here on wait for the copy.
 
         Where the main weight itself is copied the host waits too: anyone may write to it next.

@@ -64,7 +64,7 @@ class DataParallelAxes:
         return max(self.shard, 0) // self.num_pieces
 
     @property
-    def dividing_ranks(self) -> dist.ProcessGroup:
+    def shard_group(self) -> dist.ProcessGroup:
         """Return ranks that together hold the main weight once; of no use if replicated."""
         return self.all_ranks if self.is_divided else self.group
 

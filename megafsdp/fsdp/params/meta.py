@@ -2,17 +2,28 @@
 
 A parameter that came on the meta device has none until it is initialised or loaded. This file keeps
 that fact; giving values is the business of :mod:`megafsdp.fsdp.materialize` and of the loads.
+
+
+Buffers, and parameters outside of units: memory for those on the meta device, traces of use.
+
+A tensor without values becomes one full of NaN (bytes of 0x7F where the dtype has no NaN), so that
+whether somebody wrote it can be seen from what it holds. Parameters of units are none of this
+file's: they lie in flat buffers from the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from megafsdp.device.memory import poison
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.mesh.annotation import copy_annotation
 
 _MAX_NAMES = 20
 
@@ -59,7 +70,7 @@ def require_initialized(modules: Iterable[nn.Module], *, where: str) -> None:
                 "initialised parameters and buffers",
                 f"{quote(missing)} without values, as they came on the meta device",
                 where=where,
-                mend="Call megafsdp.materialize(model) first, or load a checkpoint, or call "
+                hint="Call megafsdp.materialize(model) first, or load a checkpoint, or call "
                 "megafsdp.load_full_state_dict()",
             )
         )
@@ -69,3 +80,109 @@ def quote(names: Sequence[str]) -> str:
     """Return names for a message, at most twenty of them."""
     more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(f"'{name}'" for name in names[:_MAX_NAMES]) + more
+
+
+@dataclass(frozen=True, eq=False)
+class PlainTensor:
+    """A buffer, or a parameter outside of units, where it was found.
+
+    Attributes:
+        name: FQN within the model.
+        module: The module that holds it.
+        attribute: Its name there.
+        original: What was found.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    original: torch.Tensor
+
+    def give_memory(self, made: dict[int, torch.Tensor], device: torch.device) -> None:
+        """Replace the meta tensor, unless that was done, by an unfilled one.
+
+        Args:
+            made: The replacements by the id of the meta tensor, so that ties are kept; grows.
+            device: Where the memory is wanted.
+        """
+        if getattr(self.module, self.attribute) is self.original:
+            key = id(self.original)
+            if key not in made:
+                made[key] = _unfilled_like(self.original, device)
+            setattr(self.module, self.attribute, made[key])
+
+    def is_filled(self) -> bool:
+        """Tell whether what the module holds in its place was written."""
+        tensor = getattr(self.module, self.attribute, None)
+        if not isinstance(tensor, torch.Tensor):
+            return True
+        return not tensor.is_meta and is_filled(tensor)
+
+    def restore(self, values: torch.Tensor | None = None) -> None:
+        """Put the tensor that was found back, with values if they are given."""
+        if values is not None:
+            self.original.copy_(values)
+        setattr(self.module, self.attribute, self.original)
+
+
+def find_plain_tensors(model: nn.Module, *, is_meta: bool) -> dict[int, list[PlainTensor]]:
+    """Return the plain tensors of the modules below a model, with values or not, by module id."""
+    found: dict[int, list[PlainTensor]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or isinstance(tensor, DTensor):
+                continue
+            if tensor.is_meta == is_meta:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                item = PlainTensor(name, module, attribute, tensor)
+                found.setdefault(id(module), []).append(item)
+    return found
+
+
+def give_memory_to_meta_tensors(
+    model: nn.Module, device: torch.device, *, is_wanted: Callable[[str], bool]
+) -> None:
+    """Replace the meta tensors of some names by unfilled ones, for values to be copied into.
+
+    Args:
+        model: The module that they are below.
+        device: Where the memory is wanted.
+        is_wanted: Tells whether a name within ``model`` is one of them.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for items in find_plain_tensors(model, is_meta=True).values():
+        for item in items:
+            if is_wanted(item.name):
+                item.give_memory(made, device)
+
+
+def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy what users wrote on a tensor."""
+    for name, value in vars(source).items():
+        if not name.startswith(("_megafsdp", "_uneven_layout")):
+            setattr(target, name, value)
+
+
+def is_filled(tensor: torch.Tensor) -> bool:
+    """Tell whether no NaN is left or, where the dtype has none, any byte was written."""
+    if tensor.numel() == 0:
+        return True
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+        return not bool(tensor.isnan().any())
+    untouched = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    poison(untouched)
+    as_bytes = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return not torch.equal(as_bytes, untouched.view(torch.uint8))
+
+
+def _unfilled_like(original: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # A tensor made in inference mode could never be trained outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(original.numel(), dtype=original.dtype, device=device)
+        poison(made)
+        made = made.view(original.shape)
+        if isinstance(original, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=original.requires_grad)
+    copy_attributes(original, made)
+    copy_annotation(original, made)
+    return made

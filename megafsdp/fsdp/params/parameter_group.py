@@ -23,6 +23,18 @@ lengths, and the replicated group's main weight is never the unsharded one.
 
 The compute weight's buffers are the business of :mod:`megafsdp.fsdp.params.compute_weight`,
 gradients that of :mod:`megafsdp.fsdp.params.gradient_reducer`; when to gather is the schedule's.
+
+
+What is known of one parameter, and of the dtypes that those of one group share.
+
+Records alone; where their bytes lie is the business of :mod:`megafsdp.fsdp.params.parameter_group`.
+
+
+Views of all parameters in any buffer that lies like the main weight, in one call.
+
+What a parameter group must know of an optimizer that works beside the calling thread.
+
+Only what the group asks for; who does the work, and how, is the optimizer's business.
 """
 
 from __future__ import annotations
@@ -30,13 +42,20 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.dtensor.fixed_data import ReplicatedParameter
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_object, make_replicated
+from megafsdp.buffer.dtensor.uneven import (
+    ReplicatedParameter,
+    UnevenDTensor,
+    local_object,
+    make_replicated,
+)
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
@@ -44,14 +63,115 @@ from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.params.compute_weight import ComputeWeight
 from megafsdp.fsdp.params.host_params import HostWeight
-from megafsdp.fsdp.params.local_rows import LocalRows
-from megafsdp.fsdp.params.managed_parameter import GroupDtypes, ManagedParameter
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import Strategy
-from megafsdp.fsdp.params.steps_beside import StepInFlight, WorkAhead
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
 from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import CastRecipe, Recipe
+
+
+@dataclass(frozen=True)
+class GroupDtypes:
+    """Dtypes of one group: compute weight, main weight, main gradient, and the sum over ranks."""
+
+    compute: torch.dtype
+    main: torch.dtype
+    grad: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """One parameter and its two faces.
+
+    Attributes:
+        name: FQN within the unit, for messages.
+        owners: Modules that hold it, with the attribute names; several if it is tied.
+        shape: Its full shape.
+        dtype: The dtype in which it is initialised.
+        is_initialized: False if it came without values and none were given since.
+        sharded: The optimizer's face.
+        unsharded: The face of forward and backward.
+    """
+
+    name: str
+    owners: list[tuple[weakref.ref[nn.Module], str]]
+    shape: torch.Size
+    dtype: torch.dtype = field(init=False)
+    is_initialized: bool = field(init=False, default=True)
+    sharded: nn.Parameter = field(init=False)
+    unsharded: nn.Parameter = field(init=False)
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Make the owners hold one of the two faces."""
+        for reference, attribute in self.owners:
+            module = reference()
+            if module is not None:
+                module._parameters[attribute] = parameter
+
+
+class LocalRows:
+    """Where the rows of each parameter that this rank holds lie in a flat buffer.
+
+    Args:
+        rows: The rows of each parameter in one such buffer, in local shapes.
+        flat: That buffer, 1-D.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        # What torch cuts leaves no gap: gaps are rows of nobody. Of the shapes only sizes are read.
+        self._shapes: list[torch.Tensor] = []
+        self._places = [0] * len(rows)
+        starts = [int(own.storage_offset() - flat.storage_offset()) for own in rows]
+        end = 0
+        for index in sorted(range(len(rows)), key=starts.__getitem__):
+            own = rows[index]
+            if own.numel():
+                self._append((starts[index] - end,))
+                end = starts[index] + own.numel()
+            self._places[index] = len(self._shapes)
+            self._append(own.shape)
+
+    def _append(self, shape: Sequence[int]) -> None:
+        self._shapes.append(torch.empty((), device="meta").expand(shape))
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return what a buffer holds of each parameter, in local shapes; they alias the buffer."""
+        views = _unflatten_dense_tensors(flat, self._shapes)
+        # torch makes what has no elements elsewhere.
+        return [
+            view if view.numel() else flat.narrow(0, 0, 0).view(view.shape)
+            for view in (views[place] for place in self._places)
+        ]
+
+
+class AsyncStep(Protocol):
+    """A step that changes a main weight beside the calling thread."""
+
+    def wait(self) -> None:
+        """Return when the main weight and its copy on the device are those after the step.
+
+        Raises:
+            RuntimeError: The step failed.
+        """
+
+
+class EarlyStepListener(Protocol):
+    """Who steps a group's main weight and may begin before the optimizer is told to step."""
+
+    def grads_are_final(self, grads: torch.Tensor) -> None:
+        """Begin: all gradients are shown, and nothing is added to them before the step.
+
+        Args:
+            grads: The flat main gradient, like the main weight.
+        """
+
+    def grads_will_change(self) -> None:
+        """Let go of gradients that are read, since another sum is to be added to them."""
+
+    def cancel(self) -> None:
+        """Drop what was begun: the main weight is read or written by others."""
+
 
 _GROUP_ATTRIBUTE = "_megafsdp_group"
 _VERSION = operator.attrgetter("_version")
@@ -134,9 +254,9 @@ class ParameterGroup:
         with torch.no_grad():
             self.main_weight.zero_gaps()
             for index, original in enumerate(originals):
-                self._make_faces(index, original)
-        self.step_in_flight: StepInFlight | None = None
-        self.work_ahead: WorkAhead | None = None
+                self._make_parameters(index, original)
+        self.step_in_flight: AsyncStep | None = None
+        self.work_ahead: EarlyStepListener | None = None
         self.num_changes = 0  # Of the main weight, as far as this rank was told.
         self._shown = [local_object(p.sharded) for p in parameters]
         self._local_rows = LocalRows(self._shown, self.main_weight.flat)
@@ -235,7 +355,7 @@ class ParameterGroup:
             RuntimeError: It failed.
         """
         if self.work_ahead is not None:
-            self.work_ahead.call_off()
+            self.work_ahead.cancel()
         if self.step_in_flight is not None:
             self.step_in_flight.wait()
 
@@ -266,7 +386,7 @@ class ParameterGroup:
             category=category,
         )
 
-    def _make_faces(self, index: int, original: nn.Parameter) -> None:
+    def _make_parameters(self, index: int, original: nn.Parameter) -> None:
         parameter = self.parameters[index]
         parameter.dtype = original.dtype
         parameter.is_initialized = not original.is_meta
@@ -308,7 +428,7 @@ class ParameterGroup:
             rows, self.axes.mesh, layout, is_divided=self.axes.is_divided
         )
 
-    def like_main_weight(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+    def as_sharded_dtensor(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """Wrap what a buffer that lies like the main weight holds of a tensor, as that is."""
         sharded = self.parameters[index].sharded
         if isinstance(sharded, UnevenDTensor):
@@ -337,7 +457,7 @@ class ParameterGroup:
         self.num_changes += 1
         self.compute_weight.mark_stale()
 
-    def notice_writes(self) -> None:
+    def mark_stale_if_written(self) -> None:
         """Mark the group stale if tensors of a state dict were written to, as loads do; local."""
         if self._count_writes() != self._num_writes:
             self.mark_stale()

@@ -1,6 +1,6 @@
 """Frozen choices of how a unit is sharded, in which dtypes it computes, and what is offloaded.
 
-This file holds values; :mod:`megafsdp.fsdp.arguments` makes them from what users give.
+This file holds values; :mod:`megafsdp.fsdp.fully_shard` makes them from what users give.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MixedPrecisionPolicy:
                         "a floating-point dtype of at least 16 bits",
                         dtype,
                         where=f"MixedPrecisionPolicy.{name}",
-                        mend="Use torch.float32 or torch.bfloat16",
+                        hint="Use torch.float32 or torch.bfloat16",
                     )
                 )
 

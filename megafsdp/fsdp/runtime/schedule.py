@@ -12,22 +12,163 @@ With prefetch 1 and units a, b, c::
     gather    a b   c                 b   a
     compute     a   b   c | c  b   a
     reduce                    c   b   a
+
+
+The order in which units run: recorded, followed, and given up when a run departs from it.
+
+What the schedule must be able to ask of a unit, real or rehearsed; nothing is done here.
+
+What ranks tell each other besides weights and gradients: statistics, and which gradients exist.
+
+Both are small and made once for all parameter groups of a model.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from megafsdp.buffer.comm.collectives import Pending
+from megafsdp.buffer.comm.collectives import Pending, all_reduce, start_all_reduce
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer
-from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_statistics
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.runtime.autograd_hooks import ForwardPass
-from megafsdp.fsdp.runtime.order import RecordedOrder
 from megafsdp.fsdp.runtime.process_groups import ExtraGroups, separate_reductions
-from megafsdp.fsdp.runtime.scheduled_unit import ScheduledUnit as ScheduledUnit
+
+T = TypeVar("T")
+
+
+class RecordedOrder(Generic[T]):
+    """The order in which units ran last time, followed until a run departs from it.
+
+    A run is recorded from :meth:`start` to the next. While it agrees with the record,
+    :meth:`arrive` names the units that come next; after the first difference it names none, and the
+    new order is what the next run follows.
+    """
+
+    def __init__(self) -> None:
+        self._record: list[weakref.ref[T]] = []
+        self._running: list[weakref.ref[T]] = []
+        self._is_followed = False
+
+    def start(self, guess: RecordedOrder[T] | None = None) -> None:
+        """Begin a run; without a record the reverse of ``guess`` is followed."""
+        if self._running:
+            self._record = self._running
+        elif guess is not None and not self._record:
+            self._record = list(reversed(guess._running))
+        self._running = []
+        self._is_followed = bool(self._record)
+
+    def arrive(self, unit: T, count: int) -> list[T]:
+        """Note that ``unit`` runs and return up to ``count`` units expected after it."""
+        position = len(self._running)
+        self._running.append(weakref.ref(unit))
+        expected = self._record[position] if position < len(self._record) else None
+        if expected is None or expected() is not unit:
+            self._is_followed = False
+        return self.upcoming(count)
+
+    def upcoming(self, count: int) -> list[T]:
+        """Return up to ``count`` units expected after the last one that arrived."""
+        position = len(self._running)
+        expected = self._record[position : position + count] if self._is_followed else []
+        return [u for u in (r() for r in expected) if u is not None]
+
+    def is_last(self, unit: T) -> bool:
+        """Tell whether ``unit`` is the last of the record, and the run agrees with it so far."""
+        return self._is_followed and self._record[-1]() is unit
+
+
+class ScheduledUnit(Protocol):
+    """What the schedule must be able to ask of a unit."""
+
+    prefetch: int
+    reshard_after_forward: bool | int | None
+    reshard_after_backward: bool
+    requires_gradient_sync: bool
+    requires_all_reduce: bool
+    reducers: list[GradientReducer]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Tell whether full storage is allocated."""
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """Return the unit's parameter groups."""
+
+    def start_unshard(self, *, in_backward: bool = False) -> None:
+        """Issue the gathers of the unit."""
+
+    def finish_unshard(self) -> None:
+        """Wait for the gathers of the unit."""
+
+    def release(self) -> None:
+        """Free the full storage unless the unit is at work."""
+
+    def finish_backward(self) -> None:
+        """End the unit's backward if it is in one."""
+
+    def end_partial_forward(self) -> None:
+        """End a forward in which some of the unit's modules did not run."""
+
+    def forget_forwards(self) -> None:
+        """Stop waiting for the gradients of forwards so far."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Tell whether a forward or backward has begun and not ended."""
+
+    def reset_after_error(self, *, keep_accumulated: bool) -> None:
+        """Return to rest after an exception, with or without the sums of earlier microbatches."""
+
+    def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
+        """Return the units the user chose to prefetch after this one."""
+
+
+def refresh_with_statistics(groups: Sequence[ParameterGroup]) -> None:
+    """Encode stale compute weights that need statistics; one all-reduce for all of one mesh."""
+    waiting = [g for g in groups if g.compute_weight.needs_statistics]
+    for process_group in dict.fromkeys(g.axes.shard_group for g in waiting):
+        members = [g for g in waiting if g.axes.shard_group == process_group]
+        statistics = [g.compute_weight.statistics() for g in members]
+        combined = torch.cat(statistics)
+        all_reduce(combined, op="max", group=process_group, label="statistics")
+        parts = combined.split([s.numel() for s in statistics])
+        for group, part in zip(members, parts, strict=True):
+            group.compute_weight.refresh(part)
+
+
+def agree_on_usage(reducers: Sequence[GradientReducer]) -> list[Pending]:
+    """Exchange one byte a trainable parameter; only a rank that waits for it reads the answer.
+
+    Returns:
+        The exchanges whose answer this rank has no use for, to be waited for at leisure.
+    """
+    unread = []
+    reducers = [r for r in reducers if r.group.is_trainable]
+    for everyone in dict.fromkeys(r.group.axes.all_ranks for r in reducers):
+        members = [r for r in reducers if r.group.axes.all_ranks == everyone]
+        flags = [flag for reducer in members for flag in reducer.usage()]
+        if members[0].group.axes.num_ranks > 1:
+            device = members[0].group.device
+            # Of pageable memory the host would wait until the device has come to the copy.
+            is_pinned = device.type == "cuda"
+            votes = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+            votes = votes.to(device, non_blocking=True)
+            exchange = start_all_reduce(votes, op="max", group=everyone, label="usage")
+            if any(reducer.has_pending for reducer in members):
+                exchange.wait()
+                flags = votes.bool().tolist()
+            else:
+                unread.append(exchange)
+        answer = iter(flags)
+        for reducer in members:
+            reducer.resolve_usage([next(answer) for _ in reducer.group.parameters])
+    return unread
 
 
 class FSDPContext:
@@ -43,14 +184,16 @@ class FSDPContext:
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
-        self.is_handed_over = False  # The user has said so of the microbatch.
+        self.optimizer_may_start = False  # The user has said so of the microbatch.
         self.forward_pass = ForwardPass()  # The last one.
         self.passes_in_backward: set[ForwardPass] = set()
         self.max_reductions_waiting = 1  # Beside the one that is being packed.
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._is_backward_running = False
-        self._is_at_outputs = False  # Only the root's backward has begun, and gathered nothing.
+        self._is_in_loss_backward = (
+            False  # Only the root's backward has begun, and gathered nothing.
+        )
         self._reductions: list[GradientReducer] = []
         self._outer_reductions: list[GradientReducer] = []
         # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
@@ -78,12 +221,12 @@ class FSDPContext:
         if root is unit:
             self._begin_root()
         elif self.has_backward_begun:
-            self.abandon()  # An exception cut it short: none runs on this thread.
+            self.reset_after_error()  # An exception cut it short: none runs on this thread.
         if root is unit or root is None or not root.is_at_work:
             self.forward_pass = ForwardPass()
 
     def _begin_root(self) -> None:
-        self.abandon()
+        self.reset_after_error()
         self._finish_exchanges()
         self._forward.start()
         self._join_divided()
@@ -103,7 +246,7 @@ class FSDPContext:
     def end_forward(self, *, is_graph_built: bool) -> None:
         """End a forward of the root: without a graph nothing stays unsharded."""
         for unit in self.units:
-            unit.leave_rest_out()
+            unit.end_partial_forward()
         if not is_graph_built:
             self._release_all()
 
@@ -118,7 +261,7 @@ class FSDPContext:
 
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
-        self._is_backward_running = self._is_at_outputs = False
+        self._is_backward_running = self._is_in_loss_backward = False
         for unit in reversed(self.units):
             unit.finish_backward()
         if self.is_last_microbatch:
@@ -158,17 +301,17 @@ class FSDPContext:
         """Tell whether a backward has not ended: it runs, or an exception cut it short."""
         return self._is_backward_running or bool(self._reductions or self._outer_reductions)
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """Undo what an exception cut short; sums of earlier microbatches outlive a forward."""
         is_backward = self.has_backward_begun
         if not (is_backward or any(unit.is_at_work for unit in self.units)):
             return
-        self._is_backward_running = self._is_at_outputs = False
+        self._is_backward_running = self._is_in_loss_backward = False
         self.passes_in_backward.clear()
         self._reductions.clear()
         self._outer_reductions.clear()
         for unit in self.units:
-            unit.abandon(keeps_sums=not is_backward)
+            unit.reset_after_error(keep_accumulated=not is_backward)
 
     def unshard_for_forward(self, unit: ScheduledUnit) -> None:
         """Gather a unit for its forward, and issue the gathers of those expected next."""
@@ -178,19 +321,19 @@ class FSDPContext:
         """Gather a unit for its backward, and issue the gathers of those expected next.
 
         The root's backward begins with the loss, when most bytes are alive: what comes after it is
-        gathered when that is over (:meth:`leave_outputs`).
+        gathered when that is over (:meth:`prefetch_after_loss`).
         """
         self._unshard(unit, self._backward)
 
     def watch_root(self, unit: ScheduledUnit, output: torch.Tensor) -> None:
-        """Have the autograd engine call :meth:`leave_outputs`, if the output is the root's."""
+        """Call :meth:`prefetch_after_loss` in backward, if the output is the root's."""
         if self.is_root(unit) and output.grad_fn is not None:
-            output.grad_fn.register_hook(self.leave_outputs)
+            output.grad_fn.register_hook(self.prefetch_after_loss)
 
     @torch._disable_dynamo
-    def leave_outputs(self, *unused: object) -> None:
+    def prefetch_after_loss(self, *unused: object) -> None:
         """Issue the gathers expected after the root: its first backward operator is done."""
-        if self._is_at_outputs:
+        if self._is_in_loss_backward:
             root = self._root()
             assert root is not None, "a unit at work is alive"
             self._gather_ahead(root, self._backward.upcoming(root.prefetch), in_backward=True)
@@ -208,8 +351,8 @@ class FSDPContext:
         root = self._root()
         is_recorded = in_backward or (root is not None and root.is_at_work)
         recorded = order.arrive(unit, unit.prefetch) if is_recorded else []
-        self._is_at_outputs = in_backward and self.is_root(unit)
-        if not self._is_at_outputs:
+        self._is_in_loss_backward = in_backward and self.is_root(unit)
+        if not self._is_in_loss_backward:
             self._gather_ahead(unit, recorded, in_backward=in_backward)
         unit.finish_unshard()
 
@@ -217,7 +360,7 @@ class FSDPContext:
         self, unit: ScheduledUnit, recorded: list[ScheduledUnit], *, in_backward: bool
     ) -> None:
         """Issue the gathers of what comes after a unit: recorded units or those the user chose."""
-        self._is_at_outputs = False
+        self._is_in_loss_backward = False
         upcoming = unit.prefetch_override(is_backward=in_backward)
         for other in recorded if upcoming is None else upcoming:
             if any(group.step_in_flight for group in other.groups):
@@ -233,7 +376,7 @@ class FSDPContext:
             # An earlier forward of the same unit ends in the same backward.
             self._finish_reductions(keep=0)
         is_final = is_final and self.is_last_microbatch
-        reducer.start_reduce(is_final=is_final, is_handed_over=self.is_handed_over)
+        reducer.start_reduce(is_final=is_final, optimizer_may_start=self.optimizer_may_start)
         self._reductions.append(reducer)
         self._finish_reductions(keep=self.max_reductions_waiting)
 

@@ -29,13 +29,14 @@ from megafsdp.fsdp.runtime.autograd_hooks import (
     BackwardHook,
     EndOfBackward,
     ForwardToken,
-    Outstanding,
+    PendingForwards,
+    cast_floating,
+    map_tensors,
+    tensors_of,
 )
-from megafsdp.fsdp.runtime.guards import guard_faces
+from megafsdp.fsdp.runtime.guards import guard_parameters, guard_state_dicts
 from megafsdp.fsdp.runtime.root import adopt_units_below, attach, attached_unit, attached_units
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
-from megafsdp.fsdp.runtime.state_dict_guard import guard_state_dicts
-from megafsdp.fsdp.runtime.tree import cast_floating, map_tensors, tensors_of
 
 
 class Phase(Enum):
@@ -79,7 +80,7 @@ class FSDPUnit:
         self.requires_gradient_sync = self.requires_all_reduce = True
         self.phase = Phase.RESTING
         self.context: FSDPContext | None = None
-        self.outstanding = Outstanding()
+        self.outstanding = PendingForwards()
         self.is_kept = self.is_pinned = False
         self.post_optim_event: torch.cuda.Event | None = None
         self._prefetch: dict[bool, list[weakref.ref[ScheduledUnit]]] = {}
@@ -93,7 +94,7 @@ class FSDPUnit:
             attach(module, self)
             self._hook_forward(module)
             guard_state_dicts(module, self)
-        for part in guard_faces(groups, units=modules):
+        for part in guard_parameters(groups, units=modules):
             guard_state_dicts(part, self)
         self.show_sharded()
 
@@ -122,7 +123,7 @@ class FSDPUnit:
         """Issue the gathers of all groups; collective."""
         self.is_kept = False
         for group in self.groups:
-            group.notice_writes()
+            group.mark_stale_if_written()
         if any(group.compute_weight.needs_statistics for group in self.groups):
             self.require_context().refresh_with_statistics()
         for group in self.groups:
@@ -258,7 +259,7 @@ class FSDPUnit:
         self._token = None
         return output
 
-    def leave_rest_out(self) -> None:
+    def end_partial_forward(self) -> None:
         """End a forward in which some of the unit's modules did not run: it stays gathered."""
         if self.phase is Phase.FORWARD and self._to_run:
             self.phase, self.is_kept = Phase.RESTING, True
@@ -369,18 +370,18 @@ class FSDPUnit:
         """Tell whether a forward or backward has begun and not ended."""
         return self.phase is not Phase.RESTING or bool(self._to_run)
 
-    def forget_sums(self) -> None:
+    def discard_unreduced_grads(self) -> None:
         """Drop gradients that are not in ``.grad`` yet."""
         for reducer in self.reducers:
             reducer.abort()
 
-    def abandon(self, *, keeps_sums: bool) -> None:
+    def reset_after_error(self, *, keep_accumulated: bool) -> None:
         """Return to rest after an exception, without storage, with or without waiting sums."""
         self.phase = Phase.RESTING
         self._to_run.clear()
         self.outstanding.clear()
-        if not keeps_sums:
-            self.forget_sums()
+        if not keep_accumulated:
+            self.discard_unreduced_grads()
         for group in self.groups:
             group.compute_weight.forget_slices()
         self.show_sharded()

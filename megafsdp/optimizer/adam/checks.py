@@ -42,7 +42,7 @@ def check_hyperparameters(
     for name, (value, is_sound, what) in limits.items():
         if not is_sound:
             raise ValueError(
-                expected(f"a number {what}", value, where=f"{name} of FusedAdam", mend="Change it")
+                expected(f"a number {what}", value, where=f"{name} of FusedAdam", hint="Change it")
             )
 
 
@@ -65,7 +65,7 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
                 f"{neutral} or nothing",
                 asked,
                 where="a parameter group of FusedAdam",
-                mend="Leave it out, set adam_w_mode for all groups, or use torch.optim.AdamW",
+                hint="Leave it out, set adam_w_mode for all groups, or use torch.optim.AdamW",
             )
         )
     for number, parameter in enumerate(group["params"]):
@@ -76,7 +76,7 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
                     "parameters in fp32 or narrower, in which steps are made",
                     f"{_described(parameter, _name_in(group, number))} in {parameter.dtype}",
                     where="FusedAdam",
-                    mend="Cast the model, or use torch.optim.AdamW",
+                    hint="Cast the model, or use torch.optim.AdamW",
                 )
             )
 
@@ -94,7 +94,7 @@ def check_remainders(group: Mapping[str, Any]) -> None:
                     "bf16 parameters with store_param_remainders=True",
                     f"{_described(parameter, _name_in(group, number))} in {parameter.dtype}",
                     where="FusedAdam",
-                    mend="Shard with MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                    hint="Shard with MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
                     "main_params_dtype=torch.bfloat16), or leave the option out: fp32 parameters "
                     "lack nothing",
                 )
@@ -113,7 +113,7 @@ def check_capturable(dtypes: Iterable[torch.dtype], has_remainders: bool) -> Non
                 "moments in fp32 or bf16, and no remainders",
                 f"{[str(dtype) for dtype in dtypes]}, remainders: {has_remainders}",
                 where="FusedAdam(capturable=True)",
-                mend="Leave capturable out, or keep the states in torch.float32 or torch.bfloat16",
+                hint="Leave capturable out, or keep the states in torch.float32 or torch.bfloat16",
             )
         )
 
@@ -135,7 +135,7 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
                 "a dense gradient",
                 "a sparse one",
                 where=_described(parameter, name),
-                mend="Build the embedding with sparse=False",
+                hint="Build the embedding with sparse=False",
             )
         )
     if isinstance(parameter, DTensor) != isinstance(grad, DTensor):
@@ -144,7 +144,7 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
                 f"a gradient kept as its parameter, a {type(parameter).__name__}",
                 f"a {type(grad).__name__}",
                 where=_described(parameter, name),
-                mend="Assign a tensor made with torch.zeros_like(parameter), filled by copy_()",
+                hint="Assign a tensor made with torch.zeros_like(parameter), filled by copy_()",
             )
         )
 
@@ -162,7 +162,7 @@ def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor)
                 f"fp32 values of one of {STATES}",
                 f"{values.dtype} for '{name}'",
                 where="FusedAdam.set_scaled_state()",
-                mend="Cast the values, or set optimizer.state[parameter] directly",
+                hint="Cast the values, or set optimizer.state[parameter] directly",
             )
         )
     own, given = local_tensor(parameter).shape, local_tensor(values).shape
@@ -172,7 +172,7 @@ def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor)
                 f"values like the parameter, {(*own,)} on this rank",
                 (*given,),
                 where="FusedAdam.set_scaled_state()",
-                mend="Start from get_unscaled_state(), or torch.zeros_like(parameter)",
+                hint="Start from get_unscaled_state(), or torch.zeros_like(parameter)",
             )
         )
 

@@ -132,4 +132,4 @@ class _Encodings:
         """Tell the groups, all of whose elements were written, that they need no cast."""
         for states, output in self._outputs.items():
             if output is not None and self._numels.get(states, 0) == states.numel:
-                states.group.compute_weight.finish_encoding()
+                states.group.compute_weight.mark_encoded()

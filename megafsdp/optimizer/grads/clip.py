@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from megafsdp.errors import expected
-from megafsdp.optimizer.grads.grad_parts import parts_of
-from megafsdp.optimizer.grads.norms import by_device, device_of, norms_of_parts, total_norm
+from megafsdp.optimizer.grads.norms import (
+    by_device,
+    device_of,
+    norms_of_parts,
+    parts_of,
+    total_norm,
+)
 
 _EPSILON = 1e-6
 
@@ -57,7 +62,7 @@ def clip_grad_norm_(
                 "a finite gradient norm",
                 float(norm),
                 where="clip_grad_norm_()",
-                mend="Look for the first parameter whose gradient is not finite, or skip the step",
+                hint="Look for the first parameter whose gradient is not finite, or skip the step",
             )
         )
     coefficient = clip_coefficient(norm, max_norm)

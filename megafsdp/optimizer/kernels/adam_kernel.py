@@ -5,6 +5,9 @@ the buffers and picks the way; reference.py defines the arithmetic, cuda_kernels
 call takes a whole flat buffer and a table of segments, each with its own hyperparameters:
 parameters with and without weight decay lie mixed in a buffer, and a call for each would cost more
 than small ones take.
+
+
+What the kernels take: dtypes by name, and checks of flat tensors and counts.
 """
 
 from __future__ import annotations
@@ -21,13 +24,61 @@ from megafsdp._native import native_module
 from megafsdp.errors import expected
 from megafsdp.optimizer.kernels import cuda as cuda_kernels
 from megafsdp.optimizer.kernels import reference
-from megafsdp.optimizer.kernels.flat_checks import (
-    DTYPE_NAMES,
-    VALUE_DTYPES,
-    check_flat,
-    check_positive,
-)
 from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper, round_to_fp32
+
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES}
+
+
+def check_positive(name: str, number: int) -> None:
+    """Check a count.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+    if number < 1:
+        raise ValueError(expected("a positive number", number, where=name, hint="Count from 1"))
+
+
+def check_flat(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    *,
+    numel: int,
+    device: torch.device,
+) -> None:
+    """Check a buffer of a kernel.
+
+    Args:
+        name: Of the argument, for the message.
+        tensor: The buffer.
+        dtypes: Dtypes that it may have.
+        numel: Elements that it must have.
+        device: Where it must be.
+
+    Raises:
+        ValueError: It is not flat, contiguous, of this length, dtype and device.
+    """
+    is_right = (
+        tensor.dtype in dtypes
+        and tensor.dim() == 1
+        and tensor.numel() == numel
+        and tensor.is_contiguous()
+        and tensor.device == device
+    )
+    if not is_right:
+        raise ValueError(
+            expected(
+                f"a contiguous flat tensor of {numel} elements on {device}, of dtype "
+                f"{' or '.join(str(dtype) for dtype in dtypes) or 'None'}",
+                f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.device}, "
+                f"{tensor.dtype}",
+                where=f"{name} of AdamBuffers or sum_of_squares()",
+                hint="Pass views of flat buffers with one element for each weight",
+            )
+        )
+
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
@@ -128,7 +179,7 @@ class AdamBuffers:
                 wanted,
                 got,
                 where="AdamBuffers of a step out of place",
-                mend="Give all three beside fp32 tensors on a CPU; or none, for a step in place",
+                hint="Give all three beside fp32 tensors on a CPU; or none, for a step in place",
             )
         )
 
@@ -379,7 +430,7 @@ def _check_scalars(device: torch.device, **scalars: object) -> None:
                     f"a scalar tensor, torch.float32 on {device}",
                     f"shape {tuple(scalar.shape)}, {scalar.dtype} on {scalar.device}",
                     where=f"{name} of adam_step()",
-                    mend="Compute it where the buffers are",
+                    hint="Compute it where the buffers are",
                 )
             )
 
@@ -393,7 +444,7 @@ def _check_segments(segments: Sequence[AdamSegment], numel: int) -> None:
                     f"{end} <= start <= stop <= {numel}",
                     f"start {segment.start}, stop {segment.stop}",
                     where=f"segment {i} of adam_step()",
-                    mend="Give segments in rising order, inside the buffers, without overlap",
+                    hint="Give segments in rising order, inside the buffers, without overlap",
                 )
             )
         end = segment.stop

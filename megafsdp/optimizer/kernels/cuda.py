@@ -99,7 +99,7 @@ def _why_not_on(index: int) -> str:
                 f"CUDA kernels that run on this device, built for {module.ARCHS}",
                 why,
                 where=f"cuda:{index}; the optimizer's slower torch fallback runs instead",
-                mend="Update the driver, or set MEGAFSDP_CUDA_ARCHS and build megafsdp again",
+                hint="Update the driver, or set MEGAFSDP_CUDA_ARCHS and build megafsdp again",
             )
         )
     return why

@@ -137,6 +137,6 @@ def _check_range(name: str, value: float, end: float) -> None:
                 f"a number from 0 to below {end}",
                 value,
                 where=f"{name} of AdamHyper",
-                mend="Correct the optimizer's arguments",
+                hint="Correct the optimizer's arguments",
             )
         )

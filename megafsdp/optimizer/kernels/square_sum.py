@@ -10,7 +10,7 @@ import torch
 from megafsdp._native import native_module
 from megafsdp.optimizer.kernels import cuda as cuda_kernels
 from megafsdp.optimizer.kernels import reference
-from megafsdp.optimizer.kernels.flat_checks import (
+from megafsdp.optimizer.kernels.adam_kernel import (
     DTYPE_NAMES,
     VALUE_DTYPES,
     check_flat,

@@ -199,7 +199,7 @@ class Muon(Optimizer):
         if key not in self._plans:
             by_group: dict[dist.ProcessGroup | None, list[Matrix]] = {}
             for parameter, group in stepped:
-                divide = parameter.dividing_ranks if isinstance(parameter, UnevenDTensor) else None
+                divide = parameter.shard_group if isinstance(parameter, UnevenDTensor) else None
                 by_group.setdefault(divide, []).extend(matrices_of(parameter, group))
             # Another set of parameters replaces the plan, so that none outlives its parameters.
             self._plans = {key: {g: self._plan(m, g) for g, m in by_group.items()}}
@@ -305,7 +305,7 @@ def _check_group(group: dict[str, Any], index: int) -> None:
                 "of at least 0, and momentum in [0, 1)",
                 {name: group[name] for name in names},
                 where=f"param group {index} of Muon",
-                mend="Leave out what you do not want to change",
+                hint="Leave out what you do not want to change",
             )
         )
     for parameter in group["params"]:
@@ -320,7 +320,7 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
                 "matrices or stacks of matrices",
                 f"{parameter.ndim} dimensions",
                 where=where,
-                mend="Put it into a group with use_muon=False",
+                hint="Put it into a group with use_muon=False",
             )
         )
     is_ours = not isinstance(parameter, DTensor) or all(
@@ -335,6 +335,6 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
                 "parameters that are whole, or divided by fully_shard() alone",
                 "another DTensor",
                 where=where,
-                mend="Give it to another optimizer",
+                hint="Give it to another optimizer",
             )
         )

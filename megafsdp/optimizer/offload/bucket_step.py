@@ -23,18 +23,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megafsdp.buffer.dtensor.busy_memory import hold, let_go
+from megafsdp.buffer.dtensor.busy_memory import register_writer, unregister_writer
 from megafsdp.errors import expected
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamKernel, AdamSegment
 from megafsdp.optimizer.kernels.hyper import AdamHyper, round_to_fp32
 from megafsdp.optimizer.offload.auto_fraction import FractionMeter, HostRate
 from megafsdp.optimizer.offload.bucket import Bucket, GradientCopy
-from megafsdp.optimizer.offload.offload_guess import LateNumber, Outlook
+from megafsdp.optimizer.offload.offload_guess import ClippingForecast, DeferredScalar
 from megafsdp.optimizer.states.flat import FlatStates
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SegmentRun:
     """Segments of a bucket whose counts of steps agree.
 
     Attributes:
@@ -50,13 +50,13 @@ class Stretch:
 
 def stretches_of(
     states: FlatStates, counts: dict[int, list[int]], hyper: AdamHyper
-) -> list[Stretch]:
+) -> list[SegmentRun]:
     """Return what is stepped of one group's parameters, by their counts of steps."""
     stretches = []
     for count, counted in counts.items():
         runs = states.runs(counted)
         segments = tuple(AdamSegment(run.start, run.stop, hyper) for run in runs)
-        stretches.append(Stretch(segments, count, sum(run.numel for run in runs)))
+        stretches.append(SegmentRun(segments, count, sum(run.numel for run in runs)))
     return stretches
 
 
@@ -68,7 +68,7 @@ class HostThreads:
     ftz: bool
     rate: HostRate | None = None
 
-    def update(self, buffers: AdamBuffers, stretches: list[Stretch], scale: float) -> None:
+    def update(self, buffers: AdamBuffers, stretches: list[SegmentRun], scale: float) -> None:
         """Step a bucket's weights and moments, with a cast for the device."""
         kernel = AdamKernel(
             buffers.weight.device,
@@ -114,8 +114,8 @@ class AheadStep:
 
     bucket: Bucket
     copy: GradientCopy
-    stretches: list[Stretch]
-    outlook: Outlook
+    stretches: list[SegmentRun]
+    outlook: ClippingForecast
     threads: HostThreads
     counts: OffloadCounts
     is_done: bool = field(init=False, default=False)
@@ -158,7 +158,7 @@ class AheadStep:
         self.is_done = True
         self.counts.speculated += 1
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """Do not begin if it is not too late; nobody takes the result. Returns at once.
 
         The slab that is shown may be written meanwhile: what is made of it goes to the spare one.
@@ -175,10 +175,10 @@ class AheadStep:
             raise self.error
         return self.is_done
 
-    def is_of(self, copy: GradientCopy, stretches: list[Stretch]) -> bool:
+    def is_of(self, copy: GradientCopy, stretches: list[SegmentRun]) -> bool:
         """Tell whether it steps the weights as they are, so far, with these gradients."""
         group = self.bucket.group
-        group.notice_writes()
+        group.mark_stale_if_written()
         is_alike = self.copy is copy and self.stretches == stretches
         return is_alike and self._num_changes == group.num_changes and not self._is_cancelled
 
@@ -200,18 +200,18 @@ class BucketStep:
     """
 
     bucket: Bucket
-    scale: LateNumber
+    scale: DeferredScalar
     threads: HostThreads
     counts: OffloadCounts
     meter: FractionMeter | None = None
-    stretches: list[Stretch] = field(init=False, default_factory=list)
+    stretches: list[SegmentRun] = field(init=False, default_factory=list)
     _grads: list[torch.Tensor] = field(init=False, default_factory=list)
     _ahead: AheadStep | None = field(init=False, default=None)
     _takes_ahead: bool = field(init=False, default=False)
     _has_ended: threading.Event = field(init=False, default_factory=threading.Event)
     _error: BaseException | None = field(init=False, default=None)
 
-    def add(self, grads: torch.Tensor, stretch: Stretch) -> None:
+    def add(self, grads: torch.Tensor, stretch: SegmentRun) -> None:
         """Note a stretch to step, and the main gradient that has its gradients, 1-D."""
         self._grads.append(grads)
         self.stretches.append(stretch)
@@ -242,9 +242,9 @@ class BucketStep:
             # A factor that is on its way is compared by the worker.
             self._takes_ahead = not self.scale.is_there or ahead.has_guessed(self.scale.value())
         if ahead is not None and not self._takes_ahead:
-            ahead.call_off()
+            ahead.cancel()
         in_use = self._take_buffers(ahead.buffers if ahead and self._takes_ahead else None)
-        hold(in_use, self)
+        register_writer(in_use, self)
         group.step_in_flight = self
         return self._takes_ahead
 
@@ -274,7 +274,7 @@ class BucketStep:
         Replicated parameters are plain DTensors, whose readers do not ask: their step ends here.
         """
         if sum(stretch.numel for stretch in self.stretches) == self.bucket.states.numel:
-            self.bucket.group.compute_weight.finish_encoding()
+            self.bucket.group.compute_weight.mark_encoded()
         if not self.bucket.group.axes.is_sharded:
             self.wait_for_reader()
 
@@ -304,7 +304,7 @@ class BucketStep:
             return False
         if not ahead.has_ended():
             # It was passed over, since its gradients came while the worker chose, and is next.
-            ahead.call_off()
+            ahead.cancel()
             return False
         if self._takes_ahead and ahead.has_guessed(scale):
             self.counts.committed += 1
@@ -340,14 +340,14 @@ class BucketStep:
         begin = None if meter is None else meter.mark_time()
         begin_s = time.perf_counter()
         self._has_ended.wait()
-        let_go(self)
+        unregister_writer(self)
         if self._error is not None:
             raise RuntimeError(
                 expected(
                     "a step of the optimizer on the host that ends",
                     f"{type(self._error).__name__}: {self._error}",
                     where=f"unit '{self._name}'",
-                    mend="Mend the cause and load the last checkpoint: weights are half stepped",
+                    hint="Mend the cause and load the last checkpoint: weights are half stepped",
                 )
             ) from self._error
         assert self.bucket.uploaded is not None, "the step has ended"

@@ -29,10 +29,15 @@ from megafsdp.optimizer.offload.bucket_step import (
     BucketStep,
     HostThreads,
     OffloadCounts,
-    Stretch,
+    SegmentRun,
     stretches_of,
 )
-from megafsdp.optimizer.offload.offload_guess import Guesser, LateNumber, Speculate, check_speculate
+from megafsdp.optimizer.offload.offload_guess import (
+    DeferredScalar,
+    Guesser,
+    Speculate,
+    check_speculate,
+)
 from megafsdp.optimizer.offload.placement import (
     check_fraction,
     groups_of,
@@ -229,7 +234,7 @@ class HybridDeviceOptimizer(FusedAdam):
         Raises:
             RuntimeError: The step failed on the host.
         """
-        self._ahead.call_off_all()
+        self._ahead.cancel_all()
         self._wait_for_steps()
 
     def _wait_for_steps(self) -> None:
@@ -254,7 +259,7 @@ class HybridDeviceOptimizer(FusedAdam):
         bucket.copy_grads(grads, has_norm=speculates)
         if not speculates:
             return
-        stretches: list[Stretch] = []
+        stretches: list[SegmentRun] = []
         for number, param_group in enumerate(self.param_groups):
             indices = self._plan(number).find_all(bucket.states, grads, self._state)
             if indices is None:
@@ -269,9 +274,9 @@ class HybridDeviceOptimizer(FusedAdam):
             self._meter.grads_are_there()
         self._ahead.begin(bucket, stretches, self._threads())
 
-    def call_off_ahead(self, bucket: Bucket) -> None:
+    def cancel_early_step(self, bucket: Bucket) -> None:
         """Drop what was begun for the coming step of a bucket, which others will read or write."""
-        self._ahead.call_off(bucket)
+        self._ahead.cancel(bucket)
 
     def _threads(self) -> HostThreads:
         rate = self._meter.rate if self._meter is not None else None
@@ -285,7 +290,7 @@ class HybridDeviceOptimizer(FusedAdam):
         returning = groups_to_return(self._parameters(), fraction)
         for states, bucket in list(self._buckets.items()):
             if states.group in returning:
-                self._ahead.call_off(bucket)
+                self._ahead.cancel(bucket)
                 bucket.onload(self._state)
                 del self._buckets[states]
         taken = self.offloaded_fraction
@@ -313,7 +318,7 @@ class HybridDeviceOptimizer(FusedAdam):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; in place only when the host has read them."""
-        self._ahead.call_off_all()
+        self._ahead.cancel_all()
         for bucket in self._buckets.values():
             if set_to_none:
                 bucket.forget_grads()
@@ -334,7 +339,7 @@ class HybridDeviceOptimizer(FusedAdam):
                 self._settle_fraction(self._meter)
                 self._meter = None
         self._link.fence()  # What is queued may read weights that a step will write.
-        late_scale = LateNumber(scale, self._link)
+        late_scale = DeferredScalar(scale, self._link)
         self._guesser.note_step(self.grad_norm, self._of_scaler("grad_scale"), self._link)
         collect = self._collect if self._host is None else self._collect_torch
         steps = collect(found, late_scale)
@@ -345,7 +350,7 @@ class HybridDeviceOptimizer(FusedAdam):
             self._worker.submit(step)
             self._in_flight.append(step)
         for unused in ahead.values():
-            unused.call_off()
+            unused.cancel()
         super()._step_found(left_on_device(found, self._buckets), scale=scale, found_inf=found_inf)
         for step in steps:
             step.finish()
@@ -354,7 +359,7 @@ class HybridDeviceOptimizer(FusedAdam):
         if not self.overlap:
             self.synchronize()
 
-    def _collect(self, found: list[Found], scale: LateNumber) -> list[BucketStep]:
+    def _collect(self, found: list[Found], scale: DeferredScalar) -> list[BucketStep]:
         """Return the steps of offloaded groups, in the order in which forward needs them."""
         steps: dict[FlatStates, BucketStep] = {}
         for param_group, part in zip(self.param_groups, found, strict=True):
@@ -371,7 +376,7 @@ class HybridDeviceOptimizer(FusedAdam):
                     steps[states].add(grads.flat, stretch)
         return [steps[states] for states in self._buckets if states in steps]
 
-    def _collect_torch(self, found: list[Found], scale: LateNumber) -> list[BucketStep]:
+    def _collect_torch(self, found: list[Found], scale: DeferredScalar) -> list[BucketStep]:
         """Return the same for another optimizer on the host."""
         assert self._host is not None, "it steps the host's part"
         values = self._host.hyperparameters(self.param_groups)

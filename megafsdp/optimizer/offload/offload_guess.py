@@ -36,12 +36,12 @@ def check_speculate(speculate: object) -> None:
                 "True, False or 'auto'",
                 repr(speculate),
                 where="speculate of HybridDeviceOptimizer",
-                mend="Leave it at 'auto' to guess while few steps are clipped",
+                hint="Leave it at 'auto' to guess while few steps are clipped",
             )
         )
 
 
-class LateNumber:
+class DeferredScalar:
     """A number of which the host asks before the device may have it.
 
     Args:
@@ -71,7 +71,7 @@ class LateNumber:
         return float(self._kept)
 
 
-class Outlook:
+class ClippingForecast:
     """The guess for one step, which the gradients that arrive may prove wrong.
 
     Args:
@@ -106,7 +106,7 @@ class Guesser:
         self.speculate = speculate
         self._mean_norm: float | None = None
         self._loss_scale = 1.0
-        self._last: tuple[LateNumber | None, LateNumber] | None = None
+        self._last: tuple[DeferredScalar | None, DeferredScalar] | None = None
 
     def note_step(
         self, norm: torch.Tensor | None, loss_scale: torch.Tensor | None, link: CopyLink
@@ -114,8 +114,8 @@ class Guesser:
         """Take note of a step's norm and loss scale."""
         self._settle()
         self._last = (
-            None if norm is None else LateNumber(norm, link),
-            LateNumber(1.0 if loss_scale is None else loss_scale, link),
+            None if norm is None else DeferredScalar(norm, link),
+            DeferredScalar(1.0 if loss_scale is None else loss_scale, link),
         )
 
     def _settle(self) -> None:
@@ -127,7 +127,7 @@ class Guesser:
             before = value if self._mean_norm is None else self._mean_norm
             self._mean_norm = _DECAY * before + (1.0 - _DECAY) * value
 
-    def outlook(self, max_norm: float) -> Outlook | None:
+    def outlook(self, max_norm: float) -> ClippingForecast | None:
         """Return the guess for the step that is coming; None not to guess."""
         self._settle()
         if self.speculate == "auto":
@@ -136,4 +136,4 @@ class Guesser:
             is_likely = mean < _MARGIN * max_norm or math.isinf(max_norm)
         else:
             is_likely = self.speculate
-        return Outlook(1.0 / self._loss_scale, max_norm) if is_likely else None
+        return ClippingForecast(1.0 / self._loss_scale, max_norm) if is_likely else None

@@ -70,7 +70,7 @@ def check_fraction(fraction: float | str, *, has_own_states: bool = False) -> No
                 "a number from 0 to 1 beside cpu_optimizer_cls",
                 "'auto'",
                 where="offload_fraction of HybridDeviceOptimizer",
-                mend="Give the part to offload: states of another optimizer stay where they are",
+                hint="Give the part to offload: states of another optimizer stay where they are",
             )
         )
     is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
@@ -80,7 +80,7 @@ def check_fraction(fraction: float | str, *, has_own_states: bool = False) -> No
                 "a number from 0 to 1, or 'auto'",
                 repr(fraction),
                 where="offload_fraction of HybridDeviceOptimizer",
-                mend="Give the part of the elements that shall live on the host",
+                hint="Give the part of the elements that shall live on the host",
             )
         )
 
@@ -134,7 +134,7 @@ def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:
                     "parameters on the device, to move what the fraction says",
                     f"unit '{group.label}' with offload_policy, whose parameters are on the host",
                     where="HybridDeviceOptimizer",
-                    mend="Leave out the offload_policy of fully_shard() or use FusedAdam, which "
+                    hint="Leave out the offload_policy of fully_shard() or use FusedAdam, which "
                     "steps such parameters on the host",
                 )
             )

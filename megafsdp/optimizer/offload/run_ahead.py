@@ -14,8 +14,8 @@ import torch
 
 from megafsdp.device.background import BackgroundThread
 from megafsdp.optimizer.offload.bucket import Bucket
-from megafsdp.optimizer.offload.bucket_step import AheadStep, HostThreads, OffloadCounts, Stretch
-from megafsdp.optimizer.offload.offload_guess import Guesser, Outlook
+from megafsdp.optimizer.offload.bucket_step import AheadStep, HostThreads, OffloadCounts, SegmentRun
+from megafsdp.optimizer.offload.offload_guess import ClippingForecast, Guesser
 
 
 class StepsAhead:
@@ -30,7 +30,7 @@ class StepsAhead:
     def __init__(self, guesser: Guesser, worker: BackgroundThread, counts: OffloadCounts) -> None:
         self._guesser, self._worker, self._counts = guesser, worker, counts
         self._begun: dict[Bucket, AheadStep] = {}
-        self._outlook: Outlook | None = None
+        self._outlook: ClippingForecast | None = None
         self._is_new = True
 
     def wants_more(self, max_norm: float) -> bool:
@@ -39,24 +39,24 @@ class StepsAhead:
             self._outlook, self._is_new = self._guesser.outlook(max_norm), False
         return self._outlook is not None and not self._outlook.is_hopeless
 
-    def begin(self, bucket: Bucket, stretches: list[Stretch], threads: HostThreads) -> None:
+    def begin(self, bucket: Bucket, stretches: list[SegmentRun], threads: HostThreads) -> None:
         """Have Adam run on a bucket, whose gradients are on their way."""
         assert bucket.copy is not None and self._outlook is not None, "the step has an outlook"
-        self.call_off(bucket)
+        self.cancel(bucket)
         step = AheadStep(bucket, bucket.copy, stretches, self._outlook, threads, self._counts)
         self._begun[bucket] = step
         self._worker.submit(step)
 
-    def call_off(self, bucket: Bucket) -> None:
+    def cancel(self, bucket: Bucket) -> None:
         """Drop what was begun for a bucket; returns at once."""
         step = self._begun.pop(bucket, None)
         if step is not None:
-            step.call_off()
+            step.cancel()
 
-    def call_off_all(self) -> None:
+    def cancel_all(self) -> None:
         """Drop what was begun for a step that does not come, or not with these weights."""
         for bucket in list(self._begun):
-            self.call_off(bucket)
+            self.cancel(bucket)
         self._is_new = True
 
     def take(self) -> dict[Bucket, AheadStep]:
@@ -72,7 +72,7 @@ class _Begins(Protocol):
     def begin_ahead(self, bucket: Bucket, grads: torch.Tensor) -> None:
         """Begin what can be done for the coming step."""
 
-    def call_off_ahead(self, bucket: Bucket) -> None:
+    def cancel_early_step(self, bucket: Bucket) -> None:
         """Drop what was begun."""
 
 
@@ -95,13 +95,13 @@ class BucketListener:
 
     def grads_will_change(self) -> None:
         """Let go of the gradients that were to be stepped with."""
-        self.call_off()
+        self.cancel()
         bucket = self._bucket()
         if bucket is not None:
             bucket.let_go_of_grads()
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """Drop what was begun: the main weight is read or written by others."""
         optimizer, bucket = self._optimizer(), self._bucket()
         if optimizer is not None and bucket is not None:
-            optimizer.call_off_ahead(bucket)
+            optimizer.cancel_early_step(bucket)

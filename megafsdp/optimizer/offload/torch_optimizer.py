@@ -23,7 +23,7 @@ from megafsdp.optimizer.adam.plan import Found, GroupPlan
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamSegment
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.offload.bucket import GradientCopy
-from megafsdp.optimizer.offload.bucket_step import BucketStep, Stretch
+from megafsdp.optimizer.offload.bucket_step import BucketStep, SegmentRun
 from megafsdp.optimizer.states.store import StateStore
 
 # What follows the parameter groups of the optimizer that users see.
@@ -181,7 +181,7 @@ class TorchBucketStep(BucketStep):
         place = place_of_grad(grad)
         is_like = place is not None and place[1] == index and place[0].layout is states.layout
         grads = place[0].flat if place and is_like else local_tensor(grad).reshape(-1)
-        self.add(grads, Stretch((segment,), step=1, numel=run.numel))
+        self.add(grads, SegmentRun((segment,), step=1, numel=run.numel))
         self._stepped.append(self.host.plain[id(parameter)])
 
     def _issue_copy(self) -> GradientCopy:
@@ -239,6 +239,6 @@ def check_host_optimizer(kind: object, options: object) -> None:
                 "a class of torch optimizers with its options, or neither",
                 f"{kind!r} with {options!r}",
                 where="cpu_optimizer_cls and cpu_optimizer_kwargs of HybridDeviceOptimizer",
-                mend="Give the class itself, such as torch.optim.SGD, and its keywords beside it",
+                hint="Give the class itself, such as torch.optim.SGD, and its keywords beside it",
             )
         )

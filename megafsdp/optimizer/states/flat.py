@@ -68,7 +68,7 @@ class FlatStates:
                     "parameters on the device",
                     f"unit '{group.label}' with offload_policy, whose parameters are on the host",
                     where="FusedAdam(capturable=True)",
-                    mend="Leave out one of the two",
+                    hint="Leave out one of the two",
                 )
             )
         self._group = weakref.ref(group)
@@ -124,7 +124,7 @@ class FlatStates:
         elif (index, name) in self._used:
             own.zero_()
         self._used.add((index, name))
-        return self.group.like_main_weight(index, own)
+        return self.group.as_sharded_dtensor(index, own)
 
     def exchange(
         self,

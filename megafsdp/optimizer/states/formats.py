@@ -40,7 +40,7 @@ def check_state_dtype(name: str, dtype: torch.dtype) -> None:
                 f"one of {[str(d) for d in STATE_DTYPES]}",
                 dtype,
                 where=f"{name} of FusedAdam",
-                mend="Use torch.float32, or torch.bfloat16 for half of the memory",
+                hint="Use torch.float32, or torch.bfloat16 for half of the memory",
             )
         )
 

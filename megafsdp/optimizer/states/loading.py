@@ -53,7 +53,7 @@ def check_loaded_states(
                         f"states of an optimizer without {name}",
                         f"{name}={group[name]}",
                         where="a parameter group of a loaded state dict",
-                        mend="Load it into an optimizer of torch",
+                        hint="Load it into an optimizer of torch",
                     )
                 )
     for index, parameter in packed_parameters(packed, param_groups):
@@ -64,7 +64,7 @@ def check_loaded_states(
                         f"states among {', '.join(known_names)}",
                         f"a state '{name}'",
                         where=f"parameter {index} of a loaded state dict",
-                        mend="Load it into an optimizer of the kind that made it, or rename states",
+                        hint="Load it into an optimizer of the kind that made it, or rename states",
                     )
                 )
             if isinstance(value, torch.Tensor) and value.ndim > 0:
@@ -81,7 +81,7 @@ def _check_state(parameter: torch.Tensor, where: str, value: torch.Tensor) -> No
                 f"the {own.numel()} elements that this rank holds, {(*own.shape,)}, or a DTensor",
                 f"a tensor of shape {tuple(value.shape)}",
                 where=where,
-                mend="Load full states by torch_save_to_dcp() and torch.distributed.checkpoint",
+                hint="Load full states by torch_save_to_dcp() and torch.distributed.checkpoint",
             )
         )
 

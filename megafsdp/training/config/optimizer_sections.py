@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from megafsdp.optimizer.scale_rule import ScaleRule
+from megafsdp.optimizer.loss_scaler import ScaleRule
 
 # jsonargparse reads the instances' __dict__, so these classes have no slots.
 

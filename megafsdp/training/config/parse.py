@@ -251,8 +251,8 @@ def _unknown(name: str, where: str, known: set[str]) -> ConfigError:
     similar = difflib.get_close_matches(name, sorted(known), n=_NUM_SUGGESTIONS, cutoff=0.6)
     namesakes = difflib.get_close_matches(name.rpartition(".")[2], last.values(), cutoff=0.8)
     nearest = list(dict.fromkeys([*similar, *(k for k in last if last[k] in namesakes)]))
-    mend = f"Did you mean {' or '.join(nearest[:_NUM_SUGGESTIONS])}" if nearest else "See --help"
-    return ConfigError(expected("a known name", repr(name), where=where, mend=mend))
+    hint = f"Did you mean {' or '.join(nearest[:_NUM_SUGGESTIONS])}" if nearest else "See --help"
+    return ConfigError(expected("a known name", repr(name), where=where, hint=hint))
 
 
 def _unreadable(where: str, got: str) -> ConfigError:
@@ -261,6 +261,6 @@ def _unreadable(where: str, got: str) -> ConfigError:
             "YAML or options of sections and fields",
             got.replace("\n", " "),
             where=where,
-            mend="See --help for names and types, and --print-config for an example",
+            hint="See --help for names and types, and --print-config for an example",
         )
     )

@@ -17,9 +17,9 @@ import torch
 
 from megafsdp.device.memory import Category
 from megafsdp.errors import ConfigError, expected
-from megafsdp.fsdp.arguments import strategy_of
 from megafsdp.fsdp.estimate.blueprint import PlannedGroup, PlannedUnit, ShardDegrees, plan_units
 from megafsdp.fsdp.estimate.footprint import Footprint, StepPlan, footprint_of
+from megafsdp.fsdp.fully_shard import strategy_of
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES
 from megafsdp.training.config.optimizer_sections import OptimizerSection
@@ -31,8 +31,8 @@ from megafsdp.training.dry_run.bytes import (
     host_footprint,
     offloaded,
     optimizer_order,
+    state_nbytes,
 )
-from megafsdp.training.dry_run.state_footprint import state_nbytes
 from megafsdp.training.process.world import launch_number
 
 _OPTION = "--dry-run"
@@ -248,7 +248,7 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
                 "a number of ranks",
                 repr(ranks),
                 where=f"the option {_OPTION}",
-                mend=f"Write it like {_OPTION} 1024, or leave it out",
+                hint=f"Write it like {_OPTION} 1024, or leave it out",
             )
         )
     world_size = None if ranks is None else int(ranks)
@@ -274,7 +274,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
                 "all parameters on the device",
                 "parallel.offload_parameters",
                 where="a dry run",
-                mend="Leave it out: main weights, gradients and states then live on the host",
+                hint="Leave it out: main weights, gradients and states then live on the host",
             )
         )
     size = _world_size(config) if world_size is None else world_size

@@ -109,15 +109,15 @@ class WandbTracker:
     def __init__(self, config: Config, *, run_id: str | None) -> None:
         import wandb
 
-        is_told = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
+        is_configured = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
         self._run: wandb.Run = wandb.init(
             project=config.logging.wandb_project,
             name=config.run_name,
             dir=str(config.run_directory),
             config=config.to_dict(),
             id=run_id or secrets.token_hex(4),
-            resume="allow" if is_told else None,
-            mode=None if is_told else "offline",
+            resume="allow" if is_configured else None,
+            mode=None if is_configured else "offline",
         )
 
     @property
@@ -228,7 +228,7 @@ def check_trackers(config: Config) -> None:
                     f"the package {package}",
                     "no such package",
                     where=f"the training configuration, logging.{package}",
-                    mend=f"Run `pip install 'megafsdp[{package}]'`, or set logging.{package} to"
+                    hint=f"Run `pip install 'megafsdp[{package}]'`, or set logging.{package} to"
                     " false",
                 )
             )

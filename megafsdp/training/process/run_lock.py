@@ -66,8 +66,8 @@ def _hold(files: contextlib.ExitStack, folder: Path, option: str) -> None:
             _warn(folder, error)
             return
         what, found = "a folder that can be written to", f"{type(error).__name__}: {error}"
-        mend = "Make it a folder that this user may write to, or name another"
-        raise ConfigError(expected(what, found, where=where, mend=mend)) from error
+        hint = "Make it a folder that this user may write to, or name another"
+        raise ConfigError(expected(what, found, where=where, hint=hint)) from error
     try:
         holder = _lock(file)
     except OSError as error:
@@ -75,8 +75,8 @@ def _hold(files: contextlib.ExitStack, folder: Path, option: str) -> None:
         return
     if holder is not None:
         what = "a folder in which no other job runs"
-        mend = "Wait until that job has ended or end it, or choose another folder"
-        raise ConfigError(expected(what, holder, where=where, mend=mend))
+        hint = "Wait until that job has ended or end it, or choose another folder"
+        raise ConfigError(expected(what, holder, where=where, hint=hint))
 
 
 def _warn(folder: Path, error: OSError) -> None:

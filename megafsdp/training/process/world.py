@@ -63,7 +63,7 @@ def find_world(device: str) -> World:
                 f"a GPU for each of the {local_size} ranks of this machine",
                 f"{torch.cuda.device_count()} GPUs",
                 where="the training configuration, run.device",
-                mend="Start one rank a GPU, or set run.device to cpu",
+                hint="Start one rank a GPU, or set run.device to cpu",
             )
         )
     where = torch.device("cuda", local_rank) if is_cuda else torch.device("cpu")
@@ -101,8 +101,8 @@ def _launched() -> tuple[int, int]:
 
 
 def _wrong_launch(what: str, got: str, name: str) -> ConfigError:
-    mend = f"Start the ranks with torchrun, or unset {name} to train in this process alone"
-    return ConfigError(expected(what, got, where=f"the environment, {name}", mend=mend))
+    hint = f"Start the ranks with torchrun, or unset {name} to train in this process alone"
+    return ConfigError(expected(what, got, where=f"the environment, {name}", hint=hint))
 
 
 @contextlib.contextmanager

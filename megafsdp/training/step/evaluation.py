@@ -116,7 +116,7 @@ def check_prompt(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> None:
                 f"a prompt of tokens below the model's vocab_size {vocab_size}",
                 f"token {largest}",
                 where="the training configuration, evaluation.sample_prompt",
-                mend="Raise model.vocab_size, set data.tokenizer to the one of the data, or"
+                hint="Raise model.vocab_size, set data.tokenizer to the one of the data, or"
                 " sample_prompt to null",
             )
         )

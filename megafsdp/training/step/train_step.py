@@ -21,11 +21,11 @@ from megafsdp.errors import expected
 from megafsdp.fsdp import microbatch
 from megafsdp.optimizer.loss_scaler import LossScaler
 from megafsdp.training.process.signals import StopRequest
-from megafsdp.training.step.update import GradLook, GradStatistics, WeightUpdate
+from megafsdp.training.step.update import GradStatistics, GradStatsRequest, WeightUpdate
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _MAX_IDS = 64
-_NO_LOOK, _NOTHING = GradLook(), GradStatistics()
+_NO_LOOK, _NOTHING = GradStatsRequest(), GradStatistics()
 
 
 class NonFiniteError(RuntimeError):
@@ -88,7 +88,9 @@ class TrainStep:
         self._stop = stop
         self.num_skips_in_a_row = 0
 
-    def __call__(self, batches: Sequence[Batch], *, look: GradLook = _NO_LOOK) -> StepResult:
+    def __call__(
+        self, batches: Sequence[Batch], *, look: GradStatsRequest = _NO_LOOK
+    ) -> StepResult:
         """Train on this rank's microbatches of a global batch; collective over all ranks.
 
         Args:
@@ -163,13 +165,13 @@ class TrainStep:
         # Steps that overflow at the smallest or constant loss scale are skipped, as Megatron does.
         is_overflow = self._update.loss_scale is not None and math.isfinite(loss)
         if not self._skips_nonfinite and not is_overflow:
-            mend = "Look at these samples, lower optimizer.lr, or set train.nan_policy to skip"
+            hint = "Look at these samples, lower optimizer.lr, or set train.nan_policy to skip"
         elif self.num_skips_in_a_row > self._max_skips:
             found += f" for {self.num_skips_in_a_row} steps in a row"
-            mend = "Go back to an earlier checkpoint with a lower optimizer.lr"
+            hint = "Go back to an earlier checkpoint with a lower optimizer.lr"
         else:
             _LOGGER.warning("skipped a step with %s; samples %s", found, shown)
             return
         raise NonFiniteError(
-            expected("a finite loss and gradient norm", found, where=f"samples {shown}", mend=mend)
+            expected("a finite loss and gradient norm", found, where=f"samples {shown}", hint=hint)
         )

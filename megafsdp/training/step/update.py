@@ -23,7 +23,7 @@ from megafsdp.optimizer.loss_scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
-class GradLook:
+class GradStatsRequest:
     """What to find out about a step's gradients beside their norm.
 
     Attributes:
@@ -102,7 +102,7 @@ class WeightUpdate:
         if self._scaler is not None and not isinstance(self._optimizer, FusedAdam):
             self._scaler.unscale_(self._optimizer)
 
-    def look(self, wanted: GradLook) -> GradStatistics:
+    def look(self, wanted: GradStatsRequest) -> GradStatistics:
         """Return what is wanted to know of gradients between :meth:`unscale` and :meth:`measure`.
 
         Collective over all ranks: one small all-reduce for each of the two that is wanted.
@@ -158,7 +158,7 @@ def _check_clipping(optimizer: FusedAdam, model: nn.Module, max_norm: float) -> 
                 f"an optimizer with max_grad_norm={max_norm}",
                 optimizer.max_grad_norm,
                 where=f"{type(optimizer).__name__} in a training step",
-                mend="Give both the same limit; math.inf where the step's clip_norm is None",
+                hint="Give both the same limit; math.inf where the step's clip_norm is None",
             )
         )
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -169,6 +169,6 @@ def _check_clipping(optimizer: FusedAdam, model: nn.Module, max_norm: float) -> 
                     "an optimizer of all trainable parameters, whose norm clips them together",
                     "one without this",
                     where=f"parameter '{name}'",
-                    mend="Give it to the optimizer, or call requires_grad_(False) on it",
+                    hint="Give it to the optimizer, or call requires_grad_(False) on it",
                 )
             )

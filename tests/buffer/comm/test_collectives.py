@@ -27,7 +27,7 @@ from megafsdp.buffer.comm.collectives import (
     reduce_scatter,
     require_equal,
 )
-from megafsdp.buffer.comm.label_check import DEBUG_VARIABLE
+from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
 from tests.ranks import Ranks, RanksError
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -376,7 +376,7 @@ def test_no_error_raises_nothing(ranks: Ranks) -> None:
 
 def _require(values: list[str]) -> None:
     value = values[dist.get_rank()]
-    require_equal(value, what="layout", group=_world(), mend="Build the same model everywhere")
+    require_equal(value, what="layout", group=_world(), hint="Build the same model everywhere")
 
 
 def test_different_values_are_refused_on_all_ranks(ranks: Ranks) -> None:
@@ -392,7 +392,7 @@ def test_different_values_are_refused_on_all_ranks(ranks: Ranks) -> None:
 
 def _require_long_value() -> int:
     with record_collectives() as record:
-        require_equal("a" * 100_000, what="layout", group=_world(), mend="")
+        require_equal("a" * 100_000, what="layout", group=_world(), hint="")
     return sum(record.nbytes.values())
 
 

@@ -14,7 +14,7 @@ _CHILD = """
 import os, sys, threading, time
 import torch
 import torch.distributed as dist
-from megafsdp.buffer import collectives
+from megafsdp.buffer.comm import collectives
 
 class Late:
     # Collected when the interpreter ends; gives Python's lock away then.

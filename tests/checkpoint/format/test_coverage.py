@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafsdp.checkpoint.format.coverage import is_filled, odd_cells
-from megafsdp.checkpoint.format.regions import Region
+from megafsdp.checkpoint.format.regions import Region, is_filled, odd_cells
 
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=3).map(tuple))

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.megatron import importer as nvidia_import
-from megafsdp.checkpoint.megatron.nvidia import from_nvidia, to_nvidia
+from megafsdp.checkpoint.megatron.exporter import to_nvidia
+from megafsdp.checkpoint.megatron.importer import from_nvidia
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.writer import CheckpointWriter

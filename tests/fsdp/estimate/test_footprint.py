@@ -19,7 +19,6 @@ from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
-from megafsdp.fsdp.arguments import strategy_of
 from megafsdp.fsdp.estimate.blueprint import PlannedUnit, ShardDegrees, plan_units
 from megafsdp.fsdp.estimate.footprint import (
     Footprint,
@@ -28,6 +27,7 @@ from megafsdp.fsdp.estimate.footprint import (
     footprint_of,
     owned_numels,
 )
+from megafsdp.fsdp.fully_shard import strategy_of
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD
 from tests.fsdp.toy import Block, Net, batches, mine, shard
@@ -60,7 +60,7 @@ class Case:
     reshard_after_forward: bool | int | None = None
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     num_microbatches: int = 1
-    is_told: bool = True
+    in_microbatch: bool = True
     dp_outer: int = 1
     is_outer_sharded: bool = False
     is_frozen: bool = False
@@ -108,7 +108,7 @@ def _measure(case: Case) -> Measured:
         ledger.reset_peak()
         with record_collectives() as record:
             for k, batch in enumerate(batches(num_microbatches)):
-                with microbatch(net, is_last=not case.is_told or k == num_microbatches - 1):
+                with microbatch(net, is_last=not case.in_microbatch or k == num_microbatches - 1):
                     net(*mine(batch)).backward()
             clip_grad_norm_(net, 1.0)
         optimizer.step()
@@ -132,7 +132,7 @@ def _plan(case: Case, num_ranks: int, *, is_outer_sharded: bool = False) -> list
 def _predict(case: Case, num_ranks: int, *, is_outer_sharded: bool = False) -> Footprint:
     step = StepPlan(
         num_microbatches=case.num_microbatches,
-        is_told=case.is_told,
+        in_microbatch=case.in_microbatch,
         prefetch=case.prefetch,
         reshard_after_forward=case.reshard_after_forward,
         num_states=case.num_states,
@@ -190,8 +190,8 @@ def test_a_step_on_two_ranks_costs_what_was_said(
     """Bytes by category, at rest and at their peak, and collectives, to the byte."""
     # The number of microbatches and the kind of loop walk with the other choices.
     told = {0: (1, True), 1: (3, True), 2: (3, False)}
-    num_microbatches, is_told = told[(prefetch + STRATEGIES.index(strategy)) % 3]
-    case = Case(strategy, prefetch, None, policy, num_microbatches, is_told)
+    num_microbatches, in_microbatch = told[(prefetch + STRATEGIES.index(strategy)) % 3]
+    case = Case(strategy, prefetch, None, policy, num_microbatches, in_microbatch)
     _assert_equal(ranks(2).run(_measure, case), case)
 
 
@@ -214,26 +214,28 @@ def test_frozen_groups_are_gathered_and_never_reduced(ranks: Ranks, strategy: st
     assert sum(not g.is_trainable for g in groups) == NUM_BLOCKS
 
 
-@pytest.mark.parametrize(("num_microbatches", "is_told"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(("num_microbatches", "in_microbatch"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("policy", [NARROW_SUM, MIXED], ids=["narrow sum", "low"])
 def test_hsdp_on_four_ranks_costs_what_was_said(
-    ranks: Ranks, policy: MixedPrecisionPolicy, num_microbatches: int, is_told: bool
+    ranks: Ranks, policy: MixedPrecisionPolicy, num_microbatches: int, in_microbatch: bool
 ) -> None:
     """Inner sums wait for the last microbatch and are freed one by one."""
-    case = Case(policy=policy, num_microbatches=num_microbatches, is_told=is_told, dp_outer=2)
+    case = Case(
+        policy=policy, num_microbatches=num_microbatches, in_microbatch=in_microbatch, dp_outer=2
+    )
     _assert_equal(ranks(4).run(_measure, case), case)
 
 
-@pytest.mark.parametrize(("num_microbatches", "is_told"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(("num_microbatches", "in_microbatch"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED], ids=["fp32", "low"])
 def test_hfsdp_on_four_ranks_costs_what_was_said(
-    ranks: Ranks, policy: MixedPrecisionPolicy, num_microbatches: int, is_told: bool
+    ranks: Ranks, policy: MixedPrecisionPolicy, num_microbatches: int, in_microbatch: bool
 ) -> None:
     """Pieces are joined once a step, all at once, and the casts that they are made of freed."""
     case = Case(
         policy=policy,
         num_microbatches=num_microbatches,
-        is_told=is_told,
+        in_microbatch=in_microbatch,
         dp_outer=2,
         is_outer_sharded=True,
     )
@@ -277,14 +279,14 @@ def test_a_step_on_256_ranks_costs_what_was_said(
     assert footprint.resting[Category.OPTIMIZER_STATE] >= measured.state_nbytes
 
 
-@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("in_microbatch", [True, False])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_collectives_follow_the_formulas(num_microbatches: int, is_told: bool) -> None:
+def test_collectives_follow_the_formulas(num_microbatches: int, in_microbatch: bool) -> None:
     """N groups that communicate, r of them kept after forward, m microbatches."""
     n, r, m = NUM_BLOCKS + 1, 2, num_microbatches
-    final = 1 if is_told else m
+    final = 1 if in_microbatch else m
     everywhere = f"{DP_OUTER} x {DP_SHARD}"
-    options = {"num_microbatches": m, "is_told": is_told}
+    options = {"num_microbatches": m, "in_microbatch": in_microbatch}
 
     def calls(case: Case, **how: bool) -> dict[tuple[str, str], int]:
         return {k: t.calls for k, t in _predict(case, 64, **how).traffic.items()}

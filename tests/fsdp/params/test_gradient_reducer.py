@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
-from megafsdp.fsdp.runtime import agreement
+from megafsdp.fsdp.runtime import schedule as agreement
 from tests.fsdp.toy import Net, assert_same_grads, batches, full_grads, mine, pair, shard
 from tests.ranks import Ranks
 

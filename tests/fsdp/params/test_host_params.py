@@ -35,10 +35,9 @@ from megafsdp.device.memory import Category
 from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.optimizer.local_parameters import local_parameters
-from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.optimizer.muon.muon import Muon
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
-from megafsdp.optimizer.scale_rule import ScaleRule
 from tests.end_to_end.strategy_cases import ENGINES, Engine, MeshShape, trajectory
 from tests.fsdp.toy import Net, adamw, batches, mine, shard
 from tests.pairwise import pairwise

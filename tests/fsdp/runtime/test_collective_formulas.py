@@ -140,18 +140,18 @@ def _adopted(net: nn.Module) -> nn.Module:
 
 
 def _step(
-    net: nn.Module, optimizer: torch.optim.Optimizer, num_microbatches: int, is_told: bool
+    net: nn.Module, optimizer: torch.optim.Optimizer, num_microbatches: int, in_microbatch: bool
 ) -> tuple[CollectiveRecord, Counter[str]]:
     with record_collectives() as record, CountC10d() as dispatched:
         for k, batch in enumerate(batches(num_microbatches)):
-            with microbatch(net, is_last=k == num_microbatches - 1 or not is_told):
+            with microbatch(net, is_last=k == num_microbatches - 1 or not in_microbatch):
                 net(*mine(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return record, dispatched.calls
 
 
-def _setting(net: Net, num_microbatches: int, is_told: bool) -> Setting:
+def _setting(net: Net, num_microbatches: int, in_microbatch: bool) -> Setting:
     units = [module._fsdp_unit() for module in (net, *net.blocks)]
     groups = [group for unit in units for group in unit.groups]
     kept = [*units[0].groups, *units[-1].groups]
@@ -159,7 +159,7 @@ def _setting(net: Net, num_microbatches: int, is_told: bool) -> Setting:
         n=len(groups),
         r=len(kept),
         m=num_microbatches,
-        c=1 if is_told else num_microbatches,
+        c=1 if in_microbatch else num_microbatches,
         weight_nbytes=sum(g.layout.gathered_numel * g.dtypes.compute.itemsize for g in groups),
         kept_nbytes=sum(g.layout.gathered_numel * g.dtypes.compute.itemsize for g in kept),
         main_grad_nbytes=sum(g.layout.gathered_numel * g.dtypes.grad.itemsize for g in groups),
@@ -184,17 +184,17 @@ def _num_outer_exchanges(groups: list[ParameterGroup]) -> int:
 
 
 def _check_step(
-    engine: str, shape: MeshShape, dtype: torch.dtype, num_microbatches: int, is_told: bool
+    engine: str, shape: MeshShape, dtype: torch.dtype, num_microbatches: int, in_microbatch: bool
 ) -> None:
     net = _net(engine, shape, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     optimizer = adamw(net)
     _step(net, optimizer, 1, False)
-    setting = _setting(net, num_microbatches, is_told)
+    setting = _setting(net, num_microbatches, in_microbatch)
     assert (setting.n, setting.r) == (NUM_BLOCKS + 1, 2)
     num_votes = 0 if dist.get_world_size() == 1 else setting.c
     num_flags = len(list(net.parameters()))
     for _ in range(2):
-        record, dispatched = _step(net, optimizer, num_microbatches, is_told)
+        record, dispatched = _step(net, optimizer, num_microbatches, in_microbatch)
         all_gathers, reduce_scatters, all_reduces = CALLS[engine](setting)
         wanted = (all_gathers, reduce_scatters, all_reduces + num_votes)
         assert tuple(record.calls[kind] for kind in KINDS) == wanted
@@ -213,14 +213,14 @@ def _check_step(
         assert dispatched["all_reduce"] == wanted[2]
 
 
-NAMES = ("engine", "mesh", "dtype", "num_microbatches", "is_told")
+NAMES = ("engine", "mesh", "dtype", "num_microbatches", "in_microbatch")
 PRODUCT = [
-    (name, shape, dtype, num_microbatches, is_told)
+    (name, shape, dtype, num_microbatches, in_microbatch)
     for name in CALLS
     for shape in ENGINES[name].meshes
     for dtype in (torch.float32, torch.bfloat16)
     for num_microbatches in (1, 3)
-    for is_told in (False, True)
+    for in_microbatch in (False, True)
 ]
 PAIRWISE = pairwise(PRODUCT)
 
@@ -232,10 +232,10 @@ def test_a_step_issues_exactly_the_collectives_of_the_formula(
     mesh: MeshShape,
     dtype: torch.dtype,
     num_microbatches: int,
-    is_told: bool,
+    in_microbatch: bool,
 ) -> None:
     """Calls, bytes, and what torch dispatches, of the second step and the third."""
-    ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, is_told)
+    ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, in_microbatch)
 
 
 @pytest.mark.matrix
@@ -246,10 +246,10 @@ def test_a_step_issues_exactly_the_collectives_of_the_formula_in_the_whole_produ
     mesh: MeshShape,
     dtype: torch.dtype,
     num_microbatches: int,
-    is_told: bool,
+    in_microbatch: bool,
 ) -> None:
     """The cases beyond the pairwise selection."""
-    ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, is_told)
+    ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, in_microbatch)
 
 
 def _first_step() -> list[int]:
@@ -267,7 +267,10 @@ def test_the_last_unit_keeps_its_storage_once_the_order_is_known(ranks: Ranks) -
 def _kept_by_wish() -> list[int]:
     net = _net("optim_grads_params", (2,), reshard_after_forward=False)
     optimizer = adamw(net)
-    return [_step(net, optimizer, 3, is_told)[0].calls["all_gather"] for is_told in (False, True)]
+    return [
+        _step(net, optimizer, 3, in_microbatch)[0].calls["all_gather"]
+        for in_microbatch in (False, True)
+    ]
 
 
 def test_parameters_kept_after_forward_are_gathered_once(ranks: Ranks) -> None:
@@ -322,12 +325,14 @@ def test_clipping_adds_one_all_reduce(ranks: Ranks, engine: str) -> None:
         assert calls == wanted
 
 
-def _odd_groups(num_microbatches: int, is_told: bool) -> tuple[dict[str, int], dict[str, int]]:
+def _odd_groups(
+    num_microbatches: int, in_microbatch: bool
+) -> tuple[dict[str, int], dict[str, int]]:
     net = ENGINES["optim_grads_params"].shard(Odd(), (2,))
 
     def step() -> None:
         for k, batch in enumerate(batches(num_microbatches)):
-            with microbatch(net, is_last=k == num_microbatches - 1 or not is_told):
+            with microbatch(net, is_last=k == num_microbatches - 1 or not in_microbatch):
                 net(*mine(batch), 0).backward()
         net.zero_grad()
 
@@ -346,13 +351,15 @@ def _odd_groups(num_microbatches: int, is_told: bool) -> tuple[dict[str, int], d
     return dict(record.calls), dict(dispatched.calls)
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_frozen_groups_gather_and_whole_groups_all_reduce(ranks: Ranks, is_told: bool) -> None:
+@pytest.mark.parametrize("in_microbatch", [False, True])
+def test_frozen_groups_gather_and_whole_groups_all_reduce(
+    ranks: Ranks, in_microbatch: bool
+) -> None:
     """Two blocks and a root, each with a trainable and a frozen group; the blocks own a scalar."""
     m = 3
-    c = 1 if is_told else m
+    c = 1 if in_microbatch else m
     num_sharded, num_kept, num_trainable, num_whole = 6, 4, 3, 2
-    for calls, dispatched in ranks(2).run(_odd_groups, m, is_told):
+    for calls, dispatched in ranks(2).run(_odd_groups, m, in_microbatch):
         assert calls == {
             "all_gather": (2 * num_sharded - num_kept) * m,
             "reduce_scatter": num_trainable * m,
@@ -361,14 +368,16 @@ def test_frozen_groups_gather_and_whole_groups_all_reduce(ranks: Ranks, is_told:
         assert dispatched["all_reduce"] == calls["all_reduce"]
 
 
-def _mixed(engine: str, shape: MeshShape, num_microbatches: int, is_told: bool) -> dict[str, int]:
+def _mixed(
+    engine: str, shape: MeshShape, num_microbatches: int, in_microbatch: bool
+) -> dict[str, int]:
     net = _net(engine, shape)
     optimizer = adamw(net)
     _step(net, optimizer, 1, False)
-    return dict(_step(net, optimizer, num_microbatches, is_told)[0].calls)
+    return dict(_step(net, optimizer, num_microbatches, in_microbatch)[0].calls)
 
 
-@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("in_microbatch", [False, True])
 @pytest.mark.parametrize(
     ("engine", "mesh", "blocks", "root"),
     [
@@ -379,15 +388,15 @@ def _mixed(engine: str, shape: MeshShape, num_microbatches: int, is_told: bool) 
     ],
 )
 def test_mixed_strategies_add_their_formulas(
-    ranks: Ranks, engine: str, mesh: MeshShape, blocks: str, root: str, is_told: bool
+    ranks: Ranks, engine: str, mesh: MeshShape, blocks: str, root: str, in_microbatch: bool
 ) -> None:
     """The blocks' formula, one of them kept, and the root's; one exchange of usage for both."""
     m = 3
-    c = 1 if is_told else m
+    c = 1 if in_microbatch else m
     parts = (
         CALLS[blocks](Setting(NUM_BLOCKS, 1, m, c, 0, 0, 0, 2, 0)),
         CALLS[root](Setting(1, 1, m, c, 0, 0, 0, 2, 0)),
     )
     all_gathers, reduce_scatters, all_reduces = (sum(kind) for kind in zip(*parts, strict=True))
-    for calls in ranks(math.prod(mesh)).run(_mixed, engine, mesh, m, is_told):
+    for calls in ranks(math.prod(mesh)).run(_mixed, engine, mesh, m, in_microbatch):
         assert [calls[kind] for kind in KINDS] == [all_gathers, reduce_scatters, all_reduces + c]

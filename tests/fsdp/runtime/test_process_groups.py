@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp.buffer.comm.collectives import record_collectives
-from megafsdp.buffer.comm.label_check import DEBUG_VARIABLE
+from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
 from megafsdp.device.memory import Category
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import RankPool, RanksError

@@ -13,7 +13,7 @@ from megafsdp import clip_grad_norm_, num_zero_grads, param_group_norms
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.fsdp.params.gradient_reducer import place_of_grad
-from megafsdp.optimizer.grads.grad_parts import parts_of
+from megafsdp.optimizer.grads.norms import parts_of
 from tests.fsdp.toy import assert_same_grads, batches, mine, pair
 from tests.optimizer.offload.host_reads import NoHostReads
 from tests.ranks import Ranks

@@ -44,7 +44,7 @@ class Case:
         strategy: What is sharded, or ``hsdp`` or ``hfsdp`` over two mesh axes.
         policy: Dtypes.
         speculate: Whether Adam runs ahead of step().
-        is_handed_over: Whether the loop says which microbatch is the last.
+        optimizer_may_start: Whether the loop says which microbatch is the last.
     """
 
     fraction: float | str | None = None
@@ -54,7 +54,7 @@ class Case:
     strategy: str = "optim_grads_params"
     policy: MixedPrecisionPolicy = BF16
     speculate: bool | str = "auto"
-    is_handed_over: bool = True
+    optimizer_may_start: bool = True
 
 
 def make_net(case: Case) -> Net:
@@ -95,7 +95,7 @@ def train(net: Net, optimizer: FusedAdam, case: Case, num_steps: int = 4) -> dic
         parts = batches(case.num_microbatches, seed=step)
         for number, batch in enumerate(parts, start=1):
             is_last = number == len(parts)
-            with microbatch(net, is_last=is_last) if case.is_handed_over else nullcontext():
+            with microbatch(net, is_last=is_last) if case.optimizer_may_start else nullcontext():
                 loss = net(*mine(batch)) / len(parts)
                 loss.backward()
                 losses.append(loss.item())

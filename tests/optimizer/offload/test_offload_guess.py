@@ -13,7 +13,7 @@ import torch
 from megafsdp import microbatch
 from megafsdp.device.host_copies import Copies, ThreadLink, Transfer
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
-from megafsdp.optimizer.offload.offload_guess import Guesser, LateNumber, Outlook
+from megafsdp.optimizer.offload.offload_guess import ClippingForecast, DeferredScalar, Guesser
 from tests.optimizer.offload.hybrid_runs import (
     Case,
     HeldTarget,
@@ -54,9 +54,9 @@ class _LateLink(ThreadLink):
 def test_a_number_of_the_device_comes_over_the_link() -> None:
     """After what is queued, and as it was then; a number of the host is there at once."""
     link = _LateLink()
-    assert LateNumber(0.5, link).is_there and LateNumber(0.5, link).value() == 0.5
+    assert DeferredScalar(0.5, link).is_there and DeferredScalar(0.5, link).value() == 0.5
     source = torch.tensor(3.0)
-    late = LateNumber(source, link)
+    late = DeferredScalar(source, link)
     source.zero_()
     assert link.num_fences == 1 and not late.is_there
     link.may_send_numbers.set()
@@ -67,7 +67,7 @@ def test_a_number_of_the_device_comes_over_the_link() -> None:
 @pytest.mark.parametrize("norms", [[3.0, 4.1], [math.nan], [math.inf]])
 def test_an_outlook_is_lost_when_the_norm_must_clip(norms: list[float]) -> None:
     """As soon as the gradients seen so far have such a norm, unscaled, or none at all."""
-    outlook = Outlook(0.5, 2.5)
+    outlook = ClippingForecast(0.5, 2.5)
     for norm in norms[:-1]:
         outlook.see(norm)
         assert not outlook.is_hopeless

@@ -50,7 +50,7 @@ def _check(ranks: Ranks, num_ranks: int, case: Case) -> None:
     for counts in ranks(num_ranks).run(_trajectories_agree, case):
         assert counts.speculated == counts.committed + counts.replayed
         # A blocking step leaves nothing to run ahead; a plain loop may clip by itself.
-        may_begin = case.fraction and case.overlap and case.is_handed_over
+        may_begin = case.fraction and case.overlap and case.optimizer_may_start
         if may_begin and case.speculate is True:
             assert counts.committed > 0
             assert counts.replayed > 0
@@ -63,7 +63,7 @@ def _label(value: object) -> str:
         return str(value)
     words = [value.strategy, f"f{value.fraction}", f"{value.num_microbatches}mb"]
     words += ["overlap" if value.overlap else "blocking", f"speculate-{value.speculate}"]
-    return "-".join([*words, "handed" if value.is_handed_over else "plain"])
+    return "-".join([*words, "handed" if value.optimizer_may_start else "plain"])
 
 
 # Every pair of values of two columns is in one of the rows.
@@ -84,8 +84,8 @@ PAIRWISE = [
     (2, Case(1.0, True, None, 1, "optim_grads_params", FP32, True, True)),
 ]
 PRODUCT = [
-    (num_ranks, Case(f, overlap, None, num, strategy, BF16, speculate, is_handed_over))
-    for num_ranks, f, overlap, speculate, num, strategy, is_handed_over in itertools.product(
+    (num_ranks, Case(f, overlap, None, num, strategy, BF16, speculate, optimizer_may_start))
+    for num_ranks, f, overlap, speculate, num, strategy, optimizer_may_start in itertools.product(
         (2, 4),
         (0.0, 0.3, 0.5, 1.0),
         (True, False),

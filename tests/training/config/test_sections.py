@@ -6,8 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megafsdp.models import ActivationCheckpointing, ModelConfig, presets
-from megafsdp.training.config.execution import ActivationCheckpointingSection
-from megafsdp.training.config.sections import ModelSection
+from megafsdp.training.config.sections import ActivationCheckpointingSection, ModelSection
 from tests.training.runs import tiny
 
 

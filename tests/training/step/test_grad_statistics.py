@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from megafsdp import FusedAdam, Muon, fully_shard_model
 from megafsdp.models import LanguageModel, ModelConfig, build_model, unit_classes
-from megafsdp.optimizer.loss_scaler import LossScaler
-from megafsdp.optimizer.scale_rule import ScaleRule
+from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.training import train
 from megafsdp.training.process.signals import StopRequest
 from megafsdp.training.step.train_step import TrainStep
-from megafsdp.training.step.update import GradLook
+from megafsdp.training.step.update import GradStatsRequest
 from tests.ranks import Ranks
 from tests.training.runs import MODEL, rows, tiny, write_corpus
 from tests.training.step.steps import batches_of, rows_of
@@ -59,7 +58,7 @@ def _statistics(kind: str, scale: float | None, strategy: str, is_wanted: bool) 
         scaler=None if scale is None else LossScaler(ScaleRule.constant(scale)),
     )
     batches = batches_of(0, dist.get_rank(), dist.get_world_size())
-    result = step(batches, look=GradLook(at_groups=is_wanted, at_zeros=is_wanted))
+    result = step(batches, look=GradStatsRequest(at_groups=is_wanted, at_zeros=is_wanted))
     found = result.statistics
     return result.grad_norm, list(found.group_norms), found.num_zeros
 

@@ -12,8 +12,7 @@ from megafsdp import FusedAdam, MixedPrecisionPolicy, full_state_dict
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.optimizer.grads.clip import clip_coefficient
-from megafsdp.optimizer.loss_scaler import LossScaler
-from megafsdp.optimizer.scale_rule import ScaleRule
+from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.training.process.signals import StopRequest
 from megafsdp.training.step.train_step import StepResult, TrainStep
 from megafsdp.training.step.update import WeightUpdate
