@@ -48,7 +48,7 @@ class RanksError(RuntimeError):
 class Nursery:
     """A child process with one thread and no CUDA context, from which all ranks are forked.
 
-    Each pytest process has one. Create it before any test runs; :meth:`close` ends it and all ranks.
+    Each pytest process has one, made before any test runs; :meth:`close` ends it and all ranks.
     """
 
     def __init__(self) -> None:
