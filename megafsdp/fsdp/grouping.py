@@ -9,7 +9,7 @@ make the engine wrong later is refused here, before anything is changed.
 MERGED fsdp/kept_fp32: Which parameters ``MixedPrecisionPolicy.keep_fp32`` names.
 
 A name counts within the module that is made a unit. Whoever sees the whole model
-(``fully_shard_model``, a blueprint) translates names that count in the model to each unit's own
+(``fully_shard_model``) translates names that count in the model to each unit's own
 first. This file matches names; it changes nothing.
 """
 
