@@ -17,6 +17,8 @@ from enum import Enum
 
 import torch
 
+from megafsdp.device.torch_private import preserving_versions
+
 _POISON_VARIABLE = "MEGAFSDP_POISON"
 _POISON_BYTE = 0x7F
 
@@ -173,7 +175,7 @@ class FlatStorage:
 
 def poison(tensor: torch.Tensor) -> None:
     """Fill a tensor with NaN, or with 0x7F bytes where its dtype has no NaN."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    with torch.no_grad(), preserving_versions(tensor):
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.fill_(float("nan"))
         else:

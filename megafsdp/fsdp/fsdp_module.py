@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from megafsdp.device.torch_private import is_backward_running
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
@@ -221,7 +222,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those of microbatches that wait for the last one included."""
         # Inside of a backward there is nothing to forget.
-        if torch._C._current_graph_task_id() < 0:
+        if not is_backward_running():
             self._forget_sums()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 

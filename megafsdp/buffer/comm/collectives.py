@@ -31,6 +31,7 @@ from megafsdp.buffer.comm.trace import note
 from megafsdp.buffer.comm.trace import record_collectives as record_collectives
 from megafsdp.device.profiling import profiler_range
 from megafsdp.errors import expected
+from megafsdp.mesh.torch_private import coalesce_collectives
 
 
 class Pending:
@@ -159,7 +160,7 @@ def all_gather(
     with profiler_range("all_gather", label):
         if len(pairs) == 1 or is_gloo(group, output[0].device):
             return Pending([_gather(out, shard, group) for out, shard in pairs])
-        with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
+        with coalesce_collectives(group) as coalesced:
             for out, shard in pairs:
                 _all_gather_single(out, shard, group=group)
     return Pending([coalesced])

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -33,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
@@ -43,11 +41,16 @@ from megafsdp.buffer.dtensor.op_rules import (
     RowShardedDTensor,
     refuse,
     refuse_full_state,
-    wrapper,
 )
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.errors import expected
 from megafsdp.mesh.parallel_dims import flat_group
+from megafsdp.mesh.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    check_before_chunk_writes,
+    make_dtensor,
+)
 
 
 def _outside_autograd(parameter: DTensor) -> torch.Tensor:
@@ -73,11 +76,6 @@ class ReplicatedParameter(DTensor):
     """A replicated parameter over a flat buffer; its operations give plain DTensors."""
 
     data = FIXED_DATA  # type: ignore[assignment]
-
-
-# It takes a full tensor apart as torch.chunk does and writes the chunk, or broadcasts a part of it,
-# over this rank's rows: an error on some ranks or none. Nothing else that it asks for tells.
-_TORCH_CHUNK_WRITER = "_distribute_tensors"
 
 
 class UnevenDTensor(RowShardedDTensor):
@@ -118,6 +116,8 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Give exactly the rows that the layout assigns to this rank",
                 )
             )
+        # torch would write its own chunk over the rows: an error on some ranks or on none.
+        check_before_chunk_writes(_refuse_chunk)
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
         meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
         other = Shard(0) if is_divided else Replicate()
@@ -153,11 +153,8 @@ class UnevenDTensor(RowShardedDTensor):
         """Return this rank's rows within autograd; their gradient is cut like the tensor.
 
         Raises:
-            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts;
-                or ``torch.distributed.checkpoint`` is about to write a chunk of a full tensor.
+            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts.
         """
-        if sys._getframe(1).f_code.co_name == _TORCH_CHUNK_WRITER:
-            refuse_full_state(f"a tensor of shape {self._uneven_layout.shape}")
         if IS_DISPATCH_BYPASSED and self.requires_grad and torch.is_grad_enabled():
             refuse("to_local within autograd", [self])
         wait_for_writer(self._local_tensor)
@@ -330,6 +327,12 @@ class _LocalRows(torch.autograd.Function):
         return UnevenDTensor.wrap(grads[0].contiguous(), ctx.spec, ctx.layout)
 
 
+def _refuse_chunk(tensor: DTensor) -> None:
+    # Of a tensor on meta torch makes its own DTensor, which load_state_dict() refuses.
+    if isinstance(tensor, UnevenDTensor) and not tensor.is_meta:
+        refuse_full_state(f"a tensor of shape {tensor.uneven_layout.shape}")
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a sharded, replicated or plain tensor; collective if it is sharded.
 
@@ -356,11 +359,11 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    return wrapper(DTensor, local, spec)
+    return make_dtensor(DTensor, local, spec)
 
 
 def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return wrapper(DTensor, local, spec)
+    return make_dtensor(DTensor, local, spec)
