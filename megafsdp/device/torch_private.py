@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -164,12 +164,12 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     return decorated
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Tell whether ``module.compile()`` was called.
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what ``module.compile()`` has put in the place of the call; None before it.
 
     Public: none. 2.11 to 2.13.
     """
-    return module._compiled_call_impl is not None
+    return module._compiled_call_impl
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
-from megafsdp.device.torch_private import is_backward_running, is_compiled, without_dynamo
+from megafsdp.device.torch_private import compiled_call, is_backward_running, without_dynamo
 from megafsdp.fsdp.params.host_grads import reducer_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
@@ -101,7 +101,7 @@ class FSDPUnit:
 
     def _hook_forward(self, module: nn.Module) -> None:
         # A compiled module is called by run_as_forward, which keeps hooks out of its graph.
-        if not is_compiled(module):
+        if compiled_call(module) is None:
             self.forward_hooks[id(module)] = [
                 module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self._post_forward),
