@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import Protocol
 
-_log = logging.getLogger("megafsdp.device")
+_LOGGER = logging.getLogger("megafsdp.device")
 
 
 class Job(Protocol):
@@ -111,7 +111,7 @@ class BackgroundThread:
             num_left = len(self._queue)
             thread.join(self._patience_s)
         if thread.is_alive():
-            _log.warning(
+            _LOGGER.warning(
                 "A job of the thread '%s' has not ended in %g s and is left behind.",
                 self._name,
                 self._patience_s,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -42,7 +42,7 @@ from megafsdp.buffer.dtensor.op_rules import (
     refuse,
     refuse_full_state,
 )
-from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.errors import expected
 from megafsdp.mesh.parallel_dims import flat_group
 from megafsdp.mesh.torch_private import (
@@ -169,11 +169,11 @@ class UnevenDTensor(RowShardedDTensor):
             NotImplementedError: The tensor is a part of a tensor-parallel one.
         """
         layout = self._uneven_layout
-        if layout.box_shape != layout.shape:
+        if layout.region_shape != layout.shape:
             raise NotImplementedError(
                 expected(
                     "a tensor that is sharded by data parallelism alone",
-                    f"the part {layout.box_shape} of {layout.shape}",
+                    f"the part {layout.region_shape} of {layout.shape}",
                     where="full_tensor()",
                     hint="Gather the tensor-parallel axis first",
                 )
@@ -238,11 +238,10 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Give the whole tensor, not a shard",
                 )
             )
-        flat = self.local.view(-1)
+        everything = whole(self._uneven_layout.shape)
         with torch.no_grad():
-            for box in self._uneven_layout.boxes():
-                region = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                flat[box.start : box.start + box.numel].view(box.sizes).copy_(full[region])
+            for region, view in self._region_views():
+                view.copy_(full[region.slices_in(everything)])
         # Ranks without rows count it as well.
         torch.autograd.graph.increment_version(self._local_tensor)
 
@@ -257,19 +256,26 @@ class UnevenDTensor(RowShardedDTensor):
         return copied
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes this rank reads, for ``torch.distributed.checkpoint`` to load."""
+        """List the regions this rank reads, for ``torch.distributed.checkpoint`` to load."""
         # A load writes on some ranks only: one without rows counts it as well.
         torch.autograd.graph.increment_version(self._local_tensor)
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self._uneven_layout.boxes()
+            ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+            for region in self._uneven_layout.regions()
         ]
 
+    def _region_views(self) -> Iterator[tuple[Region, torch.Tensor]]:
+        """Yield this rank's regions, each with the view of its elements."""
+        flat, start = self.local.view(-1), 0
+        for region in self._uneven_layout.regions():
+            yield region, flat.narrow(0, start, region.numel).view(region.sizes)
+            start += region.numel
+
     def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
-        """Plan one write a box, for ``torch.distributed.checkpoint``; none for an empty shard."""
+        """Plan a write for each region, for ``torch.distributed.checkpoint`` to save."""
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
@@ -283,18 +289,17 @@ class UnevenDTensor(RowShardedDTensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the view of one box, for ``torch.distributed.checkpoint`` to read or write.
+        """Return the view of one region, for ``torch.distributed.checkpoint`` to read or write.
 
         Raises:
-            ValueError: No box of this rank starts at the index's offset.
+            ValueError: No region of this rank starts at the index's offset.
         """
-        for box in self._uneven_layout.boxes():
-            if index.offset is None or tuple(index.offset) == box.offsets:
-                flat = self.local.view(-1)
-                return flat[box.start : box.start + box.numel].view(box.sizes)
+        for region, view in self._region_views():
+            if index.offset is None or tuple(index.offset) == region.offsets:
+                return view
         raise ValueError(
             expected(
-                f"an offset among {[box.offsets for box in self._uneven_layout.boxes()]}",
+                f"an offset among {[region.offsets for region in self._uneven_layout.regions()]}",
                 index.offset,
                 where=f"tensor '{index.fqn}', shard {self._uneven_layout.shard}",
                 hint="Ask for the chunks that __create_chunk_list__() names",

@@ -413,8 +413,8 @@ class ParameterGroup:
         slot = self.layout.slots[index]
         layout = UnevenLayout(
             shape=shape,
-            box_offsets=(0,) * len(shape),
-            box_shape=shape,
+            region_offsets=(0,) * len(shape),
+            region_shape=shape,
             row_numel=slot.spec.granule,
             buffer_offset=slot.offset,
             shard_numel=self.layout.sub_buffers[slot.sub_buffer].shard_numel,
