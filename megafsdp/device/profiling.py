@@ -1,8 +1,8 @@
 """Ranges that profilers show: what the engine does, for which unit.
 
 They reach ``torch.profiler``, and NVIDIA's tools under ``torch.autograd.profiler.emit_nvtx()``, and
-cost a quarter of a microsecond while nobody looks. Every range is a context, hence balanced
-whatever raises inside.
+cost a quarter of a microsecond without a profiler. Every range is a context, hence balanced even
+if the code inside raises.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from megafsdp.errors import MAX_RANKS, expected, listed
 
 DEBUG_VARIABLE = "MEGAFSDP_DEBUG"
-# Bytes of a label, equal on all ranks so that they can be gathered; FQNs of units are shorter.
+# Bytes of a label: equal on all ranks, so that labels can be gathered.
 _WIDTH = 256
 
 
@@ -57,7 +57,7 @@ def record_collectives() -> Iterator[CollectiveRecord]:
     try:
         yield record
     finally:
-        # By identity and in place: equal records are not the same, and contexts may end in any order.
+        # By identity: records with equal counts are not the same, and may end in any order.
         _open_records[:] = [r for r in _open_records if r is not record]
 
 

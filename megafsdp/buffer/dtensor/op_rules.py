@@ -1,9 +1,12 @@
-"""Which operations an unevenly sharded DTensor allows, and how they run.
+"""Operations that an unevenly sharded DTensor allows, and how they run.
 
 Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
 sharding propagation, hence no superlinear first step with many parameters. Sums and 2-norms go
-through DTensor, whose ``Partial`` results are right whatever the cuts. Everything else would be
-wrong without a word, or hang some ranks, and is refused on all ranks alike.
+through DTensor, whose ``Partial`` results are right for any cuts. Any other operation would give
+wrong values without an error, or leave some ranks waiting, and is refused on all ranks alike.
+
+The file has the base class that applies these rules. What users see of it, and its protocol for
+checkpoints, is in uneven.py.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ _LIKE = frozenset(
     | {f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn")}
     | {"zero_", "fill_", "normal_", "uniform_", "bernoulli_"}
 )
+# The optimizers' operators on lists step each tensor by itself, though torch tags none of them.
 _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _FUSED_SGD = "_fused_sgd_"
@@ -47,6 +51,7 @@ _REDUCTIONS = frozenset(
     {"sum", "norm", "linalg_vector_norm", "_foreach_norm", "any", "all", "equal", "count_nonzero"}
     | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
 )
+# Of these an infinite order exists, for which DTensor takes maxima of the shards.
 _NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
 # What only the function path of torch 2.11 meets: names of methods, not of operators.
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
@@ -63,7 +68,7 @@ IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) <
 
 
 class RowShardedDTensor(DTensor):
-    """A DTensor whose local tensor is any range of its rows; it carries the true cuts."""
+    """A DTensor whose local tensor is any range of its rows; its layout says which."""
 
     _uneven_layout: UnevenLayout
 
@@ -96,11 +101,13 @@ class RowShardedDTensor(DTensor):
         if name.endswith("_") and not is_pointwise:
             # Some forms in place lack the tag: abs_.
             is_pointwise = _is_pointwise(name[:-1])
+        # A view as another dtype of the same size keeps rows and cuts: codes are seen as bytes.
         if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
             is_pointwise = args[1].itemsize == args[0].dtype.itemsize
         return _run_by_rule(func, name, is_pointwise, args, kwargs or {})
 
 
+# Of the running thread's context: another thread, loading a checkpoint say, is not concerned.
 _refused = contextvars.ContextVar("refused", default=frozenset[str]())
 
 
@@ -125,15 +132,18 @@ def _run_by_rule(
         refuse(name, args, kwargs, "Draw each module's own parameters in its own initializer")
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
+    # Even operations that only write wait: the other thread's writes would come after theirs.
     if is_any_in_use():
         for leaf in _uneven_leaves(args, kwargs):
             wait_for_writer(local_of(leaf))
+    # DTensor would compare the shards, whose equality means nothing where the cuts differ.
     if name == "equal":
         _check_operands(func, args)
     if name in _REDUCTIONS:
         return _reduce(func, name, *_map_operands(_as_plain_dtensor, args, kwargs))
     if name == _FUSED_SGD:
         _check_fused_sgd(args)
+    # The same decision on every rank: it depends on names and layouts, never on local tensors.
     is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
     if not (is_pointwise or is_list or name in _LIKE):
         refuse(name, args, kwargs)
@@ -143,7 +153,7 @@ def _run_by_rule(
 def _reduce(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a reduction through DTensor; its result must hang on no cut."""
+    """Run a reduction through DTensor; refuse a result that depends on the cuts."""
     if name in _NORMS and not {math.inf, -math.inf}.isdisjoint(_numbers(args, kwargs)):
         # An empty shard has no largest element: it would raise on some ranks and hang the rest.
         refuse(f"{name} of infinite order", args, kwargs)
@@ -180,7 +190,7 @@ def rule_function(
         if name in _REDUCTIONS or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
             is_traced = torch.is_grad_enabled() and name != "detach" and not name.endswith("_like")
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
-                # Autograd makes plain DTensors here, whose cuts are not theirs.
+                # Autograd makes plain DTensors here, to which torch gives cuts of its own.
                 refuse(f"{name} within autograd", args, kwargs)
             with torch.no_grad():
                 return _run_by_rule(func, name, is_pointwise or is_like, args, kwargs)
@@ -217,6 +227,7 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if isinstance(result, (list, tuple)):
         firsts = lists[0] if lists else sources
         return type(result)(_wrap_result(r, s) for r, s in zip(result, firsts, strict=False))
+    # In place the result is an operand: its wrapper must stay the object that the caller has.
     for leaf in sources:
         if result is local_of(leaf):
             return leaf
@@ -224,7 +235,10 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[str, Any]) -> None:
-    """Bump the version counters of what was written, which below autograd nobody else does."""
+    """Bump the version counters of what was written.
+
+    torch does so in its autograd layer, above the dispatch in which this runs.
+    """
     if not isinstance(func, OpOverload):
         return
     written = _leaves_of(
@@ -304,9 +318,9 @@ def _as_plain_dtensor(value: object) -> object:
 
 
 def _are_cut_alike(lists: Sequence[Sequence[object]]) -> bool:
-    """Tell whether lists pair tensors of the same cuts, or scalars; if not, one must look closer.
+    """Return whether lists pair tensors of the same cuts, or scalars; False if it is not sure.
 
-    In bulk: with hundreds of parameters in one call a look at each costs as much as the kernel.
+    In bulk: with hundreds of parameters in one call a check of each costs as much as the kernel.
     """
     first, *others = ([getattr(o, "_uneven_layout", None) for o in operands] for operands in lists)
     are_scalars = (not any(getattr(o, "ndim", 0) for o in operands) for operands in lists[1:])
@@ -320,6 +334,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
     sharded = [o for o in operands if isinstance(o, RowShardedDTensor)]
     if not sharded:
         return
+    # Two tensors of one local shape may be different rows, which the kernel would pair silently.
     layout = sharded[0]._uneven_layout
     for operand in operands:
         if not isinstance(operand, torch.Tensor) or operand.ndim == 0:
@@ -339,7 +354,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
 
 
 def _check_fused_sgd(args: tuple[Any, ...]) -> None:
-    """Refuse what torch's kernel gets wrong: of narrow types it steps only the tail on a CPU."""
+    """Refuse narrow dtypes on a CPU, of which torch's kernel steps the tail only."""
     for weight in args[0]:
         if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
             raise NotImplementedError(
@@ -353,7 +368,7 @@ def _check_fused_sgd(args: tuple[Any, ...]) -> None:
 
 
 def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTensor:
-    """Answer ``new_empty`` of the own global shape, which staging and deepcopy ask for."""
+    """Run ``new_empty`` of the own global shape, which staging and deepcopy call."""
     source = args[0]
     sizes = kwargs.get("size", args[1:])
     if len(sizes) == 1 and not isinstance(sizes[0], int):
@@ -382,14 +397,14 @@ def refuse(
 
 
 def is_cut_alike(value: object, tensor: object) -> bool:
-    """Tell whether a value may be copied into an uneven DTensor row by row, or it is another."""
+    """Return whether a value may be copied into a tensor row by row; True for plain tensors."""
     if not isinstance(tensor, RowShardedDTensor):
         return True
     return isinstance(value, RowShardedDTensor) and value._uneven_layout == tensor._uneven_layout
 
 
 def refuse_full_state(where: str) -> NoReturn:
-    """Raise the error of a loaded tensor that is whole, or that torch has cut by itself."""
+    """Raise the error of a loaded tensor that is full, or that torch has cut by itself."""
     raise NotImplementedError(
         expected(
             "a tensor cut like the parameter",

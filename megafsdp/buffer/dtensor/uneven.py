@@ -1,17 +1,14 @@
 """DTensors whose shards do not follow ``torch.chunk``.
 
-A parameter of a flat buffer is cut where the buffer's shards end, so a rank holds any number of its
+A parameter of a flat buffer is cut where the buffer's shards end, so a rank has any number of its
 rows, possibly none. torch has no placement for that: a plain DTensor would compute wrong global
-results without a word. :class:`UnevenDTensor` carries its
+results without an error. :class:`UnevenDTensor` keeps its
 :class:`~megafsdp.buffer.dtensor.uneven_layout.UnevenLayout` through everything torch does to a
-state dict or an optimizer state, speaks the protocol of ``torch.distributed.checkpoint``, and
-refuses operations that torch would compute wrongly.
+state dict or an optimizer state, and has the protocol of ``torch.distributed.checkpoint``.
 
-Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
-sharding propagation, hence no superlinear first step with many parameters.
-
-
-What ``.data`` is of a parameter over a flat buffer, from which an assignment would cut it.
+The functions below it take any tensor, and treat uneven, plain DTensors and local ones alike. Which
+operations are allowed is decided in op_rules.py, which rows a rank has in buffer/planner.py. As a
+subclass of DTensor the file reads names that torch keeps to itself.
 """
 
 from __future__ import annotations
@@ -69,6 +66,7 @@ def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
     )
 
 
+# torch's own setter would give the parameter other memory, which no gather reads.
 FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
 
 
@@ -84,7 +82,7 @@ class UnevenDTensor(RowShardedDTensor):
     Create it with :meth:`from_local_rows`. ``placements`` say ``Shard(0)`` on the axes that divide
     it, the last one or all, and ``Replicate`` on the others, which is all that torch can express;
     the true cuts are in ``uneven_layout``. Where all axes divide it, shards are counted along the
-    first axis first: rank (o, s) of a mesh (M, N) holds shard ``s * M + o``.
+    first axis first: rank (o, s) of a mesh (M, N) has shard ``s * M + o``.
     """
 
     @classmethod
@@ -100,9 +98,9 @@ class UnevenDTensor(RowShardedDTensor):
 
         Args:
             local: Contiguous tensor of shape ``layout.local_shape()``; the result aliases it.
-            mesh: Its last axis holds the shards; the tensor is replicated over the others.
+            mesh: The tensor is cut along its last axis, and replicated over the others.
             layout: How the global tensor is cut.
-            is_divided: True if all axes of the mesh hold shards.
+            is_divided: True if the tensor is cut along all axes of the mesh.
 
         Raises:
             ValueError: ``local`` does not have the layout's local shape.
@@ -120,6 +118,7 @@ class UnevenDTensor(RowShardedDTensor):
         check_before_chunk_writes(_refuse_chunk)
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
         meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
+        # Shard(0) stands for uneven rows too: a placement of our own would enter torch's caches.
         other = Shard(0) if is_divided else Replicate()
         placements = (*[other] * (mesh.ndim - 1), Shard(0))
         return cls.wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), layout)
@@ -137,13 +136,14 @@ class UnevenDTensor(RowShardedDTensor):
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """Return ranks that together hold every element once."""
+        """Return the ranks that together have every element once."""
         mesh = self.device_mesh
         is_divided = all(p.is_shard() for p in self.placements)
         return flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
 
     def shards_by_rank(self) -> list[int]:
         """Return the shard of every rank of :attr:`shard_group`."""
+        # Ranks of the flat group are numbered along the last axis first, shards along the first.
         num_inner = self.device_mesh.size(self.device_mesh.ndim - 1)
         num_shards = self._uneven_layout.num_shards
         num_outer = num_shards // num_inner
@@ -179,6 +179,7 @@ class UnevenDTensor(RowShardedDTensor):
                 )
             )
         ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
+        # All ranks send as much as the longest shard has: a gather of equal parts needs no sizes.
         longest = max(stop - start for start, stop in ranges)
         # What lies on the host is gathered on the mesh's device.
         local = self.local.reshape(-1).to(self.device_mesh.device_type)
@@ -215,6 +216,7 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Replicate it, and cut the result with distribute_tensor()",
                 )
             )
+        # The full tensor is equal on all ranks by construction; a check would be a second exchange.
         return DTensor.from_local(self.full_tensor(), self.device_mesh, wanted, run_check=False)
 
     def like(self, local: torch.Tensor) -> UnevenDTensor:
@@ -238,11 +240,12 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Give the whole tensor, not a shard",
                 )
             )
+        # By region, not by flat range: a tensor-parallel part is no contiguous range of the whole.
         everything = whole(self._uneven_layout.shape)
         with torch.no_grad():
             for region, view in self._region_views():
                 view.copy_(full[region.slices_in(everything)])
-        # Ranks without rows count it as well.
+        # On ranks without rows too: a stale compute weight is refreshed by a collective.
         torch.autograd.graph.increment_version(self._local_tensor)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
@@ -257,7 +260,8 @@ class UnevenDTensor(RowShardedDTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """List the regions this rank reads, for ``torch.distributed.checkpoint`` to load."""
-        # A load writes on some ranks only: one without rows counts it as well.
+        # A load writes on ranks with rows only. The others count it too: a stale compute weight is
+        # refreshed by a collective, which all ranks must enter.
         torch.autograd.graph.increment_version(self._local_tensor)
         return self._chunks()
 
@@ -318,12 +322,13 @@ class UnevenDTensor(RowShardedDTensor):
 
 
 class _LocalRows(torch.autograd.Function):
-    """The rows of an uneven DTensor; backward gives their gradient its cuts."""
+    """Return the rows of an uneven DTensor; wrap their gradient with its layout in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
         """Return a view of the local tensor."""
         ctx.spec, ctx.layout = tensor._spec, tensor.uneven_layout
+        # A view: autograd sets this node on what is returned, not on the stored local tensor.
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
@@ -352,12 +357,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_object(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the very tensor under a DTensor, whose version counts writes; or the tensor itself."""
+    """Return the local tensor object of a DTensor, whose version counts writes, or the tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Wrap other local elements, in any dtype, as a tensor is: sharded alike, or plain; aliases."""
+    """Wrap other local elements, of any dtype, like a tensor: sharded alike, or plain; aliases."""
     if isinstance(tensor, UnevenDTensor):
         return tensor.like(local)
     if not isinstance(tensor, DTensor):
