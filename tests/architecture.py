@@ -385,6 +385,18 @@ def breaches_of_private_names(modules: Sequence[Module]) -> list[str]:
     return breaches
 
 
+def breaches_of_wrappers(modules: Sequence[Module]) -> list[str]:
+    """Find wrappers of private names whose docstrings do not say what torch offers in public."""
+    return [
+        f"{module.path}:{node.lineno}: {node.name}() has no line 'Public: ...' and torch's versions"
+        for module in modules
+        if module.path in PRIVATE_DOORS and module.path.endswith("/torch_private.py")
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef)
+        and not {"Public:", "2.13."} <= set((ast.get_docstring(node) or "").split())
+    ]
+
+
 def breaches_of_attributes(modules: Sequence[Module]) -> list[str]:
     """Find classes with more attributes than the cap: annotated fields and what self is given."""
     breaches = []

@@ -75,6 +75,7 @@ def test_examples_use_public_names() -> None:
 def test_private_names_of_torch_stand_in_two_files() -> None:
     """What torch keeps to itself is wrapped in device/ and mesh/, with its public alternative."""
     _assert_none(architecture.breaches_of_private_names(MODULES))
+    _assert_none(architecture.breaches_of_wrappers(MODULES))
 
 
 def test_classes_are_small() -> None:
@@ -251,6 +252,17 @@ def test_private_name_is_found(source: str) -> None:
     found = architecture.breaches_of_private_names
     assert len(found([Module.parse("megafsdp/fsdp/runtime/unit.py", source)])) == 1
     assert found([Module.parse("megafsdp/device/torch_private.py", source)]) == []
+
+
+def test_wrapper_without_public_twin_is_found() -> None:
+    """A wrapper of a private name says what is public instead, and for which versions it holds."""
+    path = "megafsdp/mesh/torch_private.py"
+    mute, told = (
+        'def f():\n    """Do."""',
+        'def f():\n    """Do.\n\n    Public: g(). 2.11 to 2.13."""',
+    )
+    assert len(architecture.breaches_of_wrappers([Module.parse(path, mute)])) == 1
+    assert architecture.breaches_of_wrappers([Module.parse(path, told)]) == []
 
 
 def test_lists_of_tensors_and_operators_are_no_private_names() -> None:
