@@ -123,12 +123,9 @@ def unscale_and_check(
 ) -> None:
     """Multiply tensors in place, and set ``found_inf`` to 1 if an element is not finite.
 
-    Public: ``torch.amp.GradScaler``, which knows no reduction over ranks. 2.11 to 2.13.
+    Public: ``torch.amp.GradScaler``, which reduces nothing over ranks. 2.11 to 2.13.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse_scale)
-
-
-# The two that follow concern ``__torch_function__``.
 
 
 def no_torch_function() -> object:

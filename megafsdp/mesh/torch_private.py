@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-# What a DTensor is told of its global tensor; public: DTensor.from_local() makes it, through
-# autograd and with a check of the placements. 2.11 to 2.13.
+# Mesh, placements and shape of a DTensor's global tensor; public: DTensor.from_local() makes them,
+# through autograd and with a check of the placements. 2.11 to 2.13.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
@@ -99,8 +99,8 @@ def check_before_chunk_writes(check: Callable[[DTensor], None]) -> None:
     full tensor as ``torch.chunk`` does and write the chunk over the local tensor. Once a process
     for each function; torch's own DTensors pass through it too.
 
-    Public: none; the tensor itself is asked for nothing that other code does not ask for. 2.11 to
-    2.13.
+    Public: none; the writer reads nothing of the tensor that other code does not read, so the
+    tensor cannot refuse by itself. 2.11 to 2.13.
     """
     write = _state_dict_utils._distribute_tensors
 
