@@ -39,7 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megafsdp
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
-from megafsdp.buffer.dtensor.uneven_layout import Box
+from megafsdp.buffer.dtensor.uneven_layout import Region as OwnRegion
 from megafsdp.checkpoint.format.manifest import Chunk, Record
 from megafsdp.checkpoint.format.regions import Region
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
@@ -141,9 +141,9 @@ def _plan_ours(
             file = f"__{rank}_0.distcp"
             place = Record(file, 0, 1, 0)
             chunks = [
-                (key, Chunk(Region(box.offsets, box.sizes), place))
+                (key, Chunk(Region(*region), place))
                 for key, tensor in tensors.items()
-                for box in tensor.uneven_layout.boxes(rank)
+                for region in tensor.uneven_layout.regions(rank)
             ]
             if rank == 1:
                 # Counts of steps are on every rank; which one writes them is a matter of turns.
@@ -167,11 +167,9 @@ def _plan_dcp(tensors: dict[str, UnevenDTensor], world: int) -> dict[str, float]
     sent = [pickle.dumps(own)]
     for rank in range(1, world):
         items = [
-            _write_item(
-                key, tensor, ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes))
-            )
+            _write_item(key, tensor, region)
             for key, tensor in tensors.items()
-            for b in tensor.uneven_layout.boxes(rank)
+            for region in tensor.uneven_layout.regions(rank)
         ]
         sent.append(pickle.dumps(replace(own, items=items)))
 
@@ -183,8 +181,8 @@ def _plan_dcp(tensors: dict[str, UnevenDTensor], world: int) -> dict[str, float]
     return {"local": local_s, "global": global_s}
 
 
-def _write_item(key: str, tensor: UnevenDTensor, box: Box) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+def _write_item(key: str, tensor: UnevenDTensor, region: OwnRegion) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), tensor.shape)
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 

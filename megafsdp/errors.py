@@ -8,6 +8,13 @@ subsystem.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+# An error names so many keys at most, and counts the others.
+MAX_NAMED = 20
+# The same of ranks, whose texts are long.
+MAX_RANKS = 4
+
 
 class ConfigError(ValueError):
     """Report a training configuration that cannot be run as written."""
@@ -19,6 +26,11 @@ class DataError(ValueError):
 
 class CheckpointError(RuntimeError):
     """Report a checkpoint that cannot be written, found, trusted, or matched to the model."""
+
+    @classmethod
+    def expected(cls, what: object, got: object, *, where: str, hint: str) -> CheckpointError:
+        """Return an error with the message of :func:`expected`, which has the same arguments."""
+        return cls(expected(what, got, where=where, hint=hint))
 
 
 def expected(what: object, got: object, *, where: str, hint: str) -> str:
@@ -34,3 +46,9 @@ def expected(what: object, got: object, *, where: str, hint: str) -> str:
         ``"Expected <what>, got <got>. In <where>. <hint>."``
     """
     return f"Expected {what}, got {got}. In {where}. {hint}."
+
+
+def listed(names: Sequence[str], *, separator: str = ", ", limit: int = MAX_NAMED) -> str:
+    """Return the first names of many in a row, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more

@@ -8,8 +8,9 @@ every rule on the tree, and on a snippet that breaks it.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,8 +94,32 @@ PUBLIC_ROOMS = frozenset(
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
+MAX_ATTRIBUTES = 16
 # Entry points whose keywords are a promise to users, and constructors that mirror torch's.
 MANY_PARAMETERS = frozenset({"fully_shard", "fully_shard_model", "save", "async_save", "load"})
+
+# Where classes are lists of settings or parts of a network: as many fields as there are facts.
+MANY_ATTRIBUTES = ("models", "training.config")
+
+# Rooms in which a reader stops often, and how many own-line comments a code line they have.
+COMMENTED_ROOMS = ("fsdp", "buffer", "optimizer")
+MIN_COMMENTS = 0.07
+
+# Of the command line and its files; what stands below training/ gets plain dataclasses.
+VALIDATION_LIBRARIES = frozenset({"pydantic", "jsonargparse"})
+
+# Where names that torch keeps to itself may stand; the last is a subclass of torch's DTensor.
+PRIVATE_DOORS = (
+    "megafsdp/device/torch_private.py",
+    "megafsdp/mesh/torch_private.py",
+    "megafsdp/buffer/dtensor/uneven.py",
+)
+# Attributes that torch keeps to itself, of objects that a dotted name does not show to be torch's.
+PRIVATE_ATTRIBUTES = frozenset(
+    {"_local_tensor", "_spec", "_execution_engine", "_version", "_base", "_schema", "_flatten"}
+    | {"_compiled_call_impl", "_non_persistent_buffers_set", "_post_accumulate_grad_hooks"}
+    | {"_backward_hooks", "_register_load_state_dict_pre_hook"}
+)
 
 # May be imported inside a function: heavy, or not there.
 LAZY_PACKAGES = frozenset(
@@ -144,7 +169,17 @@ class Module:
         """Parse a text as the file of a path."""
         return cls(path, source, ast.parse(source))
 
-    @property
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Return every node of the AST."""
+        return list(ast.walk(self.tree))
+
+    @functools.cached_property
+    def imports(self) -> list[Import]:
+        """Return every import, those for type checking included."""
+        return list(_imports_below(self.tree, is_inside_function=False))
+
+    @functools.cached_property
     def name(self) -> str:
         """Return the dotted module name."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -154,7 +189,7 @@ class Module:
         """Tell whether the file is the __init__ of a package."""
         return self.path.endswith("/__init__.py")
 
-    @property
+    @functools.cached_property
     def package(self) -> str:
         """Return the dotted package of the file within megafsdp; empty for megafsdp itself."""
         package = self.name if self.is_package else self.name.rpartition(".")[0]
@@ -182,28 +217,30 @@ def read_modules(root: Path, folder: str) -> list[Module]:
     return [Module.parse(p.relative_to(root).as_posix(), p.read_text()) for p in paths]
 
 
-def imports_of(module: Module) -> Iterator[Import]:
-    """Yield every import of a module, those for type checking included."""
-    functions = [n for n in ast.walk(module.tree) if isinstance(n, _FUNCTIONS)]
-    inside = {id(child) for function in functions for child in ast.walk(function)}
-    for node in ast.walk(module.tree):
+def _imports_below(parent: ast.AST, *, is_inside_function: bool) -> Iterator[Import]:
+    is_inside_function |= isinstance(parent, _FUNCTIONS)
+    for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, "", node.lineno, id(node) in inside)
+                yield Import(alias.name, "", node.lineno, is_inside_function)
         elif isinstance(node, ast.ImportFrom):
             target = "." * node.level + (node.module or "")
             for alias in node.names:
-                yield Import(target, alias.name, node.lineno, id(node) in inside)
+                yield Import(target, alias.name, node.lineno, is_inside_function)
+        # An import is a statement: no expression has one below it.
+        elif not isinstance(node, ast.expr):
+            yield from _imports_below(node, is_inside_function=is_inside_function)
 
 
 def breaches_of_layers(modules: Sequence[Module]) -> list[str]:
     """Find imports that the table of folders does not allow, and files that stand in no folder."""
     breaches = []
+    by_name = {m.name: m for m in modules}
     for module in modules:
         if module.room and module.room not in MAY_IMPORT:
             breaches.append(f"{module.path}: '{module.room}' is no folder of the design")
             continue
-        for target, line in _internal_targets(module, modules):
+        for target, line in _internal_targets(module, by_name):
             if not module.room or _is_allowed(module.room, target):
                 continue
             breaches.append(f"{module.path}:{line}: {module.room} may not import {target}")
@@ -213,6 +250,7 @@ def breaches_of_layers(modules: Sequence[Module]) -> list[str]:
 def breaches_of_sub_packages(modules: Sequence[Module]) -> list[str]:
     """Find sub-packages that are not listed, and imports that their table does not allow."""
     breaches = []
+    by_name = {m.name: m for m in modules}
     for module in modules:
         package = module.package
         if "." in package and package not in SUB_PACKAGES:
@@ -221,8 +259,8 @@ def breaches_of_sub_packages(modules: Sequence[Module]) -> list[str]:
         if module.is_package and package in PUBLIC_ROOMS:
             continue
         allowed = SUB_PACKAGES.get(package, frozenset()) | {package}
-        for target, line in _internal_targets(module, modules):
-            target_package = next(m.package for m in modules if m.name == target)
+        for target, line in _internal_targets(module, by_name):
+            target_package = by_name[target].package
             is_same_room = target_package.partition(".")[0] == module.room != ""
             if is_same_room and target_package not in allowed:
                 breaches.append(f"{module.path}:{line}: {package} may not import {target_package}")
@@ -235,7 +273,7 @@ def breaches_of_signboards(modules: Sequence[Module]) -> list[str]:
     for module in modules:
         if not module.is_package or module.package in PUBLIC_ROOMS:
             continue
-        if any(True for _ in imports_of(module)):
+        if module.imports:
             breaches.append(f"{module.path}: only the public rooms export names")
         if "." in module.package and "Read first:" not in (ast.get_docstring(module.tree) or ""):
             breaches.append(f"{module.path}: say in the docstring which file to read first")
@@ -244,7 +282,8 @@ def breaches_of_signboards(modules: Sequence[Module]) -> list[str]:
 
 def breaches_of_acyclicity(modules: Sequence[Module]) -> list[str]:
     """Find a cycle among the modules that modules name in their imports."""
-    graph = {m.name: {target for target, _ in _internal_targets(m, modules)} for m in modules}
+    by_name = {m.name: m for m in modules}
+    graph = {m.name: {target for target, _ in _internal_targets(m, by_name)} for m in modules}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -256,7 +295,7 @@ def breaches_of_import_style(modules: Sequence[Module]) -> list[str]:
     """Find relative imports, and imports inside functions of packages that are always there."""
     breaches = []
     for module in modules:
-        for found in imports_of(module):
+        for found in module.imports:
             where = f"{module.path}:{found.line}"
             if found.target.startswith("."):
                 breaches.append(f"{where}: relative import of {found.target}; spell it out")
@@ -287,7 +326,7 @@ def breaches_of_sizes(modules: Sequence[Module]) -> list[str]:
         num_lines = len(module.source.splitlines())
         if num_lines > MAX_FILE_LINES:
             breaches.append(f"{module.path}: {num_lines} lines, cap {MAX_FILE_LINES}")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, _FUNCTIONS):
                 continue
             where = f"{module.path}:{node.lineno}: {node.name}()"
@@ -309,7 +348,7 @@ def breaches_of_axis_spelling(modules: Sequence[Module]) -> list[str]:
         f"{module.path}:{node.lineno}: axis name {node.value!r} is spelt in mesh/ alone"
         for module in modules
         if module.room != "mesh"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Constant) and node.value in AXIS_NAMES
     ]
 
@@ -319,7 +358,7 @@ def breaches_of_public_names(examples: Sequence[Module], modules: Sequence[Modul
     packages = {m.name for m in modules if m.path.endswith("__init__.py")}
     breaches = []
     for example in examples:
-        for found in imports_of(example):
+        for found in example.imports:
             if found.target.partition(".")[0] != PACKAGE:
                 continue
             if found.target not in packages or found.name.startswith("_"):
@@ -328,16 +367,79 @@ def breaches_of_public_names(examples: Sequence[Module], modules: Sequence[Modul
     return breaches
 
 
+def breaches_of_private_names(modules: Sequence[Module]) -> list[str]:
+    """Find names that torch keeps to itself outside of the files that wrap them."""
+    breaches = []
+    for module in modules:
+        if module.path in PRIVATE_DOORS:
+            continue
+        references = ((_private_part(dotted), line) for dotted, line in _torch_references(module))
+        found = {(name, line) for name, line in references if name}
+        for node in module.nodes:
+            if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES:
+                found.add((node.attr, node.lineno))
+            elif isinstance(node, ast.Constant) and node.value in PRIVATE_ATTRIBUTES:
+                found.add((str(node.value), node.lineno))
+        for name, line in sorted(found, key=lambda pair: pair[::-1]):
+            breaches.append(f"{module.path}:{line}: {name} belongs in {' or '.join(PRIVATE_DOORS)}")
+    return breaches
+
+
+def breaches_of_wrappers(modules: Sequence[Module]) -> list[str]:
+    """Find wrappers of private names whose docstrings do not say what torch offers in public."""
+    return [
+        f"{module.path}:{node.lineno}: {node.name}() has no line 'Public: ...' and torch's versions"
+        for module in modules
+        if module.path in PRIVATE_DOORS and module.path.endswith("/torch_private.py")
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef)
+        and not {"Public:", "2.13."} <= set((ast.get_docstring(node) or "").split())
+    ]
+
+
+def breaches_of_attributes(modules: Sequence[Module]) -> list[str]:
+    """Find classes with more attributes than the cap: annotated fields and what self is given."""
+    breaches = []
+    for module in modules:
+        if f"{module.package}.".startswith(tuple(f"{p}." for p in MANY_ATTRIBUTES)):
+            continue
+        for node in module.nodes:
+            if isinstance(node, ast.ClassDef) and (num := len(_attributes(node))) > MAX_ATTRIBUTES:
+                where = f"{module.path}:{node.lineno}: class {node.name}"
+                breaches.append(f"{where} has {num} attributes, cap {MAX_ATTRIBUTES}")
+    return breaches
+
+
+def breaches_of_comments(modules: Sequence[Module], room: str) -> list[str]:
+    """Find a room whose files have too few comments for their code."""
+    counts = [_num_comments_and_code(m) for m in modules if m.room == room]
+    num_comments, num_code = (sum(column) for column in zip(*counts, strict=True))
+    if num_comments >= MIN_COMMENTS * num_code:
+        return []
+    wanted = f"at least {MIN_COMMENTS} a line"
+    return [f"megafsdp/{room}: {num_comments} comments to {num_code} lines of code, {wanted}"]
+
+
+def breaches_of_validation(modules: Sequence[Module]) -> list[str]:
+    """Find imports of the validation library outside of training/."""
+    return [
+        f"{module.path}:{found.line}: only training/ imports {found.target}"
+        for module in modules
+        if module.room != "training"
+        for found in module.imports
+        if found.target.partition(".")[0] in VALIDATION_LIBRARIES
+    ]
+
+
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def _internal_targets(module: Module, modules: Sequence[Module]) -> Iterator[tuple[str, int]]:
+def _internal_targets(module: Module, by_name: Mapping[str, Module]) -> Iterator[tuple[str, int]]:
     """Yield the modules of the package that a module's imports name, with the line of each."""
-    names = {m.name for m in modules}
-    for found in imports_of(module):
+    for found in module.imports:
         if found.target.partition(".")[0] == PACKAGE:
             submodule = f"{found.target}.{found.name}"
-            yield (submodule if submodule in names else found.target), found.line
+            yield (submodule if submodule in by_name else found.target), found.line
 
 
 def _is_allowed(room: str, target: str) -> bool:
@@ -352,18 +454,26 @@ def _is_allowed(room: str, target: str) -> bool:
 def _torch_references(module: Module) -> Iterator[tuple[str, int]]:
     """Yield every dotted name that begins with torch, import aliases resolved."""
     aliases = {"torch": "torch"}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             aliases |= {a.asname: a.name for a in node.names if a.asname}
-        elif isinstance(node, ast.ImportFrom):
+            yield from ((a.name, node.lineno) for a in node.names if a.name.startswith("torch"))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             for alias in node.names:
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 yield f"{node.module}.{alias.name}", node.lineno
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute):
-            first, *rest = ast.unparse(node).split(".")
+            first, *rest = _dotted(node)
             if aliases.get(first, "").startswith("torch"):
                 yield ".".join([aliases[first], *rest]), node.lineno
+
+
+def _dotted(node: ast.expr) -> list[str]:
+    """Return the names of ``a.b.c``; an empty first one if it does not begin with a name."""
+    if isinstance(node, ast.Attribute):
+        return [*_dotted(node.value), node.attr]
+    return [node.id] if isinstance(node, ast.Name) else [""]
 
 
 def _is_collective(name: str) -> bool:
@@ -375,3 +485,44 @@ def _num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     parameters = function.args
     names = [a.arg for a in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def _private_part(dotted: str) -> str:
+    """Return a dotted name of torch up to its first private part; empty if it has none."""
+    parts = dotted.split(".")
+    # Operators have names of their own, and those on lists of tensors no public twin.
+    if parts[:2] == ["torch", "ops"]:
+        return ""
+    for k, part in enumerate(parts):
+        if part.startswith("_") and not part.startswith(("_foreach_", "__")):
+            return ".".join(parts[: k + 1])
+    return ""
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Return the names of a class's annotated fields, and of all that its methods give to self."""
+    fields = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
+    names = {target.id for target in fields if isinstance(target, ast.Name)}
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+            owner = child.value
+            if isinstance(owner, ast.Name) and owner.id == "self":
+                names.add(child.attr)
+    return names
+
+
+def _num_comments_and_code(module: Module) -> tuple[int, int]:
+    """Return own-line comments, and lines that are neither blank nor comment nor docstring."""
+    documented: set[int] = set()
+    for node in module.nodes:
+        if isinstance(node, ast.Module | ast.ClassDef | _FUNCTIONS[0] | _FUNCTIONS[1]) and (
+            ast.get_docstring(node, clean=False) is not None
+        ):
+            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    num_comments = num_code = 0
+    for number, line in enumerate(module.source.splitlines(), start=1):
+        text = line.strip()
+        if text and number not in documented:
+            num_comments += text.startswith("#")
+            num_code += not text.startswith("#")
+    return num_comments, num_code

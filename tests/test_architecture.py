@@ -15,10 +15,12 @@ EXAMPLES = architecture.read_modules(ROOT, "examples")
 BENCHMARKS = architecture.read_modules(ROOT, "benchmarks")
 
 
+EMPTY = [Module.parse(module.path, "") for module in MODULES]
+
+
 def _snippet(path: str, source: str) -> list[Module]:
     """Return a package in which one file has the given text and all others are empty."""
-    paths = {module.path for module in MODULES} | {path}
-    return [Module.parse(p, source if p == path else "") for p in sorted(paths)]
+    return [m for m in EMPTY if m.path != path] + [Module.parse(path, source)]
 
 
 def _assert_none(breaches: list[str]) -> None:
@@ -68,6 +70,28 @@ def test_axis_names_are_spelt_in_mesh_alone() -> None:
 def test_examples_use_public_names() -> None:
     """An example imports what a user may import."""
     _assert_none(architecture.breaches_of_public_names(EXAMPLES, MODULES))
+
+
+def test_private_names_of_torch_stand_in_two_files() -> None:
+    """What torch keeps to itself is wrapped in device/ and mesh/, with its public alternative."""
+    _assert_none(architecture.breaches_of_private_names(MODULES))
+    _assert_none(architecture.breaches_of_wrappers(MODULES))
+
+
+def test_classes_are_small() -> None:
+    """A class has at most 16 attributes; configurations and parts of a network are excepted."""
+    _assert_none(architecture.breaches_of_attributes(MODULES))
+
+
+@pytest.mark.parametrize("room", architecture.COMMENTED_ROOMS)
+def test_rooms_say_why(room: str) -> None:
+    """The rooms where order and lifetimes matter have a comment for about fourteen lines."""
+    _assert_none(architecture.breaches_of_comments(MODULES, room))
+
+
+def test_validation_stays_in_training() -> None:
+    """What stands below training/ does not depend on the library that reads configurations."""
+    _assert_none(architecture.breaches_of_validation(MODULES))
 
 
 def test_tree_is_not_empty() -> None:
@@ -208,3 +232,73 @@ def test_private_import_in_example_is_found(source: str) -> None:
     public = [Module.parse("examples/own.py", "from megafsdp.checkpoint import save")]
     assert architecture.breaches_of_public_names(example, MODULES)
     assert architecture.breaches_of_public_names(public, MODULES) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._disable_dynamo(f)",
+        "import torch\ntorch._C._current_graph_task_id()",
+        "import torch.distributed as dist\ndist._coalescing_manager()",
+        "from torch.utils._pytree import tree_map",
+        "from torch.distributed.checkpoint.filesystem import _StorageInfo",
+        "import torch._dynamo",
+        "local = parameter._local_tensor",
+        "hooks = getattr(parameter, '_backward_hooks')",
+    ],
+)
+def test_private_name_is_found(source: str) -> None:
+    """A private name is found under any alias, as an attribute and in getattr; once."""
+    found = architecture.breaches_of_private_names
+    assert len(found([Module.parse("megafsdp/fsdp/runtime/unit.py", source)])) == 1
+    assert found([Module.parse("megafsdp/device/torch_private.py", source)]) == []
+
+
+def test_wrapper_without_public_twin_is_found() -> None:
+    """A wrapper of a private name says what is public instead, and for which versions it holds."""
+    path = "megafsdp/mesh/torch_private.py"
+    mute, told = (
+        'def f():\n    """Do."""',
+        'def f():\n    """Do.\n\n    Public: g(). 2.11 to 2.13."""',
+    )
+    assert len(architecture.breaches_of_wrappers([Module.parse(path, mute)])) == 1
+    assert architecture.breaches_of_wrappers([Module.parse(path, told)]) == []
+
+
+def test_lists_of_tensors_and_operators_are_no_private_names() -> None:
+    """Operators on lists have no public twin, operators' own names are what they are."""
+    source = "import torch\ntorch._foreach_add_(x, y)\ntorch.ops.aten._scaled_mm\nself._buffers"
+    assert architecture.breaches_of_private_names([Module.parse("megafsdp/x.py", source)]) == []
+
+
+def test_class_of_many_attributes_is_found() -> None:
+    """Fields and assignments to self count once each, wherever they are made."""
+    fields = "".join(f"    a{i}: int\n" for i in range(8))
+    method = "    def f(self):\n        self.a0 = 1\n"
+    method += "".join(f"        self.b{i} = {i}\n" for i in range(8))
+    late = "    def g(self):\n        (self.c, other.d), self.b0 = x\n"
+    small, large = f"class A:\n{fields}{method}", f"class A:\n{fields}{method}{late}"
+    path = "megafsdp/fsdp/runtime/unit.py"
+    assert architecture.breaches_of_attributes([Module.parse(path, small)]) == []
+    (breach,) = architecture.breaches_of_attributes([Module.parse(path, large)])
+    assert "class A has 17 attributes, cap 16" in breach
+    sections = Module.parse("megafsdp/training/config/sections.py", large)
+    assert architecture.breaches_of_attributes([sections]) == []
+
+
+def test_room_without_comments_is_found() -> None:
+    """Comments on lines of their own count; docstrings, blank lines and trailing ones do not."""
+    code = '"""A file.\n\n# No comment.\n"""\n\n' + "x = 1  # Trailing.\n" * 14
+    path = "megafsdp/buffer/layout.py"
+    (breach,) = architecture.breaches_of_comments([Module.parse(path, code)], "buffer")
+    assert "0 comments to 14 lines of code" in breach
+    commented = Module.parse(path, f"{code}# Because.\n")
+    assert architecture.breaches_of_comments([commented], "buffer") == []
+
+
+@pytest.mark.parametrize("source", ["import pydantic", "from jsonargparse import CLI"])
+def test_validation_below_training_is_found(source: str) -> None:
+    """The validation library is for training/ alone."""
+    found = architecture.breaches_of_validation
+    assert found([Module.parse("megafsdp/fsdp/params/policy.py", source)])
+    assert found([Module.parse("megafsdp/training/config/sections.py", source)]) == []

@@ -1,13 +1,13 @@
 """A distributed flat buffer: storage, views of its tensors, and the moves between its residences.
 
-A :class:`DBuffer` joins a :class:`~megafsdp.buffer.layout.FlatLayout` with memory. As a *shard* it
-holds this rank's piece of every sub-buffer, as *replicate* or *partial* the whole. For two ranks
-and one sub-buffer of shards of 32::
+A :class:`DBuffer` joins a :class:`~megafsdp.buffer.layout.FlatLayout` with memory. A *shard* is
+this rank's piece of every sub-buffer, *replicate* and *partial* are the whole. For two ranks and
+one sub-buffer of shards of 32::
 
     rank 0  SHARD [0, 32)       REPLICATE [0, 64)
     rank 1  SHARD [32, 64)      REPLICATE [0, 64)
 
-The file knows nothing of modules, schedules and dtypes' meanings.
+The file does not decide when a buffer is filled or released, nor what its elements mean.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DBuffer:
 
     Args:
         layout: Offsets of the tensors.
-        residence: What the rank holds.
+        residence: What part of the group the rank has.
         shard: Index of this rank's shard.
         dtype: Element type.
         device: Where the memory lies.
@@ -69,7 +69,8 @@ class DBuffer:
         self.storage = FlatStorage(
             numel, dtype, device=device, ledger=ledger, category=category, memory=memory
         )
-        # Views outlive the release of the storage: made at the first use, once.
+        # Views stay valid over release() and allocate(), which resize one storage object, so they
+        # are made once. Every forward reads them, and a narrow() costs microseconds.
         self._full_views: list[torch.Tensor] | None = None
         self._gaps: list[torch.Tensor] | None = None
         self._pieces: list[torch.Tensor] | None = None
@@ -80,14 +81,16 @@ class DBuffer:
         return self.storage.tensor
 
     def exchange(self, other: DBuffer) -> None:
-        """Let the memory of two buffers that are alike change places; views stay where it was."""
+        """Exchange the memory of two buffers that are alike; views stay on the memory they had."""
         assert self.flat.shape == other.flat.shape, "the buffers are alike"
+        # Tensors that were given out, such as a published gradient, must not follow.
         self.storage, other.storage = other.storage, self.storage
+        # The cached views are of the memory that has gone.
         for buffer in (self, other):
             buffer._full_views = buffer._gaps = buffer._pieces = None
 
     def tensor(self, index: int) -> torch.Tensor:
-        """Return the 1-D view of what this rank holds of tensor ``index``; empty if nothing."""
+        """Return the 1-D view of this rank's part of tensor ``index``; empty if it has none."""
         if self.residence is Residence.SHARD:
             start, stop = self.layout.owned_range(index, self.shard)
             return self.flat.narrow(0, self.layout.local_offset(index, self.shard), stop - start)
@@ -95,7 +98,7 @@ class DBuffer:
         return self.flat.narrow(0, self.layout.gathered_offset(index), spec.numel)
 
     def full_views(self) -> list[torch.Tensor]:
-        """Return all tensors in their own shapes; the buffer must hold the whole."""
+        """Return all tensors of a whole buffer in their own shapes."""
         assert self.residence is not Residence.SHARD, "a shard has no full views"
         if self._full_views is None:
             slots = self.layout.slots
@@ -105,6 +108,7 @@ class DBuffer:
     def pieces(self) -> list[torch.Tensor]:
         """Return the 1-D view of each sub-buffer."""
         if self._pieces is None:
+            # A shard's sub-buffers follow one another without the other ranks' shards between them.
             layout, is_shard = self.layout, self.residence is Residence.SHARD
             factor = 1 if is_shard else layout.num_shards
             self._pieces = [
@@ -116,7 +120,7 @@ class DBuffer:
         return self._pieces
 
     def parts(self, shard: int) -> list[torch.Tensor]:
-        """Return the 1-D view of what a shard holds of each sub-buffer of this whole buffer."""
+        """Return the 1-D view of a shard's part of each sub-buffer of this whole buffer."""
         assert self.residence is not Residence.SHARD, "a shard has no parts"
         numels = [s.shard_numel for s in self.layout.sub_buffers]
         pairs = zip(self.pieces(), numels, strict=True)
@@ -133,6 +137,7 @@ class DBuffer:
 
     def zero_gaps(self) -> None:
         """Zero the elements that belong to no tensor."""
+        # Fresh memory may be NaN, and a fused step or a sum over ranks sweeps gaps as well.
         for gap in self.gaps:
             gap.zero_()
 
@@ -151,7 +156,7 @@ class DBuffer:
         Args:
             addends: A whole partial buffer, or the shard of an inner axis that this one is a piece
                 of.
-            group: Ranks that hold addends of the same elements, in the order of their shards.
+            group: Ranks with addends of the same elements, in the order of their shards.
             scale: Factor on the sum.
             accumulate: True to add to this buffer.
             reduce_dtype: Dtype of the sum where a library makes it.
@@ -176,12 +181,14 @@ def gather_buffers(
 
     The first are whole and the second shards, or the first are shards of an inner axis and the
     second the pieces of them that an outer axis divides. A whole buffer that stands in both places
-    holds this rank's part already.
+    has this rank's part already.
     """
     pairs = list(zip(full, shards, strict=True))
     inputs: list[torch.Tensor] = []
     for whole, own in pairs:
+        # In place: this rank's part of the output is the input, which the backend reads and leaves.
         assert own is whole or own.residence is Residence.SHARD, "a gather joins shards"
         inputs += own.parts(group.rank()) if own is whole else own.pieces()
+    # All sub-buffers of all buffers in one call, which NCCL turns into one launch.
     outputs = [piece for whole, _ in pairs for piece in whole.pieces()]
     return all_gather(outputs, inputs, group=group, label=label)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from megafsdp.errors import expected
 from megafsdp.mesh.placement import Flat, Granularity
 
-SHARD_MULTIPLE = 32  # Elements; keeps every shard aligned for vector kernels in any dtype.
+# Elements; keeps every shard aligned for vector kernels in any dtype.
+SHARD_MULTIPLE = 32
 _ROWS = Flat()
 
 
@@ -50,6 +51,7 @@ class TensorSpec:
     def granule(self) -> int:
         """Return how many consecutive elements a cut must keep together."""
         rows = math.prod(self.shape[1:]) if self.row_numel is None else self.row_numel
+        # A tensor without elements has rows of none, by which nothing can be divided.
         return max(self.placement.granule_numel(self.shape, rows), 1)
 
 
@@ -99,6 +101,8 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         """Assert the invariants: disjoint, inside, granules never cut."""
+        # An error here would mix the rows of tensors on some ranks without a trace, so that every
+        # layout is checked, those made by merged() and with_block() too.
         ends = [0] * len(self.sub_buffers)
         tensors = [slot for slot in self.slots if slot.spec.numel]
         for slot in sorted(tensors, key=lambda s: (s.sub_buffer, s.offset)):
@@ -107,6 +111,8 @@ class FlatLayout:
             assert ends[slot.sub_buffer] <= start, f"{name} overlaps its neighbour"
             assert stop <= shard * self.num_shards, f"{name} leaves its sub-buffer"
             ends[slot.sub_buffer] = stop
+            # A tensor over one boundary needs a row to end there; over several, each shard must be
+            # whole rows too.
             first_cut = (start // shard + 1) * shard
             if first_cut < stop:
                 granule = slot.spec.granule
@@ -134,8 +140,9 @@ class FlatLayout:
         return self.sub_buffers[slot.sub_buffer].gathered_offset + slot.offset
 
     def owned_range(self, index: int, shard: int) -> tuple[int, int]:
-        """Return the element range [start, stop) of tensor ``index`` that ``shard`` holds."""
+        """Return the element range [start, stop) of tensor ``index`` that lies in ``shard``."""
         slot = self.slots[index]
+        # Clamped from both sides, so that a shard before or behind the tensor has an empty range.
         numel, length = slot.spec.numel, self.sub_buffers[slot.sub_buffer].shard_numel
         start = min(max(shard * length - slot.offset, 0), numel)
         return start, min(max((shard + 1) * length - slot.offset, start), numel)
@@ -146,6 +153,7 @@ class FlatLayout:
         The value is 0 where the shard owns nothing of the tensor.
         """
         start, stop = self.owned_range(index, shard)
+        # An empty range may start beyond the local buffer, where no view can be made.
         if start == stop:
             return 0
         slot = self.slots[index]
@@ -154,6 +162,7 @@ class FlatLayout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return the ranges [start, stop) of the gathered flat buffer that belong to no tensor."""
+        # Slots stand in the order of the parameters, which is not that of their offsets.
         order = sorted(range(len(self.slots)), key=self.gathered_offset)
         return _complement(
             [(self.gathered_offset(i), self.slots[i].spec.numel) for i in order],
@@ -172,7 +181,7 @@ class FlatLayout:
     def merged(self, factor: int) -> FlatLayout:
         """Return the layout in which every ``factor`` consecutive shards are one.
 
-        The gathered buffer is the same; only who holds which part of it differs.
+        The gathered buffer is the same; only the parts of it that ranks have are larger.
 
         Raises:
             ValueError: ``factor`` does not divide the number of shards.
@@ -188,6 +197,7 @@ class FlatLayout:
                     hint="Merge as many shards as one mesh axis has ranks",
                 )
             )
+        # Offsets in the gathered buffer stay, so a gather over one axis continues one over another.
         sub_buffers = tuple(
             SubBuffer(s.gathered_offset, s.local_offset * factor, s.shard_numel * factor)
             for s in self.sub_buffers
@@ -204,6 +214,7 @@ class FlatLayout:
         """
         if block == 1:
             return self
+        # One divisor a sub-buffer: its shards stay equal, which collectives need.
         divisors = [block] * len(self.sub_buffers)
         for slot in self.slots if block == 0 else ():
             divisors[slot.sub_buffer] = math.lcm(divisors[slot.sub_buffer] or 1, slot.spec.granule)
@@ -212,6 +223,7 @@ class FlatLayout:
             spec, divisor = slot.spec, divisors[slot.sub_buffer]
             self._require_multiple(spec.name, spec.granule, divisor)
             self._require_multiple(spec.name, slot.offset, divisor)
+            # As many rows as before, each of as many elements as it has blocks.
             shape = (spec.numel // spec.granule, spec.granule // divisor)
             slots.append(
                 Slot(TensorSpec(spec.name, shape), slot.sub_buffer, slot.offset // divisor)
@@ -237,6 +249,7 @@ class FlatLayout:
 
     def fingerprint(self) -> str:
         """Return a hash of the whole layout; equal on all ranks that agree."""
+        # repr() is equal on all machines; hash() of strings differs between processes.
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def describe(self) -> str:

@@ -1,9 +1,10 @@
-"""Make layouts: pack tensors into few sub-buffers with little padding.
+"""Planning of layouts: pack tensors into few sub-buffers with little padding.
 
 Tensors of one row size form a *class*. One sub-buffer for all classes needs shards that are
 multiples of the least common multiple of the row sizes, which at many ranks pads a lot; a
 sub-buffer for each class pads little but takes more collectives. One-dimensional tensors may be cut
-anywhere and fill slack. :func:`plan_layout` gives the rule of choice.
+anywhere and fill slack. :func:`plan_layout` gives the rule of choice. Pure arithmetic and
+deterministic: every rank plans by itself and must come to the same layout.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from megafsdp.mesh.placement import TensorAtomic
 
 _RELATIVE_BOUND = 0.005
 _RELATIVE_AIM = 0.001
-_SLACK_NUMEL = 8192  # Padding that costs less than another collective.
+# Padding that costs less than another collective.
+_SLACK_NUMEL = 8192
 _LEAST_FACTOR = 1.25
-_ALIGNMENTS = (256, 128, 64, 32, 16)  # Bytes; the coarsest that pads little is taken.
-_MAX_TRIALS = 1024  # Shard lengths that are tried one after another.
+# Bytes; the coarsest that pads little is taken.
+_ALIGNMENTS = (256, 128, 64, 32, 16)
+# Shard lengths that are tried one after another; bounds the time of planning.
+_MAX_TRIALS = 1024
 
 
 def plan_layout(
@@ -85,14 +89,18 @@ def _plan(
     specs: tuple[TensorSpec, ...], num_shards: int, itemsize: int, merge_classes: bool
 ) -> FlatLayout:
     numel = sum(spec.numel for spec in specs)
+    # In elements of the gathered buffer, whose views kernels and matrix products read.
     steps = [max(nbytes // itemsize, 1) for nbytes in _ALIGNMENTS]
     tried = {
         step: _Packer(specs, num_shards, step).candidates(merge_classes=merge_classes)
         for step in dict.fromkeys(steps)
     }
+    # The least of all candidates may itself pad more than the aim: equal shards of whole rows cost
+    # what they cost, and 1.25 times that buys fewer collectives.
     totals = [packed.total(num_shards) - numel for found in tried.values() for packed in found]
     accepted = max(_RELATIVE_AIM * numel, _SLACK_NUMEL, _LEAST_FACTOR * min(totals))
     bound = padding_bound(specs, num_shards, itemsize=itemsize)
+    # Some candidate is always accepted, the least one if no other is within the bound.
     accepted = max(min(accepted, bound), min(totals))
 
     def fewest(found: list[_Packed]) -> list[_Packed]:
@@ -101,7 +109,9 @@ def _plan(
         return ordered[:1]
 
     chosen = [packed for step in steps for packed in fewest(tried[step])]
+    # A finer alignment must not cost another collective.
     chosen = [packed for packed in chosen if len(packed.bins) <= len(chosen[0].bins)]
+    # Scales of rows need every shard to be whole rows, which shortened ones need not be.
     if merge_classes:
         chosen = [_Packed([b.tightened(specs) for b in packed.bins]) for packed in chosen]
     least = min(packed.total(num_shards) for packed in chosen)
@@ -115,8 +125,8 @@ def padding_bound(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: int
 
     The larger of 0.5 % of the elements and what equal row-aligned shards cost at least: for each
     row class less than ``num_shards * lcm(granule, 32)``, and for each tensor less than one
-    alignment step. Tensor-atomic tensors are left out: a shard holds whole ones, and no bound but
-    the largest applies.
+    alignment step. Tensor-atomic tensors are left out: a shard is made of whole ones, and no bound
+    but the largest applies.
     """
     fine = max(16 // itemsize, 1)
     numel = sum(spec.numel for spec in specs)
@@ -143,6 +153,7 @@ class _Bin:
 
     def append(self, index: int, spec: TensorSpec) -> None:
         """Place a tensor behind all others."""
+        # Shards are multiples of every granule here, so an offset that is one too cuts no row.
         offset = _round_up(self.end, math.lcm(spec.granule, self.alignment))
         if offset > self.end:
             self.free.append((self.end, offset))
@@ -151,11 +162,12 @@ class _Bin:
         self.shard = self.shard_for(self.end)
 
     def shard_for(self, end: int) -> int:
-        """Return the shard length that holds ``end`` elements."""
+        """Return the shard length that is enough for ``end`` elements."""
         return _round_up(-(-end // self.num_shards), self.chunk)
 
     def fill(self, index: int, spec: TensorSpec) -> bool:
         """Place a tensor that may be cut anywhere into slack, if there is enough."""
+        # The rest of the last shard is tried last, so that it stays in one piece.
         ranges = [*self.free, (self.end, self.num_shards * self.shard)]
         for k, (start, stop) in enumerate(ranges):
             offset = _round_up(start, self.alignment)
@@ -178,6 +190,8 @@ class _Bin:
         """
         if any(isinstance(specs[i].placement, TensorAtomic) for i in self.placed):
             return self
+        # Shards cannot be shorter than their elements. A tensor longer than two of them crosses
+        # several boundaries, so its rows must divide a shard.
         least = -(-sum(specs[i].numel for i in self.placed) // self.num_shards)
         long = [specs[i].granule for i in self.placed if specs[i].numel > 2 * self.shard]
         step = math.lcm(SHARD_MULTIPLE, self.aligned, *long)
@@ -185,12 +199,13 @@ class _Bin:
         for shard in range(_round_up(least, step), self.shard, step)[:_MAX_TRIALS]:
             packed = _Bin((1,), self.num_shards, self.alignment)
             packed.shard = shard
-            if packed.holds(order, specs):
+            if packed.takes(order, specs):
                 return packed
         return self
 
-    def holds(self, order: Sequence[int], specs: Sequence[TensorSpec]) -> bool:
-        """Place tensors in shards of this length; tell whether they fit without a cut row."""
+    def takes(self, order: Sequence[int], specs: Sequence[TensorSpec]) -> bool:
+        """Place tensors in shards of this length; return whether they fit without a cut row."""
+        # Matrices first, in their order, for vectors fill what slack they leave.
         for i in (i for i in order if specs[i].granule > 1):
             offset = self._first_uncut(specs[i])
             if offset is None:
@@ -212,11 +227,14 @@ class _Bin:
             if stop <= cut or (cut - offset) % granule == 0:
                 return offset if stop <= cut + shard or shard % granule == 0 else None
             # The next aligned offset with whole rows before the cut, or the cut itself.
+            # Multiples of the alignment meet a row's end only if the distance to the cut is a
+            # multiple of their greatest common divisor.
             divisor = math.gcd(self.alignment, granule)
             steps, rest = divmod((cut - offset) % granule, divisor)
             if rest:
                 offset = _round_up(cut, self.alignment)
                 continue
+            # Solved, not searched: rows and alignment repeat after granule / divisor steps.
             period = granule // divisor
             steps = steps * pow(self.alignment // divisor, -1, period) % period
             offset = min(offset + steps * self.alignment, _round_up(cut, self.alignment))
@@ -240,6 +258,7 @@ class _Packed:
 
     def freeze(self, specs: Sequence[TensorSpec], num_shards: int) -> FlatLayout:
         """Return the candidate as a layout."""
+        # Sub-buffers lie one after the other, in the gathered buffer as in the local one.
         subs, where, local = [], {}, 0
         for k, packed in enumerate(self.bins):
             subs.append(SubBuffer(local * num_shards, local, packed.shard))
@@ -264,6 +283,7 @@ class _Packer:
                 self.fillers.append(i)
             else:
                 self.classes.setdefault(spec.granule, []).append(i)
+        # The longest first, while there is slack for them; by index if equal, alike on all ranks.
         self.fillers.sort(key=lambda i: (-specs[i].numel, i))
 
     def candidates(self, *, merge_classes: bool) -> list[_Packed]:
@@ -275,6 +295,7 @@ class _Packer:
         partition: list[tuple[int, ...]] = [(granule,) for granule in sorted(self.classes)]
         found = []
         while True:
+            # Apart, vectors leave the matrices' shards shorter; filled in, they save a sub-buffer.
             fillings = (True, False) if merge_classes else (False,)
             found += [self.complete(partition, is_filled=is_filled) for is_filled in fillings]
             if len(partition) < 2 or not merge_classes:
@@ -284,6 +305,7 @@ class _Packer:
     def pack(self, granules: Sequence[int]) -> _Bin:
         """Pack some classes into one sub-buffer, the longest rows first."""
         packed = _Bin(granules, self.num_shards, self.alignment)
+        # The longest rows first: where sizes divide one another, nothing is lost between classes.
         for granule in sorted(granules, reverse=True):
             for i in self.classes[granule]:
                 packed.append(i, self.specs[i])
@@ -309,6 +331,7 @@ def _merge_cheapest(
     partition: list[tuple[int, ...]], shard_of: Callable[[tuple[int, ...]], int]
 ) -> list[tuple[int, ...]]:
     """Merge the two sub-buffers whose union grows the shard least."""
+    # Cubic in the number of classes, of which a model has a handful.
     alone = [shard_of(granules) for granules in partition]
     pairs = [(a, b) for a in range(len(partition)) for b in range(a + 1, len(partition))]
     a, b = min(

@@ -1,8 +1,8 @@
 """The two inner loops of the sample index, each compiled by numba and without it.
 
-``place_samples`` finds where every training sample starts in a sequence of documents;
-``interleave`` deals the samples of a blend to its datasets. Results do not depend on numba, only
-the time does. numba is imported when a loop is long enough to repay its 1 to 3 s of import and
+``place_samples`` finds the start of every training sample in a sequence of documents;
+``interleave`` deals the samples of a blend to its datasets. numba changes the time, not the
+results. numba is imported when a loop is long enough to repay its 1 to 3 s of import and
 compilation, with ``MEGAFSDP_NUMBA=1`` always, with ``MEGAFSDP_NUMBA=0`` never.
 """
 

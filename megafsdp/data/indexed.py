@@ -11,7 +11,7 @@ document boundaries)::
 Modes are written by multimodal tools only. A pointer is the byte offset of a sequence in ``.bin``;
 document d is the sequences from boundary d to boundary d+1, so the first boundary is 0 and the last
 is S. Files are written by ``megafsdp.data.indexed_writer``; which tokens make a training sample is
-the business of ``megafsdp.data.samples``.
+computed in ``megafsdp.data.sample_index``.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class IndexedDataset:
             end = int(ends[-1])
         if data_nbytes != end:
             state = "truncated at" if data_nbytes < end else "of"
-            what = f"the {end} bytes of tokens that '{self.index_path}' tells of"
+            what = f"the {end} bytes of tokens that '{self.index_path}' lists"
             raise self._error(what, f"a file {state} {data_nbytes} bytes", path=self.data_path)
 
     def _error(

@@ -1,4 +1,4 @@
-"""Writing Megatron's indexed token files: an atomic writer and the merge of several datasets.
+"""Writers of Megatron's indexed token files: an atomic writer and the merge of several datasets.
 
 The byte format is described in ``megafsdp.data.indexed``. Readers see a pair of files that belong
 together, or no index: both files are written beside their targets, made durable, and renamed.
@@ -33,7 +33,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
 class IndexedDatasetWriter:
     """Write one ``.bin``/``.idx`` pair, published at once.
 
-    Tokens stream to a temporary file beside the target; memory holds 4 bytes a sequence and 8 a
+    Tokens stream to a temporary file beside the target; memory use is 4 bytes a sequence and 8 a
     document. :meth:`close` makes both files durable and renames them. Used as a context manager the
     writer closes at the end of the block, or discards everything if the block raised.
 
@@ -112,7 +112,7 @@ class IndexedDatasetWriter:
             _make_durable(index)
         _make_durable(self._file)
         self._file.close()
-        # Without the old index nobody can read the new tokens by it between the two renames.
+        # Between the two renames a reader would else read the new tokens by the old index.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         os.replace(f"{self._temporary}.bin", f"{self.prefix}.bin")
         os.replace(f"{self._temporary}.idx", f"{self.prefix}.idx")

@@ -1,7 +1,7 @@
 """Batches of one data-parallel rank, addressed by how many samples the run has consumed.
 
 The loader has no position and no state: the same number gives the same batch, so resuming needs one
-integer and a global batch holds the same samples at any data-parallel size. Example with a global
+integer and a global batch has the same samples at any data-parallel size. Example with a global
 batch of 8, micro-batches of 2 and 2 ranks, after 16 consumed samples::
 
     sample           16 17 | 18 19 | 20 21 | 22 23
@@ -40,7 +40,7 @@ class Batch:
 
 
 class Loader:
-    """Cut global batches of a dataset into the microbatches of one rank. Local: ranks do not talk.
+    """Cut global batches of a dataset into the microbatches of one rank. Local: no collective.
 
     Args:
         dataset: Samples by number.

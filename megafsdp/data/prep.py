@@ -1,8 +1,8 @@
-"""Preparing text for training: ``train`` and ``validation`` token files and a record of both.
+"""Preparation of text for training: ``train`` and ``validation`` token files and a record of both.
 
 Files are sorted and shuffled by the seed; every ``validation_every``-th document goes to the
 validation set; each document ends with the tokenizer's end-of-document token. The corpus streams
-through: memory holds one document at a time. Output files replace older ones only when they are
+through: one document is in memory at a time. Output files replace older ones only when they are
 complete, and ``meta.json`` comes last, so an interrupted preparation starts over and a finished one
 is not repeated.
 """
@@ -100,7 +100,7 @@ class SplitRecord:
 
 @dataclass(frozen=True, slots=True)
 class PrepRecord:
-    """What a preparation gave, as ``meta.json`` keeps it.
+    """Results of a preparation, as ``meta.json`` stores them.
 
     Attributes:
         train: The training split.

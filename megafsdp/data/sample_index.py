@@ -3,7 +3,7 @@
 Documents of some epochs are shuffled and laid end to end; the stream is cut into samples of
 ``sequence_length + 1`` tokens that overlap by one; the samples are shuffled. All of it follows from
 the document lengths, the sequence length, the number of samples and one seed, so every rank of any
-mesh builds the same indices without talking to another. Arithmetic is in integers: Megatron's
+mesh builds the same indices without a collective. Arithmetic is in integers: Megatron's
 float32 count of validation samples is one off above 2^24 tokens.
 
 This file is arithmetic only; tokens are read by ``megafsdp.data.samples``.
@@ -52,7 +52,7 @@ def split_ranges(num_sequences: int, shares: Sequence[float]) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class SampleIndex:
-    """Where the tokens of every sample lie.
+    """Places of the tokens of every sample.
 
     Attributes:
         document_index: (epochs * documents,) which sequence of the dataset lies where.
@@ -76,7 +76,7 @@ class SampleIndex:
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """How many epochs and samples a request comes to.
+    """Numbers of epochs and samples that a request comes to.
 
     Attributes:
         num_epochs: How often the documents are read.
@@ -91,7 +91,7 @@ class EpochPlan:
 
     @property
     def is_last_epoch_separate(self) -> bool:
-        """Tell whether the last epoch is shuffled on its own."""
+        """Return whether the last epoch is shuffled on its own."""
         return self.num_separate < self.num_samples
 
 

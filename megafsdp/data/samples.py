@@ -21,7 +21,7 @@ DEFAULT_SEED = 1234
 
 
 class SampleSource(Protocol):
-    """What a loader and a blend read from: numbered samples of one sequence length.
+    """A source that a loader and a blend read: numbered samples of one sequence length.
 
     Attributes:
         sequence_length: Tokens a sample has besides its last label.
@@ -64,7 +64,7 @@ class SampleDataset:
 
     Raises:
         ConfigError: A number is not positive.
-        DataError: The sequences hold too few tokens for one sample, or values that are not
+        DataError: The sequences have too few tokens for one sample, or values that are not
             integers.
     """
 

@@ -1,7 +1,7 @@
-"""Where text comes from: files, folders, JSON lines, and Python's own standard library.
+"""Sources of text: files, folders, JSON lines, and Python's own standard library.
 
 A source is a sorted list of files plus a rule that turns each file into documents, so a corpus
-never has to fit in memory. Tokens and splits are ``megafsdp.data.prep``'s.
+never has to fit in memory. Tokens and splits are made in ``megafsdp.data.prep``.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _text_file(path: Path, name: str) -> TextFile:
 
 
 def file_documents(json_key: str, encoding_errors: str) -> Documents:
-    """Return the rule for text files: a JSON-lines file holds a document a line, others are one.
+    """Return the rule for text files: each line of JSON lines is a document, or else the file.
 
     Args:
         json_key: Key of the text in a JSON line.

@@ -36,7 +36,7 @@ _VOCAB_MULTIPLE = 64
 
 
 class Tokenizer(Protocol):
-    """What data preparation, evaluation and sampling need of a tokenizer.
+    """The part of a tokenizer that data preparation, evaluation and sampling use.
 
     Attributes:
         eod: Token that ends a document.

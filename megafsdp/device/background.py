@@ -1,6 +1,6 @@
-"""A thread that runs jobs beside the caller, the most urgent of those that can begin.
+"""A thread that runs jobs beside the caller, the most urgent of those that can begin first.
 
-This file knows nothing of what the jobs do; a job keeps its own errors.
+What a job does is its own: it raises nothing here, and its owner asks it for its error.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import logging
 import threading
 from typing import Protocol
 
-_log = logging.getLogger("megafsdp.device")
+_LOGGER = logging.getLogger("megafsdp.device")
 
 
 class Job(Protocol):
-    """What can be given to a :class:`BackgroundThread`."""
+    """Work that a :class:`BackgroundThread` can run."""
 
     @property
     def urgency(self) -> int:
@@ -21,7 +21,7 @@ class Job(Protocol):
 
     @property
     def can_begin(self) -> bool:
-        """Tell whether the job would begin at once, not wait for something else first."""
+        """Return whether the job would begin at once, not wait for something else first."""
 
     def run(self) -> None:
         """Do the work; raises nothing."""
@@ -85,9 +85,9 @@ class BackgroundThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> None:
-        """Have a job run; local, returns at once."""
+        """Queue a job; local, returns at once."""
         if self._thread is None:
-            # Of the queue alone: the thread must not keep alive whoever waits to close it.
+            # The thread refers to the queue alone: an owner that is deleted closes the thread.
             self._thread = threading.Thread(
                 target=_serve, args=(self._queue,), name=self._name, daemon=True
             )
@@ -111,7 +111,7 @@ class BackgroundThread:
             num_left = len(self._queue)
             thread.join(self._patience_s)
         if thread.is_alive():
-            _log.warning(
+            _LOGGER.warning(
                 "A job of the thread '%s' has not ended in %g s and is left behind.",
                 self._name,
                 self._patience_s,
@@ -121,5 +121,5 @@ class BackgroundThread:
 def _serve(jobs: _Queue) -> None:
     while (job := jobs.take()) is not None:
         job.run()
-        # What a job holds need not live until the next one comes.
+        # The job's tensors would else live until the next job comes.
         del job

@@ -3,7 +3,7 @@
 A :class:`StreamLink` is CUDA's: a stream each way. Where the device is a CPU a :class:`ThreadLink`
 makes the same copies between buffers of the host, in a thread each way, so that order and waits
 are those of a device; a speed and a device's clock may be given to it, which make it the link of a
-simulated device. This file knows nothing of what is copied.
+simulated device. What is copied, and when, is decided by the caller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Transfer(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Tell whether the bytes are there."""
+        """Return whether the bytes are there."""
 
     def wait(self) -> None:
         """Return when the bytes are there; from any thread.
@@ -52,7 +52,7 @@ class CopyLink(Protocol):
     """Issues copies; those of one direction run in the order in which they were issued."""
 
     def fence(self) -> None:
-        """Let copies issued from here on begin after what this thread has queued on the device."""
+        """Make copies issued from here on wait for what this thread has queued on the device."""
 
     def to_host(self, copies: Copies) -> Transfer:
         """Issue copies of device tensors into host tensors."""
@@ -94,7 +94,7 @@ class StreamLink:
         self._streams = (handle.stream(), handle.stream())
 
     def fence(self) -> None:
-        """Let copies issued from here on begin after what this thread has queued on the device."""
+        """Make copies issued from here on wait for what this thread has queued on the device."""
         event = self._handle.record_event()
         for stream in self._streams:
             self._handle.wait_event(event, stream)
@@ -115,7 +115,7 @@ class StreamLink:
         return _StreamTransfer(self._handle, event)
 
     def close(self) -> None:
-        """Return when all copies are made, or are taken to wait for what never comes."""
+        """Return when all copies are made, or after ten seconds."""
         end_s = time.perf_counter() + _PATIENCE_S
         for stream in self._streams:
             while stream is not None and not stream.query() and time.perf_counter() < end_s:
@@ -210,7 +210,7 @@ class ThreadLink:
         self._to_device = BackgroundThread("megafsdp-to-device")
 
     def fence(self) -> None:
-        """Let copies issued from here on begin after what a simulated device has queued.
+        """Make copies issued from here on wait for what a simulated device has queued.
 
         A CPU has done what was queued.
         """

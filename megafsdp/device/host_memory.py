@@ -1,7 +1,7 @@
 """Host memory: huge or pinned pages for what lives long, a heap that keeps what comes and goes.
 
 Fresh memory in small pages costs a fault every four kilobytes at first and misses of the address
-cache for good. This file knows nothing of what the bytes mean.
+cache for good. What the bytes mean is decided by the callers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def aligned_nbytes(nbytes: int) -> int:
 
 
 class HostArena:
-    """One piece of host memory that is handed out from its start to its end.
+    """One piece of host memory from which tensors are taken, from its start to its end.
 
     Args:
         nbytes: Bytes of the tensors that will be taken, each by :func:`aligned_nbytes`. What does
@@ -93,7 +93,7 @@ class HostArena:
         return self._memory
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor behind those that were taken before."""
+        """Return an uninitialised 1-D tensor behind those taken before."""
         nbytes = numel * dtype.itemsize
         start, stop = self._end, self._end + nbytes
         if stop > self._memory.nbytes:

@@ -2,11 +2,10 @@
 
 A :class:`FlatStorage` owns one flat tensor. Releasing it shrinks the underlying storage to zero
 bytes and allocating it again grows the same storage object, so every view of it, those saved by
-autograd included, stays an alias. This file does not know what the bytes mean: layouts and views
-are ``megafsdp.buffer``'s.
+autograd included, stays an alias. Layouts and views of tensors are in ``megafsdp.buffer``.
 
 ``MEGAFSDP_POISON=1`` fills every fresh allocation with NaN (0x7F bytes for integers), so that code
-which reads elements nobody wrote is found by its result.
+which reads elements that were never written is found by its result.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
+
+from megafsdp.device.torch_private import preserving_versions
 
 _POISON_VARIABLE = "MEGAFSDP_POISON"
 _POISON_BYTE = 0x7F
@@ -103,7 +104,7 @@ class ByteLedger:
 
 
 class FlatStorage:
-    """One flat tensor whose memory comes and goes while its aliases stay.
+    """One flat tensor whose memory is released and allocated again while its aliases stay.
 
     Args:
         numel: Number of elements.
@@ -147,12 +148,12 @@ class FlatStorage:
         self._count_allocation()
 
     def __del__(self) -> None:
-        """Count the memory as freed: the tensor goes with its last view."""
+        """Count the memory as freed, which the last view of the tensor frees."""
         if self.is_allocated:
             self._ledger.credit(self._category, self._nbytes)
 
     def allocate(self) -> None:
-        """Give the storage its memory back, uninitialised; nothing happens if it has it."""
+        """Allocate the memory again, uninitialised; does nothing if it is allocated."""
         if not self.is_allocated:
             self.tensor.untyped_storage().resize_(self._nbytes)
             self._count_allocation()
@@ -173,7 +174,7 @@ class FlatStorage:
 
 def poison(tensor: torch.Tensor) -> None:
     """Fill a tensor with NaN, or with 0x7F bytes where its dtype has no NaN."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    with torch.no_grad(), preserving_versions(tensor):
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.fill_(float("nan"))
         else:

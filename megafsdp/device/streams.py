@@ -1,9 +1,9 @@
 """One handle over ``torch.cuda`` and ``torch.cpu``: streams, events and waits.
 
-The engine speaks to a :class:`DeviceHandle` and never asks which device it runs on. On CUDA the
+The engine uses a :class:`DeviceHandle`, so that its code is the same on any device. On CUDA the
 handle's streams and events are real; on CPU they are ``None`` and every wait returns at once,
 because there work that runs beside the main thread is waited for through the handles of the
-collectives themselves. This file knows nothing of buffers and collectives.
+collectives themselves. This file has no buffers and issues no collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megafsdp.errors import expected
 
 @dataclass(frozen=True, slots=True)
 class TimeMark:
-    """A moment on a device: an event of CUDA, or seconds of a clock."""
+    """Mark a moment on a device, by an event of CUDA or by seconds of a clock."""
 
     moment: float | torch.cuda.Event
 
@@ -46,7 +46,7 @@ class DeviceHandle:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Tell whether kernels run on streams, beside the calling thread."""
+        """Return whether kernels run on streams, beside the calling thread."""
         return self.device.type == "cuda"
 
     def stream(self, priority: int = 0) -> torch.cuda.Stream | None:
@@ -59,11 +59,11 @@ class DeviceHandle:
 
     @contextlib.contextmanager
     def use(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Let kernels of the calling thread go to ``stream`` in this context."""
+        """Queue kernels of the calling thread on ``stream`` in this context."""
         if stream is None:
             yield
             return
-        # A new thread's device is the first: leaving the stream alone would make a context there.
+        # A new thread's device is the first GPU, on which a stream alone would make a context.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
@@ -74,7 +74,7 @@ class DeviceHandle:
 
         Args:
             stream: Of this device.
-            is_blocking: Let a thread that waits for it on the host sleep instead of spin.
+            is_blocking: True to make a thread that waits for it on the host sleep, not spin.
         """
         if not self.is_asynchronous:
             return None
@@ -108,7 +108,7 @@ class DeviceHandle:
             torch.cuda.synchronize(self.device)
 
     def unused_nbytes(self) -> int | None:
-        """Return the bytes that no allocation has needed yet; None where nobody counts them."""
+        """Return the bytes that no allocation has needed yet; None where they are not counted."""
         if not self.is_asynchronous:
             return None
         free_nbytes, _ = torch.cuda.mem_get_info(self.device)

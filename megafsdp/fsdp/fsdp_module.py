@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from megafsdp.device.torch_private import compiled_call, is_backward_running
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
@@ -49,7 +50,7 @@ class FSDPModule:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module; a compiled one within the unit's forward, whose hooks stay outside."""
         assert isinstance(self, nn.Module)
-        compiled = self._compiled_call_impl
+        compiled = compiled_call(self)
         if compiled is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return self._fsdp_unit().run_as_forward(self, compiled, args, kwargs)
@@ -221,7 +222,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those of microbatches that wait for the last one included."""
         # Inside of a backward there is nothing to forget.
-        if torch._C._current_graph_task_id() < 0:
+        if not is_backward_running():
             self._forget_sums()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 

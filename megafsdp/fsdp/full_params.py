@@ -10,12 +10,10 @@ from torch import nn
 
 from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
-from megafsdp.errors import expected
+from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, require_initialized
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
-
-_MAX_NAMES = 20
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -82,11 +80,10 @@ def _mismatch(
     ]
     if not problems:
         return None
-    more = f", and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else ""
     return ValueError(
         expected(
             "a full tensor for every parameter and buffer",
-            "; ".join(problems[:_MAX_NAMES]) + more,
+            listed(problems, separator="; "),
             where="load_full_state_dict()",
             hint="Give the state dict of an unsharded model of the same configuration",
         )

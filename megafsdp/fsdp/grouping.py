@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.parameter_group import (
@@ -312,10 +313,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 hint="Give the modules that share it to one call: fully_shard([first, second])",
             )
         )
-    # torch's type stubs leave out both.
-    if getattr(parameter, "_backward_hooks", None) or getattr(
-        parameter, "_post_accumulate_grad_hooks", None
-    ):
+    if num_gradient_hooks(parameter):
         raise ValueError(
             expected(
                 "parameters without gradient hooks",

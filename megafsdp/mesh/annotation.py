@@ -1,10 +1,10 @@
-"""What a layer declares about its parameter, beside its values.
+"""Annotations: what a layer declares about its parameter, beside its values.
 
-A layer writes facts that no other room could know: which dimension tensor parallelism cuts, whether
-the parameter is an expert's and which one's, and which logical tensors are fused in it.
+A layer writes facts that no other room can find out: which dimension tensor parallelism cuts,
+whether the parameter is an expert's and which one's, and which logical tensors are fused in it.
 ``megafsdp.fsdp`` carries the annotation from the original parameter to its sharded one, and
-``megafsdp.checkpoint`` reads it, so neither matches parameters by name. This file holds
-declarations only; it moves no data.
+``megafsdp.checkpoint`` reads it, so neither matches parameters by name. These are declarations
+only; nothing here moves data.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ExpertRange:
         first: Index in the layer of this rank's first expert.
         count: Number of experts on this rank.
         total: Number of experts in the layer.
-        name_component: Position from the end of the component of the parameter's name that holds
+        name_component: Position from the end of the component of the parameter's name that is
             the index on this rank; None for a stack of experts along dim 0.
-        ranks: Global ranks that hold the same experts, for a parameter that is not sharded; None
+        ranks: Global ranks that have the same experts, for a parameter that is not sharded; None
             means this rank alone, or all ranks where it has all experts. A sharded parameter's mesh
             says it.
     """
@@ -72,7 +72,7 @@ class ParameterAnnotation:
         tp_dim: Dimension that tensor parallelism cuts; None means replicated over tp.
         is_expert: True if the parameter belongs to one of several experts.
         fused: Logical tensors inside the parameter; None means it is one logical tensor.
-        experts: Which experts of the layer it holds; None means that all ranks have the same.
+        experts: Which experts of the layer it has; None means that all ranks have the same.
     """
 
     tp_dim: int | None = None
@@ -96,7 +96,7 @@ def annotate(
         tp_dim: Dimension that tensor parallelism cuts.
         is_expert: True if the parameter belongs to one of several experts.
         fused: Logical tensors inside the parameter.
-        experts: Which experts of the layer it holds; implies ``is_expert``.
+        experts: Which experts of the layer it has; implies ``is_expert``.
 
     Raises:
         ValueError: The parts do not add up to the parameter's extent along their dimension.

@@ -1,6 +1,6 @@
 """The logical tensors inside a fused parameter: their order, sizes and names on disk.
 
-A declaration only: who cuts by it is ``megafsdp.checkpoint``'s and the optimizers' business.
+Declarations only: ``megafsdp.checkpoint`` and the optimizers cut by them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FusedParts:
         num_groups: How often the sequence of parts repeats along ``dim``.
         stored_as: What checkpoints call each part, in place of the last two components of the
             parameter's name: a template of ``{module}`` and ``{parameter}``, such as
-            ``"{module}.{parameter}_w"``. None means that checkpoints hold the parameter whole.
+            ``"{module}.{parameter}_w"``. None means that checkpoints store the parameter whole.
     """
 
     names: tuple[str, ...]
@@ -77,8 +77,8 @@ class FusedParts:
 
 
 def _name_each_part(templates: tuple[str, ...], num_parts: int) -> bool:
-    """Tell whether templates are distinct, as many as the parts, and of known fields."""
-    # A part that had the whole parameter's name could not be told from it.
+    """Return whether templates are distinct, as many as the parts, and of known fields."""
+    # A part must not have the name of the whole parameter, which would be read in its place.
     if len({*templates, "{module}.{parameter}"}) != num_parts + 1 or len(templates) != num_parts:
         return False
     try:

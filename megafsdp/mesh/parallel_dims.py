@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafsdp.errors import expected
+from megafsdp.mesh.torch_private import flatten_mesh
 
 DP_OUTER = "dp_outer"
 DP_SHARD = "dp_shard"
@@ -104,7 +105,7 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
     Collective on first use with a mesh of several axes; torch makes one group for equal meshes.
     """
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    return mesh.get_group() if mesh.ndim == 1 else flatten_mesh(mesh).get_group()
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

@@ -1,10 +1,11 @@
-"""How a flat buffer is cut among ranks: placements and the transitions between them.
+"""Placements of a flat buffer among ranks, and the transitions between them.
 
-A placement says what granule of a tensor a cut between two ranks must respect. ``Flat`` is the
-default (whole rows); ``BlockAtomic`` keeps blocks of rows together, for scaling factors that span
-rows; ``TensorAtomic`` keeps whole tensors together, for optimizers that need a matrix in one place.
-A :class:`Residence` says whether a buffer holds one shard or everything, and :data:`TRANSITIONS`
-names the collective that turns one residence into another.
+A placement gives the granule of a tensor that a cut between two ranks must not divide. ``Flat`` is
+the default (whole rows); ``BlockAtomic`` keeps blocks of rows together, for scaling factors that
+span rows; ``TensorAtomic`` keeps whole tensors together, for optimizers that need a matrix in one
+place.
+A :class:`Residence` says whether a rank has one shard of a buffer or all of it, and
+:data:`TRANSITIONS` names the collective that turns one residence into another.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ Granularity = Flat | BlockAtomic | TensorAtomic
 
 
 class Residence(Enum):
-    """What a rank holds of a flat buffer."""
+    """What part of a flat buffer a rank has."""
 
-    SHARD = "shard"  # This rank's 1/N.
-    REPLICATE = "replicate"  # All of it, equal on every rank.
-    PARTIAL = "partial"  # All of it, to be summed over ranks.
+    # This rank's 1/N.
+    SHARD = "shard"
+    # All of it, equal on every rank.
+    REPLICATE = "replicate"
+    # All of it, to be summed over ranks.
+    PARTIAL = "partial"
 
 
 # (from, to) -> the collective of buffer/comm/collectives.py; a pair that is not listed needs none

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.device.torch_private import as_subclass_with_grad
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer
 from megafsdp.fsdp.params.parameter_group import tie_to_group
@@ -31,9 +32,7 @@ class LocalParameter(nn.Parameter):
     @staticmethod
     def over(reducer: GradientReducer) -> LocalParameter:
         """Make the parameter of one group; aliases its main weight."""
-        parameter = torch.Tensor._make_subclass(
-            LocalParameter, reducer.group.main_weight.flat, True
-        )
+        parameter = as_subclass_with_grad(LocalParameter, reducer.group.main_weight.flat)
         parameter._reducer = reducer
         tie_to_group(parameter, reducer.group)
         return parameter

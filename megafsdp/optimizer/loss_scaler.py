@@ -27,6 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.device.torch_private import unscale_and_check
 from megafsdp.errors import expected
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.adam.plan import gradients_of
@@ -176,7 +177,7 @@ class LossScaler:
         for (kind, _), locals_ in by_kind.items():
             found = torch.zeros(1, dtype=torch.float32, device=kind)
             inverse = torch.tensor(1.0 / self._state.scale, dtype=torch.float32, device=kind)
-            torch._amp_foreach_non_finite_check_and_unscale_(locals_, found, inverse)
+            unscale_and_check(locals_, found, inverse)
             # The operator does not count what it writes.
             torch.autograd.graph.increment_version(locals_)
             is_bad += found.to(device)

@@ -1,9 +1,9 @@
-"""Recipes: which buffers a compute weight consists of, and how they are made from the main weight.
+"""Recipes: the buffers of a compute weight, and how they are made from the main weight.
 
 A compute weight is a tuple of named buffers that are gathered together: one buffer for a plain
 cast, codes and scales for a quantized format. A recipe says how many elements each has for a row of
 the main weight, whether forward, backward or both need it, and how to fill and to read it. The
-engine moves the buffers and knows nothing of formats.
+engine moves the buffers; formats are defined by recipes alone.
 
 Making a compute weight has two phases, so that a statistic over a whole tensor costs one collective
 for all parameters of a model: each rank computes partial statistics of its rows, the engine takes
@@ -49,7 +49,7 @@ class BufferSpec:
     use: Use = Use.BOTH
 
     def is_needed(self, *, in_backward: bool) -> bool:
-        """Tell whether the buffer must be there in forward, or in backward."""
+        """Return whether the buffer must be there in forward, or in backward."""
         return self.use is Use.BOTH or (self.use is Use.BACKWARD) == in_backward
 
 

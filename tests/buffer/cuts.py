@@ -29,8 +29,8 @@ def layout_of(
     row_numel = math.prod(shape[1:])
     return UnevenLayout(
         shape=shape,
-        box_offsets=(0,) * len(shape),
-        box_shape=shape,
+        region_offsets=(0,) * len(shape),
+        region_shape=shape,
         row_numel=row_numel,
         buffer_offset=skipped * row_numel,
         shard_numel=shard_rows * row_numel,

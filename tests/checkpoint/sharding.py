@@ -70,8 +70,8 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh, padding_rows: int) -> nn.Par
     shard_rows = -(-(shape[0] + padding_rows) // num_shards)
     layout = UnevenLayout(
         shape=shape,
-        box_offsets=(0,) * len(shape),
-        box_shape=shape,
+        region_offsets=(0,) * len(shape),
+        region_shape=shape,
         row_numel=row_numel,
         buffer_offset=padding_rows * row_numel,
         shard_numel=shard_rows * row_numel,

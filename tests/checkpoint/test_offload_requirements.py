@@ -159,11 +159,11 @@ def _callers(name: str) -> list[str]:
 
 
 def test_c6_uneven_chunks_are_made_in_one_place() -> None:
-    """C6: cuts in boxes.py, chunk lists in uneven.py, of whose lists all others are readers."""
-    assert _definitions("boxes") == ["megafsdp/buffer/dtensor/uneven_layout.py"]
+    """C6: cuts in uneven_layout.py, chunk lists in uneven.py, which all others read."""
+    assert _definitions("regions_of_range") == ["megafsdp/buffer/dtensor/uneven_layout.py"]
     for name in ("__create_chunk_list__", "__create_write_items__", "__get_tensor_shard__"):
         assert _definitions(name) == ["megafsdp/buffer/dtensor/uneven.py"], name
-    assert _callers("boxes") == ["megafsdp/buffer/dtensor/uneven.py"]
+    assert _callers("regions") == ["megafsdp/buffer/dtensor/uneven.py"]
     assert _callers("__create_chunk_list__") == ["megafsdp/checkpoint/format/regions.py"]
     # The manifest's are of regions, which are read from chunk lists.
     makers = ["megafsdp/buffer/dtensor/uneven.py", "megafsdp/checkpoint/format/manifest.py"]

@@ -1,9 +1,10 @@
 """Errors that one rank finds and all ranks must raise, lest the others wait for ever.
 
-Agreement between ranks: errors of any rank are raised on all, so that none waits for ever.
-
-Each function but :func:`attempt` and :func:`values_of` is one small collective, called by all
-ranks. A save makes three of these calls and a load two, whatever the number of tensors.
+Work that only one rank can fail at is run by :func:`attempt`; then the ranks exchange what came of
+it, and raise alike. :func:`raise_together` exchanges errors alone, :func:`agree` values too;
+:func:`on_rank_zero` is for what one rank does for all. Each exchange is one small collective,
+called by all ranks: a save makes three and a load two, whatever the number of tensors. What is done
+about an error is decided by the caller.
 """
 
 from __future__ import annotations
@@ -14,30 +15,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import all_gather_objects, broadcast_object, gather_objects
-from megafsdp.errors import CheckpointError
-
-_MAX_QUOTED = 4
-
-
-def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank if any rank has an error; one small collective, called by all ranks.
-
-    Args:
-        error: This rank's error, or None.
-        group: Ranks that agree; None means all.
-
-    Raises:
-        Exception: ``error`` itself on the ranks that have one.
-        RuntimeError: On the others, quoting the first errors with their ranks.
-    """
-    mine = None if error is None else f"{type(error).__name__}: {error}"
-    failures = [(r, m) for r, m in enumerate(all_gather_objects(mine, group)) if m is not None]
-    if error is not None:
-        raise error
-    if failures:
-        quoted = "\n".join(f"rank {rank}: {message}" for rank, message in failures[:_MAX_QUOTED])
-        raise RuntimeError(f"{len(failures)} other rank(s) raised:\n{quoted}")
-
+from megafsdp.errors import MAX_RANKS, CheckpointError, listed
 
 T = TypeVar("T")
 # A rank's value, or None with what went wrong there.
@@ -53,10 +31,31 @@ def rank_and_world_size() -> tuple[int, int]:
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Run something on this rank; return its value or its error, to be agreed on later."""
+    # The caller goes on to a collective, which an exception here would leave the others alone in.
     try:
         return action(), None
     except Exception as error:
         return None, error
+
+
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank if any rank has an error; one small collective, called by all ranks.
+
+    Args:
+        error: This rank's error, or None.
+        group: Ranks that agree; None means all.
+
+    Raises:
+        Exception: ``error`` itself on the ranks that have one.
+        RuntimeError: On the others, quoting the first errors with their ranks.
+    """
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    failures = _failures(all_gather_objects((None, text), group))
+    # After the collective: the ranks without an error are in it, and must come out of it.
+    if error is not None:
+        raise error
+    if failures:
+        raise RuntimeError(f"{len(failures)} other rank(s) raised:\n{_quoted(failures)}")
 
 
 def agree(value: T | None, error: Exception | None) -> list[T]:
@@ -96,12 +95,11 @@ def values_of(outcomes: Sequence[Outcome[T]], error: Exception | None = None) ->
     Raises:
         CheckpointError: A rank has an error; quotes the first ones with their ranks.
     """
-    failures = [(r, text) for r, (_, text) in enumerate(outcomes) if text is not None]
+    failures = _failures(outcomes)
     if failures:
-        if len({text for _, text in failures}) == 1:
-            message = failures[0][1]
-        else:
-            message = "\n".join(f"rank {rank}: {text}" for rank, text in failures[:_MAX_QUOTED])
+        # What all ranks find alike, a missing directory say, is said once.
+        is_one = len({text for _, text in failures}) == 1
+        message = failures[0][1] if is_one else _quoted(failures)
         if len(failures) < len(outcomes):
             message += f" (raised on {len(failures)} of {len(outcomes)} ranks, first on rank "
             message += f"{failures[0][0]})"
@@ -119,11 +117,8 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
     Raises:
         CheckpointError: It failed; the same message on all ranks.
     """
-    value, error, text = None, None, None
-    if rank_and_world_size()[0] == 0:
-        value, error = attempt(action)
-        text = None if error is None else _describe(error)
-    value, text = broadcast_object((value, text), group=group)
+    value, error = attempt(action) if rank_and_world_size()[0] == 0 else (None, None)
+    value, text = broadcast_object(_outcome(value, error), group=group)
     if text is not None:
         raise CheckpointError(text) from error
     assert value is not None, "an action on rank 0 returns a value"
@@ -131,10 +126,17 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
 
 
 def _outcome(value: T | None, error: Exception | None) -> Outcome[T]:
-    return value, None if error is None else _describe(error)
+    # As text: an exception of a user's class may not pickle, or not load on another rank.
+    if error is None or isinstance(error, CheckpointError):
+        return value, None if error is None else str(error)
+    return value, f"{type(error).__name__}: {error}"
 
 
-def _describe(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+def _failures(outcomes: Sequence[Outcome[T]]) -> list[tuple[int, str]]:
+    """Return the ranks that have an error, each with its text."""
+    return [(rank, text) for rank, (_, text) in enumerate(outcomes) if text is not None]
+
+
+def _quoted(failures: Sequence[tuple[int, str]]) -> str:
+    lines = [f"rank {rank}: {text}" for rank, text in failures]
+    return listed(lines, separator="\n", limit=MAX_RANKS)

@@ -1,16 +1,12 @@
 """The one door to ``torch.distributed`` collectives.
 
-Everything that talks to other ranks goes through this file, hence it is the one place for what
-differs between torch versions and backends, for the byte view of dtypes that a backend refuses, and
-for the count of calls and bytes (:func:`record_collectives`). It knows tensors and process groups;
-what they mean is decided above.
+Every exchange between ranks goes through this file, hence it is the one place for what differs
+between torch versions and backends, for the byte view of dtypes that a backend refuses, and for the
+count of calls and bytes (:func:`record_collectives`). It takes tensors and process groups; layouts,
+units and the order of collectives are decided above.
 
-Data collectives return a :class:`Pending`. On gloo its wait blocks the thread, on NCCL the stream.
-
-
-A collective under way: what is waited for, and what is done then.
-
-Which library serves a process group, on which device; calls no collective.
+Collectives of flat buffers return a :class:`Pending`, on which gloo blocks the thread and NCCL the
+stream. Those of small tensors and objects return when their result may be read.
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megafsdp.buffer.comm import trace as label_check
+from megafsdp.buffer.comm import trace
 from megafsdp.buffer.comm.gloo import sum_shards, wait_for_rest
 from megafsdp.buffer.comm.trace import CollectiveRecord as CollectiveRecord
-from megafsdp.buffer.comm.trace import note
 from megafsdp.buffer.comm.trace import record_collectives as record_collectives
 from megafsdp.device.profiling import profiler_range
-from megafsdp.errors import expected
+from megafsdp.errors import expected, listed
+from megafsdp.mesh.torch_private import coalesce_collectives
 
 
 class Pending:
@@ -56,12 +52,14 @@ class Pending:
             RuntimeError: A collective failed. Those beside it have ended too: they use memory that
                 the caller may free now.
         """
+        # Emptied first: a wait that raises is not repeated, and a finishing step never runs twice.
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
         for index, work in enumerate(works):
             try:
                 work.wait()
             except RuntimeError:
+                # The caller frees the buffers of all of them, into which the others may yet write.
                 Pending(works[index + 1 :]).wait()
                 raise
         if finish is not None:
@@ -80,17 +78,17 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 @functools.cache
 def _parse(config: str) -> dict[str, str]:
-    # Every collective asks: cpu:gloo,cuda:nccl and the like.
+    # Of cpu:gloo,cuda:nccl and the like; cached, as each collective needs it.
     return dict(item.split(":") for item in config.split(","))
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether a group serves a device by gloo."""
+    """Return whether a group serves a device by gloo."""
     return backends(group).get(device.type) == "gloo"
 
 
 def small_device(group: dist.ProcessGroup) -> str:
-    """Return where a group exchanges tensors that live nowhere yet."""
+    """Return the device on which a group exchanges what is on none yet, such as labels."""
     return "cpu" if "cpu" in backends(group) else "cuda"
 
 
@@ -106,25 +104,28 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "avg": dist.ReduceOp.AVG,
 }
-_UNEVEN = "all_to_all"  # Its bytes differ between ranks.
+# Its bytes differ between ranks, so MEGAFSDP_DEBUG=1 must not compare them.
+_UNEVEN = "all_to_all"
 
+# A thread of gloo that still drops its tensors when the interpreter ends would abort the process.
 atexit.register(wait_for_rest)
 
 
 def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
-    note(kind, label, nbytes, "" if group is None else group.group_name)
-    if label_check.is_enabled():
+    trace.note(kind, label, nbytes, "" if group is None else group.group_name)
+    if trace.is_enabled():
         _compare_labels(kind, label, 0 if kind == _UNEVEN else nbytes, group)
 
 
 def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
-    mine = label_check.encode(kind, label, nbytes).to(small_device(everyone))
+    mine = trace.encode(kind, label, nbytes).to(small_device(everyone))
+    # Not by all_gather() below, which would count it, and compare labels before it without end.
     labels = mine.new_empty(everyone.size() * mine.numel())
     _all_gather_single(labels, mine, group=everyone)
     ranks = dist.get_process_group_ranks(everyone)
-    label_check.require_same(labels.cpu().view(len(ranks), -1), ranks)
+    trace.require_same(labels.cpu().view(len(ranks), -1), ranks)
 
 
 def all_gather(
@@ -136,9 +137,7 @@ def all_gather(
 ) -> Pending:
     """Gather this rank's shard of each sub-buffer from all ranks.
 
-    NCCL takes them in one coalesced launch. On gloo each travels by itself: torch's gloo threads
-    note the name of the last work without a lock, and that of a coalesced gather is too long to
-    lie in the string itself, so two works that end together free its memory twice.
+    NCCL gathers them in one coalesced launch, gloo one by one.
 
     Args:
         output: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
@@ -151,16 +150,19 @@ def all_gather(
         The pending collective. Neither side may be touched before ``wait()``.
     """
     _count("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
-    as_bytes = len({o.dtype for o in output}) > 1  # Tensors of one dtype alone are coalesced.
+    # NCCL coalesces tensors of one dtype alone; codes and scales of a format have two.
+    as_bytes = len({o.dtype for o in output}) > 1
     pairs = [
         (_wire_view(o, as_bytes), _wire_view(s, as_bytes))
         for o, s in zip(output, shards, strict=True)
     ]
     with profiler_range("all_gather", label):
-        # On meta tensors, in an estimate, torch has no coalesced gather either.
+        # torch's gloo threads write the name of the last work without a lock. That of a coalesced
+        # gather is too long to lie in the string itself, so two works that end together would free
+        # its memory twice. On meta tensors, in an estimate, torch has no coalesced gather either.
         if len(pairs) == 1 or output[0].is_meta or is_gloo(group, output[0].device):
             return Pending([_gather(out, shard, group) for out, shard in pairs])
-        with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
+        with coalesce_collectives(group) as coalesced:
             for out, shard in pairs:
                 _all_gather_single(out, shard, group=group)
     return Pending([coalesced])
@@ -171,6 +173,7 @@ def _gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) ->
         return _all_gather_single(out, shard, group=group, async_op=True)
     # Between two ranks straight into the output: gloo's own all-gather copies it twice.
     halves = out.chunk(2)
+    # In place the shard is this half already.
     if halves[group.rank()].data_ptr() != shard.data_ptr():
         halves[group.rank()].copy_(shard)
     return _swap(halves[1 - group.rank()], shard, group)
@@ -193,10 +196,10 @@ def reduce_scatter(
 ) -> Pending:
     """Sum the ranks' partial buffers and keep this rank's shard of each sub-buffer.
 
-    ``output = [output +] scale * sum over ranks of partial[own shard]``. On gloo the shards travel
-    in the partials' dtype by all-to-all and are summed here in rank order, in fp32 or wider,
-    straight into ``output``. On NCCL the partials are cast to ``reduce_dtype`` and reduced by the
-    library.
+    ``output = [output +] scale * sum over ranks of partial[own shard]``. On gloo the shards are
+    sent in the partials' dtype by all-to-all and summed on this rank in rank order, in fp32 or
+    wider, straight into ``output``. On NCCL the partials are cast to ``reduce_dtype`` and reduced
+    by the library.
 
     Args:
         output: For each sub-buffer a 1-D tensor of ``S`` elements, in the main gradients' dtype.
@@ -220,6 +223,7 @@ def reduce_scatter(
             works.append(work)
             finishes.append(_summing(out, shards_of, scale, accumulate))
 
+    # The sums read what the exchanges have received, hence run in wait(), on the thread that waits.
     def finish() -> None:
         for step in finishes:
             step()
@@ -248,13 +252,14 @@ def _summing(
 def _exchange(
     partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
-    """Send each rank its chunk; return the shards to sum, in rank order."""
+    """Send each rank its shard of the sum; return what is to be summed, in rank order."""
     rank, chunks = group.rank(), list(partial.chunk(group.size()))
+    # One rank: the sum reads the partials themselves, scaled and cast like any other.
     if len(chunks) == 1:
         return None, chunks
     if len(chunks) == 2:
         # The own chunk stays where it is, which halves the bytes. With more ranks it lies between
-        # chunks that leave, and all_to_all_single sends one contiguous tensor.
+        # chunks that are sent, and all_to_all_single sends one contiguous tensor.
         received = torch.empty_like(chunks[0])
         work = _swap(received, chunks[1 - rank], group)
         return work, [chunks[r] if r == rank else received for r in range(2)]
@@ -266,6 +271,7 @@ def _exchange(
 def _library_reduce_scatter(
     partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
+    # A cast makes a copy that lives until the wait; the library sums in the dtype that it is sent.
     wire = partial.to(reduce_dtype)
     reduced = wire.new_empty(wire.numel() // group.size())
     return _reduce_scatter_single(reduced, wire, group=group, async_op=True), [reduced]
@@ -295,6 +301,7 @@ def all_reduce_partials(
     Returns:
         The pending collective; ``output`` is written by its ``wait()``.
     """
+    # In place where the dtypes agree: the partials have no reader after the sum.
     wire = partial.to(reduce_dtype)
     _count("all_reduce", label, wire.numel() * wire.element_size(), group)
     with profiler_range("all_reduce", label):
@@ -339,7 +346,7 @@ def start_all_reduce(
     _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
-    # Gradients on the host give a figure there, which NCCL alone cannot reduce.
+    # Gradients on the host give a norm on the host, which NCCL alone cannot reduce.
     is_there = tensor.is_meta or tensor.device.type in backends(everyone)
     sent = tensor if is_there else tensor.to(small_device(everyone))
     work = dist.all_reduce(sent, op=_REDUCE_OPS[op], group=group, async_op=True)
@@ -362,6 +369,7 @@ def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T
     if not dist.is_initialized():
         return [obj]
     _count("all_gather_objects", "", 0, group)
+    # torch overwrites each entry; these only give the list its length.
     objects: list[T] = [obj] * dist.get_world_size(group)
     dist.all_gather_object(objects, obj, group=group)
     return objects
@@ -415,19 +423,20 @@ def require_equal(
     Raises:
         ValueError: The values differ.
     """
-    # A digest: the value of every rank on every rank would be megabytes at thousands of ranks.
+    # A digest: the values of all ranks on each rank would be megabytes at thousands of ranks.
     digest = hashlib.sha256(value.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=small_device(group))
     digests = mine.new_empty(group.size() * mine.numel())
     _count("require_equal", what, digests.numel(), group)
     _all_gather_single(digests, mine, group=group)
+    # All ranks compare with rank 0, not with themselves, so that all of them raise or none.
     is_odd = (digests.view(group.size(), -1) != digests[: mine.numel()]).any(dim=1)
     if is_odd.any():
         odd = is_odd.nonzero().flatten().tolist()
         raise ValueError(
             expected(
                 f"the same {what} on all ranks",
-                f"another one on ranks {odd[:8]} than on rank 0",
+                f"another one on ranks [{listed([str(rank) for rank in odd])}] than on rank 0",
                 where=where,
                 hint=hint,
             )

@@ -1,19 +1,18 @@
-"""Sum the shards that a reduce-scatter over gloo brings together.
+"""What gloo lacks: a sum in fp32 for reduce-scatters, and an end without a crash.
 
 gloo's own reduce-scatter is an all-reduce in the dtype of the wire, so ranks exchange shards by
-all-to-all and each sums what it got. The sum runs in rank order in the accumulation dtype, every
-operation rounded separately, so the native kernel at any instruction set and the torch fallback
-give the same bits.
+all-to-all and each sums what it received, by :func:`sum_shards`. The sum runs in rank order in the
+accumulation dtype, every operation rounded separately, so the native kernel at any instruction set
+and the torch fallback give the same bits.
 
+:func:`wait_for_rest` runs when the interpreter exits. A thread of gloo frees its tensors a little
+after it has woken the thread that waited for the collective, and to free a tensor with a Python
+object takes Python's lock. If the interpreter has ended by then, the lock ends the thread, and C++
+answers ``terminate called without an active exception``: a run that has done all its work ends by
+SIGABRT. To join the threads is no way out: they end with the last reference to their process group,
+which models and optimizers have.
 
-Let the threads of gloo come to rest before the interpreter ends.
-
-A thread that ran a collective lets go of its tensors a little after it has woken the thread that
-waited for it, and letting go of a tensor that Python knows takes Python's lock. Where the
-interpreter is at its end by then, the lock takes the thread down, and C++ answers ``terminate
-called without an active exception``: a run that has done all its work ends by SIGABRT. Joining the
-threads would mend it, but they end only with the last reference to their process group, which
-models and optimizers keep.
+This file issues no collective; collectives.py does.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def sum_shards(
         out: ``(numel,)``, contiguous, on the same device; may be one of the shards, must not
             overlap one in part.
         scale: Factor of the sum, applied once at the end.
-        accumulate: Add to what ``out`` holds instead of replacing it.
+        accumulate: True to add to the old ``out``, False to overwrite it.
 
     Allocates nothing when the native kernel runs, else one tensor in the accumulation dtype.
 
@@ -58,6 +57,7 @@ def sum_shards(
     """
     _check(shards, out)
     native = native_module()
+    # The kernel reads pointers of the host, and is asked for nothing where there is nothing.
     if native is None or out.device.type != "cpu":
         _sum_shards_in_torch(shards, out, scale, accumulate)
     elif out.numel() > 0:
@@ -77,10 +77,12 @@ def _sum_shards_in_torch(
     shards: Sequence[torch.Tensor], out: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
     is_double = torch.float64 in (shards[0].dtype, out.dtype)
+    # A copy even of an fp32 shard: the caller's buffer must not become the sum.
     total = shards[0].to(torch.float64 if is_double else torch.float32, copy=True)
     for shard in shards[1:]:
         # In place, torch converts a narrower operand exactly and adds in the dtype of the total.
         total.add_(shard)
+    # The kernel's order: the scale multiplies the whole sum, before the old output is added.
     total.mul_(scale)
     if accumulate:
         total.add_(out)
@@ -126,6 +128,7 @@ def _check(shards: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 _TASKS = Path("/proc/self/task")
+# As torch names its threads, cut to the 15 letters that Linux keeps of a name.
 _NAME = "(pt_gloo_runloop)"
 _INTERVAL_S = 0.001
 
@@ -133,15 +136,15 @@ _INTERVAL_S = 0.001
 def wait_for_rest(patience_s: float = 2.0) -> None:
     """Return when no thread of gloo has anything left to run, or patience is at its end.
 
-    Local; registered to run when the interpreter exits. Threads that sleep, waiting for ranks that
-    never come, say, are at rest. Does nothing where the system has no ``/proc``.
+    Local. A thread that sleeps is at rest, even if it waits for a rank that never comes. Returns
+    at once where the system has no ``/proc``.
 
     Args:
         patience_s: How long to wait at most, in seconds.
     """
     deadline_s = time.monotonic() + patience_s
-    # Sleeping gives Python's lock away, so a thread that waits for it in the first look has run or
-    # can run in the second.
+    # Python's lock is free while this thread sleeps, so a thread that waits for it at the first
+    # look has run or can run by the second.
     num_quiet = 0
     while num_quiet < 2 and time.monotonic() < deadline_s:
         num_quiet = 0 if _is_any_running() else num_quiet + 1
@@ -150,7 +153,7 @@ def wait_for_rest(patience_s: float = 2.0) -> None:
 
 def _is_any_running() -> bool:
     for stat in _TASKS.glob("*/stat"):
-        # A thread may end between the listing and the look at it.
+        # A thread may end after it was listed and before its file is read.
         with contextlib.suppress(OSError):
             name, state = stat.read_text().split()[1:3]
             if name == _NAME and state == "R":

@@ -1,14 +1,10 @@
-"""The count of collectives and their bytes, for tests, benchmarks and people who want to know.
+"""Records of collectives: counts for tests and benchmarks, labels that ranks compare.
 
-``megafsdp.buffer.comm.collectives`` notes every collective that it issues.
-
-
-``MEGAFSDP_DEBUG=1``: ranks compare what they are about to do before every collective.
-
-A unit that only some ranks run makes the others wait in another collective, for ever or until sizes
-clash. With the check every rank raises instead and the message names the unit. Each collective
-costs a second, small one: for debugging only. This file makes and reads the labels;
-``megafsdp.buffer.comm.collectives`` exchanges them.
+``megafsdp.buffer.comm.collectives`` notes every collective here before it issues it.
+:func:`record_collectives` counts calls and bytes. With ``MEGAFSDP_DEBUG=1`` ranks also compare
+labels: a unit that only some ranks run makes the others wait in another collective, for ever or
+until sizes clash, and with the check all ranks raise an error that names the unit. That costs a
+second, small collective each time. This file makes and compares the labels and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +17,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megafsdp.errors import expected
+from megafsdp.errors import MAX_RANKS, expected, listed
+
+DEBUG_VARIABLE = "MEGAFSDP_DEBUG"
+# Bytes of a label: equal on all ranks, so that labels can be gathered.
+_WIDTH = 256
 
 
 @dataclass(slots=True)
@@ -57,6 +57,7 @@ def record_collectives() -> Iterator[CollectiveRecord]:
     try:
         yield record
     finally:
+        # By identity: records with equal counts are not the same, and may end in any order.
         _open_records[:] = [r for r in _open_records if r is not record]
 
 
@@ -71,18 +72,15 @@ def note(kind: str, label: str, nbytes: int, group_name: str) -> None:
         record.events.append((kind, label))
 
 
-DEBUG_VARIABLE = "MEGAFSDP_DEBUG"
-_WIDTH = 256
-_MAX_QUOTED = 4
-
-
 def is_enabled() -> bool:
-    """Tell whether ranks compare labels."""
+    """Return whether ranks compare labels."""
+    # Read each time: a test or a user may set it after the import.
     return os.environ.get(DEBUG_VARIABLE) == "1"
 
 
 def encode(kind: str, label: str, nbytes: int) -> torch.Tensor:
-    """Return what a rank is about to do as ``(256,)`` uint8; the end of a long label counts."""
+    """Encode what a rank is about to do as ``(256,)`` uint8; a long label loses its beginning."""
+    # Cut at the front: a long FQN differs from its neighbours at its end, as do the bytes.
     text = f"{kind} of '{label}', {nbytes} bytes".encode()[-_WIDTH:]
     return torch.tensor(list(text.ljust(_WIDTH)), dtype=torch.uint8, device="cpu")
 
@@ -100,15 +98,16 @@ def require_same(labels: torch.Tensor, ranks: Sequence[int]) -> None:
     texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in labels]
     if len(set(texts)) == 1:
         return
+    # The first rank of each text is enough: thousands of ranks do two or three different things.
     first: dict[str, int] = {}
     for rank, text in zip(ranks, texts, strict=True):
         first.setdefault(text, rank)
-    quoted = [f"rank {rank}: {text}" for text, rank in first.items()][:_MAX_QUOTED]
+    quoted = [f"rank {rank}: {text}" for text, rank in first.items()]
     raise RuntimeError(
         expected(
             "the same collective on all ranks",
-            "; ".join(quoted),
-            where=f"a process group of ranks {list(ranks)[:8]}",
+            listed(quoted, separator="; ", limit=MAX_RANKS),
+            where=f"a process group of ranks {listed([str(r) for r in ranks])}",
             hint="Run every unit on all ranks, in the same order; where a rank has no input for a "
             "unit, run it on any input and multiply the result by 0",
         )

@@ -1,8 +1,8 @@
-"""Memory that another thread is writing: a read through a DTensor waits for the writer first.
+"""Memory that another thread writes: a read through a DTensor waits for the writer first.
 
 Code that gives a buffer to a thread registers the writer here, and operations of sharded DTensors
 look it up. The key is the storage, so aliases count: a detached parameter, a tensor of an earlier
-state dict.
+state dict. The file starts no thread and copies nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Writer(Protocol):
-    """Work of another thread on some memory."""
+    """Represent the work of another thread on some memory."""
 
     def wait_for_reader(self) -> None:
         """Return when the memory may be read and written, and call :func:`unregister_writer`."""
@@ -39,6 +39,8 @@ def register_writer(tensors: Iterable[torch.Tensor], writer: Writer) -> None:
 
 def unregister_writer(writer: Writer) -> None:
     """Remove a writer: readers of its memory no longer wait."""
+    # A copy: the writer's thread and a reader may both come here, and a dict must not change under
+    # a loop.
     for key, reference in list(_writers.items()):
         if reference() in (None, writer):
             _writers.pop(key, None)
@@ -57,7 +59,7 @@ def wait_for_writer(tensor: torch.Tensor) -> None:
 
 
 def is_any_in_use() -> bool:
-    """Tell whether there is anything to wait for: it costs less than to look at tensors."""
+    """Return whether anything may have to be waited for; cheaper than to look at tensors."""
     return bool(_writers)
 
 

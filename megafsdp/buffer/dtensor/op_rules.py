@@ -1,30 +1,38 @@
-"""Which operations an unevenly sharded DTensor allows, and how they run.
+"""Operations that an unevenly sharded DTensor allows, and how they run.
 
 Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
 sharding propagation, hence no superlinear first step with many parameters. Sums and 2-norms go
-through DTensor, whose ``Partial`` results are right whatever the cuts. Everything else would be
-wrong without a word, or hang some ranks, and is refused on all ranks alike.
+through DTensor, whose ``Partial`` results are right for any cuts. Any other operation would give
+wrong values without an error, or leave some ranks waiting, and is refused on all ranks alike.
+
+The file has the base class that applies these rules. What users see of it, and its protocol for
+checkpoints, is in uneven.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_flatten, tree_map
 
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.device.torch_private import (
+    OpOverload,
+    no_torch_function,
+    schema_of,
+    without_torch_function,
+)
 from megafsdp.errors import expected
+from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_dtensor, spec_of
 
 Self = TypeVar("Self", bound="RowShardedDTensor")
-D = TypeVar("D", bound=DTensor)
 
 _NEW_EMPTY = "new_empty"
 # Their results have the source's shape, element by element, though torch does not tag them
@@ -34,6 +42,7 @@ _LIKE = frozenset(
     | {f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn")}
     | {"zero_", "fill_", "normal_", "uniform_", "bernoulli_"}
 )
+# The optimizers' operators on lists step each tensor by itself, though torch tags none of them.
 _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _FUSED_SGD = "_fused_sgd_"
@@ -42,6 +51,7 @@ _REDUCTIONS = frozenset(
     {"sum", "norm", "linalg_vector_norm", "_foreach_norm", "any", "all", "equal", "count_nonzero"}
     | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
 )
+# Of these an infinite order exists, for which DTensor takes maxima of the shards.
 _NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
 # What only the function path of torch 2.11 meets: names of methods, not of operators.
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
@@ -57,18 +67,8 @@ _METADATA = frozenset(
 IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
 
 
-def wrapper(cls: type[D], local: torch.Tensor, spec: DTensorSpec) -> D:
-    """Make a DTensor of a class over a local tensor, which may lie anywhere in its storage."""
-    # A wrapper takes over the offset, and torch's staging an offset for the address of a storage.
-    source = local.new_empty(0) if local.storage_offset() else local
-    # DTensor's initializer serves export alone, and takes longer than all else that is done here.
-    result = cast(D, cls.__new__(cls, source, spec, requires_grad=False))
-    result._local_tensor = local
-    return result
-
-
 class RowShardedDTensor(DTensor):
-    """A DTensor whose local tensor is any range of its rows; it carries the true cuts."""
+    """A DTensor whose local tensor is any range of its rows; its layout says which."""
 
     _uneven_layout: UnevenLayout
 
@@ -80,44 +80,45 @@ class RowShardedDTensor(DTensor):
         if meta.dtype != local.dtype:
             meta = TensorMeta(meta.shape, meta.stride, local.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-        result = wrapper(cls, local, spec)
+        result = make_dtensor(cls, local, spec)
         result._uneven_layout = layout
         return result
 
     # An override in Python would cost microseconds for each attribute of the tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function()  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation on the local tensors, through DTensor, or refuse it."""
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_of(func).name.removeprefix("aten::")
         is_pointwise = torch.Tag.pointwise in func.tags
         if name.endswith("_") and not is_pointwise:
             # Some forms in place lack the tag: abs_.
             is_pointwise = _is_pointwise(name[:-1])
+        # A view as another dtype of the same size keeps rows and cuts: codes are seen as bytes.
         if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
             is_pointwise = args[1].itemsize == args[0].dtype.itemsize
         return _run_by_rule(func, name, is_pointwise, args, kwargs or {})
 
 
-_refused = frozenset[str]()
+# Of the running thread's context: another thread, loading a checkpoint say, is not concerned.
+_refused = contextvars.ContextVar("refused", default=frozenset[str]())
 
 
 @contextlib.contextmanager
 def refusing_random_numbers() -> Iterator[None]:
     """Refuse to draw into uneven DTensors: ranks of equal random states would draw equal rows."""
-    global _refused
-    _refused = _RANDOM
+    token = _refused.set(_RANDOM)
     try:
         yield
     finally:
-        _refused = frozenset()
+        _refused.reset(token)
 
 
 def _run_by_rule(
@@ -127,39 +128,41 @@ def _run_by_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if name in _refused:
-        refuse(name, (args, kwargs), "Draw each module's own parameters in its own initializer")
+    if name in _refused.get():
+        refuse(name, args, kwargs, "Draw each module's own parameters in its own initializer")
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
+    # Even operations that only write wait: the other thread's writes would come after theirs.
     if is_any_in_use():
-        for leaf in _leaves_of((*args, *kwargs.values())):
-            if isinstance(leaf, RowShardedDTensor):
-                wait_for_writer(leaf._local_tensor)
+        for leaf in _uneven_leaves(args, kwargs):
+            wait_for_writer(local_of(leaf))
+    # DTensor would compare the shards, whose equality means nothing where the cuts differ.
     if name == "equal":
         _check_operands(func, args)
     if name in _REDUCTIONS:
-        return _reduce(func, name, *tree_map(_as_plain_dtensor, (args, kwargs)))
+        return _reduce(func, name, *_map_operands(_as_plain_dtensor, args, kwargs))
     if name == _FUSED_SGD:
         _check_fused_sgd(args)
+    # The same decision on every rank: it depends on names and layouts, never on local tensors.
     is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
     if not (is_pointwise or is_list or name in _LIKE):
-        refuse(name, args)
+        refuse(name, args, kwargs)
     return _run_on_locals(func, args, kwargs)
 
 
 def _reduce(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a reduction through DTensor; its result must hang on no cut."""
+    """Run a reduction through DTensor; refuse a result that depends on the cuts."""
     if name in _NORMS and not {math.inf, -math.inf}.isdisjoint(_numbers(args, kwargs)):
         # An empty shard has no largest element: it would raise on some ranks and hang the rest.
-        refuse(f"{name} of infinite order", (args, kwargs))
+        refuse(f"{name} of infinite order", args, kwargs)
     result = func(*args, **kwargs)
     _count_writes(func, args, kwargs)
-    for leaf in tree_flatten(result)[0]:
+    for leaf in _leaves_of([result]):
         if isinstance(leaf, DTensor) and any(p.is_shard() for p in leaf.placements):
             # One value a row: sharded like the rows, which no plain DTensor can say.
-            refuse(f"{name} of each row", (args, kwargs))
+            refuse(f"{name} of each row", args, kwargs)
     return result
 
 
@@ -183,16 +186,16 @@ def rule_function(
     operators = (bare, bare[1:]) if name.startswith("__") else (bare,)
     is_pointwise = bare not in _EXTREMA and any(map(_is_pointwise, operators))
     is_list = name.startswith(_LIST_PREFIXES)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if name in _REDUCTIONS or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
             is_traced = torch.is_grad_enabled() and name != "detach" and not name.endswith("_like")
-            if is_traced and any(s.requires_grad for s in _all_uneven((args, kwargs))):
-                # Autograd makes plain DTensors here, whose cuts are not theirs.
-                refuse(f"{name} within autograd", (args, kwargs))
+            if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
+                # Autograd makes plain DTensors here, to which torch gives cuts of its own.
+                refuse(f"{name} within autograd", args, kwargs)
             with torch.no_grad():
                 return _run_by_rule(func, name, is_pointwise or is_like, args, kwargs)
         if name in _INDEXING or (hasattr(torch.ops.aten, bare) and name not in _METADATA):
-            refuse(name, (args, kwargs))
+            refuse(name, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -215,49 +218,51 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         everything = [_leaves_of((*args, *kwargs.values()))]
         for operands in zip(*lists, strict=False) if lists else everything:
             _check_operands(func, operands)
-    local_args = [_local_operands(arg) for arg in args]
-    local_kwargs = {name: _local_operands(arg) for name, arg in kwargs.items()}
+    local_args, local_kwargs = _map_operands(_local_operand, args, kwargs)
     result = func(*local_args, **local_kwargs)
     _count_writes(func, local_args, local_kwargs)
     if result is None:
         return None
-    leaves = _leaves_of((*args, *kwargs.values()))
-    sources = [leaf for leaf in leaves if isinstance(leaf, RowShardedDTensor)]
+    sources = _uneven_leaves(args, kwargs)
     if isinstance(result, (list, tuple)):
         firsts = lists[0] if lists else sources
         return type(result)(_wrap_result(r, s) for r, s in zip(result, firsts, strict=False))
+    # In place the result is an operand: its wrapper must stay the object that the caller has.
     for leaf in sources:
-        if result is leaf._local_tensor:
+        if result is local_of(leaf):
             return leaf
     return _wrap_result(result, sources[0])
 
 
 def _count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[str, Any]) -> None:
-    """Bump the version counters of what was written, which below autograd nobody else does."""
-    if not isinstance(func, torch._ops.OpOverload):
+    """Bump the version counters of what was written.
+
+    torch does so in its autograd layer, above the dispatch in which this runs.
+    """
+    if not isinstance(func, OpOverload):
         return
     written = _leaves_of(
         [args[place] for place in _places_written(func) if place < len(args)]
         + [value for name, value in kwargs.items() if name in _names_written(func)]
     )
-    tensors = [w._local_tensor if isinstance(w, DTensor) else w for w in written]
+    tensors = [local_of(w) if isinstance(w, DTensor) else w for w in written]
     counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
     if counted:
         torch.autograd.graph.increment_version(counted)
 
 
 @functools.cache
-def _places_written(func: torch._ops.OpOverload) -> tuple[int, ...]:
+def _places_written(func: OpOverload) -> tuple[int, ...]:
     return tuple(
         place
-        for place, argument in enumerate(func._schema.arguments)
+        for place, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 @functools.cache
-def _names_written(func: torch._ops.OpOverload) -> frozenset[str]:
-    return frozenset(func._schema.arguments[place].name for place in _places_written(func))
+def _names_written(func: OpOverload) -> frozenset[str]:
+    return frozenset(schema_of(func).arguments[place].name for place in _places_written(func))
 
 
 # Operators nest tensors in flat lists alone: torch's general trees cost ten times as much, which
@@ -272,16 +277,28 @@ def _leaves_of(args: Iterable[object]) -> list[object]:
     return leaves
 
 
-def _local_operands(arg: object) -> object:
-    if type(arg) is list or type(arg) is tuple:
-        return type(arg)([_local_operand(value) for value in arg])
-    return _local_operand(arg)
+def _uneven_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RowShardedDTensor]:
+    leaves = _leaves_of((*args, *kwargs.values()))
+    return [leaf for leaf in leaves if isinstance(leaf, RowShardedDTensor)]
+
+
+def _map_operands(
+    change: Callable[[object], object], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an operator with each operand changed."""
+
+    def changed(arg: object) -> object:
+        if type(arg) is list or type(arg) is tuple:
+            return type(arg)([change(value) for value in arg])
+        return change(arg)
+
+    return tuple(map(changed, args)), {name: changed(arg) for name, arg in kwargs.items()}
 
 
 def _local_operand(value: object) -> object:
     """Return what stands for an operand in a local operation."""
     if isinstance(value, RowShardedDTensor):
-        return value._local_tensor
+        return local_of(value)
     # A scalar such as a norm may still be a sum over ranks to be made.
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -289,25 +306,21 @@ def _local_operand(value: object) -> object:
 def _wrap_result(result: object, source: object) -> object:
     if not isinstance(result, torch.Tensor) or isinstance(result, DTensor):
         return result
-    if not isinstance(source, RowShardedDTensor) or result.shape != source._local_tensor.shape:
+    if not isinstance(source, RowShardedDTensor) or result.shape != local_of(source).shape:
         return result
-    return type(source).wrap(result, source._spec, source._uneven_layout)
+    return type(source).wrap(result, spec_of(source), source._uneven_layout)
 
 
 def _as_plain_dtensor(value: object) -> object:
     if isinstance(value, RowShardedDTensor):
-        return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+        return DTensor(local_of(value), spec_of(value), requires_grad=value.requires_grad)
     return value
 
 
-def _all_uneven(tree: object) -> list[RowShardedDTensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, RowShardedDTensor)]
-
-
 def _are_cut_alike(lists: Sequence[Sequence[object]]) -> bool:
-    """Tell whether lists pair tensors of the same cuts, or scalars; if not, one must look closer.
+    """Return whether lists pair tensors of the same cuts, or scalars; False if it is not sure.
 
-    In bulk: with hundreds of parameters in one call a look at each costs as much as the kernel.
+    In bulk: with hundreds of parameters in one call a check of each costs as much as the kernel.
     """
     first, *others = ([getattr(o, "_uneven_layout", None) for o in operands] for operands in lists)
     are_scalars = (not any(getattr(o, "ndim", 0) for o in operands) for operands in lists[1:])
@@ -321,6 +334,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
     sharded = [o for o in operands if isinstance(o, RowShardedDTensor)]
     if not sharded:
         return
+    # Two tensors of one local shape may be different rows, which the kernel would pair silently.
     layout = sharded[0]._uneven_layout
     for operand in operands:
         if not isinstance(operand, torch.Tensor) or operand.ndim == 0:
@@ -340,7 +354,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
 
 
 def _check_fused_sgd(args: tuple[Any, ...]) -> None:
-    """Refuse what torch's kernel gets wrong: of narrow types it steps only the tail on a CPU."""
+    """Refuse narrow dtypes on a CPU, of which torch's kernel steps the tail only."""
     for weight in args[0]:
         if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
             raise NotImplementedError(
@@ -354,7 +368,7 @@ def _check_fused_sgd(args: tuple[Any, ...]) -> None:
 
 
 def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTensor:
-    """Answer ``new_empty`` of the own global shape, which staging and deepcopy ask for."""
+    """Run ``new_empty`` of the own global shape, which staging and deepcopy call."""
     source = args[0]
     sizes = kwargs.get("size", args[1:])
     if len(sizes) == 1 and not isinstance(sizes[0], int):
@@ -362,13 +376,16 @@ def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTens
     if tuple(sizes) != tuple(source.shape):
         refuse("new_empty with another shape", args)
     wanted = {k: v for k, v in kwargs.items() if k in ("dtype", "device") and v is not None}
-    local = torch.empty_like(source._local_tensor, **wanted)
-    return type(source).wrap(local, source._spec, source._uneven_layout)
+    local = torch.empty_like(local_of(source), **wanted)
+    return type(source).wrap(local, spec_of(source), source._uneven_layout)
 
 
-def refuse(name: str, args: object, hint: str = "") -> NoReturn:
+def refuse(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, hint: str = ""
+) -> NoReturn:
     """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
-    shape = next(tuple(t.shape) for t in tree_flatten(args)[0] if isinstance(t, DTensor))
+    leaves = _leaves_of((*args, *(kwargs or {}).values()))
+    shape = next((tuple(t.shape) for t in leaves if isinstance(t, DTensor)), "unknown")
     raise NotImplementedError(
         expected(
             "an elementwise operation, a sum, or a 2-norm",
@@ -380,14 +397,14 @@ def refuse(name: str, args: object, hint: str = "") -> NoReturn:
 
 
 def is_cut_alike(value: object, tensor: object) -> bool:
-    """Tell whether a value may be copied into an uneven DTensor row by row, or it is another."""
+    """Return whether a value may be copied into a tensor row by row; True for plain tensors."""
     if not isinstance(tensor, RowShardedDTensor):
         return True
     return isinstance(value, RowShardedDTensor) and value._uneven_layout == tensor._uneven_layout
 
 
 def refuse_full_state(where: str) -> NoReturn:
-    """Raise the error of a loaded tensor that is whole, or that torch has cut by itself."""
+    """Raise the error of a loaded tensor that is full, or that torch has cut by itself."""
     raise NotImplementedError(
         expected(
             "a tensor cut like the parameter",

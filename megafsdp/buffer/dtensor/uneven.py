@@ -1,25 +1,21 @@
 """DTensors whose shards do not follow ``torch.chunk``.
 
-A parameter of a flat buffer is cut where the buffer's shards end, so a rank holds any number of its
+A parameter of a flat buffer is cut where the buffer's shards end, so a rank has any number of its
 rows, possibly none. torch has no placement for that: a plain DTensor would compute wrong global
-results without a word. :class:`UnevenDTensor` carries its
+results without an error. :class:`UnevenDTensor` keeps its
 :class:`~megafsdp.buffer.dtensor.uneven_layout.UnevenLayout` through everything torch does to a
-state dict or an optimizer state, speaks the protocol of ``torch.distributed.checkpoint``, and
-refuses operations that torch would compute wrongly.
+state dict or an optimizer state, and has the protocol of ``torch.distributed.checkpoint``.
 
-Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
-sharding propagation, hence no superlinear first step with many parameters.
-
-
-What ``.data`` is of a parameter over a flat buffer, from which an assignment would cut it.
+The functions below it take any tensor, and treat uneven, plain DTensors and local ones alike. Which
+operations are allowed is decided in op_rules.py, which rows a rank has in buffer/planner.py. As a
+subclass of DTensor the file reads names that torch keeps to itself.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
@@ -43,11 +38,16 @@ from megafsdp.buffer.dtensor.op_rules import (
     RowShardedDTensor,
     refuse,
     refuse_full_state,
-    wrapper,
 )
-from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.errors import expected
 from megafsdp.mesh.parallel_dims import flat_group
+from megafsdp.mesh.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    check_before_chunk_writes,
+    make_dtensor,
+)
 
 
 def _outside_autograd(parameter: DTensor) -> torch.Tensor:
@@ -66,6 +66,7 @@ def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
     )
 
 
+# torch's own setter would give the parameter other memory, which no gather reads.
 FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
 
 
@@ -75,18 +76,13 @@ class ReplicatedParameter(DTensor):
     data = FIXED_DATA  # type: ignore[assignment]
 
 
-# It takes a full tensor apart as torch.chunk does and writes the chunk, or broadcasts a part of it,
-# over this rank's rows: an error on some ranks or none. Nothing else that it asks for tells.
-_TORCH_CHUNK_WRITER = "_distribute_tensors"
-
-
 class UnevenDTensor(RowShardedDTensor):
     """A DTensor over the last axis of its mesh with arbitrary row ranges as shards.
 
     Create it with :meth:`from_local_rows`. ``placements`` say ``Shard(0)`` on the axes that divide
     it, the last one or all, and ``Replicate`` on the others, which is all that torch can express;
     the true cuts are in ``uneven_layout``. Where all axes divide it, shards are counted along the
-    first axis first: rank (o, s) of a mesh (M, N) holds shard ``s * M + o``.
+    first axis first: rank (o, s) of a mesh (M, N) has shard ``s * M + o``.
     """
 
     @classmethod
@@ -102,9 +98,9 @@ class UnevenDTensor(RowShardedDTensor):
 
         Args:
             local: Contiguous tensor of shape ``layout.local_shape()``; the result aliases it.
-            mesh: Its last axis holds the shards; the tensor is replicated over the others.
+            mesh: The tensor is cut along its last axis, and replicated over the others.
             layout: How the global tensor is cut.
-            is_divided: True if all axes of the mesh hold shards.
+            is_divided: True if the tensor is cut along all axes of the mesh.
 
         Raises:
             ValueError: ``local`` does not have the layout's local shape.
@@ -118,8 +114,11 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Give exactly the rows that the layout assigns to this rank",
                 )
             )
+        # torch would write its own chunk over the rows: an error on some ranks or on none.
+        check_before_chunk_writes(_refuse_chunk)
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
         meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
+        # Shard(0) stands for uneven rows too: a placement of our own would enter torch's caches.
         other = Shard(0) if is_divided else Replicate()
         placements = (*[other] * (mesh.ndim - 1), Shard(0))
         return cls.wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), layout)
@@ -137,13 +136,14 @@ class UnevenDTensor(RowShardedDTensor):
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """Return ranks that together hold every element once."""
+        """Return the ranks that together have every element once."""
         mesh = self.device_mesh
         is_divided = all(p.is_shard() for p in self.placements)
         return flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
 
     def shards_by_rank(self) -> list[int]:
         """Return the shard of every rank of :attr:`shard_group`."""
+        # Ranks of the flat group are numbered along the last axis first, shards along the first.
         num_inner = self.device_mesh.size(self.device_mesh.ndim - 1)
         num_shards = self._uneven_layout.num_shards
         num_outer = num_shards // num_inner
@@ -153,11 +153,8 @@ class UnevenDTensor(RowShardedDTensor):
         """Return this rank's rows within autograd; their gradient is cut like the tensor.
 
         Raises:
-            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts;
-                or ``torch.distributed.checkpoint`` is about to write a chunk of a full tensor.
+            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts.
         """
-        if sys._getframe(1).f_code.co_name == _TORCH_CHUNK_WRITER:
-            refuse_full_state(f"a tensor of shape {self._uneven_layout.shape}")
         if IS_DISPATCH_BYPASSED and self.requires_grad and torch.is_grad_enabled():
             refuse("to_local within autograd", [self])
         wait_for_writer(self._local_tensor)
@@ -172,16 +169,17 @@ class UnevenDTensor(RowShardedDTensor):
             NotImplementedError: The tensor is a part of a tensor-parallel one.
         """
         layout = self._uneven_layout
-        if layout.box_shape != layout.shape:
+        if layout.region_shape != layout.shape:
             raise NotImplementedError(
                 expected(
                     "a tensor that is sharded by data parallelism alone",
-                    f"the part {layout.box_shape} of {layout.shape}",
+                    f"the part {layout.region_shape} of {layout.shape}",
                     where="full_tensor()",
                     hint="Gather the tensor-parallel axis first",
                 )
             )
         ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
+        # All ranks send as much as the longest shard has: a gather of equal parts needs no sizes.
         longest = max(stop - start for start, stop in ranges)
         # What lies on the host is gathered on the mesh's device.
         local = self.local.reshape(-1).to(self.device_mesh.device_type)
@@ -218,6 +216,7 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Replicate it, and cut the result with distribute_tensor()",
                 )
             )
+        # The full tensor is equal on all ranks by construction; a check would be a second exchange.
         return DTensor.from_local(self.full_tensor(), self.device_mesh, wanted, run_check=False)
 
     def like(self, local: torch.Tensor) -> UnevenDTensor:
@@ -241,12 +240,12 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Give the whole tensor, not a shard",
                 )
             )
-        flat = self.local.view(-1)
+        # By region, not by flat range: a tensor-parallel part is no contiguous range of the whole.
+        everything = whole(self._uneven_layout.shape)
         with torch.no_grad():
-            for box in self._uneven_layout.boxes():
-                region = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                flat[box.start : box.start + box.numel].view(box.sizes).copy_(full[region])
-        # Ranks without rows count it as well.
+            for region, view in self._region_views():
+                view.copy_(full[region.slices_in(everything)])
+        # On ranks without rows too: a stale compute weight is refreshed by a collective.
         torch.autograd.graph.increment_version(self._local_tensor)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
@@ -260,19 +259,27 @@ class UnevenDTensor(RowShardedDTensor):
         return copied
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes this rank reads, for ``torch.distributed.checkpoint`` to load."""
-        # A load writes on some ranks only: one without rows counts it as well.
+        """List the regions this rank reads, for ``torch.distributed.checkpoint`` to load."""
+        # A load writes on ranks with rows only. The others count it too: a stale compute weight is
+        # refreshed by a collective, which all ranks must enter.
         torch.autograd.graph.increment_version(self._local_tensor)
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self._uneven_layout.boxes()
+            ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+            for region in self._uneven_layout.regions()
         ]
 
+    def _region_views(self) -> Iterator[tuple[Region, torch.Tensor]]:
+        """Yield this rank's regions, each with the view of its elements."""
+        flat, start = self.local.view(-1), 0
+        for region in self._uneven_layout.regions():
+            yield region, flat.narrow(0, start, region.numel).view(region.sizes)
+            start += region.numel
+
     def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
-        """Plan one write a box, for ``torch.distributed.checkpoint``; none for an empty shard."""
+        """Plan a write for each region, for ``torch.distributed.checkpoint`` to save."""
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
@@ -286,18 +293,17 @@ class UnevenDTensor(RowShardedDTensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the view of one box, for ``torch.distributed.checkpoint`` to read or write.
+        """Return the view of one region, for ``torch.distributed.checkpoint`` to read or write.
 
         Raises:
-            ValueError: No box of this rank starts at the index's offset.
+            ValueError: No region of this rank starts at the index's offset.
         """
-        for box in self._uneven_layout.boxes():
-            if index.offset is None or tuple(index.offset) == box.offsets:
-                flat = self.local.view(-1)
-                return flat[box.start : box.start + box.numel].view(box.sizes)
+        for region, view in self._region_views():
+            if index.offset is None or tuple(index.offset) == region.offsets:
+                return view
         raise ValueError(
             expected(
-                f"an offset among {[box.offsets for box in self._uneven_layout.boxes()]}",
+                f"an offset among {[region.offsets for region in self._uneven_layout.regions()]}",
                 index.offset,
                 where=f"tensor '{index.fqn}', shard {self._uneven_layout.shard}",
                 hint="Ask for the chunks that __create_chunk_list__() names",
@@ -316,18 +322,25 @@ class UnevenDTensor(RowShardedDTensor):
 
 
 class _LocalRows(torch.autograd.Function):
-    """The rows of an uneven DTensor; backward gives their gradient its cuts."""
+    """Return the rows of an uneven DTensor; wrap their gradient with its layout in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
         """Return a view of the local tensor."""
         ctx.spec, ctx.layout = tensor._spec, tensor.uneven_layout
+        # A view: autograd sets this node on what is returned, not on the stored local tensor.
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> UnevenDTensor:
         """Wrap the gradient of the rows."""
         return UnevenDTensor.wrap(grads[0].contiguous(), ctx.spec, ctx.layout)
+
+
+def _refuse_chunk(tensor: DTensor) -> None:
+    # Of a tensor on meta torch makes its own DTensor, which load_state_dict() refuses.
+    if isinstance(tensor, UnevenDTensor) and not tensor.is_meta:
+        refuse_full_state(f"a tensor of shape {tensor.uneven_layout.shape}")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -344,23 +357,23 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_object(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the very tensor under a DTensor, whose version counts writes; or the tensor itself."""
+    """Return the local tensor object of a DTensor, whose version counts writes, or the tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Wrap other local elements, in any dtype, as a tensor is: sharded alike, or plain; aliases."""
+    """Wrap other local elements, of any dtype, like a tensor: sharded alike, or plain; aliases."""
     if isinstance(tensor, UnevenDTensor):
         return tensor.like(local)
     if not isinstance(tensor, DTensor):
         return local
     meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    return wrapper(DTensor, local, spec)
+    return make_dtensor(DTensor, local, spec)
 
 
 def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return wrapper(DTensor, local, spec)
+    return make_dtensor(DTensor, local, spec)

@@ -1,68 +1,96 @@
-"""Which part of a tensor a rank holds: an element range, and the boxes that cover it.
+"""Layouts of uneven DTensors: a shard's range of elements, and the regions that cover it.
 
-An :class:`UnevenLayout` is the tensor-free description that an uneven DTensor carries: a box of the
-global tensor (all of it, or a tensor-parallel part), and how that box lies in an equally sharded
-sub-buffer. From it every rank knows every rank's range, so checkpoints and full tensors need no
-exchange of metadata. Pure arithmetic.
+An :class:`UnevenLayout` is the tensor-free description that an uneven DTensor carries: a region of
+the global tensor (all of it, or a tensor-parallel part), and how that region lies in an equally
+sharded sub-buffer. Every rank computes every rank's range from it, so checkpoints and full tensors
+need no exchange of metadata. Pure arithmetic; what a :class:`Region` has on disk is a chunk of
+checkpoint/format.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """An axis-aligned part of a tensor.
+class Region(NamedTuple):
+    """Part of a tensor: where it starts and how far it reaches along each dimension.
 
     Attributes:
-        offsets: First index in each dimension.
-        sizes: Extent in each dimension, all positive.
-        start: Position of the box's first element within the element range it came from.
+        offsets: First index along each dimension; empty for a 0-d tensor.
+        sizes: Extent along each dimension.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements inside."""
         return math.prod(self.sizes)
 
+    def intersect(self, other: Region) -> Region | None:
+        """Return the part common to both regions, or None if there is none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Region(starts, sizes) if all(size > 0 for size in sizes) else None
 
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Cover the flat range [start, stop) of a row-major tensor by disjoint boxes, in order.
+    def moved(self, origin: Region, target: Region) -> Region:
+        """Return where this region is once ``origin`` lies at the place of ``target``."""
+        places = zip(self.offsets, origin.offsets, target.offsets, strict=True)
+        return Region(tuple(own - old + new for own, old, new in places), self.sizes)
 
-    At most ``2 * len(shape) - 1`` boxes; none for an empty range. Example: [3, 9) of a (4, 4)
-    tensor is the end of row 0, the whole of row 1 and the start of row 2.
+    def slices_in(self, outer: Region) -> tuple[slice, ...]:
+        """Return the index that selects this region in a tensor whose elements are ``outer``."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        )
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    """Return the region of a whole tensor."""
+    return Region((0,) * len(shape), shape)
+
+
+def regions_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Region]:
+    """Cover the flat range [start, stop) of a row-major tensor by disjoint regions, in order.
+
+    The elements of each region follow those of the one before in the range. At most
+    ``2 * len(shape) - 1`` regions; none for an empty range. Example: [3, 9) of a (4, 4) tensor is
+    the end of row 0, the whole of row 1 and the start of row 2.
     """
     if stop <= start:
         return []
     if not shape:
-        return [Box((), (), 0)]
+        return [Region((), ())]
     if len(shape) == 1:
-        return [Box((start,), (stop - start,), 0)]
+        return [Region((start,), (stop - start,))]
     row_numel = math.prod(shape[1:])
     first, head = divmod(start, row_numel)
     last, tail = divmod(stop, row_numel)
+    # A range inside one row has neither whole rows nor a row of its own to end in.
     if first == last:
-        return _within_row(shape, first, head, tail, 0)
-    boxes = []
+        return _within_row(shape, first, head, tail)
+    regions = []
     if head:
-        boxes += _within_row(shape, first, head, row_numel, 0)
+        regions += _within_row(shape, first, head, row_numel)
         first += 1
+    # Whole rows are one region, which keeps the usual shard at one chunk on disk.
     if last > first:
-        offsets, sizes = (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-        boxes.append(Box(offsets, sizes, first * row_numel - start))
-    return boxes + _within_row(shape, last, 0, tail, last * row_numel - start)
+        regions.append(Region((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    return regions + _within_row(shape, last, 0, tail)
 
 
-def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int, base: int) -> list[Box]:
+def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Region]:
     return [
-        Box((row, *box.offsets), (1, *box.sizes), base + box.start)
-        for box in boxes_of_range(shape[1:], start, stop)
+        Region((row, *inner.offsets), (1, *inner.sizes))
+        for inner in regions_of_range(shape[1:], start, stop)
     ]
 
 
@@ -72,18 +100,18 @@ class UnevenLayout:
 
     Attributes:
         shape: Shape of the global tensor.
-        box_offsets: Where the part that is sharded starts in the global tensor.
-        box_shape: Shape of that part; equal to ``shape`` without tensor parallelism.
+        region_offsets: Where the part that is sharded starts in the global tensor.
+        region_shape: Shape of that part; equal to ``shape`` without tensor parallelism.
         row_numel: Elements in a row; no row is cut.
         buffer_offset: First element of the part within the sub-buffer.
         shard_numel: Elements of one shard of the sub-buffer.
         num_shards: Number of shards.
-        shard: The shard this rank holds.
+        shard: This rank's shard.
     """
 
     shape: tuple[int, ...]
-    box_offsets: tuple[int, ...]
-    box_shape: tuple[int, ...]
+    region_offsets: tuple[int, ...]
+    region_shape: tuple[int, ...]
     row_numel: int
     buffer_offset: int
     shard_numel: int
@@ -93,11 +121,12 @@ class UnevenLayout:
     @property
     def numel(self) -> int:
         """Return the elements of the sharded part."""
-        return math.prod(self.box_shape)
+        return math.prod(self.region_shape)
 
     def element_range(self, shard: int | None = None) -> tuple[int, int]:
-        """Return the range [start, stop) of the sharded part that a shard holds (default: own)."""
+        """Return a shard's range [start, stop) of the sharded part (default: the own shard's)."""
         index = self.shard if shard is None else shard
+        # Clamped from both sides: a shard that ends before the part, or starts behind it, is empty.
         start = min(max(index * self.shard_numel - self.buffer_offset, 0), self.numel)
         return start, min(
             max((index + 1) * self.shard_numel - self.buffer_offset, start), self.numel
@@ -106,18 +135,20 @@ class UnevenLayout:
     def local_shape(self, shard: int | None = None) -> tuple[int, ...]:
         """Return the shape of a shard's local tensor: its rows, as the global tensor has them."""
         start, stop = self.element_range(shard)
-        trailing = self.box_shape[1:]
+        trailing = self.region_shape[1:]
+        # Rows of a stack (E, N, K) are K long: a cut between them leaves no (N, K) whole.
         if math.prod(trailing) != self.row_numel:
             trailing = (self.row_numel,)
         return ((stop - start) // self.row_numel, *trailing)
 
-    def boxes(self, shard: int | None = None) -> list[Box]:
-        """Return the boxes of the *global* tensor that a shard holds; none for an empty shard."""
+    def regions(self, shard: int | None = None) -> list[Region]:
+        """Return the regions of the *global* tensor that are a shard's; none for an empty shard.
+
+        Their elements follow one another in the local tensor.
+        """
+        part = Region(self.region_offsets, self.region_shape)
+        origin = whole(self.region_shape)
         return [
-            Box(
-                tuple(o + b for o, b in zip(box.offsets, self.box_offsets, strict=True)),
-                box.sizes,
-                box.start,
-            )
-            for box in boxes_of_range(self.box_shape, *self.element_range(shard))
+            region.moved(origin, part)
+            for region in regions_of_range(self.region_shape, *self.element_range(shard))
         ]

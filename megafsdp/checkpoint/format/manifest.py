@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from megafsdp.checkpoint.format.regions import Region
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.mesh.annotation import FusedParts
+from megafsdp.mesh.torch_private import StorageInfo
 
 MANIFEST_FILE = "manifest.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -257,7 +258,7 @@ def write_dcp_metadata(
         paths: Nested path of each key; None means that of :func:`path_of`.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
     stored = {key: manifest.tensors[key] for key in manifest.tensors}
     stored |= {key: manifest.tensors[target] for key, target in manifest.aliases.items()}
     for key, fused in manifest.fused_into.items():
@@ -288,7 +289,7 @@ def write_dcp_metadata(
     with path.open("wb") as stream:
         pickler = pickle.Pickler(stream)
         # There may be a million of these, and their own __getstate__ is slow.
-        pickler.dispatch_table = copyreg.dispatch_table | {_StorageInfo: _reduce_place}
+        pickler.dispatch_table = copyreg.dispatch_table | {StorageInfo: _reduce_place}
         pickler.dump(metadata)
     return path
 
@@ -315,18 +316,18 @@ def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
     return TensorEntry(shape, first.dtype, tuple(chunks))
 
 
-def _reduce_place(place: _StorageInfo) -> tuple[Any, tuple[Any, ...], Any]:
+def _reduce_place(place: StorageInfo) -> tuple[Any, tuple[Any, ...], Any]:
     """Return what pickle makes of a place by itself."""
     state = {
         "relative_path": place.relative_path,
         "offset": place.offset,
         "length": place.length,
     }
-    return copyreg.__newobj__, (_StorageInfo,), state  # type: ignore[attr-defined]
+    return copyreg.__newobj__, (StorageInfo,), state  # type: ignore[attr-defined]
 
 
-def _place(record: Record) -> _StorageInfo:
-    return _StorageInfo(record.file, record.offset, record.nbytes)
+def _place(record: Record) -> StorageInfo:
+    return StorageInfo(record.file, record.offset, record.nbytes)
 
 
 def _record_to_json(record: Record, number: dict[str, int]) -> list[int]:

@@ -25,6 +25,7 @@ from typing import BinaryIO
 import torch
 
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record
+from megafsdp.device.torch_private import tensor_rebuilder
 from megafsdp.errors import CheckpointError, expected
 
 # A checksum is made in pieces of this size, so that verifying needs no memory to speak of.
@@ -214,7 +215,7 @@ class _Described:
         shape, strides = tuple(self._tensor.shape), self._tensor.stride()
         storage = _DescribedStorage(_STORAGE_CLASSES[self._tensor.dtype], self._tensor.numel())
         hooks: OrderedDict[int, object] = OrderedDict()
-        return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, False, hooks)
+        return tensor_rebuilder(), (storage, 0, shape, strides, False, hooks)
 
 
 class _DescribedStorage:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from megafsdp.errors import CheckpointError, expected
+from megafsdp.mesh.torch_private import local_of
 
 
 class Region(NamedTuple):
@@ -183,7 +184,7 @@ def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
         return []
     chunks = [Region(tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__()]
     regions = [region for region in chunks if region.numel]
-    local = tensor._local_tensor
+    local = local_of(tensor)
     if any(p.is_partial() for p in tensor.placements) or local.numel() != sum(
         region.numel for region in regions
     ):

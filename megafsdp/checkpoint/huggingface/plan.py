@@ -338,8 +338,8 @@ def _require_data_parallel(name: str, tensor: torch.Tensor) -> None:
     got = None
     if isinstance(tensor, UnevenDTensor):
         layout = tensor.uneven_layout
-        if layout.box_shape != layout.shape:
-            got = f"the part {layout.box_shape} of {layout.shape}"
+        if layout.region_shape != layout.shape:
+            got = f"the part {layout.region_shape} of {layout.shape}"
     if experts is not None and experts.count < experts.total:
         got = f"{experts.count} of {experts.total} experts"
     if got is not None:

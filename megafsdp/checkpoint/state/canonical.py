@@ -20,6 +20,7 @@ from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.regions import Stored
 from megafsdp.checkpoint.state.experts import name_of_group_member, names_elsewhere
 from megafsdp.checkpoint.state.fused import StoredForm, part_names, stored_form
+from megafsdp.device.torch_private import non_persistent_buffers
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import FusedParts, annotation_of
@@ -358,7 +359,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tens
     first_keys: dict[tuple[nn.Module, int], str] = {}
     for fqn, module in _unwrapped(model).named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in non_persistent_buffers(module):
                 key = canonical_name(f"model.{fqn}.{name}" if fqn else f"model.{name}")
                 yield key, first_keys.setdefault((module, id(buffer)), key), buffer
 

@@ -21,7 +21,6 @@ from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.utils import _create_file_view
 from tqdm import tqdm
 
 from megafsdp.checkpoint.format import save_root as on_disk
@@ -37,6 +36,7 @@ from megafsdp.checkpoint.format.manifest import (
 from megafsdp.checkpoint.format.regions import odd_cells
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.errors import CheckpointError
+from megafsdp.mesh.torch_private import file_view
 
 _PIECE_NBYTES = 1 << 24
 # Of a tensor cut into many chunks, as many odd places are worth naming.
@@ -216,8 +216,8 @@ def _fault_of_record(stream: BinaryIO, record: Record, manifest: Manifest, key: 
         return f"the file ends {left} bytes before it does"
     if found != record.crc32:
         return f"checksum {found}; {record.crc32} in the manifest"
-    # A BinaryIO is an IOBase, and the view of one a BinaryIO; the stubs know neither.
-    view = _create_file_view(stream, record.offset, record.nbytes)  # type: ignore[arg-type]
+    # The view of a BinaryIO is one too; the stubs do not say so.
+    view = file_view(stream, record.offset, record.nbytes)
     try:
         # On the meta device only the description of a tensor is read, not its elements.
         value = torch.load(view, weights_only=True, map_location="meta")  # type: ignore[arg-type]

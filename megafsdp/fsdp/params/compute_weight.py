@@ -32,6 +32,7 @@ import torch.distributed as dist
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.torch_private import preserving_versions, set_version, version_of
 from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.mesh.placement import Residence
@@ -378,7 +379,7 @@ class ComputeWeight:
         self._outdated.difference_update(s.name for s in needed)
         for spec in needed:
             self._full[spec.name].storage.allocate()
-        self._in_flight = [(b, b.flat._version) for b in (self._full[s.name] for s in needed)]
+        self._in_flight = [(b, version_of(b.flat)) for b in (self._full[s.name] for s in needed)]
         sliced = {s.name: self._slices[s.name] for s in needed if s.name in self._slices}
         whole = {s.name: self._gather_input(s) for s in needed if s.name not in sliced}
         for sources, group in ((sliced, self._slice_group), (whole, self._axes.group)):
@@ -433,7 +434,7 @@ class ComputeWeight:
         # An asynchronous gather bumps the version counter when it completes, and tensors that
         # autograd saved in forward would be taken for modified; their bytes are the same.
         for full, version in self._in_flight:
-            torch._C._autograd._unsafe_set_version_counter((full.flat,), (version,))
+            set_version(full.flat, version)
         self._in_flight = []
 
     def release(self) -> None:
@@ -464,5 +465,5 @@ class ComputeWeight:
         self._slices = {}
 
 
-def _versions_kept(buffers: list[DBuffer]) -> torch.autograd._unsafe_preserve_version_counter:
-    return torch.autograd._unsafe_preserve_version_counter(tuple(b.flat for b in buffers))
+def _versions_kept(buffers: list[DBuffer]) -> AbstractContextManager[None]:
+    return preserving_versions(*(b.flat for b in buffers))

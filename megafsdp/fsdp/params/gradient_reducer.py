@@ -23,6 +23,7 @@ from megafsdp.buffer.comm.collectives import Pending, all_reduce_partials
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.device.memory import Category
+from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.mesh.placement import Residence
 
@@ -393,6 +394,5 @@ class GradientReducer:
             self._shown[index] = weakref.ref(grad)
             parameter.grad = grad
         self._states[index] = _State.HELD
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        for hook in (hooks or {}).values():
+        for hook in post_accumulate_hooks(parameter):
             hook(parameter)

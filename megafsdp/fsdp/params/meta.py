@@ -21,11 +21,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.device.memory import poison
-from megafsdp.errors import expected
+from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.mesh.annotation import copy_annotation
-
-_MAX_NAMES = 20
 
 
 def mark_initialized(
@@ -81,8 +79,7 @@ def require_initialized(modules: Iterable[nn.Module], *, where: str) -> None:
 
 def quote(names: Sequence[str]) -> str:
     """Return names for a message, at most twenty of them."""
-    more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(f"'{name}'" for name in names[:_MAX_NAMES]) + more
+    return listed([f"'{name}'" for name in names])
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,6 @@ Only what the group asks for; who does the work, and how, is the optimizer's bus
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch._utils import _unflatten_dense_tensors
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.uneven import (
@@ -61,6 +59,7 @@ from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
+from megafsdp.device.torch_private import split_as, sum_of_versions
 from megafsdp.fsdp.params.compute_weight import ComputeWeight
 from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
@@ -137,7 +136,7 @@ class LocalRows:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return what a buffer holds of each parameter, in local shapes; they alias the buffer."""
-        views = _unflatten_dense_tensors(flat, self._shapes)
+        views = split_as(flat, self._shapes)
         # torch makes what has no elements elsewhere.
         return [
             view if view.numel() else flat.narrow(0, 0, 0).view(view.shape)
@@ -174,7 +173,6 @@ class EarlyStepListener(Protocol):
 
 
 _GROUP_ATTRIBUTE = "_megafsdp_group"
-_VERSION = operator.attrgetter("_version")
 
 
 class ParameterGroup:
@@ -415,8 +413,8 @@ class ParameterGroup:
         slot = self.layout.slots[index]
         layout = UnevenLayout(
             shape=shape,
-            box_offsets=(0,) * len(shape),
-            box_shape=shape,
+            region_offsets=(0,) * len(shape),
+            region_shape=shape,
             row_numel=slot.spec.granule,
             buffer_offset=slot.offset,
             shard_numel=self.layout.sub_buffers[slot.sub_buffer].shard_numel,
@@ -463,7 +461,7 @@ class ParameterGroup:
             self.mark_stale()
 
     def _count_writes(self) -> int:
-        return sum(map(_VERSION, self._written))
+        return sum_of_versions(self._written)
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Make the unsharded parameters current: issue the gather, or refresh the replica.

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megafsdp.device.torch_private import base_of
+
 _numbers = itertools.count()
 
 
@@ -54,7 +56,7 @@ class ForwardToken:
     ) -> None:
         self.forward_pass = forward_pass or ForwardPass()
         self.number = next(_numbers)
-        self.outer_ids = frozenset(id(t if t._base is None else t._base) for t in inputs)
+        self.outer_ids = frozenset(id(t if base_of(t) is None else base_of(t)) for t in inputs)
 
 
 class PendingForwards:
@@ -135,7 +137,7 @@ class BackwardHook:
         if not output.requires_grad:
             return
         output.register_hook(self)
-        base = output._base
+        base = base_of(output)
         # The base of an input that is passed on belongs to the graph outside.
         if base is not None and base.requires_grad and id(base) not in self.token.outer_ids:
             base.register_hook(self)

@@ -31,6 +31,7 @@ from megafsdp.buffer.dtensor.uneven import wrap_like
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, mark_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.mesh.torch_private import local_of
 
 
 def refuse_changes(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -149,7 +150,7 @@ def guard_state_dicts(module: nn.Module, unit: GuardedUnit) -> None:
     module.register_state_dict_pre_hook(partial(_before_state_dict, unit))
     module.register_state_dict_post_hook(_after_state_dict)
     before_load = partial(_before_load_state_dict, unit)
-    module._register_load_state_dict_pre_hook(before_load, with_module=True)
+    module.register_load_state_dict_pre_hook(before_load)
     module.register_load_state_dict_post_hook(partial(_after_load_state_dict, unit))
 
 
@@ -175,8 +176,8 @@ def _after_state_dict(
         shown = state.get(f"{prefix}{name}")
         if not (isinstance(shown, DTensor) and isinstance(parameter, DTensor)):
             continue
-        own = parameter._local_tensor
-        is_alias = shown._local_tensor.data_ptr() == own.data_ptr() and shown.dtype == own.dtype
+        own = local_of(parameter)
+        is_alias = local_of(shown).data_ptr() == own.data_ptr() and shown.dtype == own.dtype
         # A hook of the user may have put a copy there.
         if is_alias and shown is not parameter:
             # Shares the count of writes, which what torch detaches does not.

@@ -32,6 +32,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from megafsdp.buffer.comm.collectives import Pending, all_reduce, start_all_reduce
+from megafsdp.device.torch_private import call_after_backward, without_dynamo
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.runtime.autograd_hooks import ForwardPass
@@ -256,8 +257,7 @@ class FSDPContext:
             return
         self._is_backward_running = True
         self._backward.start(guess=self._forward)
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        engine.queue_callback(self.end_backward)
+        call_after_backward(self.end_backward)
 
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
@@ -330,7 +330,7 @@ class FSDPContext:
         if self.is_root(unit) and output.grad_fn is not None:
             output.grad_fn.register_hook(self.prefetch_after_loss)
 
-    @torch._disable_dynamo
+    @without_dynamo
     def prefetch_after_loss(self, *unused: object) -> None:
         """Issue the gathers expected after the root: its first backward operator is done."""
         if self._is_in_loss_backward:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
+from megafsdp.device.torch_private import compiled_call, is_backward_running, without_dynamo
 from megafsdp.fsdp.params.host_grads import reducer_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
@@ -100,7 +101,7 @@ class FSDPUnit:
 
     def _hook_forward(self, module: nn.Module) -> None:
         # A compiled module is called by run_as_forward, which keeps hooks out of its graph.
-        if module._compiled_call_impl is None:
+        if compiled_call(module) is None:
             self.forward_hooks[id(module)] = [
                 module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self._post_forward),
@@ -186,7 +187,7 @@ class FSDPUnit:
 
     # Forward.
 
-    @torch._disable_dynamo
+    @without_dynamo
     @in_profiler_range("pre_forward")
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -232,7 +233,7 @@ class FSDPUnit:
         replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
 
-    @torch._disable_dynamo
+    @without_dynamo
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         output = cast_floating(output, self.policy.output_dtype)
@@ -277,7 +278,7 @@ class FSDPUnit:
                     group.compute_weight.release_to_slices(neighbours)
         self.release()
 
-    @torch._disable_dynamo
+    @without_dynamo
     def _leave_forward(self, module: nn.Module, *unused: object) -> None:
         """Return to rest if the forward was cut short; called after every forward."""
         # Recomputation is cut short on purpose, as soon as it has made what backward needs; a unit
@@ -295,7 +296,7 @@ class FSDPUnit:
         if context.is_root(self) and not _is_in_backward():
             context.end_forward(is_graph_built=False)
 
-    @torch._disable_dynamo
+    @without_dynamo
     def run_as_forward(
         self,
         module: nn.Module,
@@ -312,7 +313,7 @@ class FSDPUnit:
 
     # Backward.
 
-    @torch._disable_dynamo
+    @without_dynamo
     @in_profiler_range("pre_backward")
     def begin_backward(self, token: ForwardToken) -> None:
         """Start the unit's backward: called when a gradient of one of its outputs is there."""
@@ -327,7 +328,7 @@ class FSDPUnit:
             context.unshard_for_backward(self)
         self.show_unsharded()
 
-    @torch._disable_dynamo
+    @without_dynamo
     def inputs_done(self, token: ForwardToken) -> None:
         """End the unit's backward if no other forward of it waits in the passes under way.
 
@@ -390,7 +391,7 @@ class FSDPUnit:
 
 def _is_in_backward() -> bool:
     """Tell whether the autograd engine is running on this thread, as during recomputation."""
-    return torch._C._current_graph_task_id() >= 0
+    return is_backward_running()
 
 
 def unit_of(module: nn.Module) -> FSDPUnit | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.device.torch_private import without_torch_function
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.gradient_reducer import common_buffer, place_of_grad
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
@@ -150,7 +151,7 @@ class GroupPlan:
         """
         found = Found()
         # These parameters are ours and override nothing: reads need not look for that.
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             read = [_read(members.parameters, attribute) for members in self._members]
         for members, grads in zip(self._members, read, strict=True):
             buffer = members.common_buffer(grads)

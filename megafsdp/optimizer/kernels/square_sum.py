@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megafsdp._native import native_module
+from megafsdp.device.torch_private import version_of
 from megafsdp.optimizer.kernels import cuda as cuda_kernels
 from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.kernels.adam_kernel import (
@@ -69,14 +70,14 @@ def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
         values: A flat tensor whose writers bump its version counter, as those of main gradients do.
     """
     total = device_sum_of_squares(values)
-    values._megafsdp_square_sum = (values._version, total)  # type: ignore[attr-defined]
+    values._megafsdp_square_sum = (version_of(values), total)  # type: ignore[attr-defined]
     return total
 
 
 def known_square_sum(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of a contiguous tensor, not made again if it is remembered."""
     known: tuple[int, torch.Tensor] | None = getattr(values, "_megafsdp_square_sum", None)
-    if known is not None and known[0] == values._version:
+    if known is not None and known[0] == version_of(values):
         return known[1]
     return device_sum_of_squares(values.view(-1))
 

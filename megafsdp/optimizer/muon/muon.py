@@ -328,7 +328,7 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
     )
     if isinstance(parameter, UnevenDTensor):
         layout = parameter.uneven_layout
-        is_ours = layout.box_shape == layout.shape
+        is_ours = layout.region_shape == layout.shape
     if not is_ours:
         raise NotImplementedError(
             expected(

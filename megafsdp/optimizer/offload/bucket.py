@@ -25,6 +25,7 @@ from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
 from megafsdp.device.host_copies import CopyLink, Transfer
 from megafsdp.device.host_memory import HostArena, aligned_nbytes
 from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.torch_private import version_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam.plan import Found
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers
@@ -213,14 +214,14 @@ class GradientCopy:
         self.transfer = bucket.link.to_host(copies)
         # The memory must not be used again before it was read.
         self._kept = [source for _, source in copies]
-        self._sources = [(weakref.ref(grads), grads._version) for _, grads in pieces]
+        self._sources = [(weakref.ref(grads), version_of(grads)) for _, grads in pieces]
 
     def is_of(self, grads: torch.Tensor) -> bool:
         """Tell whether it was made of this tensor alone, which has not changed since."""
         if len(self._sources) != 1:
             return False
         ((source, version),) = self._sources
-        return source() is grads and grads._version == version
+        return source() is grads and version_of(grads) == version
 
     def wait(self) -> None:
         """Wait until the gradients are there; from any thread."""

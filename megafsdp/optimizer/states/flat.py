@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.uneven import local_object, local_tensor
+from megafsdp.device.torch_private import version_of
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.mesh.placement import Residence
@@ -94,7 +95,7 @@ class FlatStates:
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._shown_steps = list(self._steps)
         self._counts = [0] * len(tensors)
-        self._counted_version = self._steps._version
+        self._counted_version = version_of(self._steps)
         # States that were handed out, whose memory need not hold zeros.
         self._used: set[tuple[int, str]] = set()
         self._runs: dict[tuple[int, ...], list[Run]] = {}
@@ -175,7 +176,7 @@ class FlatStates:
             self._steps[indices] += 1
             for index in indices:
                 counts[index] += 1
-        self._counted_version = self._steps._version
+        self._counted_version = version_of(self._steps)
         return _by_count(indices, counts)
 
     def upcoming(self, indices: list[int]) -> dict[int, list[int]]:
@@ -183,10 +184,10 @@ class FlatStates:
         return _by_count(indices, [count + 1 for count in self._current_counts()])
 
     def _current_counts(self) -> list[int]:
-        if self._steps._version != self._counted_version:
+        if version_of(self._steps) != self._counted_version:
             # A load has written into the counts.
             self._counts = [int(count) for count in self._steps.tolist()]
-            self._counted_version = self._steps._version
+            self._counted_version = version_of(self._steps)
         return self._counts
 
     def range_of(self, index: int) -> Run:

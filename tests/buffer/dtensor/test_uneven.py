@@ -285,7 +285,7 @@ def _tensor_parallel_part() -> None:
 
 
 def test_tensor_parallel_part_knows_its_place(ranks: Ranks) -> None:
-    """A box of a larger tensor: chunks and copies are named globally, gathering is refused."""
+    """A region of a larger tensor: chunks and copies are named globally, gathering is refused."""
     ranks(4).run(_tensor_parallel_part)
 
 

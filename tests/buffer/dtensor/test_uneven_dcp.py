@@ -160,7 +160,7 @@ def _load_experts(directory: str) -> None:
 
 
 def test_cuts_inside_an_expert_are_several_chunks(ranks: Ranks, tmp_path: Path) -> None:
-    """Up to three boxes a rank, written and read one by one."""
+    """Up to three regions a rank, written and read one by one."""
     assert max(ranks(3).run(_save_experts, str(tmp_path))) > 1
     ranks(2).run(_load_experts, str(tmp_path))
 
@@ -187,7 +187,7 @@ def _load_tensor_parallel(directory: str) -> None:
 
 
 def test_tensor_parallel_parts_join_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    """Boxes of two tensor-parallel ranks, each cut over two data-parallel ones, tile the tensor."""
+    """Parts of two tensor-parallel ranks, each cut over two data-parallel ones, fill the tensor."""
     ranks(4).run(_save_tensor_parallel, str(tmp_path))
     (whole,) = ranks(1).run(_load_whole, str(tmp_path), {"w": (8, 6)})
     assert torch.equal(whole["w"], random(8, 6, seed=13))

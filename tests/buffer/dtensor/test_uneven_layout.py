@@ -1,4 +1,4 @@
-"""Element ranges as boxes, and layouts of unevenly cut tensors, against numpy arrays."""
+"""Element ranges as regions, and layouts of unevenly cut tensors, against numpy arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megafsdp.buffer.dtensor.uneven_layout import Box, UnevenLayout, boxes_of_range
+from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, regions_of_range, whole
 
 _EXTENTS = st.integers(1, 5)
 
@@ -22,44 +22,42 @@ def _ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     return shape, start, draw(st.integers(start, math.prod(shape)))
 
 
-def _elements(shape: tuple[int, ...], box: Box) -> list[int]:
-    """Return the flat numbers of the elements in a box, in its row-major order."""
+def _elements(shape: tuple[int, ...], region: Region) -> list[int]:
+    """Return the flat numbers of the elements in a region, in its row-major order."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
-    region = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-    return numbers[region].ravel().tolist()
+    return numbers[region.slices_in(whole(shape))].ravel().tolist()
 
 
 @given(_ranges())
 @example(((3, 1, 4), 2, 10))
 @example(((2, 3, 4, 5), 1, 119))
-def test_boxes_cover_a_range_element_by_element(case: tuple[tuple[int, ...], int, int]) -> None:
-    """Boxes in order hold exactly the range, each at its place, and are at most 2N - 1."""
+def test_regions_cover_a_range_element_by_element(case: tuple[tuple[int, ...], int, int]) -> None:
+    """Regions in order are exactly the range, one after the other, and at most 2N - 1."""
     shape, start, stop = case
-    boxes = boxes_of_range(shape, start, stop)
+    regions = regions_of_range(shape, start, stop)
     covered = []
-    for box in boxes:
-        assert box.start == len(covered)
-        assert min(box.sizes) > 0
-        assert box.numel == math.prod(box.sizes)
-        covered += _elements(shape, box)
+    for region in regions:
+        assert min(region.sizes) > 0
+        assert region.numel == math.prod(region.sizes)
+        covered += _elements(shape, region)
     assert covered == list(range(start, stop))
-    assert len(boxes) <= 2 * len(shape) - 1
+    assert len(regions) <= 2 * len(shape) - 1
 
 
-def test_the_bound_on_boxes_is_reached() -> None:
-    """A range that starts and stops inside the innermost rows needs 2N - 1 boxes."""
-    assert [len(boxes_of_range((4,) * n, 1, 4**n - 1)) for n in (1, 2, 3, 4)] == [1, 3, 5, 7]
+def test_the_bound_on_regions_is_reached() -> None:
+    """A range that starts and stops inside the innermost rows needs 2N - 1 regions."""
+    assert [len(regions_of_range((4,) * n, 1, 4**n - 1)) for n in (1, 2, 3, 4)] == [1, 3, 5, 7]
 
 
-def test_whole_rows_are_one_box() -> None:
-    """Cuts between rows need one box, whatever the trailing dimensions."""
-    assert boxes_of_range((5, 2, 3), 6, 24) == [Box((1, 0, 0), (3, 2, 3), 0)]
+def test_whole_rows_are_one_region() -> None:
+    """Cuts between rows need one region, whatever the trailing dimensions."""
+    assert regions_of_range((5, 2, 3), 6, 24) == [Region((1, 0, 0), (3, 2, 3))]
 
 
-def test_a_scalar_is_one_box_without_dimensions() -> None:
+def test_a_scalar_is_one_region_without_dimensions() -> None:
     """A 0-dim tensor has one element and no extents."""
-    assert boxes_of_range((), 0, 1) == [Box((), (), 0)]
-    assert boxes_of_range((), 0, 0) == []
+    assert regions_of_range((), 0, 1) == [Region((), ())]
+    assert regions_of_range((), 0, 0) == []
 
 
 def _layout(
@@ -69,8 +67,8 @@ def _layout(
     row_numel = math.prod(shape[1:])
     return UnevenLayout(
         shape=shape,
-        box_offsets=(0,) * len(shape),
-        box_shape=shape,
+        region_offsets=(0,) * len(shape),
+        region_shape=shape,
         row_numel=row_numel,
         buffer_offset=first_row * row_numel,
         shard_numel=shard_rows * row_numel,
@@ -101,7 +99,7 @@ def test_shards_partition_a_tensor(
             end = stop
         assert np.flatnonzero(owners == shard).tolist() == list(range(start, stop))
         assert layout.local_shape(shard) == ((stop - start) // layout.row_numel, *shape[1:])
-        assert sum(box.numel for box in layout.boxes(shard)) == stop - start
+        assert sum(region.numel for region in layout.regions(shard)) == stop - start
     assert end == layout.numel
 
 
@@ -110,33 +108,33 @@ def test_default_shard_is_the_own_one() -> None:
     layout = _layout((10, 4), num_shards=3, shard=1, first_row=4, shard_rows=10)
     assert layout.element_range() == layout.element_range(1) == (24, 40)
     assert layout.local_shape() == (4, 4)
-    assert layout.boxes() == [Box((6, 0), (4, 4), 0)]
-    assert (layout.local_shape(2), layout.boxes(2)) == ((0, 4), [])
+    assert layout.regions() == [Region((6, 0), (4, 4))]
+    assert (layout.local_shape(2), layout.regions(2)) == ((0, 4), [])
 
 
 def test_stacked_experts_are_cut_between_their_rows() -> None:
-    """(E, N, K) with rows of K: the local tensor is (rows, K), and boxes cross expert borders."""
+    """(E, N, K) with rows of K: the local tensor is (rows, K), and regions cross expert borders."""
     layout = UnevenLayout((3, 4, 5), (0, 0, 0), (3, 4, 5), 5, 0, 35, 2, 0)
     assert [layout.local_shape(s) for s in range(2)] == [(7, 5), (5, 5)]
-    assert layout.boxes(0) == [Box((0, 0, 0), (1, 4, 5), 0), Box((1, 0, 0), (1, 3, 5), 20)]
-    assert layout.boxes(1) == [Box((1, 3, 0), (1, 1, 5), 0), Box((2, 0, 0), (1, 4, 5), 5)]
+    assert layout.regions(0) == [Region((0, 0, 0), (1, 4, 5)), Region((1, 0, 0), (1, 3, 5))]
+    assert layout.regions(1) == [Region((1, 3, 0), (1, 1, 5)), Region((2, 0, 0), (1, 4, 5))]
 
 
 @pytest.mark.parametrize("tp_dim", [0, 1])
 @pytest.mark.parametrize("tp_rank", [0, 1])
-def test_tensor_parallel_part_is_a_box_of_a_larger_tensor(tp_dim: int, tp_rank: int) -> None:
+def test_tensor_parallel_part_is_a_region_of_a_larger_tensor(tp_dim: int, tp_rank: int) -> None:
     """Rows of a tensor-parallel part, cut over 3 data-parallel shards, are named globally."""
     shape = (8, 6)
     part = tuple(n // 2 if d == tp_dim else n for d, n in enumerate(shape))
     offsets = tuple(tp_rank * part[d] if d == tp_dim else 0 for d in range(2))
-    whole = np.arange(48).reshape(shape)
-    region = tuple(slice(o, o + n) for o, n in zip(offsets, part, strict=True))
-    elements = whole[region].ravel()
+    numbers = np.arange(48).reshape(shape)
+    part_of_tensor = tuple(slice(o, o + n) for o, n in zip(offsets, part, strict=True))
+    elements = numbers[part_of_tensor].ravel()
     layout = UnevenLayout(shape, offsets, part, part[1], 2 * part[1], 3 * part[1], 4, 0)
     seen = []
     for shard in range(4):
         start, stop = layout.element_range(shard)
-        named = [n for box in layout.boxes(shard) for n in _elements(shape, box)]
+        named = [n for region in layout.regions(shard) for n in _elements(shape, region)]
         assert named == elements[start:stop].tolist()
         seen += named
     assert seen == elements.tolist()

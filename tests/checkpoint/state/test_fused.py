@@ -414,8 +414,8 @@ def _uneven(values: torch.Tensor, row_numel: int, padding_rows: int) -> UnevenDT
     num_rows = values.numel() // row_numel
     layout = UnevenLayout(
         shape=shape,
-        box_offsets=(0,) * len(shape),
-        box_shape=shape,
+        region_offsets=(0,) * len(shape),
+        region_shape=shape,
         row_numel=row_numel,
         buffer_offset=padding_rows * row_numel,
         shard_numel=-(-(num_rows + padding_rows) // mesh.size()) * row_numel,

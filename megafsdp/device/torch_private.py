@@ -1,0 +1,199 @@
+"""Private names of torch's core: tensors, autograd, modules, compiler, profiler.
+
+torch may change what stands here without notice, so no other file spells these names; those of
+DTensors, process groups and checkpoints are in megafsdp/mesh/torch_private.py. Each function says
+what torch offers in public instead, and the versions in which the private name was seen. Nothing
+here has a meaning for the engine: a function does what torch does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch._ops import (
+    OpOverload as OpOverload,  # The type of operators; public: none; 2.11 to 2.13.
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound=torch.Tensor)
+
+# For each parameter in every step: a function of C costs half of what one in Python does.
+_read_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory was written, as autograd counts it.
+
+    Public: none; only ``torch.autograd.graph.increment_version`` writes the count. 2.11 to 2.13.
+    """
+    return tensor._version
+
+
+def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the sum of :func:`version_of` over tensors.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return sum(map(_read_version, tensors))
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the count that :func:`version_of` returns.
+
+    Public: none; a wrong count makes autograd miss a write to a saved tensor. 2.11 to 2.13.
+    """
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def preserving_versions(*tensors: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context after which the tensors' versions are what they were before.
+
+    Public: none. 2.11 to 2.13.
+    """
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensors)
+    return context
+
+
+def base_of(view: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that a view was made of; None for a tensor that is no view.
+
+    Public: none; ``Tensor._is_view`` is private too. 2.11 to 2.13.
+    """
+    return view._base
+
+
+def is_backward_running() -> bool:
+    """Tell whether the autograd engine runs on this thread, as during recomputation.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return torch._C._current_graph_task_id() >= 0
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call a function at the end of the backward that runs.
+
+    Public: none; FSDP2 and DDP use the same. 2.11 to 2.13.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def num_gradient_hooks(parameter: torch.Tensor) -> int:
+    """Return how many hooks wait for a leaf's gradient.
+
+    Public: none; hooks can be registered, not listed. 2.11 to 2.13.
+    """
+    hooks = getattr(parameter, "_backward_hooks", None) or ()
+    return len(hooks) + len(post_accumulate_hooks(parameter))
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Return what ``register_post_accumulate_grad_hook`` has registered on a leaf.
+
+    Public: none; hooks can be registered, not listed. 2.11 to 2.13.
+    """
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def as_subclass_with_grad(cls: type[T], tensor: torch.Tensor) -> T:
+    """Make a leaf of a subclass that aliases a plain tensor and requires a gradient.
+
+    Public: ``Tensor.as_subclass`` keeps autograd's history, hence makes no leaf. 2.11 to 2.13.
+    """
+    return torch.Tensor._make_subclass(cls, tensor, True)
+
+
+def split_as(flat: torch.Tensor, shapes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Split a flat tensor into views with the shapes of others, in one call.
+
+    Public: ``Tensor.split`` and a ``view`` for each, several times as slow. 2.11 to 2.13.
+    """
+    views: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, shapes)
+    return views
+
+
+def unscale_and_check(
+    tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    """Multiply tensors in place, and set ``found_inf`` to 1 if an element is not finite.
+
+    Public: ``torch.amp.GradScaler``, which reduces nothing over ranks. 2.11 to 2.13.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse_scale)
+
+
+def no_torch_function() -> object:
+    """Return what a class sets as ``__torch_function__`` to have no override.
+
+    Public: none; a classmethod that passes calls on costs a Python call for each attribute. 2.11 to
+    2.13.
+    """
+    return torch._C._disabled_torch_function_impl
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which the overrides of tensor subclasses are not called.
+
+    Public: none. 2.11 to 2.13.
+    """
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """Return an operator's name and arguments, with the marks of those it writes.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return op._schema
+
+
+def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that ``torch.compile`` must run as it is.
+
+    Public: ``torch.compiler.disable`` does the same, but imports the compiler at once, which takes
+    seconds. 2.11 to 2.13.
+    """
+    decorated: Callable[P, R] = torch._disable_dynamo(function)
+    return decorated
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what ``module.compile()`` has put in the place of the call; None before it.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return module._compiled_call_impl
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the own buffers that a state dict leaves out.
+
+    Public: none; ``state_dict()`` runs hooks. 2.11 to 2.13.
+    """
+    return module._non_persistent_buffers_set
+
+
+def fast_profiler_range(name: str) -> AbstractContextManager[object]:
+    """Return a context that profilers show under a name.
+
+    Public: ``torch.profiler.record_function`` costs 20 times as much without a profiler. 2.11 to
+    2.13.
+    """
+    context: AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(name)
+    return context
+
+
+def tensor_rebuilder() -> Callable[..., torch.Tensor]:
+    """Return the function by which files of ``torch.save`` name a tensor.
+
+    Public: none; its name is a part of the file format. 2.11 to 2.13.
+    """
+    rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v2
+    return rebuild

@@ -1,0 +1,118 @@
+"""Private names of torch.distributed: DTensors, meshes, process groups, checkpoints.
+
+torch may change what stands here without notice, so no other file spells these names, but for
+megafsdp/buffer/dtensor/uneven.py, whose class is a DTensor; those of torch's core are in
+megafsdp/device/torch_private.py. Each function says what torch offers in public instead, and the
+versions in which the private name was seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import IO, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+# Mesh, placements and shape of a DTensor's global tensor; public: DTensor.from_local() makes them,
+# through autograd and with a check of the placements. 2.11 to 2.13.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+
+D = TypeVar("D", bound=DTensor)
+
+# Where a chunk lies in the files of torch.distributed.checkpoint; pickled by this name in each
+# .metadata. Public: none. 2.11 to 2.13.
+StorageInfo = filesystem._StorageInfo
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return the very local tensor of a DTensor: its version counter, no autograd.
+
+    Public: ``DTensor.to_local()`` makes a new view through autograd, several times as slow. 2.11 to
+    2.13.
+    """
+    return tensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Return mesh, placements and global shape of a DTensor as one object.
+
+    Public: ``device_mesh``, ``placements`` and ``shape``, from which torch would make a new one.
+    2.11 to 2.13.
+    """
+    return tensor._spec
+
+
+def make_dtensor(cls: type[D], local: torch.Tensor, spec: DTensorSpec) -> D:
+    """Make a DTensor of a class over a local tensor, which may lie anywhere in its storage.
+
+    Public: ``DTensor.from_local()`` makes no subclass, and is several times as slow. 2.11 to 2.13.
+    """
+    # A wrapper takes over the offset, and torch's staging an offset for the address of a storage.
+    source = local.new_empty(0) if local.storage_offset() else local
+    # DTensor's initializer serves export alone, and takes longer than all else that is done here.
+    result = cast(D, cls.__new__(cls, source, spec, requires_grad=False))
+    result._local_tensor = local
+    return result
+
+
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh of all ranks of a mesh, in row-major order.
+
+    Collective on first use. Public: none. 2.11 to 2.13.
+    """
+    return mesh._flatten()
+
+
+def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+    """Return a context that launches the collectives issued in it as one.
+
+    It yields the handle to wait for. Public: none; FSDP2 uses the same. 2.11 to 2.13.
+    """
+    context: AbstractContextManager[Any] = dist._coalescing_manager(group=group, async_ops=True)
+    return context
+
+
+def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
+    """Return a part of a file as a file, as ``torch.distributed.checkpoint`` reads a record.
+
+    Public: none. 2.11 to 2.13.
+    """
+    # A BinaryIO is an IOBase; the stubs do not say so.
+    return _create_file_view(stream, offset, nbytes)  # type: ignore[arg-type]
+
+
+@functools.cache
+def check_before_chunk_writes(check: Callable[[DTensor], None]) -> None:
+    """Have torch call ``check`` on each DTensor that is to take its chunk of a full tensor.
+
+    ``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``broadcast_from_rank0`` cut the
+    full tensor as ``torch.chunk`` does and write the chunk over the local tensor. Once a process
+    for each function; torch's own DTensors pass through it too.
+
+    Public: none; the writer reads nothing of the tensor that other code does not read, so the
+    tensor cannot refuse by itself. 2.11 to 2.13.
+    """
+    write = _state_dict_utils._distribute_tensors
+
+    @functools.wraps(write)
+    def checked(
+        local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
+    ) -> None:
+        for key in keys:
+            # The DTensor and the full tensor, or whatever needs no cutting.
+            pair = local_state_dict.get(key)
+            if isinstance(pair, tuple):
+                check(pair[0])
+        write(local_state_dict, keys, *args, **kwargs)
+
+    _state_dict_utils._distribute_tensors = checked
