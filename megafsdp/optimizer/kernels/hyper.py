@@ -1,4 +1,7 @@
-"""What the user sets for Adam, and the constants of one step that follow from it."""
+"""Hyperparameters of Adam, and the constants of one step that follow from them.
+
+Both are plain numbers, checked here; no tensor and no optimizer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megafsdp.errors import expected
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
-    """What the user sets.
+    """Hyperparameters of Adam, as the user sets them.
 
     Attributes:
         lr: Learning rate.
@@ -35,6 +38,7 @@ class AdamHyper:
     @classmethod
     def of(cls, group: Mapping[str, Any], *, adam_w_mode: bool) -> AdamHyper:
         """Read a parameter group of an optimizer; tensors are read by the host."""
+        # float() waits for a tensor on a device; a captured step does not come here.
         beta1, beta2 = group["betas"]
         return cls(
             lr=float(group["lr"]),
@@ -103,15 +107,18 @@ class AdamConstants:
         return AdamConstants(*(n if abs(n) >= 2.0**-126 else 0.0 for n in self.row()))
 
     @classmethod
+    # A model has thousands of segments and few sets of hyperparameters in a step.
     @functools.lru_cache(maxsize=64)
     def rounded(cls, hyper: AdamHyper, step: int) -> AdamConstants:
         """Compute the constants of a step, counted from 1."""
         lr, decay, (beta1, beta2) = hyper.lr, hyper.weight_decay, hyper.betas
+        # beta ** inf is 0, so that both corrections are exactly 1.
         power = step if hyper.bias_correction else math.inf
         lerp = round_to_fp32(1 - beta1)
         exact = (
             1 - lr * decay if hyper.adam_w_mode else 1.0,
             0.0 if hyper.adam_w_mode else decay,
+            # torch.lerp goes from the nearer end, and rounds accordingly.
             lerp if lerp < 0.5 else lerp - 1,
             beta2,
             1 - beta2,
@@ -124,9 +131,11 @@ class AdamConstants:
 
 def round_to_fp32(value: float) -> float:
     """Return the nearest fp32 value; too large a value becomes infinite."""
+    # A tensor would take many times as long; struct rounds to nearest even too.
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
+        # As a cast in torch does, where struct raises.
         return value * float("inf")
 
 

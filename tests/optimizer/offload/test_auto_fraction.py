@@ -31,18 +31,18 @@ def _measured(num_steps: int, *, runs_ahead: bool) -> FractionMeter:
     meter = FractionMeter(_Clock(torch.device("cpu")))
     for step in range(num_steps):
         if runs_ahead:
-            meter.grads_are_there()
+            meter.note_grads()
         _Clock.now_s += 0.01
-        meter.step_begins()
+        meter.note_step_begin()
         # The first steps take long and must not count.
         meter.rate.note(10**9 if step < 2 else 10**4, 0.01)
         _Clock.now_s += 0.5
-        meter.step_ends()
+        meter.note_step_end()
         for passed_s, waited_s in ((0.005, 0.01), (0.025, 1.0)):
             _Clock.now_s += passed_s
-            meter.is_needed(meter.mark_time(), waited_s)
+            meter.note_use(meter.mark_time(), waited_s)
         _Clock.now_s += 0.2
-    meter.step_begins()
+    meter.note_step_begin()
     return meter
 
 

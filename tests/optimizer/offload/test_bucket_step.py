@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megafsdp import microbatch
 from megafsdp.device.host_copies import ThreadLink, _ThreadTransfer
-from megafsdp.optimizer.offload.bucket_step import AheadStep, BucketStep
+from megafsdp.optimizer.offload.bucket_step import BucketStep
+from megafsdp.optimizer.offload.run_ahead import AheadStep
 from tests.optimizer.offload.hybrid_runs import (
     Case,
     assert_same,
