@@ -31,10 +31,7 @@ class LocalParameter(nn.Parameter):
     @staticmethod
     def over(reducer: GradientReducer) -> LocalParameter:
         """Make the parameter of one group; aliases its main weight."""
-        # nn.Parameter() would set .grad, which is a property here.
-        parameter = torch.Tensor._make_subclass(
-            LocalParameter, reducer.group.main_weight.flat, True
-        )
+        parameter = LocalParameter(reducer.group.main_weight.flat)
         parameter._reducer = reducer
         # The hook after a step finds the group by it, and marks its compute weights as stale.
         tie_to_group(parameter, reducer.group)
@@ -107,6 +104,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         ValueError: There is no unit below the model.
     """
+    # Units, not parameters: tied ones lie in one buffer, and so in one of the results.
     units = units_below([model])
     if not units:
         raise ValueError(

@@ -7,7 +7,6 @@ torch (reference.py), many operators a parameter, which a graph replays without 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +17,6 @@ from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import StateStore
-
-
-@dataclass(frozen=True, slots=True)
-class _Constants:
-    """The fields of :class:`~megafsdp.optimizer.kernels.hyper.AdamConstants`, some as tensors."""
-
-    # Tensors where they depend on the step or the learning rate, which a replay reads anew.
-
-    decay: torch.Tensor | float
-    l2: float
-    lerp: float
-    beta2: float
-    square: float
-    root: torch.Tensor | float
-    eps: float
-    step_size: torch.Tensor
 
 
 class CapturablePass:
@@ -103,21 +86,20 @@ class CapturablePass:
         for old, new in zip(kept, stepped, strict=True):
             old.copy_(new if skips is None else torch.where(skips, old.float(), new))
 
-    def _constants(self, step: torch.Tensor) -> Any:
+    def _constants(self, step: torch.Tensor) -> AdamConstants:
         """Compute the constants in double where the step is, and round them to fp32 once."""
+        # Tensors where they depend on the step or the learning rate, which a replay reads anew.
         # Of any step: only those that do not depend on it are taken.
         hyper, fixed = self._hyper, AdamConstants.rounded(self._hyper, 1)
         rate = torch.full((), hyper.lr, dtype=torch.float64, device=step.device)
-        decay: torch.Tensor | float = fixed.decay
+        late: dict[str, Any] = {}
         if self._lr is not None:
             rate.copy_(self._lr)
             # Rounded once from double, as AdamConstants does, to the same bits.
-            decay = (1 - rate * hyper.weight_decay).float() if hyper.adam_w_mode else 1.0
-        root: torch.Tensor | float = 1.0
+            late["decay"] = (1 - rate * hyper.weight_decay).float() if hyper.adam_w_mode else 1.0
         if hyper.bias_correction:
             beta1, beta2 = hyper.betas
-            root = (1 - beta2 ** step.double()).sqrt().float()
+            late["root"] = (1 - beta2 ** step.double()).sqrt().float()
             rate = rate / (1 - beta1 ** step.double())
-        return _Constants(
-            decay, fixed.l2, fixed.lerp, fixed.beta2, fixed.square, root, fixed.eps, rate.float()
-        )
+        late["step_size"] = rate.float()
+        return fixed._replace(**late)

@@ -272,8 +272,9 @@ class FusedAdam(MarksMainWeights, Optimizer):
         if found_inf is not None and not self.capturable and bool(found_inf.item()):
             return loss
         if not self.capturable:
+            # Raises for numbers without meaning before anything is stepped.
             for group in self.param_groups:
-                AdamHyper.of(group, adam_w_mode=self.adam_w_mode)  # Before anything is stepped.
+                AdamHyper.of(group, adam_w_mode=self.adam_w_mode)
         # All gradients are found, and checked, before the first weight changes.
         plans = self._ready_plans()
         found = [plan.find(self._states_to_step(), attribute=self._attribute) for plan in plans]

@@ -253,7 +253,7 @@ class AdamKernel:
         if self._run is None:
             self._run_in_torch(buffers, table)
         elif buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
-            self._run(_native_arguments(buffers, table))
+            self._run(**_native_arguments(buffers, table))
         else:
             _step_through_fp32(buffers, table, self._run)
 
@@ -277,7 +277,7 @@ def _compiled(
     found_inf: torch.Tensor | None,
     flush_denormals: bool,
     num_threads: int,
-) -> Callable[[dict[str, Any]], None] | None:
+) -> Callable[..., None] | None:
     """Return a function that calls the compiled kernel of a device; None if there is none."""
     # Chosen once for many buffers: looking for a kernel takes as long as a small step.
     cuda = cuda_kernels.usable_module(device)
@@ -286,7 +286,7 @@ def _compiled(
         on_device = grad_scale if isinstance(grad_scale, torch.Tensor) else None
         on_host = 1.0 if isinstance(grad_scale, torch.Tensor) else round_to_fp32(grad_scale)
         options = {"grad_scale": on_host, "flush_denormals": flush_denormals}
-        return lambda arguments: cuda_kernels.launch_adam_step(
+        return lambda **arguments: cuda_kernels.launch_adam_step(
             cuda, arguments | options, device, grad_scale=on_device, found_inf=found_inf
         )
     # On a CPU a scale tensor is read here: the native kernel takes numbers, and nothing waits.
@@ -296,16 +296,11 @@ def _compiled(
     # The factor is rounded here, once: all kernels and the fallback multiply by the same.
     scale = round_to_fp32(float(grad_scale))
     return functools.partial(
-        _call_native,
         native.adam_step,
-        {"grad_scale": scale, "flush_denormals": flush_denormals, "num_threads": num_threads},
+        grad_scale=scale,
+        flush_denormals=flush_denormals,
+        num_threads=num_threads,
     )
-
-
-def _call_native(
-    function: Callable[..., None], options: dict[str, Any], arguments: dict[str, Any]
-) -> None:
-    function(**arguments, **options)
 
 
 def _native_arguments(
@@ -323,7 +318,7 @@ def _native_arguments(
         "grad_dtype": DTYPE_NAMES[buffers.grad.dtype],
         "state_dtype": DTYPE_NAMES[buffers.exp_avg.dtype],
         "copy_out_dtype": "" if buffers.copy_out is None else DTYPE_NAMES[buffers.copy_out.dtype],
-        "segments": [(start, stop, constants.row()) for start, stop, constants in table],
+        "segments": [(start, stop, constants) for start, stop, constants in table],
         # The CUDA kernel has no such arguments, and never gets buffers with them.
         **{name: getattr(buffers, name).data_ptr() for name in buffers.new_names()},
     }
@@ -333,7 +328,7 @@ def _native_arguments(
 def _step_through_fp32(
     buffers: AdamBuffers,
     table: Sequence[tuple[int, int, AdamConstants]],
-    call: Callable[[dict[str, Any]], None],
+    call: Callable[..., None],
 ) -> None:
     """Step with moments of two dtypes, which the kernels do not take, in chunks."""
     for start, stop, constants in table:
@@ -343,7 +338,7 @@ def _step_through_fp32(
             wide = dataclasses.replace(
                 part, exp_avg=part.exp_avg.float(), exp_avg_sq=part.exp_avg_sq.float()
             )
-            call(_native_arguments(wide, [(0, wide.weight.numel(), constants)]))
+            call(**_native_arguments(wide, [(0, wide.weight.numel(), constants)]))
             part.exp_avg.copy_(wide.exp_avg)
             part.exp_avg_sq.copy_(wide.exp_avg_sq)
 

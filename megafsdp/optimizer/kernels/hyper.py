@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megafsdp.errors import expected
 
@@ -64,9 +64,10 @@ class AdamHyper:
             _check_range(f"betas[{i}]", beta, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class AdamConstants:
+class AdamConstants(NamedTuple):
     """The numbers that one update needs, computed in double and rounded to fp32 once.
+
+    A tuple in the order in which the kernels take them.
 
     Attributes:
         decay: Factor of the weight, ``1 - lr * weight_decay``; 1 with L2 regularisation.
@@ -89,22 +90,9 @@ class AdamConstants:
     eps: float
     step_size: float
 
-    def row(self) -> tuple[float, ...]:
-        """Return the numbers in order."""
-        return (
-            self.decay,
-            self.l2,
-            self.lerp,
-            self.beta2,
-            self.square,
-            self.root,
-            self.eps,
-            self.step_size,
-        )
-
     def flushed(self) -> AdamConstants:
         """Return zero for subnormal numbers, as a processor takes them that flushes."""
-        return AdamConstants(*(n if abs(n) >= 2.0**-126 else 0.0 for n in self.row()))
+        return AdamConstants(*(n if abs(n) >= 2.0**-126 else 0.0 for n in self))
 
     @classmethod
     # A model has thousands of segments and few sets of hyperparameters in a step.

@@ -19,7 +19,8 @@ from megafsdp.mesh.annotation import FusedParts, annotation_of
 from megafsdp.optimizer.muon.exchange import CutMatrix
 from megafsdp.optimizer.muon.newton_schulz import lr_ratio, orthogonalize, part_shapes, part_views
 
-SPLITS = ("parts", "groups", "none")  # Of a fused parameter: what is a matrix of its own.
+# Of a fused parameter: what is a matrix of its own.
+SPLITS = ("parts", "groups", "none")
 
 
 @dataclass(eq=False, slots=True)
@@ -113,7 +114,8 @@ def matrices_of(parameter: torch.Tensor, group: dict[str, Any]) -> list[Matrix]:
     """Return the matrices of a parameter that Muon steps, in order."""
     fused = annotation_of(parameter).fused if group["split_fused"] != "none" else None
     dim = 0 if fused is None else fused.dim - (parameter.ndim - 2)
-    if dim < 0:  # The parts are whole matrices of the stack.
+    # Parts along the dimension of the stack are whole matrices.
+    if dim < 0:
         fused, dim = None, 0
     rows, cols = parameter.shape[-2:]
     offsets = range(0, parameter.numel(), max(rows * cols, 1))

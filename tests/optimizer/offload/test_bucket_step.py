@@ -268,9 +268,10 @@ def _stressed(num_steps: int) -> None:
     assert_same(found, wanted)
 
 
-def test_random_delays_of_copies_and_steps_change_no_bit(ranks: Ranks) -> None:
-    """Two hundred steps with clipping, each place of each bucket delayed at random."""
-    ranks(2).run(_stressed, 200)
+@pytest.mark.parametrize("num_steps", [50, pytest.param(200, marks=pytest.mark.matrix)])
+def test_random_delays_of_copies_and_steps_change_no_bit(ranks: Ranks, num_steps: int) -> None:
+    """Many steps with clipping, each place of each bucket delayed at random."""
+    ranks(2).run(_stressed, num_steps)
 
 
 def _blocking_step_ends() -> None:

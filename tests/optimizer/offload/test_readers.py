@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +16,7 @@ from megafsdp import full_tensor, mark_main_weights_changed, microbatch
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use
 from megafsdp.optimizer.offload.bucket_step import BucketStep
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
+from tests.optimizer.cases import for_each
 from tests.optimizer.offload.hybrid_runs import Case, backward, make_net, make_optimizer
 from tests.ranks import Ranks
 
@@ -47,17 +48,20 @@ READERS: dict[str, Callable[[list[nn.Parameter]], Values]] = {
 
 
 @contextmanager
-def _slow_worker() -> Iterator[None]:
-    """Let each bucket's step begin so late that whoever does not wait comes before it."""
-    inner = BucketStep.run
+def _held_worker() -> Iterator[threading.Event]:
+    """Hold each bucket's step back until the event is set; open it in the end, whatever fails."""
+    may_run, inner = threading.Event(), BucketStep.run
 
     def late(step: BucketStep) -> None:
-        time.sleep(0.1)
+        assert may_run.wait(30), "the gate was opened"
         inner(step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketStep, "run", late)
-        yield
+        try:
+            yield may_run
+        finally:
+            may_run.set()
 
 
 def _read(how: str, case: Case) -> tuple[Values, list[bool]]:
@@ -65,14 +69,24 @@ def _read(how: str, case: Case) -> tuple[Values, list[bool]]:
     optimizer = make_optimizer(net, case)
     parameters = [p for p in net.parameters() if p.requires_grad]
     found, in_use = [], []
-    with _slow_worker():
+    # Of replicated parameters step() itself waits.
+    is_sharded = case.strategy != "no_shard"
+    with _held_worker() as may_run:
         for seed in range(3):
             with microbatch(net, is_last=True):
                 backward(net, seed)
+            may_run.clear()
+            # So late that whoever does not wait comes before it.
+            opening = threading.Timer(0.05, may_run.set)
+            if not is_sharded:
+                opening.start()
             optimizer.step()
             in_use.append(is_any_in_use())
+            if is_sharded:
+                opening.start()
             found += READERS[how](parameters)
             mark_main_weights_changed(net)
+            opening.join()
             in_use.append(is_any_in_use())
             optimizer.zero_grad()
     if isinstance(optimizer, HybridDeviceOptimizer) and case.max_grad_norm is not None:
@@ -89,15 +103,14 @@ def _reads_what_is_stepped(how: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("speculate", [True, False])
-@pytest.mark.parametrize("how", READERS)
-def test_readers_wait_for_the_step_on_the_host(ranks: Ranks, how: str, speculate: bool) -> None:
+def test_readers_wait_for_the_step_on_the_host(ranks: Ranks, speculate: bool) -> None:
     """By operation, in lists, in place, by shards and whole: the bits of FusedAdam."""
     case = Case(1.0, speculate=speculate, max_grad_norm=1e6)
-    ranks(2).run(_reads_what_is_stepped, how, case)
+    ranks(2).run(for_each, _reads_what_is_stepped, [(how, case) for how in READERS])
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp"])
 def test_readers_wait_in_every_strategy(ranks: Ranks, strategy: str) -> None:
     """Replicated parameters are plain DTensors of torch: there ``step`` itself has waited."""
-    ranks(2).run(_reads_what_is_stepped, "full_tensor", Case(1.0, strategy=strategy))
-    ranks(2).run(_reads_what_is_stepped, "norms", Case(1.0, strategy=strategy))
+    case = Case(1.0, strategy=strategy)
+    ranks(2).run(for_each, _reads_what_is_stepped, [("full_tensor", case), ("norms", case)])
