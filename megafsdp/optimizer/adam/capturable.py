@@ -88,8 +88,8 @@ class CapturablePass:
 
     def _constants(self, step: torch.Tensor) -> AdamConstants:
         """Compute the constants in double where the step is, and round them to fp32 once."""
-        # Tensors where they depend on the step or the learning rate, which a replay reads anew.
-        # Of any step: only those that do not depend on it are taken.
+        # Of step 1, for those that do not depend on the step. The others, and those that depend on
+        # a learning rate in a tensor, are tensors too, which a replay computes anew.
         hyper, fixed = self._hyper, AdamConstants.rounded(self._hyper, 1)
         rate = torch.full((), hyper.lr, dtype=torch.float64, device=step.device)
         late: dict[str, Any] = {}

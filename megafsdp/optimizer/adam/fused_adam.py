@@ -358,8 +358,8 @@ class FusedAdam(MarksMainWeights, Optimizer):
                 if index in packed["state"]:
                     packed["state"][index] = self._portable_state(parameter)
 
-        # Before the hooks of others, which may replace what they see. A hook for
-        # the time of this call, since only the base class packs the states.
+        # Before the hooks of others, which may replace what they see. A hook for the time of this
+        # call, since only the base class packs the states.
         with self.register_state_dict_post_hook(make_portable, prepend=True):
             return super().state_dict()
 

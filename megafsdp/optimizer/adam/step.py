@@ -92,8 +92,8 @@ class AdamPass:
             if tensor.data_ptr() != stepped.data_ptr():
                 tensor.copy_(stepped.view(tensor.shape))
             elif group_of(parameter) is None:
-                # The kernel writes by address, which autograd does not count. A group's main weight
-                # has a count of its own.
+                # The kernel writes by address, which autograd does not count. Changes of a
+                # group's main weight are counted by the group.
                 torch.autograd.graph.increment_version(local_object(parameter))
         self._store.encode(parameter, state, moments)
 

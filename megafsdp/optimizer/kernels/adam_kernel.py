@@ -86,10 +86,9 @@ class AdamBuffers:
             ValueError: One has the wrong shape, dtype, device or strides. Or only some of the new
                 ones are given, or beside a remainder, bf16 moments, or on another device.
         """
-        # A step in place is the common case, and asks for no more than this.
         if new := self.new_names():
             self._check_out_of_place(new)
-        # Checked when made, once a step and buffer: the kernels read addresses and check nothing.
+        # Checked when made, once a step and buffer: the kernels get addresses, which say nothing.
         wanted = _BESIDE_FP32 if self.remainder is None else _BESIDE_REMAINDERS
         numel, device = self.weight.numel(), self.weight.device
         for name, dtypes in wanted.items():
@@ -224,7 +223,8 @@ class AdamKernel:
         flush_denormals: bool = True,
         num_threads: int | None = None,
     ) -> None:
-        # Of the calling thread, in which torch may have another number than in the main one.
+        # Asked here, not at each call: it is a setting of the thread that makes the kernel, while
+        # a worker may call it.
         num_threads = torch.get_num_threads() if num_threads is None else num_threads
         check_positive("num_threads", num_threads)
         _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
@@ -248,6 +248,7 @@ class AdamKernel:
         check_positive("step", step)
         _check_segments(segments, numel)
         table = [(s.start, s.stop, AdamConstants.rounded(s.hyper, step)) for s in segments]
+        # item() waits for the device: it is called only where no kernel reads the flag there.
         if numel == 0 or (self._found_inf is not None and self._found_inf.item() != 0):
             return
         if self._run is None:
@@ -444,8 +445,7 @@ def _check_scalars(device: torch.device, **scalars: object) -> None:
 
 
 def _check_segments(segments: Sequence[AdamSegment], numel: int) -> None:
-    # The kernel checks nothing: elements of two segments would be stepped twice, maybe by two
-    # threads at once, and those behind the buffer are not ours.
+    # Elements of two segments would be stepped twice, maybe by two threads at once.
     end = 0
     for i, segment in enumerate(segments):
         if not end <= segment.start <= segment.stop <= numel:

@@ -229,7 +229,7 @@ class Muon(Optimizer):
             matrix = matrices[segment.matrix]
             self._average(matrix, matrix.local_range(segment.start, segment.stop), piece)
         gathered = each.gather(message, _LABEL)
-        # Bounds the memory of a round: what was sent, gathered and one matrix.
+        # Bounds the memory of a round, which needs room for the gathered and for one matrix.
         del message
         received = list(zip(each.receives, pieces(gathered, each.receives), strict=True))
         for index in each.owned:

@@ -209,7 +209,7 @@ class GradientCopy:
         # The copies run on a stream of their own, behind what this thread has queued.
         bucket.link.fence()
         self.transfer = bucket.link.to_host(copies)
-        # Beside the stream that made them: their memory must not be used again before it was read.
+        # Another stream than their own reads them: until then their memory must not be used again.
         self._kept = [source for _, source in copies]
         # To recognise them later; weakly, since a user may drop gradients that were not read.
         self._sources = [(weakref.ref(grads), grads._version) for _, grads in pieces]
