@@ -137,7 +137,7 @@ def test_dropped_states_begin_at_zero(ranks: Ranks, tmp_path: Path, strategy: st
     ranks(2).run(for_each, _begins_again, cases)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("adam-reset")
 @pytest.mark.parametrize(("strategy", "kind"), OTHERS)
 def test_dropped_states_of_every_format_begin_at_zero(
     ranks: Ranks, tmp_path: Path, strategy: str, kind: str

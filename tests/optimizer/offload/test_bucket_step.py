@@ -268,7 +268,9 @@ def _stressed(num_steps: int) -> None:
     assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("num_steps", [50, pytest.param(200, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "num_steps", [50, pytest.param(200, marks=pytest.mark.matrix("offload-delays"))]
+)
 def test_random_delays_of_copies_and_steps_change_no_bit(ranks: Ranks, num_steps: int) -> None:
     """Many steps with clipping, each place of each bucket delayed at random."""
     ranks(2).run(_stressed, num_steps)
