@@ -14,6 +14,8 @@ from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.optimizer.muon.muon import Muon
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 
+# Other names are internal: megafsdp exports these, and tests/test_public.py lists their paths.
+# A name that is added here is a promise to users.
 __all__ = [
     "FusedAdam",
     "HybridDeviceOptimizer",

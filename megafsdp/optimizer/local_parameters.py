@@ -1,8 +1,8 @@
 """One plain tensor for each flat buffer of main weights, for element-wise optimizers.
 
-An optimizer that knows nothing of sharding steps a model's thousand parameters as a thousand
-DTensors. Over :func:`local_parameters` it steps a few long plain tensors, which hold the same
-memory. That is right for an optimizer whose update of an element depends on that element alone.
+An optimizer of torch steps a model's thousand parameters as a thousand DTensors. Over
+:func:`local_parameters` it steps a few long plain tensors, which alias the same memory. That is
+right for an optimizer whose update of an element depends on that element alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megafsdp.fsdp.runtime.unit import units_below
 
 
 class LocalParameter(nn.Parameter):
-    """What a rank holds of one parameter group's main weight, as one plain 1-D tensor.
+    """This rank's part of one parameter group's main weight, as one plain 1-D tensor.
 
     ``grad`` is the group's flat main gradient, present when any of its parameters has a gradient;
     parameters without one have zeros there. Setting it to None clears all of theirs.
@@ -34,17 +34,19 @@ class LocalParameter(nn.Parameter):
         """Make the parameter of one group; aliases its main weight."""
         parameter = as_subclass_with_grad(LocalParameter, reducer.group.main_weight.flat)
         parameter._reducer = reducer
+        # The hook after a step finds the group by it, and marks its compute weights as stale.
         tie_to_group(parameter, reducer.group)
         return parameter
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Return the flat main gradient, gaps included, which hold zeros; None without one."""
+        """Return the flat main gradient, gaps included, which are zero; None without one."""
         reducer = self._reducer
         grads = [p.sharded.grad for p in reducer.group.parameters]
         buffer = reducer.main_grad_buffer
         if buffer is None or all(grad is None for grad in grads):
             return None
+        # A user may have assigned a gradient of their own, or cleared one: the buffer follows.
         with torch.no_grad():
             for index, grad in enumerate(grads):
                 own = buffer.tensor(index)
@@ -56,6 +58,7 @@ class LocalParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        # The flat gradient is a view of what the reducer adds to; another tensor would be lost.
         if value is not None:
             raise RuntimeError(
                 expected(
@@ -85,7 +88,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
 
     Build an element-wise optimizer over them instead of ``model.parameters()``: the result is the
     same as long as every parameter of a group gets a gradient, one gets none only together with its
-    group, or the update by a zero gradient is none. Weight decay, too, then holds for all of a
+    group, or the update by a zero gradient is none. Weight decay, too, then applies to all of a
     group alike. Clip with ``clip_grad_norm_(model, ...)``. Scale losses with
     :class:`~megafsdp.optimizer.loss_scaler.LossScaler`: ``torch.amp.GradScaler`` sees plain
     tensors, so each rank would decide by itself whether to skip a step, and ranks would part. The
@@ -102,6 +105,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         ValueError: There is no unit below the model.
     """
+    # Units, not parameters: tied ones lie in one buffer, and so in one of the results.
     units = units_below([model])
     if not units:
         raise ValueError(
@@ -112,5 +116,6 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
                 hint="Call fully_shard() first",
             )
         )
+    # Frozen groups have no main gradient.
     reducers = [reducer for unit in units.values() for reducer in unit.reducers]
     return [LocalParameter.over(reducer) for reducer in reducers if reducer.group.is_trainable]

@@ -1,19 +1,15 @@
 """Loss scaling for fp16: one factor on the loss, taken off the gradients again before the step.
 
-All ranks take the same decisions: whether a step is finite is agreed by one small all-reduce. How
-the scale moves is the business of :mod:`megafsdp.optimizer.loss_scaler`; clipping is that of
-:mod:`megafsdp.optimizer.grads.clip`.
-
-
-How a loss scale follows from which steps were finite: pure arithmetic.
-
-The rule is that of Megatron-LM's DynamicGradScaler. With growth_window 3 and hysteresis 2 (``!`` is
-a step that is not finite; the scale is the one in use at that step)::
+:class:`LossScaler` scales losses, unscales gradients and skips steps that are not finite; all ranks
+agree on that by one small all-reduce. :class:`ScaleRule`, which touches no tensor, says how the
+scale follows from which steps were finite. The rule is that of Megatron-LM's DynamicGradScaler.
+With growth_window 3 and hysteresis 2 (``!`` is a step that is not finite; the scale is the one in
+use at that step)::
 
     step    .  .  .  !  !  !  .  .  .  !
     scale   8  8  8  16 16 8  4  4  4  8
 
-This file touches no tensor; :mod:`megafsdp.optimizer.loss_scaler` does.
+Gradients are clipped in :mod:`megafsdp.optimizer.grads.clip`.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ class ScaleState:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRule:
-    """How a scale starts and moves.
+    """The rule by which a loss scale starts and moves.
 
     Attributes:
         initial_scale: The first scale.
@@ -76,6 +72,7 @@ class ScaleRule:
         Raises:
             ValueError: They cannot work.
         """
+        # Written so that NaN, which compares false, is refused.
         has_scales = 0 < self.min_scale <= self.initial_scale < math.inf
         has_factors = self.growth_factor > 1 > self.backoff_factor > 0
         if not (has_scales and has_factors and min(self.growth_window, self.hysteresis) > 0):
@@ -103,6 +100,7 @@ class ScaleRule:
         if not self.is_dynamic:
             return state
         if not is_finite:
+            # Not reset by finite steps: only growth restores the hysteresis.
             left = state.hysteresis_left - 1
             backed_off = max(state.scale * self.backoff_factor, self.min_scale)
             return ScaleState(state.scale if left > 0 else backed_off, 0, left)
@@ -141,6 +139,7 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss, which should be fp32 or wider, times the scale."""
+        # By a number, not a tensor: nothing is copied to the device.
         return loss * self._state.scale
 
     @torch.no_grad()
@@ -159,6 +158,7 @@ class LossScaler:
                 "one unscale_() a step", "a second one", "Give all optimizers in one call"
             )
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+        # The operator of torch takes lists of one device and dtype.
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for local in (local_tensor(g) for o in optimizers for g in _gradients(o)):
             by_kind.setdefault((local.device, local.dtype), []).append(local)
@@ -181,6 +181,7 @@ class LossScaler:
             # The operator does not count what it writes.
             torch.autograd.graph.increment_version(locals_)
             is_bad += found.to(device)
+        # A rank that skipped alone would miss the collectives of the step, and ranks would hang.
         all_reduce(is_bad, op="max", group=self._group, label="found inf")
         self._unscaled, self._is_finite = optimizers, not is_bad.item()
         return self._is_finite
@@ -195,6 +196,7 @@ class LossScaler:
         """
         if not self._unscaled:
             self.unscale_(optimizer)
+        # A step of gradients that are still scaled would be wrong by the scale, without a trace.
         if all(optimizer is not unscaled for unscaled in self._unscaled):
             raise _out_of_turn(
                 "an optimizer whose gradients are unscaled",
@@ -216,6 +218,7 @@ class LossScaler:
         """
         if is_finite is None and not self._unscaled:
             raise _out_of_turn("a step since the last update()", "none", "Call step() before it")
+        # Optimizers that check by themselves, in a graph, report it here.
         found = self._is_finite if is_finite is None else is_finite
         self._unscaled = ()
         self._state = self.rule.after(self._state, is_finite=found)
@@ -225,7 +228,7 @@ class LossScaler:
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over the state of another scaler; a constant scale stays what it is."""
+        """Take over the state of another scaler; a constant scale does not change."""
         if self.rule.is_dynamic:
             self._state = ScaleState(
                 float(state["scale"]), int(state["num_finite"]), int(state["hysteresis_left"])

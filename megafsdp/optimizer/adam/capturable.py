@@ -7,7 +7,6 @@ torch (reference.py), many operators a parameter, which a graph replays without 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,20 +19,6 @@ from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import StateStore
 
 
-@dataclass(frozen=True, slots=True)
-class _Constants:
-    """The numbers of :class:`~megafsdp.optimizer.kernels.hyper.AdamConstants`, some as tensors."""
-
-    decay: torch.Tensor | float
-    l2: float
-    lerp: float
-    beta2: float
-    square: float
-    root: torch.Tensor | float
-    eps: float
-    step_size: torch.Tensor
-
-
 class CapturablePass:
     """One step over all parameters of an optimizer, with what it depends on left on the device.
 
@@ -41,7 +26,7 @@ class CapturablePass:
         store: Where states are; moments in fp32 or bf16.
         scale: Factor on the gradients; 0-dim fp32 on the device, or a number.
         found_inf: 0-dim fp32 on the device; nothing changes, and no step is counted, unless it
-            holds zero. None steps always.
+            is zero. None steps always.
     """
 
     def __init__(
@@ -52,9 +37,10 @@ class CapturablePass:
         self._lr: torch.Tensor | None = None
 
     def begin(self, group: dict[str, Any], *, adam_w_mode: bool) -> None:
-        """Take the hyperparameters of a parameter group for what is stepped next."""
+        """Take the hyperparameters of a parameter group for the next calls."""
         lr = group["lr"]
         self._lr = lr if isinstance(lr, torch.Tensor) else None
+        # Reading a tensor would wait for the device, which a capture forbids.
         known = group if self._lr is None else group | {"lr": 0.0}
         self._hyper = AdamHyper.of(known, adam_w_mode=adam_w_mode)
 
@@ -62,6 +48,7 @@ class CapturablePass:
         """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
         main_weight = states.group.main_weight
         moments = [states.buffers[name] for name in self._store.dtypes]
+        # One by one: counts may differ, and only the device can tell.
         for index in indices:
             self._step(
                 main_weight.tensor(index),
@@ -86,9 +73,11 @@ class CapturablePass:
         moments: list[torch.Tensor],
         step: torch.Tensor,
     ) -> None:
+        # Branches would need the host: a skipped step computes all and keeps the old values.
         skips = None if self._found_inf is None else self._found_inf.to(step.device) != 0
         step.add_(1.0 if skips is None else (~skips).float())
         constants = self._constants(step)
+        # The definition runs in fp32; copy_ rounds into the dtypes that are kept.
         kept = [weight, *moments]
         exp_avg, exp_avg_sq = (moment.float() for moment in moments)
         stepped = reference.update(
@@ -97,19 +86,20 @@ class CapturablePass:
         for old, new in zip(kept, stepped, strict=True):
             old.copy_(new if skips is None else torch.where(skips, old.float(), new))
 
-    def _constants(self, step: torch.Tensor) -> Any:
+    def _constants(self, step: torch.Tensor) -> AdamConstants:
         """Compute the constants in double where the step is, and round them to fp32 once."""
+        # Of step 1, for those that do not depend on the step. The others, and those that depend on
+        # a learning rate in a tensor, are tensors too, which a replay computes anew.
         hyper, fixed = self._hyper, AdamConstants.rounded(self._hyper, 1)
         rate = torch.full((), hyper.lr, dtype=torch.float64, device=step.device)
-        decay: torch.Tensor | float = fixed.decay
+        late: dict[str, Any] = {}
         if self._lr is not None:
             rate.copy_(self._lr)
-            decay = (1 - rate * hyper.weight_decay).float() if hyper.adam_w_mode else 1.0
-        root: torch.Tensor | float = 1.0
+            # Rounded once from double, as AdamConstants does, to the same bits.
+            late["decay"] = (1 - rate * hyper.weight_decay).float() if hyper.adam_w_mode else 1.0
         if hyper.bias_correction:
             beta1, beta2 = hyper.betas
-            root = (1 - beta2 ** step.double()).sqrt().float()
+            late["root"] = (1 - beta2 ** step.double()).sqrt().float()
             rate = rate / (1 - beta1 ** step.double())
-        return _Constants(
-            decay, fixed.l2, fixed.lerp, fixed.beta2, fixed.square, root, fixed.eps, rate.float()
-        )
+        late["step_size"] = rate.float()
+        return fixed._replace(**late)

@@ -1,6 +1,7 @@
-"""What FusedAdam refuses: numbers without meaning, and gradients unlike their parameters.
+"""Checks of what FusedAdam is given: hyperparameters, parameters, gradients and states.
 
-The latter no optimizer of this room takes.
+Each raises with what was expected; nothing is changed or repaired here. Muon uses
+:func:`check_grad` too. State dicts are checked in states/loading.py.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def check_hyperparameters(
     Raises:
         ValueError: One has no meaning.
     """
+    # Written so that NaN, which compares false, is refused.
     limits = {
         "lr": (lr, lr >= 0, "of 0 or more"),
         "betas[0]": (betas[0], 0 <= betas[0] < 1, "of at least 0 and below 1"),
@@ -47,7 +49,7 @@ def check_hyperparameters(
 
 
 def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
-    """Check what a parameter group holds and asks for, as torch's Adam and AdamW write it.
+    """Check the options and parameters of a parameter group, named as in torch's Adam and AdamW.
 
     Raises:
         ValueError: A number has no meaning; a trainable parameter is wider than fp32, in which all
@@ -55,7 +57,9 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
     """
     numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
     check_hyperparameters(float(group["lr"]), **numbers, max_grad_norm=None)
+    # Groups from state dicts of torch have these options; they may be there, switched off.
     neutral = dict.fromkeys(FOREIGN_OPTIONS, False) | {"decoupled_weight_decay": adam_w_mode}
+    # A group without an option, as ours are made, asks for nothing.
     asked = {
         name: group[name] for name, value in neutral.items() if group.get(name, value) != value
     }
@@ -69,6 +73,7 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
             )
         )
     for number, parameter in enumerate(group["params"]):
+        # A frozen one may be of any dtype: it is never stepped.
         is_wide = parameter.dtype == torch.float64 or parameter.dtype.is_complex
         if is_wide and parameter.requires_grad:
             raise ValueError(
@@ -87,6 +92,7 @@ def check_remainders(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: One is not bf16.
     """
+    # An fp32 parameter lacks nothing, and the kernel takes one kind of weight.
     for number, parameter in enumerate(group["params"]):
         if parameter.dtype != torch.bfloat16:
             raise ValueError(
@@ -107,6 +113,7 @@ def check_capturable(dtypes: Iterable[torch.dtype], has_remainders: bool) -> Non
     Raises:
         ValueError: A moment has scales, or weights have remainders.
     """
+    # The captured pass runs the definition on plain values and encodes nothing.
     if has_remainders or any(is_scaled(dtype) for dtype in dtypes):
         raise ValueError(
             expected(
@@ -138,6 +145,7 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
                 hint="Build the embedding with sparse=False",
             )
         )
+    # A plain gradient of a sharded parameter has other rows, or only looks as if it fitted.
     if isinstance(parameter, DTensor) != isinstance(grad, DTensor):
         raise RuntimeError(
             expected(
@@ -156,6 +164,7 @@ def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor)
         ValueError: The values are not fp32 or not as many as this rank's of the parameter, or no
             state has this name.
     """
+    # A value in another dtype would be rounded twice on its way into a narrow state.
     if values.dtype != torch.float32 or name not in STATES:
         raise ValueError(
             expected(
@@ -165,6 +174,7 @@ def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor)
                 hint="Cast the values, or set optimizer.state[parameter] directly",
             )
         )
+    # Local shapes: the global ones may agree where the cuts do not.
     own, given = local_tensor(parameter).shape, local_tensor(values).shape
     if own != given:
         raise ValueError(
@@ -184,6 +194,7 @@ def _name_in(group: Mapping[str, Any], number: int) -> str | None:
 
 def _described(parameter: torch.Tensor, name: str | None) -> str:
     """Return a parameter's name as far as it has one, and its shape."""
+    # Names are given to the optimizer by few users; the unit has them in any case.
     owner = group_of(parameter)
     if name is not None:
         who = f"parameter '{name}'"

@@ -1,18 +1,15 @@
 """FusedAdam: Adam and AdamW in one pass over flat buffers.
 
 Parameters of ``fully_shard`` lie in flat buffers, and so do their gradients and states; runs of
-neighbours are stepped by one kernel call, which also folds in the unscaling and clipping of
-gradients and, where a cast of the weight is made once a step, writes that. Plain tensors and other
-DTensors are stepped one by one with the same arithmetic
-(:mod:`megafsdp.optimizer.kernels.reference`), so how a parameter is stored does not change its
-values.
+neighbours are stepped by one kernel call, which also unscales and clips gradients and, where a cast
+of the weight is made once a step, writes that. Plain tensors and other DTensors are stepped one by
+one with the same arithmetic (:mod:`megafsdp.optimizer.kernels.reference`), so how a parameter is
+stored does not change its values.
 
-
-How states come into FusedAdam and leave it: state dicts, checkpoints, copies, narrow formats.
-
-Others see moments in fp32, whatever they are kept in. How they are kept is the business of
-:mod:`megafsdp.optimizer.states.store`, how they are stepped that of
-:mod:`megafsdp.optimizer.adam.fused_adam`.
+The class has three parts in this order: construction and copies, the step, and the states as
+others see them (state dicts, checkpoints), where moments are fp32 whatever they are kept in. It
+does not know how parameters lie (plan.py), how a pass runs (step.py, capturable.py), or where
+states are kept (states/store.py).
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from megafsdp.optimizer.adam.checks import (
     check_remainders,
     check_scaled_state,
 )
-from megafsdp.optimizer.adam.plan import Found, GroupPlan, gradients_of
+from megafsdp.optimizer.adam.plan import FoundGrads, GroupPlan, gradients_of
 from megafsdp.optimizer.adam.step import AdamPass
 from megafsdp.optimizer.grads.clip import gradient_factor
 from megafsdp.optimizer.grads.norms import total_norm
@@ -48,134 +45,7 @@ from megafsdp.optimizer.states.loading import (
 )
 from megafsdp.optimizer.states.store import REMAINDER, STATES, StateStore
 
-
-class AdamStates(Optimizer):
-    """Base of FusedAdam with all that is not a step."""
-
-    _store: StateStore
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what torch's Adam would: moments in fp32, whatever they are kept in; local.
-
-        With ``store_param_remainders`` the remainders are there too, in int16.
-        """
-
-        def make_portable(_: Optimizer, packed: dict[str, Any]) -> None:
-            for index, parameter in packed_parameters(packed, self.param_groups):
-                if index in packed["state"]:
-                    packed["state"][index] = self._portable_state(parameter)
-
-        # Before the hooks of others, which may replace what they see.
-        with self.register_state_dict_post_hook(make_portable, prepend=True):
-            return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state dict of an optimizer of this class or of torch's Adam; local.
-
-        Hooks are called as by any optimizer: the first ones see and may replace the whole state
-        dict, the last ones find its states here.
-
-        Args:
-            state_dict: Its moments are DTensors like the parameters, or plain tensors of what this
-                rank holds of them.
-
-        Raises:
-            ValueError: Its groups, options, states or shapes are not this optimizer's.
-            NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
-        """
-        packed = state_dict
-
-        # torch would bring all states to the parameters' device at once, those of the host too.
-        def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal packed
-            packed = loaded
-            check_loaded_states(packed, self.param_groups, ("step", *STATES, REMAINDER))
-            return packed | {"state": {}}
-
-        first = self.register_load_state_dict_pre_hook(set_states_aside)
-        last = self.register_load_state_dict_post_hook(
-            lambda _: self._take_over_all(packed), prepend=True
-        )
-        with first, last:
-            super().load_state_dict(state_dict)
-
-    def _take_over_all(self, packed: dict[str, Any]) -> None:
-        """Bring the states of a state dict, whose groups are loaded, into the form kept."""
-        self._store.forget_remainders()
-        fill_options(self.param_groups, self.defaults)
-        for index, parameter in packed_parameters(packed, self.param_groups):
-            given = packed["state"].get(index)
-            if given is None:
-                continue
-            self.state[parameter] = {
-                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in given.items()
-            }
-            self._take_over(parameter)
-
-    def _portable_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
-        kept = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
-        return self._store.full_precision(parameter, state) | kept
-
-    def _take_over(self, parameter: torch.Tensor) -> None:
-        """Bring loaded states of a parameter, which :attr:`state` shows, into the form kept."""
-        self._store.prepare(parameter, self.state[parameter])
-
-    def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return a parameter's states as checkpoints hold them: moments in fp32; local.
-
-        A load gives back tensors like these through :attr:`state`, in any dtype.
-        """
-        return self._store.full_precision(parameter, self.state.get(parameter, {}))
-
-    def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's weight as checkpoints hold it; local.
-
-        Returns:
-            The parameter; with ``store_param_remainders`` an fp32 tensor like it, a copy.
-        """
-        return self._store.weight(parameter, self.state.get(parameter, {}))
-
-    @torch.no_grad()
-    def load_canonical(self, parameter: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        """Bring a parameter's loaded states into the form in which they are kept; local.
-
-        Args:
-            parameter: One of the optimizer's parameters, whose :attr:`state` was replaced.
-            weight: Its fp32 weight, a tensor like it, with ``store_param_remainders``.
-        """
-        if weight is not None:
-            self._store.set_weight(parameter, self.state[parameter], weight)
-            owner = group_of(parameter)
-            if owner is not None:
-                owner.mark_stale()
-        elif self.state.get(parameter):
-            self._take_over(parameter)
-
-    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state's values in fp32, as a tensor like the parameter; a copy; local.
-
-        Args:
-            parameter: One of the optimizer's parameters, which has been stepped.
-            name: ``exp_avg`` or ``exp_avg_sq``.
-
-        Raises:
-            KeyError: The parameter has no such state.
-        """
-        return self._store.unscaled(parameter, name, self.state[parameter])
-
-    def set_scaled_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Set a state from fp32 values, a tensor like the parameter, which are copied; local.
-
-        Raises:
-            ValueError: The values are not fp32 or of another shape, or the state has no such name.
-        """
-        check_scaled_state(parameter, name, values)
-        self.state[parameter][name] = values.detach().clone()
-        self._store.prepare(parameter, self.state[parameter])
-
-
+# Attributes that a copy of the optimizer takes as they are.
 _COPIED = (
     "adam_w_mode",
     "use_decoupled_grad",
@@ -186,14 +56,14 @@ _COPIED = (
 )
 
 
-class FusedAdam(MarksMainWeights, AdamStates):
+class FusedAdam(MarksMainWeights, Optimizer):
     """Adam with decoupled (AdamW) or coupled weight decay, for sharded and plain parameters.
 
     A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, closures, hooks and state
     dicts work as there, ``torch.amp.GradScaler`` too. Parameters of ``fully_shard``, plain tensors
     and DTensors may be mixed. State names are torch's (``step``, ``exp_avg``, ``exp_avg_sq``), so
     checkpoints of one load into the other. Where several optimizers share a unit, the one that has
-    half of its elements or more keeps states for all of them.
+    half of its elements or more allocates flat states for the whole unit.
 
     Args:
         params: Parameters or parameter groups.
@@ -207,9 +77,9 @@ class FusedAdam(MarksMainWeights, AdamStates):
             block (:mod:`megafsdp.optimizer.states.formats`).
         exp_avg_sq_dtype: Dtype of the second moment.
         store_param_remainders: For bf16 parameters, as ``MixedPrecisionPolicy(torch.bfloat16,
-            main_params_dtype=torch.bfloat16)`` makes them: an int16 state holds what a bf16
+            main_params_dtype=torch.bfloat16)`` makes them: an int16 state has the bits that a bf16
             parameter lacks of an fp32 weight, so that the parameter is main and compute weight at
-            once, in 2 bytes instead of 4 + 2. Checkpoints hold the fp32 weight.
+            once, in 2 bytes instead of 4 + 2. Checkpoints have the fp32 weight.
         use_decoupled_grad: Read ``p.decoupled_grad`` instead of ``p.grad``; it may have another
             dtype than the parameter.
         max_grad_norm: Clip by the norm of all gradients, which :attr:`grad_norm` shows after each
@@ -217,7 +87,7 @@ class FusedAdam(MarksMainWeights, AdamStates):
             :meth:`measure_grad_norm` before it collective.
         capturable: Let a CUDA graph capture ``step``: counts of steps, a learning rate given as a
             tensor, the factor on gradients and their finiteness stay on the device. Slower outside
-            of a graph; moments in fp32 or bf16. A replay tells nobody that weights changed: call
+            of a graph; moments in fp32 or bf16. A replay cannot mark the weights as changed: call
             ``mark_main_weights_changed(model)`` after it.
         ftz: Flush denormal numbers to zero inside the step: states of rows without gradients decay
             into denormals, which are many times slower.
@@ -256,6 +126,7 @@ class FusedAdam(MarksMainWeights, AdamStates):
         self.use_decoupled_grad = use_decoupled_grad
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
+        # Of gradients as they are, still scaled; the next step uses it once.
         self._measured: torch.Tensor | None = None
         self.capturable = capturable
         self.ftz = ftz
@@ -266,6 +137,7 @@ class FusedAdam(MarksMainWeights, AdamStates):
             has_remainders=store_param_remainders,
             counts_on_device=capturable,
         )
+        # By the number of the parameter group; a plan is made anew when the list changes.
         self._plans: dict[int, GroupPlan] = {}
         defaults = {
             "lr": lr,
@@ -274,13 +146,14 @@ class FusedAdam(MarksMainWeights, AdamStates):
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
         }
+        # Last: the base class calls add_param_group(), which uses what is set above.
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the optimizer takes, which keeps states and plans by itself.
+        """Return the attributes of a copy of the optimizer, which makes its own flat states.
 
         Raises:
-            RuntimeError: Threads and memory of the optimizer are its own.
+            RuntimeError: The optimizer owns threads and host memory.
         """
         if not self._is_copyable:
             raise RuntimeError(
@@ -292,12 +165,14 @@ class FusedAdam(MarksMainWeights, AdamStates):
                 )
             )
         options = {name: getattr(self, name) for name in _COPIED}
+        # As in a state dict: the copy brings them into flat buffers of its own.
         state = defaultdict(dict, {p: self._portable_state(p) for p in self.state})
         stored = (self._store.dtypes, self._store.has_remainders)
         return {**super().__getstate__(), **options, "state": state, "_stored": stored}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what another optimizer is copied by, or what a load has prepared."""
+        """Take over the attributes of a copied optimizer, or the groups and states of a load."""
+        # torch calls it for a copy, with all attributes, and for a load, with groups and states.
         own = dict(state)
         if "_stored" in own:
             dtypes, has_remainders = own.pop("_stored")
@@ -306,8 +181,9 @@ class FusedAdam(MarksMainWeights, AdamStates):
             )
             own |= {"_plans": {}, "_measured": None}
         super().__setstate__(own)
+        # Only now: the base class has set the parameter groups.
         if "_stored" in state:
-            self._store.hold(p for group in self.param_groups for p in group["params"])
+            self._store.add_parameters(p for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with hyperparameters of its own.
@@ -316,19 +192,21 @@ class FusedAdam(MarksMainWeights, AdamStates):
             ValueError: As the constructor; the group is not added.
         """
         super().add_param_group(param_group)
+        # The norm did not have the new parameters.
         self._measured = None
         try:
             check_group(self.param_groups[-1], adam_w_mode=self.adam_w_mode)
             if self._store.has_remainders:
                 check_remainders(self.param_groups[-1])
         except ValueError:
+            # The base class has appended the group before it could be checked.
             self.param_groups.pop()
             raise
-        self._store.hold(self.param_groups[-1]["params"])
+        self._store.add_parameters(self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def measure_grad_norm(self, *, loss_scale: float = 1.0) -> torch.Tensor:
-        """Measure the norm of the gradients that the next ``step`` reads; it will clip by this one.
+        """Measure the norm of the gradients that the next ``step`` reads, and clip by it there.
 
         The step has the bits of one that measures by itself. Gradients must not change in between;
         ``step``, ``zero_grad`` and another measurement drop the norm. Collective: one small
@@ -344,6 +222,7 @@ class FusedAdam(MarksMainWeights, AdamStates):
         Raises:
             ValueError: A parameter is the original that ``fully_shard`` has replaced.
         """
+        # Parameters that fully_shard has replaced have no gradients: the norm would be 0.
         self._ready_plans()
         self._measured = total_norm(gradients_of(self.param_groups, self._attribute))
         self.grad_norm = (self._measured.double() * (1.0 / loss_scale)).float()
@@ -388,29 +267,32 @@ class FusedAdam(MarksMainWeights, AdamStates):
             measured = None
             with torch.enable_grad():
                 loss = closure()
+        # The host reads it here and may skip the step whole; a capture leaves it on the device.
         found_inf = self._of_scaler("found_inf")
         if found_inf is not None and not self.capturable and bool(found_inf.item()):
             return loss
         if not self.capturable:
+            # Raises for numbers without meaning before anything is stepped.
             for group in self.param_groups:
-                AdamHyper.of(group, adam_w_mode=self.adam_w_mode)  # Before anything is stepped.
+                AdamHyper.of(group, adam_w_mode=self.adam_w_mode)
+        # All gradients are found, and checked, before the first weight changes.
         plans = self._ready_plans()
         found = [plan.find(self._states_to_step(), attribute=self._attribute) for plan in plans]
         self._step_found(found, scale=self._gradient_scale(measured), found_inf=found_inf)
         return loss
 
     def _states_to_step(self) -> dict[torch.Tensor, Any]:
-        """Return :attr:`state` for the use of a step."""
+        """Return :attr:`state` for a step; what was begun ahead of it is not dropped."""
         return self.state
 
     def _step_found(
         self,
-        found: list[Found],
+        found: list[FoundGrads],
         *,
         scale: float | torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Step what was found of each parameter group, and tell the owners of all parameters."""
+        """Step what was found of each parameter group, and mark its compute weights as stale."""
         adam_pass: AdamPass | CapturablePass
         if self.capturable:
             adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf)
@@ -422,9 +304,12 @@ class FusedAdam(MarksMainWeights, AdamStates):
                 adam_pass.step_flat(states, grads, indices)
             for parameter, grad in part.singles:
                 adam_pass.step_one(parameter, grad, self._states_to_step()[parameter])
+        # All groups, with or without gradients here: in ZeRO-1, ZeRO-2 and HFSDP the refresh is a
+        # collective, so all ranks must agree on it.
         for plan in self._plans.values():
             for owner in plan.owners():
                 owner.mark_stale()
+        # After the marks, which it takes back for casts that the kernels have written.
         adam_pass.finish()
 
     @property
@@ -432,7 +317,7 @@ class FusedAdam(MarksMainWeights, AdamStates):
         return "decoupled_grad" if self.use_decoupled_grad else "grad"
 
     def _ready_plans(self) -> list[GroupPlan]:
-        """Return the plans of all parameter groups, none of which holds replaced originals."""
+        """Return the plans of all parameter groups, after replaced originals were exchanged."""
         plans = [self._plan(number) for number in range(len(self.param_groups))]
         if any(plan.has_originals() for plan in plans):
             fully_shard_optimizer(self)
@@ -447,16 +332,143 @@ class FusedAdam(MarksMainWeights, AdamStates):
         return plan
 
     def _of_scaler(self, name: str) -> torch.Tensor | None:
-        """Return what torch.amp.GradScaler sets on the optimizer for the time of a step."""
+        """Return an attribute that torch.amp.GradScaler sets on the optimizer during a step."""
         return getattr(self, name, None)
 
     def _gradient_scale(self, norm: torch.Tensor | None) -> float | torch.Tensor:
-        """Return the factor on gradients, by this norm if one was measured; kept where they are."""
+        """Return the factor on gradients, on their device, by this norm if one was measured."""
         loss_scale = self._of_scaler("grad_scale")
         if loss_scale is None and self.max_grad_norm is None:
             return 1.0
         grads = gradients_of(self.param_groups, self._attribute)
         factor = gradient_factor(grads, norm, self.max_grad_norm, loss_scale)
         self.grad_norm = self.grad_norm if self.max_grad_norm is None else factor.norm
+        # In double on a CPU, where it is read as a number; kernels on a GPU read fp32 there.
         is_cpu = factor.scale.device.type == "cpu"
         return factor.scale if is_cpu and not self.capturable else factor.scale.float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of torch's Adam: moments in fp32, whatever they are kept in; local.
+
+        With ``store_param_remainders`` the remainders are there too, in int16.
+        """
+
+        def make_portable(_: Optimizer, packed: dict[str, Any]) -> None:
+            for index, parameter in packed_parameters(packed, self.param_groups):
+                if index in packed["state"]:
+                    packed["state"][index] = self._portable_state(parameter)
+
+        # Before the hooks of others, which may replace what they see. A hook for the time of this
+        # call, since only the base class packs the states.
+        with self.register_state_dict_post_hook(make_portable, prepend=True):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state dict of an optimizer of this class or of torch's Adam; local.
+
+        Hooks are called as by any optimizer: the first ones see and may replace the whole state
+        dict, the last ones find its states here.
+
+        Args:
+            state_dict: Its moments are DTensors like the parameters, or plain tensors of this
+                rank's rows.
+
+        Raises:
+            ValueError: Its groups, options, states or shapes are not this optimizer's.
+            NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
+        """
+        packed = state_dict
+
+        # torch would bring all states to the parameters' device at once, those of the host too. As
+        # the last of the hooks before, it sees what those of others have made of the state dict.
+        def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            nonlocal packed
+            packed = loaded
+            check_loaded_states(packed, self.param_groups, ("step", *STATES, REMAINDER))
+            return packed | {"state": {}}
+
+        first = self.register_load_state_dict_pre_hook(set_states_aside)
+        last = self.register_load_state_dict_post_hook(
+            lambda _: self._take_over_all(packed), prepend=True
+        )
+        with first, last:
+            super().load_state_dict(state_dict)
+
+    def _take_over_all(self, packed: dict[str, Any]) -> None:
+        """Bring the states of a state dict, whose groups are loaded, into the form kept."""
+        # They belong to the weights of before; a state dict without them means zeros.
+        self._store.forget_remainders()
+        fill_options(self.param_groups, self.defaults)
+        for index, parameter in packed_parameters(packed, self.param_groups):
+            given = packed["state"].get(index)
+            if given is None:
+                continue
+            # A copy: the caller may go on with the state dict, or load it twice.
+            self.state[parameter] = {
+                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in given.items()
+            }
+            self._take_over(parameter)
+
+    def _portable_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        kept = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
+        return self._store.full_precision(parameter, state) | kept
+
+    def _take_over(self, parameter: torch.Tensor) -> None:
+        """Bring a parameter's loaded states, found in :attr:`state`, into the form kept."""
+        self._store.prepare(parameter, self.state[parameter])
+
+    def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return a parameter's states as checkpoints store them: moments in fp32; local.
+
+        A load assigns tensors like these to :attr:`state`, in any dtype.
+        """
+        return self._store.full_precision(parameter, self.state.get(parameter, {}))
+
+    def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's weight as checkpoints store it; local.
+
+        Returns:
+            The parameter; with ``store_param_remainders`` an fp32 tensor like it, a copy.
+        """
+        return self._store.weight(parameter, self.state.get(parameter, {}))
+
+    @torch.no_grad()
+    def load_canonical(self, parameter: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """Bring a parameter's loaded states into the form in which they are kept; local.
+
+        Args:
+            parameter: One of the optimizer's parameters, whose :attr:`state` was replaced.
+            weight: Its fp32 weight, a tensor like it, with ``store_param_remainders``.
+        """
+        if weight is not None:
+            self._store.set_weight(parameter, self.state[parameter], weight)
+            owner = group_of(parameter)
+            if owner is not None:
+                # set_weight() writes local tensors, which counts as no write of the group.
+                owner.mark_stale()
+        elif self.state.get(parameter):
+            self._take_over(parameter)
+
+    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a state's values in fp32, as a tensor like the parameter; a copy; local.
+
+        Args:
+            parameter: One of the optimizer's parameters, which has been stepped.
+            name: ``exp_avg`` or ``exp_avg_sq``.
+
+        Raises:
+            KeyError: The parameter has no such state.
+        """
+        return self._store.unscaled(parameter, name, self.state[parameter])
+
+    def set_scaled_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        """Set a state from fp32 values, a tensor like the parameter, which are copied; local.
+
+        Raises:
+            ValueError: The values are not fp32 or of another shape, or the state has no such name.
+        """
+        check_scaled_state(parameter, name, values)
+        self.state[parameter][name] = values.detach().clone()
+        self._store.prepare(parameter, self.state[parameter])

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer group step together, found once, and their gradients, each step.
+"""The plan of an optimizer group: parameters that step together, and their gradients in a step.
 
 What a step does for each parameter in Python is all that is left of its cost when tensors are
 small, so this file looks at as little as it can: the gradient, where it lies, and whether the state
@@ -25,11 +25,12 @@ from megafsdp.optimizer.adam.checks import check_grad
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import STATES, StateStore
 
+# Models have thousands of parameters: map() over it is much faster than a loop.
 _GRAD = operator.attrgetter("grad")
 
 
 @dataclass(slots=True)
-class Found:
+class FoundGrads:
     """Parameters of one optimizer group that have a gradient.
 
     Attributes:
@@ -69,15 +70,18 @@ class _Members:
         self._kept_values: list[object] = []
 
     def common_buffer(self, grads: list[torch.Tensor | None]) -> DBuffer | None:
-        """Return the buffer that holds all parameters' gradients in their places, if one does."""
+        """Return the buffer in which all gradients lie in their places; None without one."""
+        # A user may assign gradients of another group, whose buffer is laid out in another way.
         buffer = common_buffer(grads, self.indices)
         return buffer if buffer is not None and buffer.layout is self.states.layout else None
 
     def prepare(
         self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], store: StateStore
     ) -> None:
-        """Make sure that the shown states are those that lie in the flat buffers."""
+        """Bring the states that the optimizer shows into the flat buffers."""
         shown = list(map(states_by_parameter.__getitem__, self.parameters))
+        # Asked in each step, and nearly always nothing has changed: identities are compared in C.
+        # A load or a user replaces dicts or values, never the memory behind the same tensor.
         values = itertools.chain.from_iterable(map(dict.values, shown))
         if (
             len(shown) == len(self._kept)
@@ -92,7 +96,7 @@ class _Members:
 
 
 class GroupPlan:
-    """How the parameters of one optimizer group lie.
+    """The places of one optimizer group's parameters in flat buffers, found once.
 
     Args:
         parameters: The group's list of parameters.
@@ -107,6 +111,7 @@ class GroupPlan:
         # Names are given for all parameters or for none.
         self._names = dict(zip(map(id, parameters), names, strict=False))
         self._store = store
+        # A kernel call serves the parameters of one group that also belong to one optimizer group.
         flat: dict[FlatStates, list[tuple[torch.Tensor, int]]] = {}
         self._others: list[torch.Tensor] = []
         owners: dict[int, ParameterGroup] = {}
@@ -119,6 +124,7 @@ class GroupPlan:
             else:
                 flat.setdefault(place[0], []).append((parameter, place[1]))
         self._members = [_Members(states, places) for states, places in flat.items()]
+        # Weakly, as all references back to units: the parameters alone keep them alive.
         self._owners = [weakref.ref(owner) for owner in owners.values()]
 
     def is_of(self, parameters: list[torch.Tensor]) -> bool:
@@ -139,22 +145,23 @@ class GroupPlan:
 
     def find(
         self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
-    ) -> Found:
+    ) -> FoundGrads:
         """Collect the gradients that there are, and give their parameters states; local.
 
         Args:
             states_by_parameter: What the optimizer shows as states.
-            attribute: Name of the parameters' attribute that holds gradients.
+            attribute: Name of the parameters' attribute with the gradients.
 
         Raises:
             RuntimeError: A gradient is not kept as its parameter is.
         """
-        found = Found()
+        found = FoundGrads()
         # These parameters are ours and override nothing: reads need not look for that.
         with without_torch_function():
             read = [_read(members.parameters, attribute) for members in self._members]
         for members, grads in zip(self._members, read, strict=True):
             buffer = members.common_buffer(grads)
+            # Rare: some parameters have no gradient, or one that the user has made.
             if buffer is None:
                 self._find_some(found, members, grads, states_by_parameter)
                 continue
@@ -182,6 +189,7 @@ class GroupPlan:
         Returns:
             Their indices; None unless each has its gradient there.
         """
+        # By identity: another buffer, though alike, has other gradients than those being copied.
         found: list[int] = []
         for members in self._members:
             if members.states is states:
@@ -194,7 +202,7 @@ class GroupPlan:
 
     def _find_some(
         self,
-        found: Found,
+        found: FoundGrads,
         members: _Members,
         grads: list[torch.Tensor | None],
         states_by_parameter: dict[torch.Tensor, dict[str, Any]],
@@ -202,6 +210,7 @@ class GroupPlan:
         """Collect the gradients of parameters that have none, or lie in several buffers."""
         layout = members.states.layout
         by_buffer: dict[DBuffer, list[int]] = {}
+        # A user may have kept gradients of an older backward, which lie in another buffer.
         for parameter, index, grad in zip(members.parameters, members.indices, grads, strict=True):
             if grad is None:
                 continue
@@ -214,7 +223,7 @@ class GroupPlan:
         found.flat += [(members.states, buffer, indices) for buffer, indices in by_buffer.items()]
 
     def _add_single(
-        self, found: Found, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
+        self, found: FoundGrads, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
     ) -> None:
         check_grad(parameter, grad, self._names.get(id(parameter)))
         self._store.prepare(parameter, state)

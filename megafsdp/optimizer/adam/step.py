@@ -2,7 +2,7 @@
 
 Parameters of a group whose gradients and states lie in flat buffers as they do are stepped
 together, neighbours by one segment; any other by itself, through copies in what the kernel takes.
-Which parameters have a gradient, and where it lies, is the business of adam_plan.py.
+Which parameters have a gradient, and where it lies, is found in plan.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class AdamPass:
     """
 
     def __init__(self, store: StateStore, *, scale: float | torch.Tensor, ftz: bool) -> None:
+        # A number of the host is an argument of any kernel; one on a GPU is read there.
         is_on_host = isinstance(scale, torch.Tensor) and scale.device.type == "cpu"
         self._scale = float(scale) if is_on_host else scale
         self._store, self._ftz = store, ftz
@@ -39,7 +40,7 @@ class AdamPass:
         self._encodings = _Encodings()
 
     def begin(self, group: dict[str, Any], *, adam_w_mode: bool) -> None:
-        """Take the hyperparameters of a parameter group for what is stepped next."""
+        """Take the hyperparameters of a parameter group for the next calls."""
         self._hyper = AdamHyper.of(group, adam_w_mode=adam_w_mode)
 
     def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
@@ -55,6 +56,7 @@ class AdamPass:
             remainder=None if remainder is None else remainder.flat,
             copy_out=copy_out,
         )
+        # One call for each count of steps, which the bias correction depends on: nearly always one.
         for step, counted in states.advance(indices).items():
             runs = states.runs(counted)
             self._call(
@@ -66,9 +68,11 @@ class AdamPass:
     def step_one(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Step one tensor by itself, through copies of what the kernel does not take; local."""
         state["step"] += 1
+        # The count has moved on ranks without rows too: states are saved alike by all.
         own = local_tensor(parameter)
         if not own.numel():
             return
+        # What the kernel takes as it is is stepped in place; the rest through copies.
         kept, copies = [own], [own.contiguous().view(-1)]
         if self._store.has_remainders:
             low = local_tensor(state[REMAINDER])
@@ -88,14 +92,15 @@ class AdamPass:
             if tensor.data_ptr() != stepped.data_ptr():
                 tensor.copy_(stepped.view(tensor.shape))
             elif group_of(parameter) is None:
-                # The kernel writes by address, and autograd would not know.
+                # The kernel writes by address, which autograd does not count. Changes of a
+                # group's main weight are counted by the group.
                 torch.autograd.graph.increment_version(local_object(parameter))
         self._store.encode(parameter, state, moments)
 
     def finish(self) -> None:
-        """Tell the groups whose compute weights were written along with the main weights.
+        """Mark the compute weights that were written along with the main weights as current.
 
-        Call it after the groups were told that their main weights changed.
+        Call it after the groups were marked stale.
         """
         self._encodings.finish()
 
@@ -105,6 +110,7 @@ class AdamPass:
         device = buffers.weight.device
         kernel = self._kernels.get(device)
         if kernel is None:
+            # Main weights may lie on several devices, the host among them.
             scale = self._scale.to(device) if isinstance(self._scale, torch.Tensor) else self._scale
             kernel = AdamKernel(device, grad_scale=scale, flush_denormals=self._ftz)
             self._kernels[device] = kernel
@@ -112,7 +118,7 @@ class AdamPass:
 
 
 class _Encodings:
-    """Which compute weights a step has written along with the main weights."""
+    """The compute weights that a step has written along with the main weights."""
 
     def __init__(self) -> None:
         self._outputs: dict[FlatStates, torch.Tensor | None] = {}
@@ -129,7 +135,8 @@ class _Encodings:
         self._numels[states] = self._numels.get(states, 0) + numel
 
     def finish(self) -> None:
-        """Tell the groups, all of whose elements were written, that they need no cast."""
+        """Mark the compute weights of which all elements were written as current."""
         for states, output in self._outputs.items():
+            # A part that was not stepped may have been stale before: then the group is cast whole.
             if output is not None and self._numels.get(states, 0) == states.numel:
                 states.group.compute_weight.mark_encoded()

@@ -1,4 +1,7 @@
-"""Clipping gradients by the norm of all of them."""
+"""Clipping: gradients scaled in place, or the factor by which a step scales them.
+
+Both use the norm of all gradients (norms.py) and one formula for the coefficient.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from megafsdp.optimizer.grads.norms import (
     total_norm,
 )
 
+# torch's, and Megatron-LM's: the coefficient of a zero norm stays finite.
 _EPSILON = 1e-6
 
 
@@ -40,7 +44,7 @@ def clip_grad_norm_(
         max_norm: The largest norm allowed.
         norm_type: Order of the norm, positive; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: Raise instead of scaling by a NaN or infinite norm.
-        foreach: Taken for torch's sake: kernels over many tensors are used in any case.
+        foreach: Ignored, in the signature for torch's sake: multi-tensor kernels are always used.
 
     Returns:
         The norm over all ranks, a 0-dim fp32 tensor, equal on all ranks.
@@ -56,6 +60,7 @@ def clip_grad_norm_(
     grads = [p.grad for p in parameters if p.grad is not None]
     parts = parts_of(grads)
     norm = norms_of_parts([parts], float(norm_type), device_of(grads))[0]
+    # Only on demand: it waits for the device. All ranks have the same norm, so all raise.
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             expected(
@@ -65,6 +70,7 @@ def clip_grad_norm_(
                 hint="Look for the first parameter whose gradient is not finite, or skip the step",
             )
         )
+    # Multiplied in any case: whether it is 1 is known on the device alone.
     coefficient = clip_coefficient(norm, max_norm)
     for near in by_device([tensor for part in parts for tensor in part.tensors]):
         torch._foreach_mul_(near, coefficient.to(near[0].device))
@@ -80,7 +86,7 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 class GradientFactor(NamedTuple):
-    """What gradients are multiplied by in a step.
+    """The factor by which a step multiplies gradients.
 
     Attributes:
         scale: Unscaling times clipping, 0-dim fp64.
@@ -107,6 +113,7 @@ def gradient_factor(
         max_norm: The largest norm of unscaled gradients; None does not clip.
         loss_scale: The factor on the loss; None for 1.
     """
+    # In double: it is rounded to fp32 once, where a kernel takes it.
     device = device_of(grads)
     scale = torch.ones((), dtype=torch.float64, device=device)
     if loss_scale is not None:

@@ -1,15 +1,12 @@
-"""Norms of gradients, and what is logged beside them.
+"""Norms of gradients, and counts of their zeros.
 
-Every element counts once; grad_parts.py knows where it lies and over which ranks. Sums are exact to
-fp32: squares are added in double, other powers in pieces short enough for fp32.
+A gradient may be sharded, replicated or plain. Every element counts once: what is sharded is summed
+over the ranks that divide it, what is replicated is not. :class:`GradParts` says which is which, in
+as few flat tensors as there are: where all gradients of a flat main gradient are there, the buffer
+stands for them.
 
-
-Where the elements of some gradients lie on this rank, in as few flat tensors as there are.
-
-A gradient may be sharded, replicated or plain. What is sharded counts on each rank that holds a
-part, what is replicated counts once: :class:`GradParts` says over which ranks a sum over elements
-is completed. Where all gradients of a flat main gradient are there, the buffer stands for them; its
-gaps hold zeros.
+Sums are exact to fp32: squares are added in double, other powers in pieces short enough for fp32.
+Gradients are read, never changed; clip.py scales them.
 """
 
 from __future__ import annotations
@@ -31,94 +28,8 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.params.gradient_reducer import place_of_grad
 from megafsdp.optimizer.kernels.square_sum import has_square_sum_kernel, known_square_sum
 
-
-@dataclass(frozen=True, slots=True)
-class GradParts:
-    """Gradients divided among the same ranks.
-
-    Attributes:
-        group: The ranks; None if each rank has all elements.
-        tensors: This rank's elements, in tensors of any shape; none is empty. They alias the
-            gradients.
-        gaps: Views of those elements in them that are no gradient's; they hold zeros and must.
-    """
-
-    group: dist.ProcessGroup | None
-    tensors: list[torch.Tensor]
-    gaps: list[torch.Tensor]
-
-
-def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> list[GradParts]:
-    """Find the parts of gradients, the same number of them on all ranks; local.
-
-    Args:
-        grads: The gradients, each once.
-        joins_buffers: Let a flat buffer with its gaps stand for its gradients.
-
-    Raises:
-        NotImplementedError: A DTensor is sharded over several axes, or partial.
-    """
-    flat: dict[DBuffer, dict[int, torch.Tensor]] = {}
-    singles: list[torch.Tensor] = []
-    for grad in grads:
-        place = place_of_grad(grad) if joins_buffers else None
-        known = None if place is None else flat.setdefault(place[0], {})
-        if place is None or known is None or place[1] in known:
-            singles.append(grad)
-        else:
-            known[place[1]] = grad
-    parts: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    gaps: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    groups = _Groups()
-    for buffer, by_index in flat.items():
-        first, *others = by_index.values()
-        if 1 + len(others) < len(buffer.layout.slots):
-            singles += [first, *others]
-        else:
-            parts.setdefault(groups.of(first), []).append(buffer.flat)
-            gaps.setdefault(groups.of(first), []).extend(buffer.gaps)
-    for grad in singles:
-        parts.setdefault(groups.of(grad), []).append(local_tensor(grad))
-    return [
-        GradParts(group, [t for t in tensors if t.numel()], gaps.get(group, []))
-        for group, tensors in parts.items()
-    ]
-
-
-class _Groups:
-    """Looks up process groups; gradients lie in few ways on few meshes, and a lookup is slow."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, dist.ProcessGroup | None] = {}
-
-    def of(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
-        if not isinstance(grad, DTensor):
-            return None
-        way = (type(grad), id(grad.device_mesh), grad.placements)
-        if way not in self._known:
-            self._known[way] = _dividing_ranks(grad)
-        return self._known[way]
-
-
-def _dividing_ranks(grad: DTensor) -> dist.ProcessGroup | None:
-    if isinstance(grad, UnevenDTensor):
-        return grad.shard_group
-    sharded = [axis for axis, p in enumerate(grad.placements) if not p.is_replicate()]
-    if not sharded:
-        return None
-    if len(sharded) > 1 or grad.placements[sharded[0]].is_partial():
-        raise NotImplementedError(
-            expected(
-                "gradients sharded over one mesh axis",
-                f"placements {grad.placements}",
-                where="the norm of gradients",
-                hint="Use torch.nn.utils.clip_grad_norm_ for these parameters",
-            )
-        )
-    return grad.device_mesh.get_group(sharded[0])
-
-
-_PIECE_NUMEL = 1 << 16  # A plain fp32 running sum over 50 M elements is wrong by 4e-3.
+# A plain fp32 running sum over 50 M elements is wrong by 4e-3.
+_PIECE_NUMEL = 1 << 16
 
 
 @torch.no_grad()
@@ -176,14 +87,106 @@ def num_zero_grads(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tens
         parameters = parameters.parameters()
     grads = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), dtype=torch.int64, device=device_of(grads))
-    # By tensors: a flat buffer has gaps, and their zeros are nobody's.
+    # By tensors: the gaps of a flat buffer are zero too, and no gradient's.
     for part in parts_of(grads, joins_buffers=False):
         zeros = (tensor.numel() - tensor.count_nonzero() for tensor in part.tensors)
+        # A rank without elements takes part too: the reduction is called by all.
         own = sum((count.to(total.device) for count in zeros), total * 0)
         if part.group is not None:
             all_reduce(own, group=part.group, label="zero gradients")
         total += own
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class GradParts:
+    """Gradients divided among the same ranks.
+
+    Attributes:
+        group: The ranks; None if each rank has all elements.
+        tensors: This rank's elements, in tensors of any shape; none is empty. They alias the
+            gradients.
+        gaps: Views of those elements in them that are no gradient's; they are zero and must be.
+    """
+
+    group: dist.ProcessGroup | None
+    tensors: list[torch.Tensor]
+    gaps: list[torch.Tensor]
+
+
+def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> list[GradParts]:
+    """Find the parts of gradients, the same number of them on all ranks; local.
+
+    Args:
+        grads: The gradients, each once.
+        joins_buffers: Let a flat buffer with its gaps stand for its gradients.
+
+    Raises:
+        NotImplementedError: A DTensor is sharded over several axes, or partial.
+    """
+    # By buffer and index: a gradient that is given twice counts twice, so it is no part of it.
+    flat: dict[DBuffer, dict[int, torch.Tensor]] = {}
+    singles: list[torch.Tensor] = []
+    for grad in grads:
+        place = place_of_grad(grad) if joins_buffers else None
+        known = None if place is None else flat.setdefault(place[0], {})
+        if place is None or known is None or place[1] in known:
+            singles.append(grad)
+        else:
+            known[place[1]] = grad
+    parts: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    gaps: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    groups = _Groups()
+    for buffer, by_index in flat.items():
+        first, *others = by_index.values()
+        # Without some of its gradients the buffer has elements that must not count.
+        if 1 + len(others) < len(buffer.layout.slots):
+            singles += [first, *others]
+        else:
+            parts.setdefault(groups.of(first), []).append(buffer.flat)
+            # A scaled NaN is one in the gaps too, where nothing would clear it later.
+            gaps.setdefault(groups.of(first), []).extend(buffer.gaps)
+    for grad in singles:
+        parts.setdefault(groups.of(grad), []).append(local_tensor(grad))
+    return [
+        GradParts(group, [t for t in tensors if t.numel()], gaps.get(group, []))
+        for group, tensors in parts.items()
+    ]
+
+
+class _Groups:
+    """Looks up process groups; gradients lie in few ways on few meshes, and a lookup is slow."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, dist.ProcessGroup | None] = {}
+
+    def of(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
+        if not isinstance(grad, DTensor):
+            return None
+        # The mesh by identity: comparing two meshes compares their ranks.
+        way = (type(grad), id(grad.device_mesh), grad.placements)
+        if way not in self._known:
+            self._known[way] = _dividing_ranks(grad)
+        return self._known[way]
+
+
+def _dividing_ranks(grad: DTensor) -> dist.ProcessGroup | None:
+    # Under HFSDP rows are divided over two mesh axes, which have one group together.
+    if isinstance(grad, UnevenDTensor):
+        return grad.shard_group
+    sharded = [axis for axis, p in enumerate(grad.placements) if not p.is_replicate()]
+    if not sharded:
+        return None
+    if len(sharded) > 1 or grad.placements[sharded[0]].is_partial():
+        raise NotImplementedError(
+            expected(
+                "gradients sharded over one mesh axis",
+                f"placements {grad.placements}",
+                where="the norm of gradients",
+                hint="Use torch.nn.utils.clip_grad_norm_ for these parameters",
+            )
+        )
+    return grad.device_mesh.get_group(sharded[0])
 
 
 def device_of(grads: Sequence[torch.Tensor]) -> torch.device:
@@ -209,12 +212,14 @@ def norms_of_parts(
             )
         )
     is_max = norm_type == math.inf
+    # One collective for each group, in the order of the first gradient, which all ranks share.
     groups = dict.fromkeys(part.group for parts in vectors for part in parts)
     total = torch.zeros(len(vectors), dtype=torch.float64, device=device)
     for group in groups:
         own = torch.zeros_like(total)
         for i, parts in enumerate(vectors):
             tensors = [t for part in parts if part.group is group for t in part.tensors]
+            # Sums of parts on the host move to the device as one number each.
             for near in by_device(tensors):
                 power = _local_power(near, norm_type).to(device)
                 own[i] = torch.maximum(own[i], power) if is_max else own[i] + power
@@ -237,6 +242,7 @@ def _local_power(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
     if norm_type == 2.0 and all(map(has_square_sum_kernel, tensors)):
         # In double, in an order that depends on nothing else.
         return torch.stack([known_square_sum(t) for t in tensors]).sum()
+    # torch returns a norm in the dtype of its input, where fp16 would overflow.
     pieces = [piece for t in tensors for piece in t.reshape(-1).float().split(_PIECE_NUMEL)]
     norms = torch.stack(torch._foreach_norm(pieces, norm_type)).double()
     return norms.max() if norm_type == math.inf else norms.pow(norm_type).sum()

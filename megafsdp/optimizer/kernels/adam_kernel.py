@@ -1,13 +1,10 @@
 """One pass of Adam over flat buffers: compiled where possible, else in torch.
 
-Both ways, every instruction set and every number of threads give the same bits. This file checks
-the buffers and picks the way; reference.py defines the arithmetic, cuda_kernels.py launches. One
-call takes a whole flat buffer and a table of segments, each with its own hyperparameters:
-parameters with and without weight decay lie mixed in a buffer, and a call for each would cost more
-than small ones take.
-
-
-What the kernels take: dtypes by name, and checks of flat tensors and counts.
+Both ways, every instruction set and every number of threads give the same bits. This file says
+which buffers a step takes, checks them, and picks the way; reference.py defines the arithmetic and
+cuda.py launches on CUDA. One call takes a whole flat buffer and a table of segments, each with its
+own hyperparameters: parameters with and without weight decay lie mixed in a buffer, and a call for
+each would cost more than small ones take.
 """
 
 from __future__ import annotations
@@ -28,58 +25,7 @@ from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper, round_to_
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES}
-
-
-def check_positive(name: str, number: int) -> None:
-    """Check a count.
-
-    Raises:
-        ValueError: It is below 1.
-    """
-    if number < 1:
-        raise ValueError(expected("a positive number", number, where=name, hint="Count from 1"))
-
-
-def check_flat(
-    name: str,
-    tensor: torch.Tensor,
-    dtypes: Sequence[torch.dtype],
-    *,
-    numel: int,
-    device: torch.device,
-) -> None:
-    """Check a buffer of a kernel.
-
-    Args:
-        name: Of the argument, for the message.
-        tensor: The buffer.
-        dtypes: Dtypes that it may have.
-        numel: Elements that it must have.
-        device: Where it must be.
-
-    Raises:
-        ValueError: It is not flat, contiguous, of this length, dtype and device.
-    """
-    is_right = (
-        tensor.dtype in dtypes
-        and tensor.dim() == 1
-        and tensor.numel() == numel
-        and tensor.is_contiguous()
-        and tensor.device == device
-    )
-    if not is_right:
-        raise ValueError(
-            expected(
-                f"a contiguous flat tensor of {numel} elements on {device}, of dtype "
-                f"{' or '.join(str(dtype) for dtype in dtypes) or 'None'}",
-                f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.device}, "
-                f"{tensor.dtype}",
-                where=f"{name} of AdamBuffers or sum_of_squares()",
-                hint="Pass views of flat buffers with one element for each weight",
-            )
-        )
-
-
+# Dtypes that each buffer may have, beside fp32 weights and beside halves of them.
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
 # Of moments in two dtypes, which pass through fp32 copies of so many elements.
@@ -142,6 +88,7 @@ class AdamBuffers:
         """
         if new := self.new_names():
             self._check_out_of_place(new)
+        # Checked when made, once a step and buffer: the kernels get addresses, which say nothing.
         wanted = _BESIDE_FP32 if self.remainder is None else _BESIDE_REMAINDERS
         numel, device = self.weight.numel(), self.weight.device
         for name, dtypes in wanted.items():
@@ -158,6 +105,7 @@ class AdamBuffers:
 
     def new_names(self) -> list[str]:
         """Return the names of what a step out of place writes; none for one in place."""
+        # Asked in every call; most steps are in place.
         if self.new_weight is self.new_exp_avg is self.new_exp_avg_sq is None:
             return []
         return [name for name in _NEW if getattr(self, name) is not None]
@@ -170,6 +118,7 @@ class AdamBuffers:
             wanted, got = "fp32 weights", "bf16 weights and a remainder"
         elif moments != (torch.float32, torch.float32):
             wanted, got = "fp32 moments", f"{moments[0]} and {moments[1]}"
+        # Only steps on the host run ahead, so the CUDA kernel has no such variant.
         elif self.weight.device.type != "cpu":
             wanted, got = "tensors on a CPU", f"tensors on {self.weight.device}"
         else:
@@ -229,7 +178,7 @@ def adam_step(
         grad_scale: Factor of the gradient, rounded to fp32: one over the loss scale, times the
             clipping coefficient. A number, or a ``()`` fp32 tensor on the buffers' device, which
             the kernel reads there.
-        found_inf: ``()`` fp32 on the buffers' device; nothing changes unless it holds zero. The
+        found_inf: ``()`` fp32 on the buffers' device; nothing changes unless it is zero. The
             fallback waits for it.
         flush_denormals: Take and give zero for subnormal numbers, which are up to 40 times slower
             on a CPU; the caller's own mode is left as it is. The fallback on CUDA keeps them.
@@ -274,11 +223,14 @@ class AdamKernel:
         flush_denormals: bool = True,
         num_threads: int | None = None,
     ) -> None:
+        # Asked here, not at each call: it is a setting of the thread that makes the kernel, while
+        # a worker may call it.
         num_threads = torch.get_num_threads() if num_threads is None else num_threads
         check_positive("num_threads", num_threads)
         _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
         self._grad_scale, self._flushes = grad_scale, flush_denormals
         self._run = _compiled(device, grad_scale, found_inf, flush_denormals, num_threads)
+        # The CUDA kernel reads it on the device; all others must know before they write.
         is_read_there = self._run is not None and device.type != "cpu"
         self._found_inf = None if is_read_there else found_inf
 
@@ -296,12 +248,13 @@ class AdamKernel:
         check_positive("step", step)
         _check_segments(segments, numel)
         table = [(s.start, s.stop, AdamConstants.rounded(s.hyper, step)) for s in segments]
+        # item() waits for the device: it is called only where no kernel reads the flag there.
         if numel == 0 or (self._found_inf is not None and self._found_inf.item() != 0):
             return
         if self._run is None:
             self._run_in_torch(buffers, table)
         elif buffers.exp_avg.dtype == buffers.exp_avg_sq.dtype:
-            self._run(_native_arguments(buffers, table))
+            self._run(**_native_arguments(buffers, table))
         else:
             _step_through_fp32(buffers, table, self._run)
 
@@ -311,8 +264,10 @@ class AdamKernel:
         scale, device = self._grad_scale, buffers.weight.device
         scale = scale if isinstance(scale, torch.Tensor) else round_to_fp32(scale)
         with torch.no_grad(), reference.denormal_mode(self._flushes):
+            # The kernels flush all that they read, constants too; torch flushes tensors alone.
             for start, stop, constants in table:
                 taken = constants.flushed() if self._flushes else constants
+                # Chunks stay on this thread: others have a flushing mode of their own.
                 for chunk in reference.chunks(start, stop, device):
                     _step_in_torch(buffers, chunk, taken, scale)
 
@@ -323,37 +278,36 @@ def _compiled(
     found_inf: torch.Tensor | None,
     flush_denormals: bool,
     num_threads: int,
-) -> Callable[[dict[str, Any]], None] | None:
-    """Return what runs a compiled kernel on its arguments; None if there is none for the device."""
+) -> Callable[..., None] | None:
+    """Return a function that calls the compiled kernel of a device; None if there is none."""
+    # Chosen once for many buffers: looking for a kernel takes as long as a small step.
     cuda = cuda_kernels.usable_module(device)
     if cuda is not None:
+        # A tensor there is read by the kernel at its turn: the host need not wait for the norm.
         on_device = grad_scale if isinstance(grad_scale, torch.Tensor) else None
         on_host = 1.0 if isinstance(grad_scale, torch.Tensor) else round_to_fp32(grad_scale)
         options = {"grad_scale": on_host, "flush_denormals": flush_denormals}
-        return lambda arguments: cuda_kernels.launch_adam_step(
+        return lambda **arguments: cuda_kernels.launch_adam_step(
             cuda, arguments | options, device, grad_scale=on_device, found_inf=found_inf
         )
+    # On a CPU a scale tensor is read here: the native kernel takes numbers, and nothing waits.
     native = native_module() if device.type == "cpu" else None
     if native is None:
         return None
+    # The factor is rounded here, once: all kernels and the fallback multiply by the same.
     scale = round_to_fp32(float(grad_scale))
     return functools.partial(
-        _call_native,
         native.adam_step,
-        {"grad_scale": scale, "flush_denormals": flush_denormals, "num_threads": num_threads},
+        grad_scale=scale,
+        flush_denormals=flush_denormals,
+        num_threads=num_threads,
     )
-
-
-def _call_native(
-    function: Callable[..., None], options: dict[str, Any], arguments: dict[str, Any]
-) -> None:
-    function(**arguments, **options)
 
 
 def _native_arguments(
     buffers: AdamBuffers, table: Sequence[tuple[int, int, AdamConstants]]
 ) -> dict[str, Any]:
-    """Return the buffers and segments; what CUDA's kernel does not take only where it is there."""
+    """Return the arguments for buffers and segments; addresses, so keep the buffers alive."""
     return {
         "weight": buffers.weight.data_ptr(),
         "grad": buffers.grad.data_ptr(),
@@ -365,7 +319,8 @@ def _native_arguments(
         "grad_dtype": DTYPE_NAMES[buffers.grad.dtype],
         "state_dtype": DTYPE_NAMES[buffers.exp_avg.dtype],
         "copy_out_dtype": "" if buffers.copy_out is None else DTYPE_NAMES[buffers.copy_out.dtype],
-        "segments": [(start, stop, constants.row()) for start, stop, constants in table],
+        "segments": [(start, stop, constants) for start, stop, constants in table],
+        # The CUDA kernel has no such arguments, and never gets buffers with them.
         **{name: getattr(buffers, name).data_ptr() for name in buffers.new_names()},
     }
 
@@ -374,16 +329,17 @@ def _native_arguments(
 def _step_through_fp32(
     buffers: AdamBuffers,
     table: Sequence[tuple[int, int, AdamConstants]],
-    call: Callable[[dict[str, Any]], None],
+    call: Callable[..., None],
 ) -> None:
     """Step with moments of two dtypes, which the kernels do not take, in chunks."""
     for start, stop, constants in table:
         for first in range(start, stop, _WIDE_NUMEL):
             part = buffers.narrow(first, min(first + _WIDE_NUMEL, stop))
+            # Chunks bound the fp32 copies: whole buffers would double the memory of the states.
             wide = dataclasses.replace(
                 part, exp_avg=part.exp_avg.float(), exp_avg_sq=part.exp_avg_sq.float()
             )
-            call(_native_arguments(wide, [(0, wide.weight.numel(), constants)]))
+            call(**_native_arguments(wide, [(0, wide.weight.numel(), constants)]))
             part.exp_avg.copy_(wide.exp_avg)
             part.exp_avg_sq.copy_(wide.exp_avg_sq)
 
@@ -403,6 +359,7 @@ def _step_in_torch(
         buffers.exp_avg_sq[chunk].float(),
         constants,
     )
+    # All three are computed before one is written: in place they are the inputs.
     into_weight, *into_moments = (output[chunk] for output in buffers.outputs)
     into_moments[0].copy_(moments[0])
     into_moments[1].copy_(moments[1])
@@ -411,6 +368,7 @@ def _step_in_torch(
         if buffers.copy_out is not None:
             buffers.copy_out[chunk].copy_(weight)
     else:
+        # A NaN with a payload would overflow into the sign when its half is rounded up.
         high, rest = reference.fp32_to_halves(reference.plain_nans(weight))
         stored.copy_(high)
         low.copy_(rest)
@@ -420,10 +378,61 @@ def _address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def check_positive(name: str, number: int) -> None:
+    """Check a count.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+    if number < 1:
+        raise ValueError(expected("a positive number", number, where=name, hint="Count from 1"))
+
+
+def check_flat(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    *,
+    numel: int,
+    device: torch.device,
+) -> None:
+    """Check a buffer of a kernel.
+
+    Args:
+        name: Of the argument, for the message.
+        tensor: The buffer.
+        dtypes: Dtypes that it may have.
+        numel: Elements that it must have.
+        device: Where it must be.
+
+    Raises:
+        ValueError: It is not flat, contiguous, of this length, dtype and device.
+    """
+    is_right = (
+        tensor.dtype in dtypes
+        and tensor.dim() == 1
+        and tensor.numel() == numel
+        and tensor.is_contiguous()
+        and tensor.device == device
+    )
+    if not is_right:
+        raise ValueError(
+            expected(
+                f"a contiguous flat tensor of {numel} elements on {device}, of dtype "
+                f"{' or '.join(str(dtype) for dtype in dtypes) or 'None'}",
+                f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.device}, "
+                f"{tensor.dtype}",
+                where=f"{name} of AdamBuffers or sum_of_squares()",
+                hint="Pass views of flat buffers with one element for each weight",
+            )
+        )
+
+
 def _check_scalars(device: torch.device, **scalars: object) -> None:
     for name, scalar in scalars.items():
         if not isinstance(scalar, torch.Tensor):
             continue
+        # The kernel reads four bytes at its address.
         if scalar.shape != () or scalar.dtype != torch.float32 or scalar.device != device:
             raise ValueError(
                 expected(
@@ -436,6 +445,7 @@ def _check_scalars(device: torch.device, **scalars: object) -> None:
 
 
 def _check_segments(segments: Sequence[AdamSegment], numel: int) -> None:
+    # Elements of two segments would be stepped twice, maybe by two threads at once.
     end = 0
     for i, segment in enumerate(segments):
         if not end <= segment.start <= segment.stop <= numel:

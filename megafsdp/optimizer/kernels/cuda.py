@@ -1,8 +1,8 @@
 """Launches of the compiled CUDA kernels on the caller's current stream.
 
-This file knows devices, streams and the memory that a launch needs besides its buffers. What the
-buffers hold is checked in kernels.py, which decides when a launch is made; nothing here waits for
-the device.
+This file chooses device and stream and allocates what a launch needs besides its buffers. They are
+checked in adam_kernel.py and square_sum.py, which decide on a launch; nothing here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def launch_adam_step(
         arguments: What the kernels of CPU and CUDA both take: addresses, dtypes, segments, factors.
         device: Where the buffers are.
         grad_scale: ``()`` fp32 there; replaces the number in ``arguments``.
-        found_inf: ``()`` fp32 there; the kernel does nothing unless it holds zero.
+        found_inf: ``()`` fp32 there; the kernel does nothing unless it is zero.
 
     Raises:
         RuntimeError: CUDA refuses the launch.
     """
+    # Its length decides how the kernel gets it: as an argument or through the table.
     segments = arguments["segments"]
     assert isinstance(segments, list), "a table of segments"
     with torch.cuda.device(device):
@@ -57,6 +58,7 @@ def launch_adam_step(
         table = torch.empty(module.table_nbytes(len(segments)), dtype=torch.uint8, device=device)
         module.adam_step(
             **arguments,
+            # Addresses, not values: the kernel reads them when the stream comes to it.
             device_grad_scale=0 if grad_scale is None else grad_scale.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
             table=table.data_ptr(),
@@ -71,6 +73,7 @@ def launch_sum_of_squares(module: ModuleType, values: torch.Tensor) -> torch.Ten
     Raises:
         RuntimeError: CUDA refuses a launch.
     """
+    # Buffers may be on another device than the current one, whose stream would be taken.
     device = values.device
     with torch.cuda.device(device):
         scratch_numel = module.scratch_numel(values.numel())
@@ -88,6 +91,7 @@ def launch_sum_of_squares(module: ModuleType, values: torch.Tensor) -> torch.Ten
     return total
 
 
+# Asked before each launch; the answer does not change, and the warning comes once.
 @functools.cache
 def _why_not_on(index: int) -> str:
     module = cuda_module()

@@ -1,4 +1,7 @@
-"""What the user sets for Adam, and the constants of one step that follow from it."""
+"""Hyperparameters of Adam, and the constants of one step that follow from them.
+
+Both are plain numbers, checked here; no tensor and no optimizer.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megafsdp.errors import expected
 
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
-    """What the user sets.
+    """Hyperparameters of Adam, as the user sets them.
 
     Attributes:
         lr: Learning rate.
@@ -35,6 +38,7 @@ class AdamHyper:
     @classmethod
     def of(cls, group: Mapping[str, Any], *, adam_w_mode: bool) -> AdamHyper:
         """Read a parameter group of an optimizer; tensors are read by the host."""
+        # float() waits for a tensor on a device; a captured step does not come here.
         beta1, beta2 = group["betas"]
         return cls(
             lr=float(group["lr"]),
@@ -60,9 +64,10 @@ class AdamHyper:
             _check_range(f"betas[{i}]", beta, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class AdamConstants:
+class AdamConstants(NamedTuple):
     """The numbers that one update needs, computed in double and rounded to fp32 once.
+
+    A tuple in the order in which the kernels take them.
 
     Attributes:
         decay: Factor of the weight, ``1 - lr * weight_decay``; 1 with L2 regularisation.
@@ -85,33 +90,23 @@ class AdamConstants:
     eps: float
     step_size: float
 
-    def row(self) -> tuple[float, ...]:
-        """Return the numbers in order."""
-        return (
-            self.decay,
-            self.l2,
-            self.lerp,
-            self.beta2,
-            self.square,
-            self.root,
-            self.eps,
-            self.step_size,
-        )
-
     def flushed(self) -> AdamConstants:
         """Return zero for subnormal numbers, as a processor takes them that flushes."""
-        return AdamConstants(*(n if abs(n) >= 2.0**-126 else 0.0 for n in self.row()))
+        return AdamConstants(*(n if abs(n) >= 2.0**-126 else 0.0 for n in self))
 
     @classmethod
+    # A model has thousands of segments and few sets of hyperparameters in a step.
     @functools.lru_cache(maxsize=64)
     def rounded(cls, hyper: AdamHyper, step: int) -> AdamConstants:
         """Compute the constants of a step, counted from 1."""
         lr, decay, (beta1, beta2) = hyper.lr, hyper.weight_decay, hyper.betas
+        # beta ** inf is 0, so that both corrections are exactly 1.
         power = step if hyper.bias_correction else math.inf
         lerp = round_to_fp32(1 - beta1)
         exact = (
             1 - lr * decay if hyper.adam_w_mode else 1.0,
             0.0 if hyper.adam_w_mode else decay,
+            # torch.lerp goes from the nearer end, and rounds accordingly.
             lerp if lerp < 0.5 else lerp - 1,
             beta2,
             1 - beta2,
@@ -124,9 +119,11 @@ class AdamConstants:
 
 def round_to_fp32(value: float) -> float:
     """Return the nearest fp32 value; too large a value becomes infinite."""
+    # A tensor would take many times as long; struct rounds to nearest even too.
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
+        # As a cast in torch does, where struct raises.
         return value * float("inf")
 
 

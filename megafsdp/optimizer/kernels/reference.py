@@ -1,8 +1,8 @@
 """Adam and AdamW in plain torch, operation by operation: the definition of every kernel's bits.
 
-Kernels are tested against this file, and it runs where nothing is compiled. It knows flat tensors
-and one set of constants; segments, checks and the choice of a kernel are in kernels.py, and states
-of optimizers are elsewhere.
+Kernels are tested against this file, and it runs where nothing is compiled. It has flat tensors and
+one set of constants; segments, checks and the choice of a kernel are in adam_kernel.py, states of
+optimizers in optimizer/states.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Ten
     The product is exact in double. Their sum is rounded to odd, after which rounding to fp32 gives
     what rounding the exact sum would.
     """
+    # 24 bits times 24 bits fit into the 53 of a double.
     product, addend = a.double() * b, c.double()
     total = product + addend
     back = total - product
@@ -71,7 +72,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Ten
 
 @contextlib.contextmanager
 def denormal_mode(flushes: bool) -> Iterator[None]:
-    """Take and give zero for subnormal numbers on this thread, or do not; then as it was before."""
+    """Flush subnormal numbers to zero on this thread, or keep them; restore the mode at the end."""
     small = torch.full((1,), 2.0**-120, dtype=torch.float32, device="cpu")
     was_on = small.mul_(2.0**-20).item() == 0
     torch.set_flush_denormal(flushes)
@@ -82,7 +83,7 @@ def denormal_mode(flushes: bool) -> Iterator[None]:
 
 
 def fp32_to_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take fp32 values apart into bf16 values and int16 remainders, without loss.
+    """Split fp32 values into bf16 values and int16 remainders, without loss.
 
     The bf16 value is the nearest one; of two equally near, the one further from zero.
     """
@@ -120,6 +121,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """
     block_numel = _NUM_LANES * _LANE_NUMEL
     squares = values.double().square()
+    # Zeros change no sum, and let every block have all lanes.
     squares = torch.nn.functional.pad(squares, (0, -values.numel() % block_numel))
     rows = squares.view(-1, _LANE_NUMEL, _NUM_LANES)
     lanes = functools.reduce(operator.add, rows.unbind(1), torch.zeros_like(rows[:, 0]))

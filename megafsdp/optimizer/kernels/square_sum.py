@@ -48,6 +48,7 @@ def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = Non
     check_positive("num_threads", num_threads)
     numel, device = values.numel(), values.device
     check_flat("values", values, VALUE_DTYPES, numel=numel, device=device)
+    # Empty tensors have no address that a kernel may take.
     cuda = cuda_kernels.usable_module(device) if numel > 0 else None
     if cuda is not None:
         return cuda_kernels.launch_sum_of_squares(cuda, values)
@@ -70,6 +71,7 @@ def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
         values: A flat tensor whose writers bump its version counter, as those of main gradients do.
     """
     total = device_sum_of_squares(values)
+    # On the tensor: it lives as long as the gradient, and no table must be cleared.
     values._megafsdp_square_sum = (version_of(values), total)  # type: ignore[attr-defined]
     return total
 
@@ -77,6 +79,7 @@ def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
 def known_square_sum(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of a contiguous tensor, not made again if it is remembered."""
     known: tuple[int, torch.Tensor] | None = getattr(values, "_megafsdp_square_sum", None)
+    # A gradient that was changed in place since, by a scaler or a user, has another sum.
     if known is not None and known[0] == version_of(values):
         return known[1]
     return device_sum_of_squares(values.view(-1))
@@ -84,6 +87,7 @@ def known_square_sum(values: torch.Tensor) -> torch.Tensor:
 
 def has_square_sum_kernel(values: torch.Tensor) -> bool:
     """Tell whether a compiled kernel adds the squares of a tensor, which may have any shape."""
+    # A view with strides has no flat form without a copy.
     if not values.is_contiguous() or values.dtype not in VALUE_DTYPES:
         return False
     if values.device.type == "cpu":

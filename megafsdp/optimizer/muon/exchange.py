@@ -1,12 +1,12 @@
-"""Bring matrices that are cut over ranks to one owner each, and what becomes of them back.
+"""Gather each matrix that is cut over ranks on one owner, and scatter its update back.
 
-Every rank knows every rank's cuts, so who sends how much to whom is arithmetic, made once. Matrices
+Every rank knows every rank's cuts, so the messages are arithmetic, made once. Matrices
 travel in rounds; a round is one all-to-all each way. Two ranks, A owned by rank 0, B by rank 1::
 
-    rank 0 holds [A0 A1 | B0]     sends B0 to 1         owns A: [A0 A1 | A2]
-    rank 1 holds [A2 | B1 B2]     sends A2 to 0         owns B: [B0 | B1 B2]
+    rank 0 has [A0 A1 | B0]     sends B0 to 1         owns A: [A0 A1 | A2]
+    rank 1 has [A2 | B1 B2]     sends A2 to 0         owns B: [B0 | B1 B2]
 
-This file moves elements; what is done to a matrix by its owner is the caller's.
+This file moves elements; the caller decides what the owner does to a matrix.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megafsdp.buffer.comm.collectives import all_to_all
 
 @dataclass(frozen=True, slots=True)
 class CutMatrix:
-    """A matrix and who holds which of its elements.
+    """A matrix and the ranges of its elements on each rank.
 
     Attributes:
         numel: Its elements.
         cost: Work of its owner, in any unit.
-        held: Its elements [start, stop) on each rank of the group, in row-major order.
+        ranges: Its elements [start, stop) on each rank of the group, in row-major order.
     """
 
     numel: int
     cost: float
-    held: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,14 @@ class Segment:
 def choose_owners(matrices: Sequence[CutMatrix], num_ranks: int) -> list[int]:
     """Return the rank that gets each matrix: costliest first, each to the least loaded rank.
 
-    Among equally loaded ranks the one that holds most of the matrix is taken, then the first.
+    Among equally loaded ranks the one with most of the matrix is taken, then the first.
     """
     loads = [0.0] * num_ranks
     owners = [0] * len(matrices)
     for index in _costliest_first(matrices):
-        held = matrices[index].held
-        owner = min(range(num_ranks), key=lambda r: (loads[r], held[r][0] - held[r][1], r))
+        # Pure arithmetic of what all ranks know: all choose alike without a collective.
+        ranges = matrices[index].ranges
+        owner = min(range(num_ranks), key=lambda r: (loads[r], ranges[r][0] - ranges[r][1], r))
         loads[owner] += matrices[index].cost
         owners[index] = owner
     return owners
@@ -65,19 +66,21 @@ def choose_rounds(
     """Cut the matrices, at least one, costliest first, into rounds.
 
     In a round no rank owns more than ``max_numel`` elements, or than the largest matrix has, and
-    none sends more than twice that: of like matrices of all layers the same ranks hold more than
+    none sends more than twice that: of like matrices of all layers the same ranks have more than
     their share. Costliest first puts matrices of like cost into a round, so that its owners are
     done at about the same time.
     """
+    # A matrix cannot be cut: the largest one fixes what a round must have room for.
     limit = max([max_numel, *(m.numel for m in matrices)])
     rounds: list[list[int]] = []
     owned = sent = [0] * num_ranks
     for index in _costliest_first(matrices):
         matrix = matrices[index]
         own = [matrix.numel * (rank == owners[index]) for rank in range(num_ranks)]
-        send = [stop - start for start, stop in matrix.held]
+        send = [stop - start for start, stop in matrix.ranges]
         owned = [n + more for n, more in zip(owned, own, strict=True)]
         sent = [n + more for n, more in zip(sent, send, strict=True)]
+        # The same rounds on all ranks, since each is a collective: limits of all are looked at.
         if not rounds or max(owned) > limit or max(sent) > 2 * limit:
             rounds.append([])
             owned, sent = own, send
@@ -97,12 +100,12 @@ class Round:
         matrices: All matrices.
         owners: The owner of each.
         rank: This rank's number within the group.
-        group: Ranks that exchange; None means that this rank holds every matrix whole.
+        group: Ranks that exchange; None means that this rank has every matrix whole.
 
     Attributes:
         owned: The matrices that this rank gets.
-        sends: What this rank holds, in the order of :meth:`gather`'s source.
-        receives: What this rank gets, in the order of :meth:`gather`'s result.
+        sends: This rank's elements, in the order of :meth:`gather`'s source.
+        receives: The elements that it gets, in the order of :meth:`gather`'s result.
     """
 
     def __init__(
@@ -114,34 +117,37 @@ class Round:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._group = group
-        num_ranks = len(matrices[indices[0]].held)
+        num_ranks = len(matrices[indices[0]].ranges)
         self.owned = [i for i in indices if owners[i] == rank]
+        # By destination, as the all-to-all wants a message; within one in the order of the round.
         to = [
-            [Segment(i, *matrices[i].held[rank]) for i in indices if owners[i] == r]
+            [Segment(i, *matrices[i].ranges[rank]) for i in indices if owners[i] == r]
             for r in range(num_ranks)
         ]
-        of = [[Segment(i, *matrices[i].held[r]) for i in self.owned] for r in range(num_ranks)]
+        of = [[Segment(i, *matrices[i].ranges[r]) for i in self.owned] for r in range(num_ranks)]
         self._num_sent = [sum(s.stop - s.start for s in segments) for segments in to]
         self._num_received = [sum(s.stop - s.start for s in segments) for segments in of]
+        # A rank without elements of a matrix has an empty segment, which is no piece of a message.
         self.sends = [s for segments in to for s in segments if s.stop > s.start]
         self.receives = [s for segments in of for s in segments if s.stop > s.start]
 
     @property
     def num_sent(self) -> int:
-        """Return the elements of the matrices of the round that this rank holds."""
+        """Return the elements of the matrices of the round that lie on this rank."""
         return sum(self._num_sent)
 
     def gather(self, source: torch.Tensor, label: str) -> torch.Tensor:
-        """Send what this rank holds to the owners; return what it gets. Collective."""
+        """Send this rank's elements to the owners; return those that it gets. Collective."""
         return self._exchange(source, self._num_sent, self._num_received, label)
 
     def scatter(self, source: torch.Tensor, label: str) -> torch.Tensor:
-        """Send back what was gathered, in the same order; return what this rank holds."""
+        """Send back what was gathered, in the same order; return this rank's elements."""
         return self._exchange(source, self._num_received, self._num_sent, label)
 
     def _exchange(
         self, source: torch.Tensor, num_sent: list[int], num_received: list[int], label: str
     ) -> torch.Tensor:
+        # The result may be the source: callers treat it as read and then overwrite it.
         if self._group is None or self._group.size() == 1:
             return source
         output = source.new_empty(sum(num_received))

@@ -1,4 +1,4 @@
-"""The matrices that Muon makes of a parameter: itself, each of a stack, and their fused parts.
+"""The matrices of a parameter that Muon steps: itself, each of a stack, and their fused parts.
 
 This file says where a matrix lies in its parameter and how it becomes an update once it is whole;
 it calls no collective.
@@ -19,7 +19,8 @@ from megafsdp.mesh.annotation import FusedParts, annotation_of
 from megafsdp.optimizer.muon.exchange import CutMatrix
 from megafsdp.optimizer.muon.newton_schulz import lr_ratio, orthogonalize, part_shapes, part_views
 
-SPLITS = ("parts", "groups", "none")  # Of a fused parameter: what is a matrix of its own.
+# Of a fused parameter: what is a matrix of its own.
+SPLITS = ("parts", "groups", "none")
 
 
 @dataclass(eq=False, slots=True)
@@ -53,15 +54,17 @@ class Matrix:
         return self.param_group["split_fused"] == "groups"
 
     def cut(self) -> CutMatrix:
-        """Say who holds what of the matrix, and what it costs."""
+        """Return the ranges of the matrix on each rank, and the cost of its owner."""
         shapes = part_shapes(self.shape, self.fused, self.fused_dim, by_group=self.by_group)
+        # Of the products with the shorter side, which take nearly all of the time.
         cost = float(sum(r * c * min(r, c) for r, c in shapes))
         if not isinstance(self.parameter, UnevenDTensor):
             return CutMatrix(self.numel, cost, ((0, self.numel),))
         layout = self.parameter.uneven_layout
+        # Of all ranks, from the layout: no rank asks another.
         ranges = (layout.element_range(shard) for shard in self.parameter.shards_by_rank())
-        held = ((self._within(start), self._within(stop)) for start, stop in ranges)
-        return CutMatrix(self.numel, cost, tuple(held))
+        cuts = ((self._within(start), self._within(stop)) for start, stop in ranges)
+        return CutMatrix(self.numel, cost, tuple(cuts))
 
     def _within(self, element: int) -> int:
         return min(max(element - self.offset, 0), self.numel)
@@ -69,6 +72,7 @@ class Matrix:
     def local_range(self, start: int, stop: int) -> slice:
         """Return where elements [start, stop) of the matrix lie in this rank's flat rows."""
         first = 0
+        # Rows of this rank begin somewhere in the parameter, maybe behind this matrix.
         if isinstance(self.parameter, UnevenDTensor):
             first = self.parameter.uneven_layout.element_range()[0]
         return slice(self.offset + start - first, self.offset + stop - first)
@@ -81,6 +85,7 @@ class Matrix:
             update = orthogonalize(
                 flat, options["ns_coefficients"], options["ns_steps"], options["eps"]
             )
+            # The caller applies one rate, that of the whole shape; a part has another ratio.
             if self.fused is not None:
                 rule = options["adjust_lr_fn"]
                 update = update * (lr_ratio(rule, *flat.shape) / lr_ratio(rule, *self.shape))
@@ -95,6 +100,7 @@ def flat_elements(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """
     flat = tensor.reshape(-1)
     yield flat
+    # reshape() has made a copy: what was changed in it must come back.
     if not tensor.is_contiguous() and flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
@@ -108,7 +114,8 @@ def matrices_of(parameter: torch.Tensor, group: dict[str, Any]) -> list[Matrix]:
     """Return the matrices of a parameter that Muon steps, in order."""
     fused = annotation_of(parameter).fused if group["split_fused"] != "none" else None
     dim = 0 if fused is None else fused.dim - (parameter.ndim - 2)
-    if dim < 0:  # The parts are whole matrices of the stack.
+    # Parts along the dimension of the stack are whole matrices.
+    if dim < 0:
         fused, dim = None, 0
     rows, cols = parameter.shape[-2:]
     offsets = range(0, parameter.numel(), max(rows * cols, 1))

@@ -2,9 +2,8 @@
 
 Weights and momentum stay where the flat buffers put them. For a step each matrix of the momentum
 travels to one owner among the ranks that divide it, is orthogonalised there, and the update travels
-back: see docs/design, "Muon". The arithmetic is that of ``torch.optim.Muon``. How matrices travel
-is the business of :mod:`megafsdp.optimizer.muon.exchange`, orthogonalisation that of
-:mod:`megafsdp.optimizer.muon.newton_schulz`.
+back: see docs/design, "Muon". The arithmetic is that of ``torch.optim.Muon``. Matrices travel by
+exchange.py, lie in parameters as matrices.py says, and are orthogonalised in newton_schulz.py.
 """
 
 from __future__ import annotations
@@ -105,6 +104,7 @@ class Muon(Optimizer):
         self._ns_dtype = ns_dtype
         self._bucket_numel = bucket_numel
         self._plans: dict[tuple[object, ...], dict[dist.ProcessGroup | None, _Plan]] = {}
+        # Each may differ by group, and is saved with it; ns_dtype and bucket_numel may not.
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -122,7 +122,8 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the optimizer takes; it makes its own plans."""
+        """Return the attributes of a copy of the optimizer, which makes its own plans."""
+        # Plans refer to process groups, which cannot be copied.
         sizes = {"_ns_dtype": self._ns_dtype, "_bucket_numel": self._bucket_numel}
         return {**super().__getstate__(), **sizes, "_plans": {}}
 
@@ -132,6 +133,7 @@ class Muon(Optimizer):
         try:
             _check_group(self.param_groups[-1], len(self.param_groups) - 1)
         except (ValueError, NotImplementedError):
+            # The base class has appended the group before it could be checked.
             self.param_groups.pop()
             raise
 
@@ -139,8 +141,8 @@ class Muon(Optimizer):
         """Take over the state dict of an optimizer of this class or of ``torch.optim.Muon``; local.
 
         Args:
-            state_dict: Its states are DTensors like the parameters, or plain tensors of what this
-                rank holds of them.
+            state_dict: Its states are DTensors like the parameters, or plain tensors of this
+                rank's rows.
 
         Raises:
             ValueError: Its groups, states or shapes are not this optimizer's.
@@ -153,6 +155,7 @@ class Muon(Optimizer):
 
         with self.register_load_state_dict_pre_hook(check):
             super().load_state_dict(state_dict)
+        # torch.optim.Muon has fewer options, and plain states where these are DTensors.
         fill_options(self.param_groups, self.defaults)
         for parameter, state in self.state.items():
             for name, value in state.items():
@@ -171,6 +174,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Before anything changes: an error in the middle would leave ranks with different weights.
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -181,6 +185,7 @@ class Muon(Optimizer):
             matrices = [p for p in with_grad if is_for_muon(p, group)]
             self._step_adamw([p for p in with_grad if not is_for_muon(p, group)], group)
             for parameter in matrices:
+                # Decay comes before the update, as in torch; the rounds below only add to weights.
                 local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
                 # States of the other rule may be there: a checkpoint's, or of another use_muon.
                 if "momentum_buffer" not in self.state[parameter]:
@@ -195,6 +200,7 @@ class Muon(Optimizer):
         self, stepped: list[tuple[torch.Tensor, dict[str, Any]]]
     ) -> dict[dist.ProcessGroup | None, _Plan]:
         """Return the plan of each process group; made once for the same set of parameters."""
+        # By identity: cheap, and the plan keeps the parameters, so that no id is used again.
         key = tuple((id(p), id(group), group["split_fused"]) for p, group in stepped)
         if key not in self._plans:
             by_group: dict[dist.ProcessGroup | None, list[Matrix]] = {}
@@ -207,6 +213,7 @@ class Muon(Optimizer):
 
     def _plan(self, matrices: list[Matrix], group: dist.ProcessGroup | None) -> _Plan:
         cuts = [matrix.cut() for matrix in matrices]
+        # Replicated and plain matrices take the same path, in rounds that send nothing.
         num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         owners = choose_owners(cuts, num_ranks)
         rounds = choose_rounds(cuts, owners, num_ranks, self._bucket_numel)
@@ -214,12 +221,15 @@ class Muon(Optimizer):
 
     def _run_round(self, matrices: list[Matrix], each: Round) -> None:
         device = _device_of(matrices[0].parameter)
+        # bf16 is enough for the iteration, and fast on a GPU; on a CPU it is slow.
         dtype = self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        # Momentum is averaged where it lies, and only what is orthogonalised travels.
         message = torch.empty(each.num_sent, dtype=dtype, device=device)
         for piece, segment in zip(pieces(message, each.sends), each.sends, strict=True):
             matrix = matrices[segment.matrix]
             self._average(matrix, matrix.local_range(segment.start, segment.stop), piece)
         gathered = each.gather(message, _LABEL)
+        # Bounds the memory of a round, which needs room for the gathered and for one matrix.
         del message
         received = list(zip(each.receives, pieces(gathered, each.receives), strict=True))
         for index in each.owned:
@@ -228,6 +238,7 @@ class Muon(Optimizer):
             for segment, piece in mine:
                 whole[segment.start : segment.stop] = piece
             matrices[index].orthogonalize_parts_(whole.view(matrices[index].shape))
+            # Back into the message, in the order in which it came.
             for segment, piece in mine:
                 piece.copy_(whole[segment.start : segment.stop])
         updates = each.scatter(gathered, _LABEL)
@@ -237,6 +248,7 @@ class Muon(Optimizer):
             where = matrix.local_range(segment.start, segment.stop)
             ratio = lr_ratio(options["adjust_lr_fn"], *matrix.shape)
             with flat_elements(local_tensor(matrix.parameter)) as flat:
+                # A parameter of a unit on the host takes its update there.
                 flat[where].add_(piece.to(flat.device), alpha=-options["lr"] * ratio)
 
     def _average(self, matrix: Matrix, where: slice, output: torch.Tensor) -> None:
@@ -258,6 +270,7 @@ class Muon(Optimizer):
                 count = torch.zeros((), dtype=torch.float32, device="cpu")
                 self.state[parameter] = {"step": count, **moments}
             state = self.state[parameter]
+            # Local rows: dispatch of DTensors would cost more than the step.
             local = local_tensor(parameter)
             assert parameter.grad is not None, "a stepped parameter has a gradient"
             tensors = (local_tensor(parameter.grad).to(local.dtype), state["exp_avg"])
@@ -323,11 +336,13 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
                 hint="Put it into a group with use_muon=False",
             )
         )
+    # Tensor-parallel cuts do not follow rows of a flat buffer, so no range of elements is known.
     is_ours = not isinstance(parameter, DTensor) or all(
         placement.is_replicate() for placement in parameter.placements
     )
     if isinstance(parameter, UnevenDTensor):
         layout = parameter.uneven_layout
+        # The region is smaller than the tensor where another axis than fully_shard has cut it.
         is_ours = layout.region_shape == layout.shape
     if not is_ours:
         raise NotImplementedError(

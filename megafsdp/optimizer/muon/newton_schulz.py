@@ -1,7 +1,6 @@
 """Orthogonalisation of a matrix, or of the logical matrices fused in one, by Newton-Schulz.
 
-Every function works on whole matrices of one rank; who has which matrix is the business of
-:mod:`megafsdp.optimizer.muon.exchange`.
+Every function works on whole matrices of one rank; exchange.py brings them there.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 
 from megafsdp.mesh.annotation import FusedParts
 
-# Quintic coefficients that grow small singular values fastest and hold all within [0.7, 1.2].
+# Quintic coefficients that grow small singular values fastest and keep all within [0.7, 1.2].
 # Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks".
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LR_RULES = (None, "original", "match_rms_adamw")
@@ -29,6 +28,7 @@ def orthogonalize(
     Allocates a matrix and two squares of its shorter side.
     """
     a, b, c = coefficients
+    # The Gram matrix is square in the shorter side: far less work for a tall matrix.
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=eps)

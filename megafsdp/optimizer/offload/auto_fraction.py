@@ -1,4 +1,4 @@
-"""How much can be offloaded without waiting, by what the first steps have shown.
+"""``offload_fraction="auto"``: how much costs no waiting, measured in the first steps.
 
 The host has a window to step what is offloaded: from the first gradients of the last backward to
 the end of the first forward after the step, or that forward alone where nothing runs ahead. With a
@@ -30,7 +30,7 @@ _USABLE = 0.9
 
 @dataclass
 class HostRate:
-    """How fast the host steps; written by the worker.
+    """The rate at which the host steps; written by the worker.
 
     Attributes:
         numel: Elements stepped.
@@ -67,6 +67,7 @@ class _Marks:
         if self.step_begins is None or self.step_ends is None or not self.uses:
             return None
         ahead_s = self.first_grads.seconds_until(self.step_begins) if self.first_grads else 0.0
+        # The last wait is part of the window: until then the host may work.
         waited_s = sum(waited for _, waited in self.uses[:-1])
         forward_s = self.step_ends.seconds_until(self.uses[-1][0]) - waited_s
         return ahead_s + max(forward_s, 0.0)
@@ -81,30 +82,31 @@ class FractionMeter:
 
     def __init__(self, handle: DeviceHandle) -> None:
         self._handle = handle
+        # Of its own: the worker writes it, everything else here belongs to the calling thread.
         self.rate = HostRate()
         self._marks = _Marks()
         self._windows_s: list[float] = []
         self._num_steps = 0
 
-    def grads_are_there(self) -> None:
-        """Note that gradients of the coming step are complete and that Adam runs on them."""
+    def note_grads(self) -> None:
+        """Record that gradients of the coming step are complete and that Adam runs on them."""
         if self._marks.step_ends is not None:
             self._end_step()
         if self._marks.first_grads is None:
             self._marks.first_grads = self._handle.mark_time()
 
-    def step_begins(self) -> None:
-        """Note the begin of a step."""
+    def note_step_begin(self) -> None:
+        """Record the begin of a step."""
         if self._marks.step_ends is not None:
             self._end_step()
         self._marks.step_begins = self._handle.mark_time()
 
-    def step_ends(self) -> None:
-        """Note that a step returns."""
+    def note_step_end(self) -> None:
+        """Record the end of a step."""
         self._marks.step_ends = self._handle.mark_time()
 
-    def is_needed(self, begin: TimeMark, waited_s: float) -> None:
-        """Note that weights are used again, since when, and how long the host waited for them."""
+    def note_use(self, begin: TimeMark, waited_s: float) -> None:
+        """Record a use of weights: when it began, and how long the host waited for them."""
         self._marks.uses.append((begin, waited_s))
 
     def mark_time(self) -> TimeMark:
@@ -114,6 +116,7 @@ class FractionMeter:
     def _end_step(self) -> None:
         self._num_steps += 1
         marks, self._marks = self._marks, _Marks()
+        # Page faults and compilation would make the host look slower than it is.
         if self._num_steps == _WARM_UP_STEPS:
             self.rate.start_over()
         window_s = marks.window_s() if self._num_steps > _WARM_UP_STEPS else None
@@ -129,6 +132,7 @@ class FractionMeter:
         """Return how many elements the host steps within the window; 0 if nothing was measured."""
         if not self._windows_s or not self.rate.busy_s:
             return 0.0
+        # One step that was held up, by a checkpoint or the system, must not decide.
         return statistics.median(self._windows_s) * self.rate.numel / self.rate.busy_s
 
     def returnable_numel(self) -> float:

@@ -6,13 +6,10 @@
     copies                     | to the host            | to the device
     host                       +----> Adam, cast -------+
 
-A :class:`BucketStep` is what ``step()`` asks for. Between its submission and
-:meth:`BucketStep.wait` the host's main weight and moments belong to the worker. An
-:class:`AheadStep` is its middle part run before ``step()`` is called, with a guessed factor on the
-gradients, from one slab into the other: the step takes the result, or makes it anew from the first
-slab, which nobody has written.
+``step()`` makes a :class:`BucketStep` for each bucket. Between its submission and
+:meth:`BucketStep.wait` the host's main weight and moments belong to the worker.
 
-This file does not know which parameters are stepped, nor who runs the step.
+This file does not choose which parameters are stepped, nor which thread runs the step.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ from dataclasses import dataclass, field
 import torch
 
 from megafsdp.buffer.dtensor.busy_memory import register_writer, unregister_writer
+from megafsdp.device.host_copies import CopyLink, Transfer
 from megafsdp.errors import expected
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamKernel, AdamSegment
-from megafsdp.optimizer.kernels.hyper import AdamHyper, round_to_fp32
+from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.offload.auto_fraction import FractionMeter, HostRate
 from megafsdp.optimizer.offload.bucket import Bucket, GradientCopy
-from megafsdp.optimizer.offload.offload_guess import ClippingForecast, DeferredScalar
 from megafsdp.optimizer.states.flat import FlatStates
 
 
@@ -48,27 +45,59 @@ class SegmentRun:
     numel: int
 
 
-def stretches_of(
+def segment_runs_of(
     states: FlatStates, counts: dict[int, list[int]], hyper: AdamHyper
 ) -> list[SegmentRun]:
-    """Return what is stepped of one group's parameters, by their counts of steps."""
-    stretches = []
+    """Return the segments of one group's parameters, by their counts of steps."""
+    found = []
     for count, counted in counts.items():
         runs = states.runs(counted)
         segments = tuple(AdamSegment(run.start, run.stop, hyper) for run in runs)
-        stretches.append(SegmentRun(segments, count, sum(run.numel for run in runs)))
-    return stretches
+        found.append(SegmentRun(segments, count, sum(run.numel for run in runs)))
+    return found
+
+
+class DeferredScalar:
+    """A number that the host may use before it has arrived from the device.
+
+    Args:
+        value: A number, or a 0-dim floating-point tensor.
+        link: Of the tensor's device.
+    """
+
+    def __init__(self, value: float | torch.Tensor, link: CopyLink) -> None:
+        self._transfer: Transfer | None = None
+        self._kept = value
+        if isinstance(value, torch.Tensor):
+            # A copy to pageable memory would make the host wait for the device here.
+            is_pinned = value.device.type == "cuda"
+            self._kept = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=is_pinned)
+            # A copy of its own: the caller may change the tensor before it is read.
+            self._source = value.detach().to(torch.float64, copy=True)
+            link.fence()
+            self._transfer = link.to_host([(self._kept, self._source)])
+
+    @property
+    def is_there(self) -> bool:
+        """Tell whether :meth:`value` returns at once."""
+        return self._transfer is None or self._transfer.is_done
+
+    def value(self) -> float:
+        """Return the number; waits for it; from any thread."""
+        if self._transfer is not None:
+            self._transfer.wait()
+        return float(self._kept)
 
 
 @dataclass(frozen=True, slots=True)
 class HostThreads:
-    """How the kernel runs on the host: its threads, and whether denormals are flushed."""
+    """The options of the kernel on the host: its threads, and whether denormals are flushed."""
 
     num_threads: int
     ftz: bool
     rate: HostRate | None = None
 
-    def update(self, buffers: AdamBuffers, stretches: list[SegmentRun], scale: float) -> None:
+    def update(self, buffers: AdamBuffers, segment_runs: list[SegmentRun], scale: float) -> None:
         """Step a bucket's weights and moments, with a cast for the device."""
         kernel = AdamKernel(
             buffers.weight.device,
@@ -77,144 +106,38 @@ class HostThreads:
             num_threads=self.num_threads,
         )
         begin_s = time.perf_counter()
-        for stretch in stretches:
-            kernel(buffers, stretch.segments, step=stretch.step)
+        for run in segment_runs:
+            kernel(buffers, run.segments, step=run.step)
         if self.rate is not None:
-            numel = sum(stretch.numel for stretch in stretches)
+            numel = sum(run.numel for run in segment_runs)
             self.rate.note(numel, time.perf_counter() - begin_s)
-
-
-@dataclass(slots=True)
-class OffloadCounts:
-    """How many steps of buckets ran ahead of ``step()``, and what became of them.
-
-    Attributes:
-        speculated: Ran ahead.
-        committed: Of these, taken as they were.
-        replayed: Of these, made anew with another factor or other hyperparameters.
-    """
-
-    speculated: int = 0
-    committed: int = 0
-    replayed: int = 0
-
-
-@dataclass(eq=False)
-class AheadStep:
-    """Adam on one bucket before ``step()`` is called, into the spare slab; a job of the worker.
-
-    Attributes:
-        bucket: The bucket.
-        copy: Its gradients.
-        stretches: What is stepped.
-        outlook: The guess.
-        threads: Of the kernel.
-        counts: Where it is counted.
-    """
-
-    bucket: Bucket
-    copy: GradientCopy
-    stretches: list[SegmentRun]
-    outlook: ClippingForecast
-    threads: HostThreads
-    counts: OffloadCounts
-    is_done: bool = field(init=False, default=False)
-    error: BaseException | None = field(init=False, default=None)
-    _num_changes: int = field(init=False)
-    _is_cancelled: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        """Take the buffers."""
-        self._num_changes = self.bucket.group.num_changes
-        self.buffers = self.bucket.buffers_aside()
-
-    @property
-    def urgency(self) -> int:
-        """Return the place in forward: what runs first there is needed first."""
-        return self.bucket.position
-
-    @property
-    def can_begin(self) -> bool:
-        """Tell whether the gradients are there."""
-        return self.copy.transfer.is_done
-
-    def run(self) -> None:
-        """Do it; in the worker's thread. An error is kept for the step."""
-        if self._is_cancelled:
-            return
-        try:
-            with torch.no_grad():
-                self._run()
-        except BaseException as error:
-            self.error = error
-
-    def _run(self) -> None:
-        self.copy.wait()
-        self.outlook.see(self.copy.norm)
-        if self.outlook.is_hopeless:
-            return
-        self.bucket.wait_for_upload()
-        self.threads.update(self.buffers, self.stretches, self.outlook.scale)
-        self.is_done = True
-        self.counts.speculated += 1
-
-    def cancel(self) -> None:
-        """Do not begin if it is not too late; nobody takes the result. Returns at once.
-
-        The slab that is shown may be written meanwhile: what is made of it goes to the spare one.
-        """
-        self._is_cancelled = True
-
-    def has_ended(self) -> bool:
-        """Tell whether the spare slab holds the guessed step; in the worker's thread.
-
-        Raises:
-            BaseException: What made it fail.
-        """
-        if self.error is not None:
-            raise self.error
-        return self.is_done
-
-    def is_of(self, copy: GradientCopy, stretches: list[SegmentRun]) -> bool:
-        """Tell whether it steps the weights as they are, so far, with these gradients."""
-        group = self.bucket.group
-        group.mark_stale_if_written()
-        is_alike = self.copy is copy and self.stretches == stretches
-        return is_alike and self._num_changes == group.num_changes and not self._is_cancelled
-
-    def has_guessed(self, scale: float) -> bool:
-        """Tell whether this is the factor that was guessed."""
-        return round_to_fp32(self.outlook.scale) == round_to_fp32(scale)
 
 
 @dataclass(eq=False)
 class BucketStep:
-    """What one step does to one bucket; a job of the worker.
+    """The step of one bucket; a job of the worker.
 
     Attributes:
         bucket: The bucket.
         scale: Factor on the gradients.
         threads: Of the kernel.
-        counts: Where it is counted what became of a step ahead.
-        meter: Told when the weights are used again.
+        meter: Records when the weights are used again.
+        segment_runs: The segments to step.
     """
 
     bucket: Bucket
     scale: DeferredScalar
     threads: HostThreads
-    counts: OffloadCounts
     meter: FractionMeter | None = None
-    stretches: list[SegmentRun] = field(init=False, default_factory=list)
+    segment_runs: list[SegmentRun] = field(init=False, default_factory=list)
     _grads: list[torch.Tensor] = field(init=False, default_factory=list)
-    _ahead: AheadStep | None = field(init=False, default=None)
-    _takes_ahead: bool = field(init=False, default=False)
     _has_ended: threading.Event = field(init=False, default_factory=threading.Event)
     _error: BaseException | None = field(init=False, default=None)
 
-    def add(self, grads: torch.Tensor, stretch: SegmentRun) -> None:
-        """Note a stretch to step, and the main gradient that has its gradients, 1-D."""
+    def add(self, grads: torch.Tensor, segment_run: SegmentRun) -> None:
+        """Add segments to step, and the flat main gradient in which their gradients lie."""
         self._grads.append(grads)
-        self.stretches.append(stretch)
+        self.segment_runs.append(segment_run)
 
     @property
     def urgency(self) -> int:
@@ -226,35 +149,24 @@ class BucketStep:
         """Tell whether the gradients and their factor are there: steps ahead need not wait."""
         return self._copy.transfer.is_done and self.scale.is_there
 
-    def start(self, ahead: AheadStep | None = None) -> bool:
-        """Take the buffers and what was begun ahead, and issue the copy that was not.
-
-        Returns:
-            Whether the weights and states after the step are those in the spare slab.
-        """
+    def start(self) -> None:
+        """Choose the buffers and issue the copy of the gradients, unless that was done before."""
         group = self.bucket.group
         self._name = group.label
         self._target = group.compute_weight.start_copy()
         self._copy = self._issue_copy()
+        # The copy keeps what it reads; after it the gradients may be freed.
         self._grads = []
-        self._ahead = ahead
-        if ahead is not None and ahead.is_of(self._copy, self.stretches):
-            # A factor that is on its way is compared by the worker.
-            self._takes_ahead = not self.scale.is_there or ahead.has_guessed(self.scale.value())
-        if ahead is not None and not self._takes_ahead:
-            ahead.cancel()
-        in_use = self._take_buffers(ahead.buffers if ahead and self._takes_ahead else None)
+        in_use = self._take_buffers()
+        # Last: who finds the step waits for it, and one that could not begin never ends.
         register_writer(in_use, self)
         group.step_in_flight = self
-        return self._takes_ahead
 
-    def _take_buffers(self, aside: AdamBuffers | None) -> list[torch.Tensor]:
-        """Take the memory to step, in place or from one slab into the other, and return it."""
-        buffers = self._buffers = self.bucket.buffers() if aside is None else aside
-        self._result = buffers.weight if buffers.new_weight is None else buffers.new_weight
-        moments = (buffers.exp_avg, buffers.exp_avg_sq)
-        made = (buffers.new_weight, buffers.new_exp_avg, buffers.new_exp_avg_sq)
-        return [buffers.weight, *(t for t in (*moments, *made) if t is not None)]
+    def _take_buffers(self) -> list[torch.Tensor]:
+        """Choose the memory to step, and return what readers must not touch meanwhile."""
+        buffers = self._buffers = self.bucket.buffers()
+        self._result = buffers.weight
+        return [buffers.weight, buffers.exp_avg, buffers.exp_avg_sq]
 
     def _issue_copy(self) -> GradientCopy:
         """Return the gradients on their way to the host."""
@@ -263,70 +175,57 @@ class BucketStep:
             return self.bucket.copy_grads(first)
         pieces = [
             (segment.start, grads[segment.start : segment.stop])
-            for grads, stretch in zip(self._grads, self.stretches, strict=True)
-            for segment in stretch.segments
+            for grads, run in zip(self._grads, self.segment_runs, strict=True)
+            for segment in run.segments
         ]
         return self.bucket.copy_pieces(pieces)
 
     def finish(self) -> None:
-        """Tell the group, which has been told that its main weight changed, what needs no cast.
-
-        Replicated parameters are plain DTensors, whose readers do not ask: their step ends here.
-        """
-        if sum(stretch.numel for stretch in self.stretches) == self.bucket.states.numel:
+        """Mark the compute weight as current; call it after the group was marked stale."""
+        # The step writes the cast of what it steps; a part that it leaves out may be stale.
+        if sum(run.numel for run in self.segment_runs) == self.bucket.states.numel:
             self.bucket.group.compute_weight.mark_encoded()
+        # Replicated parameters are plain DTensors, whose readers do not wait by themselves.
         if not self.bucket.group.axes.is_sharded:
             self.wait_for_reader()
 
     def run(self) -> None:
-        """Do the step; in the worker's thread. An error is kept for :meth:`wait`."""
+        """Run the step, in the worker's thread; an error is kept for :meth:`wait`."""
         try:
             with torch.no_grad():
                 self._run()
         except BaseException as error:
             self._error = error
         finally:
-            self._ahead = None
             self._has_ended.set()
 
     def _run(self) -> None:
         self._copy.wait()
-        scale = self.scale.value()
-        if not self._is_done_ahead(scale):
-            self.bucket.wait_for_upload()
-            self._update(scale)
+        self._make_result(self.scale.value())
         self._upload()
 
-    def _is_done_ahead(self, scale: float) -> bool:
-        """Tell whether the step was made ahead, with this factor; count what becomes of it."""
-        ahead = self._ahead
-        if ahead is None:
-            return False
-        if not ahead.has_ended():
-            # It was passed over, since its gradients came while the worker chose, and is next.
-            ahead.cancel()
-            return False
-        if self._takes_ahead and ahead.has_guessed(scale):
-            self.counts.committed += 1
-            return True
-        self.counts.replayed += 1
-        return False
+    def _make_result(self, scale: float) -> None:
+        """Make the weights and moments after the step, with a cast for the device."""
+        # The last step's upload reads the cast that this one writes.
+        self.bucket.wait_for_upload()
+        self._update(scale)
 
     def _update(self, scale: float) -> None:
         """Step the weights and moments on the host, with a cast for the device."""
-        self.threads.update(self._buffers, self.stretches, scale)
+        self.threads.update(self._buffers, self.segment_runs, scale)
 
     def _upload(self) -> None:
         """Copy the new compute weights to the device."""
         copy_out = self.bucket.copy_out
         source = self._result if copy_out is None else copy_out
-        # The version counter of what forward reads belongs to the thread that runs it.
+        # Without .data the worker would bump the version of a tensor that autograd of another
+        # thread has saved for backward.
         target = self._target.data
         self.bucket.uploaded = self.bucket.link.to_device(
             [
                 (target[segment.start : segment.stop], source[segment.start : segment.stop])
-                for stretch in self.stretches
-                for segment in stretch.segments
+                for run in self.segment_runs
+                for segment in run.segments
             ]
         )
 
@@ -336,10 +235,12 @@ class BucketStep:
         Raises:
             RuntimeError: The step failed.
         """
+        # The first use alone ends the window.
         meter, self.meter = self.meter, None
         begin = None if meter is None else meter.mark_time()
         begin_s = time.perf_counter()
         self._has_ended.wait()
+        # After the event: until then readers on other threads must wait too.
         unregister_writer(self)
         if self._error is not None:
             raise RuntimeError(
@@ -351,12 +252,13 @@ class BucketStep:
                 )
             ) from self._error
         assert self.bucket.uploaded is not None, "the step has ended"
+        # The device waits, not the host: what is queued next reads the new weights.
         self.bucket.uploaded.order()
         if meter is not None and begin is not None:
-            meter.is_needed(begin, time.perf_counter() - begin_s)
+            meter.note_use(begin, time.perf_counter() - begin_s)
 
     def wait_for_reader(self) -> None:
-        """Wait as :meth:`wait` does, for one who does not use the unit: nothing is measured.
+        """Wait as :meth:`wait` does, for a reader outside of forward: nothing is measured.
 
         Raises:
             RuntimeError: The step failed.

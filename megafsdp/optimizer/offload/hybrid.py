@@ -1,12 +1,14 @@
 """HybridDeviceOptimizer: FusedAdam with main weights and states of chosen units on the host.
 
 Units on the host are stepped there by a background thread, while the device steps the others and
-begins the next forward; each unit's next use waits for its own step only. Which units is the
-business of offload_plan.py, what happens to one of them that of offload_step.py.
+begins the next forward; each unit's next use waits for its own step only. This file is the
+optimizer as users see it and the order of one step. Which units are offloaded is chosen in
+placement.py, one unit's step is in bucket_step.py, work in backward in run_ahead.py.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import defaultdict
@@ -21,22 +23,16 @@ from megafsdp.device.memory import ByteLedger
 from megafsdp.device.streams import device_handle
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
-from megafsdp.optimizer.adam.plan import Found, GroupPlan
+from megafsdp.optimizer.adam.plan import FoundGrads, GroupPlan
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.offload.auto_fraction import FractionMeter, agree_on_fraction
-from megafsdp.optimizer.offload.bucket import Bucket, left_on_device
+from megafsdp.optimizer.offload.bucket import Bucket, BucketListener, left_on_device
 from megafsdp.optimizer.offload.bucket_step import (
     BucketStep,
-    HostThreads,
-    OffloadCounts,
-    SegmentRun,
-    stretches_of,
-)
-from megafsdp.optimizer.offload.offload_guess import (
     DeferredScalar,
-    Guesser,
-    Speculate,
-    check_speculate,
+    HostThreads,
+    SegmentRun,
+    segment_runs_of,
 )
 from megafsdp.optimizer.offload.placement import (
     check_fraction,
@@ -45,7 +41,13 @@ from megafsdp.optimizer.offload.placement import (
     groups_to_return,
     offload,
 )
-from megafsdp.optimizer.offload.run_ahead import BucketListener, StepsAhead
+from megafsdp.optimizer.offload.run_ahead import (
+    OffloadCounts,
+    Speculate,
+    StepsAhead,
+    ValidatingStep,
+    check_speculate,
+)
 from megafsdp.optimizer.offload.torch_optimizer import (
     HostOptimizer,
     HostPlan,
@@ -134,6 +136,7 @@ class HybridDeviceOptimizer(FusedAdam):
         check_fraction(offload_fraction, has_own_states=cpu_optimizer_cls is not None)
         check_speculate(speculate)
         check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
+        # Before the base class, whose constructor asks for them.
         self._host: HostOptimizer | None = None
         self._in_flight: list[BucketStep] = []
         self._buckets: dict[FlatStates, Bucket] = {}
@@ -149,19 +152,21 @@ class HybridDeviceOptimizer(FusedAdam):
         self.host_ledger = ByteLedger()
         fraction = 1.0 if offload_fraction == "auto" else float(offload_fraction)
         groups = groups_to_offload(self._parameters(), fraction)
+        # Of the unit, not of a parameter: those that are offloaded report the host.
         handle = device_handle(groups[0].device.type if groups else "cpu")
         self._meter = FractionMeter(handle) if offload_fraction == "auto" and groups else None
         self._link = link or link_of(handle)
         self._worker = BackgroundThread("megafsdp-offload")
+        # Threads refer to jobs, not to the optimizer, so they do not keep it from being collected.
         weakref.finalize(self, _close, self._worker, self._link)
-        self._counts = OffloadCounts()
-        self._guesser = Guesser(speculate)
-        self._ahead = StepsAhead(self._guesser, self._worker, self._counts)
+        self._ahead = StepsAhead(speculate, self._worker, self._link, self.host_ledger)
         for group in groups:
             is_pinned = pin_cpu_params and group.device.type == "cuda"
+            # Another optimizer allocates its own states; room for ours would stay unused.
             num_states = 0 if cpu_optimizer_cls is not None else len(STATES)
             offload(group, self.host_ledger, num_states=num_states, is_pinned=is_pinned)
         if cpu_optimizer_cls is not None and groups:
+            # After the move: it takes views of the slab.
             moved = {id(p.sharded) for group in groups for p in group.parameters}
             own = [[p for p in g["params"] if id(p) in moved] for g in self.param_groups]
             self._host = HostOptimizer(cpu_optimizer_cls, cpu_optimizer_kwargs or {}, own)
@@ -179,7 +184,6 @@ class HybridDeviceOptimizer(FusedAdam):
                 states,
                 self._link,
                 position=position,
-                ledger=self.host_ledger,
                 is_grad_pinned=pins_grads and has_cuda,
                 is_param_pinned=pins_params and has_cuda,
             )
@@ -204,7 +208,7 @@ class HybridDeviceOptimizer(FusedAdam):
     @property
     def offload_counts(self) -> OffloadCounts:
         """Return how many steps of buckets ran ahead of ``step()``, and what became of them."""
-        return self._counts
+        return self._ahead.counts
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
@@ -217,23 +221,25 @@ class HybridDeviceOptimizer(FusedAdam):
         self._state = value
 
     def _states_to_step(self) -> defaultdict[torch.Tensor, Any]:
-        """Return the states for the use of a step, which takes what was begun ahead of it."""
+        """Return the states for a step, which takes what was begun ahead of it."""
         self._wait_for_steps()
         return self._state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what ``load_state_dict`` of the base class has prepared."""
+        """Take over the groups and states that ``load_state_dict`` has prepared."""
+        # The base class updates __dict__, where a property has no place.
         self.state = state.pop("state", self._state)
         super().__setstate__(state)
 
     def synchronize(self) -> None:
         """Wait for the step under way; afterwards all memory may be read and written; local.
 
-        What was begun for the next step is dropped, and done by that step itself.
+        Work begun for the next step is dropped; that step does it.
 
         Raises:
             RuntimeError: The step failed on the host.
         """
+        # First: a step ahead reads what the caller may write after the wait.
         self._ahead.cancel_all()
         self._wait_for_steps()
 
@@ -242,6 +248,7 @@ class HybridDeviceOptimizer(FusedAdam):
             step.wait_for_reader()
         stepped, self._in_flight = self._in_flight, []
         if self._host is not None and stepped:
+            # Optimizers of torch make their states in the first step: shown once they are there.
             self._state.update({p: self._host.shown_state(p) for p in self._on_host()})
 
     def begin_ahead(self, bucket: Bucket, grads: torch.Tensor) -> None:
@@ -251,28 +258,35 @@ class HybridDeviceOptimizer(FusedAdam):
             bucket: The bucket.
             grads: Its main gradient, 1-D.
         """
-        # Of replicated gradients, which are plain DTensors, changes cannot be told.
+        # Replicated gradients are plain DTensors: changes of theirs could not be found out. Without
+        # max_grad_norm the loop may clip after this.
         if self.max_grad_norm is None or not self.overlap or not bucket.group.axes.is_sharded:
             return
+        # The previous step must have written the weights that this one reads.
         bucket.group.wait_for_step()
-        speculates = self._host is None and self._ahead.wants_more(self.max_grad_norm)
-        bucket.copy_grads(grads, has_norm=speculates)
-        if not speculates:
+        if self._host is not None:
+            bucket.copy_grads(grads)
             return
-        stretches: list[SegmentRun] = []
+        find = functools.partial(self._find_segment_runs, bucket, grads)
+        self._ahead.begin(bucket, grads, self.max_grad_norm, self._threads(), find)
+
+    def _find_segment_runs(self, bucket: Bucket, grads: torch.Tensor) -> list[SegmentRun] | None:
+        """Return what the coming step will do to a bucket; None if it leaves elements out."""
+        found: list[SegmentRun] = []
         for number, param_group in enumerate(self.param_groups):
             indices = self._plan(number).find_all(bucket.states, grads, self._state)
             if indices is None:
-                return
+                return None
             if indices:
                 hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
                 counts = bucket.states.upcoming(indices)
-                stretches += stretches_of(bucket.states, counts, hyper)
-        if sum(stretch.numel for stretch in stretches) < bucket.states.numel:
-            return  # What is not stepped would be missing in the second slab.
+                found += segment_runs_of(bucket.states, counts, hyper)
+        # What is not stepped would be missing in the second slab.
+        if sum(run.numel for run in found) < bucket.states.numel:
+            return None
         if self._meter is not None:
-            self._meter.grads_are_there()
-        self._ahead.begin(bucket, stretches, self._threads())
+            self._meter.note_grads()
+        return found
 
     def cancel_early_step(self, bucket: Bucket) -> None:
         """Drop what was begun for the coming step of a bucket, which others will read or write."""
@@ -288,6 +302,7 @@ class HybridDeviceOptimizer(FusedAdam):
         device = next(iter(self._buckets)).group.device
         fraction = agree_on_fraction(meter, groups, device)
         returning = groups_to_return(self._parameters(), fraction)
+        # The previous step was waited for in _states_to_step(): the host writes nothing shown.
         for states, bucket in list(self._buckets.items()):
             if states.group in returning:
                 self._ahead.cancel(bucket)
@@ -299,10 +314,10 @@ class HybridDeviceOptimizer(FusedAdam):
     def _on_host(self) -> list[torch.Tensor]:
         """Return the parameters that another optimizer steps on the host."""
         host = self._host
-        return [] if host is None else [p for p in self._parameters() if host.holds(p)]
+        return [] if host is None else [p for p in self._parameters() if host.steps(p)]
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        if self._host is None or not self._host.holds(parameter):
+        if self._host is None or not self._host.steps(parameter):
             super()._take_over(parameter)
             return
         self._host.take_over(parameter, self.state[parameter])
@@ -311,6 +326,7 @@ class HybridDeviceOptimizer(FusedAdam):
     def _plan(self, number: int) -> GroupPlan:
         parameters = self.param_groups[number]["params"]
         plan = self._plans.get(number)
+        # A plan is made anew where the list of parameters has changed.
         if self._host is None or (plan is not None and plan.is_of(parameters)):
             return super()._plan(number)
         self._plans[number] = HostPlan(parameters, self._store, self._host)
@@ -319,47 +335,48 @@ class HybridDeviceOptimizer(FusedAdam):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; in place only when the host has read them."""
         self._ahead.cancel_all()
+        # In place, the device writes memory that the host may still be reading.
         for bucket in self._buckets.values():
             if set_to_none:
-                bucket.forget_grads()
+                bucket.release_read_grads()
             else:
-                bucket.let_go_of_grads()
+                bucket.release_grads()
         super().zero_grad(set_to_none)
 
     def _step_found(
         self,
-        found: list[Found],
+        found: list[FoundGrads],
         *,
         scale: float | torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:
         if self._meter is not None:
-            self._meter.step_begins()
+            self._meter.note_step_begin()
             if self._meter.is_done:
                 self._settle_fraction(self._meter)
                 self._meter = None
-        self._link.fence()  # What is queued may read weights that a step will write.
+        # What is queued on the device may read weights that a step will write.
+        self._link.fence()
         late_scale = DeferredScalar(scale, self._link)
-        self._guesser.note_step(self.grad_norm, self._of_scaler("grad_scale"), self._link)
         collect = self._collect if self._host is None else self._collect_torch
         steps = collect(found, late_scale)
-        ahead = self._ahead.take()
+        self._ahead.take(steps, self.grad_norm, self._of_scaler("grad_scale"))
+        # Host first: it works while this thread queues the step of the device.
         for step in steps:
-            if step.start(ahead.pop(step.bucket, None)):
-                step.bucket.exchange(self._state)
+            step.start()
             self._worker.submit(step)
             self._in_flight.append(step)
-        for unused in ahead.values():
-            unused.cancel()
         super()._step_found(left_on_device(found, self._buckets), scale=scale, found_inf=found_inf)
+        # After super(), which marks all groups stale.
         for step in steps:
             step.finish()
         if self._meter is not None:
-            self._meter.step_ends()
+            self._meter.note_step_end()
+        # Here, not before the device's part: both work at the same time even so.
         if not self.overlap:
             self.synchronize()
 
-    def _collect(self, found: list[Found], scale: DeferredScalar) -> list[BucketStep]:
+    def _collect(self, found: list[FoundGrads], scale: DeferredScalar) -> list[BucketStep]:
         """Return the steps of offloaded groups, in the order in which forward needs them."""
         steps: dict[FlatStates, BucketStep] = {}
         for param_group, part in zip(self.param_groups, found, strict=True):
@@ -369,16 +386,22 @@ class HybridDeviceOptimizer(FusedAdam):
                     continue
                 if states not in steps:
                     bucket = self._buckets[states]
-                    steps[states] = BucketStep(
-                        bucket, scale, self._threads(), self._counts, self._meter
+                    steps[states] = ValidatingStep(
+                        bucket,
+                        scale,
+                        self._threads(),
+                        self._meter,
+                        counts=self._ahead.counts,
+                        states_by_parameter=self._state,
                     )
-                for stretch in stretches_of(states, states.advance(indices), hyper):
-                    steps[states].add(grads.flat, stretch)
+                for run in segment_runs_of(states, states.advance(indices), hyper):
+                    steps[states].add(grads.flat, run)
         return [steps[states] for states in self._buckets if states in steps]
 
-    def _collect_torch(self, found: list[Found], scale: DeferredScalar) -> list[BucketStep]:
-        """Return the same for another optimizer on the host."""
+    def _collect_torch(self, found: list[FoundGrads], scale: DeferredScalar) -> list[BucketStep]:
+        """Return the steps of another optimizer on the host, in the same order."""
         assert self._host is not None, "it steps the host's part"
+        # Copied now: a scheduler may change them before the worker comes to the step.
         values = self._host.hyperparameters(self.param_groups)
         steps: list[BucketStep] = []
         given = {id(parameter) for parameter in self._on_host()}
@@ -387,19 +410,18 @@ class HybridDeviceOptimizer(FusedAdam):
                 bucket,
                 scale,
                 self._threads(),
-                self._counts,
                 host=self._host,
                 hyperparameters=values,
             )
             for parameter in (p.sharded for p in states.group.parameters):
                 if id(parameter) in given and parameter.grad is not None:
                     step.add_parameter(parameter, parameter.grad)
-            if step.stretches:
+            if step.segment_runs:
                 steps.append(step)
         return steps
 
 
 def _close(worker: BackgroundThread, link: CopyLink) -> None:
-    """End the threads, those first that give work to the others."""
+    """End the worker, which gives work to the threads of the link, and then those."""
     worker.close()
     link.close()

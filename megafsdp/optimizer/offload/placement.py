@@ -1,4 +1,4 @@
-"""Which parameter groups of an optimizer are offloaded, by a fraction, and the move to the host.
+"""The choice of parameter groups to offload, by a fraction, and the move to the host.
 
 Those that run first in forward stay on the device: what a step brings back from the host must be
 there before its unit runs again, so the later a unit runs the more time its copies have.
@@ -30,6 +30,7 @@ def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
         numels: Elements of each in forward order.
         fraction: The part of all elements to offload; of two choices equally near, the larger.
     """
+    # From the front: units that run last have most time to come back.
     total, offloaded = sum(numels), sum(numels)
     best, least = 0, abs(offloaded - fraction * total)
     for count, numel in enumerate(numels, start=1):
@@ -48,6 +49,7 @@ def first_offloaded(movable_numels: Sequence[int], other_numel: int, fraction: f
         other_numel: Elements that stay on the device whatever the fraction.
         fraction: The part of all elements to offload.
     """
+    # Exactly all that can move, whatever stays on the device and counts.
     if fraction == 1.0:
         return 0
     return max(num_kept_on_device([other_numel, *movable_numels], fraction) - 1, 0)
@@ -87,6 +89,7 @@ def check_fraction(fraction: float | str, *, has_own_states: bool = False) -> No
 
 def groups_of(parameters: Iterable[torch.Tensor]) -> list[ParameterGroup]:
     """Return the parameter groups whose parameters are given, in the order of the first of each."""
+    # By identity and in order: the boundary must be the same on all ranks.
     found = {id(owner): owner for owner in map(group_of, parameters) if owner is not None}
     return list(found.values())
 
@@ -121,6 +124,7 @@ def _chosen(parameters: Sequence[torch.Tensor], fraction: float) -> list[Paramet
     groups = groups_of(parameters)
     movable = [group for group in groups if _is_movable(group, given)]
     numels = [group.main_weight.flat.numel() for group in movable]
+    # The fraction is one of all elements, so that "0.5" means half of the memory.
     others = sum(g.main_weight.flat.numel() for g in groups if g not in movable)
     plain = sum(p.numel() for p in parameters if group_of(p) is None)
     return movable[first_offloaded(numels, others + plain, fraction) :]
@@ -141,6 +145,8 @@ def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:
 
 
 def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
+    # A quantised weight is not a cast of the main weight: its kernels run on the device. Of a
+    # group shared with another optimizer, that one would step rows which are elsewhere.
     return (
         group.dtypes.main == torch.float32
         and group.compute_weight.can_be_copied
@@ -150,6 +156,7 @@ def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
 
 def offload(group: ParameterGroup, ledger: ByteLedger, *, num_states: int, is_pinned: bool) -> None:
     """Move a group's main weight into a slab of the host with room for its fp32 states; local."""
+    # An earlier optimizer may have offloaded it; the new one takes the slab as it is.
     if group.host_memory is None:
         numel = group.main_weight.flat.numel()
         nbytes = aligned_nbytes(numel * torch.float32.itemsize)
@@ -165,6 +172,7 @@ def zero_by_workers(memory: torch.Tensor) -> None:
         memory: 1-D uint8. It need not be touched by others before.
     """
     native = native_module()
+    # A page lies near the processor whose thread first writes it, for as long as it lives.
     if native is None or not memory.nbytes:
         memory.zero_()
         return

@@ -1,54 +1,447 @@
-"""What the host does for a step before ``step()`` is called, in a loop that has handed it over.
+"""Speculative steps: Adam on the host during backward, before the norm of all gradients is known.
 
-Where the loop has said that the optimizer's step comes next, and the optimizer clips by itself, a
-bucket's gradients are copied as soon as they are complete, and Adam runs on them if the outlook is
-that the step will take them as they are. Nothing that is shown changes before ``step()``.
+A step that waits for the norm leaves the host idle during backward. Where the loop has said that
+the optimizer's step comes next, and the optimizer clips by itself, each bucket is stepped as soon
+as its gradients are complete, by the factor of a step that does not clip. It reads one slab and
+writes another, so nothing that is shown changes before ``step()``::
+
+    slab    weight  exp_avg  exp_avg_sq   read; parameters and states show it
+    spare   weight  exp_avg  exp_avg_sq   written; a right guess exchanges the two
+
+``step()`` compares what it would do with what was done, and repeats what differs. A wrong guess
+costs time, never bits.
+
+hybrid.py calls :meth:`StepsAhead.begin` in backward and :meth:`StepsAhead.take` in ``step()``;
+:meth:`StepsAhead.cancel` drops work in between. bucket.py and bucket_step.py do not know this file.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
+from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.device.background import BackgroundThread
-from megafsdp.optimizer.offload.bucket import Bucket
-from megafsdp.optimizer.offload.bucket_step import AheadStep, HostThreads, OffloadCounts, SegmentRun
-from megafsdp.optimizer.offload.offload_guess import ClippingForecast, Guesser
+from megafsdp.device.host_copies import CopyLink
+from megafsdp.device.host_memory import HostArena, aligned_nbytes
+from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.errors import expected
+from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers
+from megafsdp.optimizer.kernels.hyper import round_to_fp32
+from megafsdp.optimizer.offload.bucket import WEIGHT, Bucket, GradientCopy
+from megafsdp.optimizer.offload.bucket_step import (
+    BucketStep,
+    DeferredScalar,
+    HostThreads,
+    SegmentRun,
+)
+
+Speculate = bool | Literal["auto"]
+
+# Of the norms of past steps: the mean that "auto" compares, and how far below the limit it must be.
+_DECAY = 0.9
+_MARGIN = 0.8
+# Sums of squares are rounded differently here and in the norm.
+_ROUNDING = 1e-3
+
+
+def check_speculate(speculate: object) -> None:
+    """Check the choice of speculation.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not (isinstance(speculate, bool) or speculate == "auto"):
+        raise ValueError(
+            expected(
+                "True, False or 'auto'",
+                repr(speculate),
+                where="speculate of HybridDeviceOptimizer",
+                hint="Leave it at 'auto' to guess while few steps are clipped",
+            )
+        )
+
+
+@dataclass(slots=True)
+class OffloadCounts:
+    """Counts of the steps of buckets that ran ahead of ``step()``.
+
+    Attributes:
+        speculated: Ran ahead.
+        committed: Of these, taken as they were.
+        replayed: Of these, made anew with another factor or other hyperparameters.
+    """
+
+    speculated: int = 0
+    committed: int = 0
+    replayed: int = 0
+
+
+class ClippingForecast:
+    """The guess that one step does not clip, which arriving gradients may refute.
+
+    Args:
+        scale: The guessed factor on the gradients.
+        max_norm: The norm from which the step clips.
+    """
+
+    def __init__(self, scale: float, max_norm: float) -> None:
+        self.scale = scale
+        self._limit = max_norm * (1.0 + _ROUNDING)
+        self._square_sum = 0.0
+        # The worker adds norms while the thread of backward asks whether more may begin.
+        self._lock = threading.Lock()
+        self.is_refuted = False
+
+    def add_norm(self, norm: float) -> None:
+        """Count the norm of some of this rank's gradients: that of all is no smaller."""
+        with self._lock:
+            self._square_sum += (norm * self.scale) ** 2
+            # Written so that NaN refutes the guess too.
+            if not (math.isfinite(norm) and math.sqrt(self._square_sum) <= self._limit):
+                self.is_refuted = True
+
+
+class Forecaster:
+    """Makes the forecast of each step from the norms of past steps.
+
+    Args:
+        speculate: Whether to guess; ``"auto"`` while the norm stays well below the limit.
+    """
+
+    def __init__(self, speculate: Speculate) -> None:
+        self.speculate = speculate
+        self._mean_norm: float | None = None
+        self._loss_scale = 1.0
+        self._last: tuple[DeferredScalar | None, DeferredScalar] | None = None
+
+    def note_step(
+        self, norm: torch.Tensor | None, loss_scale: torch.Tensor | None, link: CopyLink
+    ) -> None:
+        """Record the norm and the loss scale of a step; does not wait for them."""
+        self._read_last()
+        self._last = (
+            None if norm is None else DeferredScalar(norm, link),
+            DeferredScalar(1.0 if loss_scale is None else loss_scale, link),
+        )
+
+    def _read_last(self) -> None:
+        # Read one step later, when the device has long come to them: nothing waits in step().
+        if self._last is None:
+            return
+        (norm, loss_scale), self._last = self._last, None
+        self._loss_scale = loss_scale.value()
+        if norm is not None and math.isfinite(value := norm.value()):
+            before = value if self._mean_norm is None else self._mean_norm
+            self._mean_norm = _DECAY * before + (1.0 - _DECAY) * value
+
+    def forecast(self, max_norm: float) -> ClippingForecast | None:
+        """Return the guess for the coming step; None not to guess."""
+        self._read_last()
+        if self.speculate == "auto":
+            # Early steps clip nearly always: until a norm is known the guess is that they do.
+            mean = math.inf if self._mean_norm is None else self._mean_norm
+            is_likely = mean < _MARGIN * max_norm or math.isinf(max_norm)
+        else:
+            is_likely = self.speculate
+        return ClippingForecast(1.0 / self._loss_scale, max_norm) if is_likely else None
+
+
+class SpareSlab:
+    """The second slab of a bucket: a weight and moments like those that are shown.
+
+    Args:
+        bucket: The bucket; not referred to.
+        ledger: Counts the bytes.
+    """
+
+    def __init__(self, bucket: Bucket, ledger: ByteLedger) -> None:
+        shown = bucket.shown()
+        nbytes = sum(aligned_nbytes(buffer.flat.nbytes) for buffer in shown.values())
+        # Its pages are first touched by the threads of the step that writes them.
+        arena = HostArena(nbytes, is_pinned=bucket.is_param_pinned)
+        self._buffers = {
+            name: DBuffer(
+                buffer.layout,
+                buffer.residence,
+                shard=buffer.shard,
+                dtype=buffer.flat.dtype,
+                device=buffer.flat.device,
+                ledger=ledger,
+                category=Category.MAIN_WEIGHT if name == WEIGHT else Category.OPTIMIZER_STATE,
+                memory=arena.take(buffer.flat.numel(), buffer.flat.dtype),
+            )
+            for name, buffer in shown.items()
+        }
+        # A step does not write the gaps between its runs, which are zero in both slabs.
+        for buffer in self._buffers.values():
+            buffer.zero_gaps()
+        # Of the shown slab and of the spare: made once, since thousands are slow to make.
+        self._views: dict[str, list[list[torch.Tensor]]] = {}
+
+    def step_buffers(self, bucket: Bucket) -> AdamBuffers:
+        """Return the buffers of a step that reads the shown slab and writes this one."""
+        flats = {name: buffer.flat for name, buffer in bucket.shown().items()}
+        flats |= {f"new_{name}": buffer.flat for name, buffer in self._buffers.items()}
+        return AdamBuffers(grad=bucket.grad, copy_out=bucket.copy_out, **flats)
+
+    def exchange(
+        self, bucket: Bucket, states_by_parameter: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> None:
+        """Show this slab and keep the other as the spare; copies nothing.
+
+        Args:
+            bucket: The bucket.
+            states_by_parameter: The states that the optimizer shows, in the flat buffers.
+        """
+        if not self._views:
+            for name, buffer in bucket.shown().items():
+                both = (buffer, self._buffers[name])
+                self._views[name] = [bucket.group.views_of(each) for each in both]
+        for views in self._views.values():
+            views.reverse()
+        shown = {name: views for name, (views, _) in self._views.items()}
+        bucket.group.exchange_main_weight(self._buffers[WEIGHT], shown[WEIGHT])
+        bucket.states.exchange(self._buffers, shown, states_by_parameter)
+
+
+@dataclass(eq=False)
+class AheadStep:
+    """Adam on one bucket before ``step()`` is called, into the spare slab; a job of the worker.
+
+    Attributes:
+        bucket: The bucket.
+        copy: Its gradients.
+        segment_runs: The segments to step.
+        forecast: The guess.
+        threads: Of the kernel.
+        counts: Where it is counted.
+        spare: The slab that it writes.
+    """
+
+    bucket: Bucket
+    copy: GradientCopy
+    segment_runs: list[SegmentRun]
+    forecast: ClippingForecast
+    threads: HostThreads
+    counts: OffloadCounts
+    spare: SpareSlab
+    is_done: bool = field(init=False, default=False)
+    error: BaseException | None = field(init=False, default=None)
+    _num_changes: int = field(init=False)
+    _is_cancelled: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        """Fix the buffers, and the state of the weights that they have."""
+        self._num_changes = self.bucket.group.num_changes
+        # Taken here: by the time that the worker runs, step() may have exchanged the slabs.
+        self.buffers = self.spare.step_buffers(self.bucket)
+
+    @property
+    def urgency(self) -> int:
+        """Return the place in forward: what runs first there is needed first."""
+        return self.bucket.position
+
+    @property
+    def can_begin(self) -> bool:
+        """Tell whether the gradients are there."""
+        return self.copy.transfer.is_done
+
+    def run(self) -> None:
+        """Run the step, in the worker's thread; an error is kept for the :class:`BucketStep`."""
+        if self._is_cancelled:
+            return
+        try:
+            with torch.no_grad():
+                self._run()
+        except BaseException as error:
+            self.error = error
+
+    def _run(self) -> None:
+        self.copy.wait()
+        self.forecast.add_norm(self.copy.norm)
+        if self.forecast.is_refuted:
+            return
+        # The last step's cast is still being read from copy_out until its upload has ended.
+        self.bucket.wait_for_upload()
+        self.threads.update(self.buffers, self.segment_runs, self.forecast.scale)
+        self.is_done = True
+        self.counts.speculated += 1
+
+    def cancel(self) -> None:
+        """Do not begin if it is not too late; the result is not taken. Returns at once.
+
+        The slab that is shown may be written meanwhile: a step that runs writes the spare one.
+        """
+        self._is_cancelled = True
+
+    def has_ended(self) -> bool:
+        """Tell whether the guessed step lies in the spare slab; in the worker's thread.
+
+        Raises:
+            BaseException: The error that made it fail.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+    def is_of(self, copy: GradientCopy, segment_runs: list[SegmentRun]) -> bool:
+        """Tell whether it steps the current weights by these gradients and hyperparameters."""
+        group = self.bucket.group
+        # Writes by others are counted when they are looked for, not when they happen.
+        group.mark_stale_if_written()
+        is_alike = self.copy is copy and self.segment_runs == segment_runs
+        return is_alike and self._num_changes == group.num_changes and not self._is_cancelled
+
+    def has_guessed(self, scale: float) -> bool:
+        """Tell whether this is the factor that was guessed."""
+        return round_to_fp32(self.forecast.scale) == round_to_fp32(scale)
+
+
+@dataclass(eq=False)
+class ValidatingStep(BucketStep):
+    """The step of a bucket that takes the result of an :class:`AheadStep` if the guess was right.
+
+    Attributes:
+        counts: Where it is counted what became of steps ahead.
+        states_by_parameter: The states that the optimizer shows.
+        ahead: The step that was begun for this one; None without one.
+    """
+
+    counts: OffloadCounts = field(kw_only=True)
+    states_by_parameter: Mapping[torch.Tensor, dict[str, Any]] = field(kw_only=True)
+    ahead: AheadStep | None = field(init=False, default=None)
+    _takes_ahead: bool = field(init=False, default=False)
+
+    def start(self) -> None:
+        """Choose the buffers, issue the copy, and show the spare slab if the step writes there."""
+        super().start()
+        if self.ahead is not None and self._takes_ahead:
+            # Before the worker has run: readers wait for this step, not for the exchange.
+            self.ahead.spare.exchange(self.bucket, self.states_by_parameter)
+
+    def _take_buffers(self) -> list[torch.Tensor]:
+        ahead = self.ahead
+        if ahead is None:
+            return super()._take_buffers()
+        if ahead.is_of(self._copy, self.segment_runs):
+            # A factor that is still on its way is compared by the worker: step() does not wait.
+            self._takes_ahead = not self.scale.is_there or ahead.has_guessed(self.scale.value())
+        if not self._takes_ahead:
+            ahead.cancel()
+            return super()._take_buffers()
+        # From one slab into the other, whether the result is taken or made again.
+        buffers = self._buffers = ahead.buffers
+        self._result, *moments = buffers.outputs
+        return [buffers.weight, buffers.exp_avg, buffers.exp_avg_sq, self._result, *moments]
+
+    def _make_result(self, scale: float) -> None:
+        if not self._is_done_ahead(scale):
+            super()._make_result(scale)
+
+    def _is_done_ahead(self, scale: float) -> bool:
+        """Tell whether the step was made ahead, with this factor; count what becomes of it."""
+        # Released here: it refers to gradients and their copy.
+        ahead, self.ahead = self.ahead, None
+        if ahead is None:
+            return False
+        if not ahead.has_ended():
+            # Its gradients came while the worker chose this job, so it is still in the queue. It
+            # must not run later, when the slabs are those of another step.
+            ahead.cancel()
+            return False
+        if self._takes_ahead and ahead.has_guessed(scale):
+            self.counts.committed += 1
+            return True
+        self.counts.replayed += 1
+        return False
 
 
 class StepsAhead:
-    """The work that was begun for the step that is coming.
+    """The work that was begun for the coming step.
 
     Args:
-        guesser: Says whether Adam runs, and with which factor.
-        worker: Runs it.
-        counts: Where it is counted.
+        speculate: Whether to guess; ``"auto"`` while few steps are clipped.
+        worker: Runs the steps.
+        link: Brings norms and loss scales to the host.
+        ledger: Counts the bytes of second slabs.
     """
 
-    def __init__(self, guesser: Guesser, worker: BackgroundThread, counts: OffloadCounts) -> None:
-        self._guesser, self._worker, self._counts = guesser, worker, counts
+    def __init__(
+        self, speculate: Speculate, worker: BackgroundThread, link: CopyLink, ledger: ByteLedger
+    ) -> None:
+        self.counts = OffloadCounts()
+        self.forecaster = Forecaster(speculate)
+        self._worker, self._link, self._ledger = worker, link, ledger
         self._begun: dict[Bucket, AheadStep] = {}
-        self._outlook: ClippingForecast | None = None
+        # A bucket that comes back to the device takes its second slab with it.
+        self._spares: weakref.WeakKeyDictionary[Bucket, SpareSlab] = weakref.WeakKeyDictionary()
+        self._forecast: ClippingForecast | None = None
         self._is_new = True
 
-    def wants_more(self, max_norm: float) -> bool:
-        """Tell whether Adam may run on the gradients that arrive next."""
-        if self._is_new:
-            self._outlook, self._is_new = self._guesser.outlook(max_norm), False
-        return self._outlook is not None and not self._outlook.is_hopeless
+    def begin(
+        self,
+        bucket: Bucket,
+        grads: torch.Tensor,
+        max_norm: float,
+        threads: HostThreads,
+        find_segment_runs: Callable[[], list[SegmentRun] | None],
+    ) -> None:
+        """Issue the copy of a bucket's gradients and, if the guess allows, Adam on them.
 
-    def begin(self, bucket: Bucket, stretches: list[SegmentRun], threads: HostThreads) -> None:
-        """Have Adam run on a bucket, whose gradients are on their way."""
-        assert bucket.copy is not None and self._outlook is not None, "the step has an outlook"
+        Args:
+            bucket: The bucket.
+            grads: Its main gradient, 1-D, complete.
+            max_norm: The norm from which the step clips.
+            threads: Of the kernel.
+            find_segment_runs: Returns the segments to step; None to begin nothing.
+        """
+        if self._is_new:
+            # Once a step: all of its buckets add to one sum of squares.
+            self._forecast, self._is_new = self.forecaster.forecast(max_norm), False
+        forecast = self._forecast
+        speculates = forecast is not None and not forecast.is_refuted
+        copy = bucket.copy_grads(grads, has_norm=speculates)
+        segment_runs = find_segment_runs() if speculates else None
+        if forecast is None or segment_runs is None:
+            return
         self.cancel(bucket)
-        step = AheadStep(bucket, bucket.copy, stretches, self._outlook, threads, self._counts)
+        spare = self._spares.get(bucket)
+        if spare is None:
+            spare = self._spares[bucket] = SpareSlab(bucket, self._ledger)
+        step = AheadStep(bucket, copy, segment_runs, forecast, threads, self.counts, spare)
         self._begun[bucket] = step
         self._worker.submit(step)
 
+    def take(
+        self,
+        steps: Sequence[BucketStep],
+        norm: torch.Tensor | None,
+        loss_scale: torch.Tensor | None,
+    ) -> None:
+        """Give each step the one that was begun for its bucket; drop the others.
+
+        Args:
+            steps: The steps of all buckets, not started.
+            norm: Of their gradients, for the next forecast; None if it was not measured.
+            loss_scale: Factor on the loss; None for 1.
+        """
+        self.forecaster.note_step(norm, loss_scale, self._link)
+        for step in steps:
+            ahead = self._begun.pop(step.bucket, None)
+            if ahead is not None:
+                assert isinstance(step, ValidatingStep), "only Adam is run ahead of the step"
+                step.ahead = ahead
+        self.cancel_all()
+
     def cancel(self, bucket: Bucket) -> None:
-        """Drop what was begun for a bucket; returns at once."""
+        """Drop what was begun for a bucket, which others will read or write; returns at once."""
         step = self._begun.pop(bucket, None)
         if step is not None:
             step.cancel()
@@ -58,50 +451,3 @@ class StepsAhead:
         for bucket in list(self._begun):
             self.cancel(bucket)
         self._is_new = True
-
-    def take(self) -> dict[Bucket, AheadStep]:
-        """Return what was begun, for the step that is there."""
-        begun, self._begun = self._begun, {}
-        self._is_new = True
-        return begun
-
-
-class _Begins(Protocol):
-    """The optimizer, as far as a bucket knows it."""
-
-    def begin_ahead(self, bucket: Bucket, grads: torch.Tensor) -> None:
-        """Begin what can be done for the coming step."""
-
-    def cancel_early_step(self, bucket: Bucket) -> None:
-        """Drop what was begun."""
-
-
-class BucketListener:
-    """Tells the optimizer what becomes of one bucket's gradients and main weight.
-
-    Args:
-        optimizer: Referred to weakly: the model must not keep it alive.
-        bucket: The bucket; weakly too.
-    """
-
-    def __init__(self, optimizer: _Begins, bucket: Bucket) -> None:
-        self._optimizer, self._bucket = weakref.ref(optimizer), weakref.ref(bucket)
-
-    def grads_are_final(self, grads: torch.Tensor) -> None:
-        """Begin with the step."""
-        optimizer, bucket = self._optimizer(), self._bucket()
-        if optimizer is not None and bucket is not None:
-            optimizer.begin_ahead(bucket, grads)
-
-    def grads_will_change(self) -> None:
-        """Let go of the gradients that were to be stepped with."""
-        self.cancel()
-        bucket = self._bucket()
-        if bucket is not None:
-            bucket.let_go_of_grads()
-
-    def cancel(self) -> None:
-        """Drop what was begun: the main weight is read or written by others."""
-        optimizer, bucket = self._optimizer(), self._bucket()
-        if optimizer is not None and bucket is not None:
-            optimizer.cancel_early_step(bucket)

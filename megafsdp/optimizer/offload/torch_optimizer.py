@@ -1,8 +1,8 @@
 """Any element-wise torch optimizer in the place of Adam for the part that lives on the host.
 
-It steps one plain tensor a parameter, which is what this rank holds of the main weight, and keeps
-its own states; they are shown as tensors like the parameter. Slower than the kernel: several passes
-over the memory, a few calls a parameter.
+It steps one plain tensor a parameter, this rank's part of the main weight, and keeps its own
+states, which are shown as tensors like the parameter. Slower than the kernel: several passes over
+the memory, a few calls a parameter. It never runs ahead of ``step()``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.params.gradient_reducer import place_of_grad
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam.checks import check_grad
-from megafsdp.optimizer.adam.plan import Found, GroupPlan
-from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamSegment
+from megafsdp.optimizer.adam.plan import FoundGrads, GroupPlan
+from megafsdp.optimizer.kernels.adam_kernel import AdamSegment
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.offload.bucket import GradientCopy
 from megafsdp.optimizer.offload.bucket_step import BucketStep, SegmentRun
@@ -31,7 +31,7 @@ _FOLLOWED = ("lr", "betas", "eps", "weight_decay")
 
 
 class HostOptimizer:
-    """A torch optimizer over what this rank holds of offloaded parameters.
+    """A torch optimizer over this rank's parts of offloaded parameters.
 
     Args:
         kind: Its class; the update of an element must depend on that element alone.
@@ -50,6 +50,7 @@ class HostOptimizer:
         parameters: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         self._options = dict(options)
+        # States that users have seen: a dict without them then means that they dropped them.
         self._shown: set[int] = set()
         self.plain: dict[int, torch.nn.Parameter] = {
             # Its own count of writes: what the worker writes must not be taken for a load.
@@ -59,14 +60,15 @@ class HostOptimizer:
         }
         groups = [{"params": [self.plain[id(p)] for p in own]} for own in parameters]
         self.optimizer = kind(groups, **options)
+        # An option that was given here is fixed; others follow the groups that schedulers change.
         self._followed = [name for name in _FOLLOWED if name == "lr" or name not in options]
 
-    def holds(self, parameter: torch.Tensor) -> bool:
+    def steps(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter is stepped here."""
         return id(parameter) in self.plain
 
     def hyperparameters(self, param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the values that a step takes over from the parameter groups users see."""
+        """Return the hyperparameters that a step copies from the parameter groups users see."""
         return [
             {
                 name: _unchanging(group[name])
@@ -112,12 +114,13 @@ class HostOptimizer:
                 own = own.reshape(-1) if own.ndim else own
                 kept = before.get(name)
                 is_alike = isinstance(kept, torch.Tensor) and kept.shape == own.shape
+                # In the memory that there is: states shown before alias it.
                 taken[name] = kept.copy_(own) if is_alike else own.clone()
         self.optimizer.state[plain] = taken
 
 
 class HostPlan(GroupPlan):
-    """How the parameters of one optimizer group lie, those of a :class:`HostOptimizer` apart.
+    """The plan of one optimizer group some of whose parameters a :class:`HostOptimizer` steps.
 
     Args:
         parameters: The group's list of parameters.
@@ -128,10 +131,10 @@ class HostPlan(GroupPlan):
     def __init__(
         self, parameters: list[torch.Tensor], store: StateStore, host: HostOptimizer
     ) -> None:
-        super().__init__([p for p in parameters if not host.holds(p)], store)
+        super().__init__([p for p in parameters if not host.steps(p)], store)
         self._host = host
         self._all = list(parameters)
-        self.on_host = [p for p in parameters if host.holds(p)]
+        self.on_host = [p for p in parameters if host.steps(p)]
 
     def is_of(self, parameters: list[torch.Tensor]) -> bool:
         """Tell whether the plan was made for these parameters."""
@@ -142,18 +145,20 @@ class HostPlan(GroupPlan):
     def owners(self) -> list[ParameterGroup]:  # type: ignore[override]
         """Return the parameter groups whose main weights the parameters are."""
         found = {id(owner): owner for owner in super().owners()}
+        # Their compute weights become stale in a step like those of the others.
         found |= {id(o): o for o in map(group_of, self.on_host) if o is not None}
         return list(found.values())
 
     def find(
         self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
-    ) -> Found:
+    ) -> FoundGrads:
         """Collect gradients; those on the host are checked alone, and have no states here."""
         found = super().find(states_by_parameter, attribute=attribute)
         for parameter in self.on_host:
             grad = getattr(parameter, attribute, None)
             if grad is not None:
                 check_grad(parameter, grad)
+                # Only where the user has dropped states, or before the first step.
                 if not states_by_parameter.get(parameter):
                     self._host.begin_again(parameter)
         return found
@@ -161,7 +166,7 @@ class HostPlan(GroupPlan):
 
 @dataclass(eq=False)
 class TorchBucketStep(BucketStep):
-    """What one step of a :class:`HostOptimizer` does to one bucket.
+    """The step of a :class:`HostOptimizer` on one bucket.
 
     Attributes:
         host: The optimizer.
@@ -173,31 +178,32 @@ class TorchBucketStep(BucketStep):
     _stepped: list[torch.nn.Parameter] = field(init=False, default_factory=list)
 
     def add_parameter(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        """Note a parameter to step and its gradient."""
+        """Add a parameter to step and its gradient."""
         states = self.bucket.states
         index = states.indices[id(parameter)]
         run = states.range_of(index)
         segment = AdamSegment(run.start, run.stop, AdamHyper())
         place = place_of_grad(grad)
+        # The flat buffer if it fits: gradients of all parameters then travel in one copy.
         is_like = place is not None and place[1] == index and place[0].layout is states.layout
         grads = place[0].flat if place and is_like else local_tensor(grad).reshape(-1)
         self.add(grads, SegmentRun((segment,), step=1, numel=run.numel))
         self._stepped.append(self.host.plain[id(parameter)])
 
     def _issue_copy(self) -> GradientCopy:
+        # Flat buffers and single gradients are mixed where a user has made some of them.
         numel = self.bucket.grad.numel()
         if all(grads.numel() == numel for grads in self._grads):
             return super()._issue_copy()
         pieces = []
-        for grads, stretch in zip(self._grads, self.stretches, strict=True):
-            (segment,) = stretch.segments
+        for grads, run in zip(self._grads, self.segment_runs, strict=True):
+            (segment,) = run.segments
             is_flat = grads.numel() == numel
             piece = grads[segment.start : segment.stop] if is_flat else grads
             pieces.append((segment.start, piece))
         return self.bucket.copy_pieces(pieces)
 
-    def _take_buffers(self, aside: AdamBuffers | None) -> list[torch.Tensor]:
-        assert aside is None, "only Adam is run ahead of the step"
+    def _take_buffers(self) -> list[torch.Tensor]:
         self._result = self.bucket.group.main_weight.flat
         return [self._result]
 
@@ -205,10 +211,12 @@ class TorchBucketStep(BucketStep):
         optimizer = self.host.optimizer
         for group, values in zip(optimizer.param_groups, self.hyperparameters, strict=True):
             group.update(values)
-        ranges = [(s.start, s.stop) for stretch in self.stretches for s in stretch.segments]
+        ranges = [(s.start, s.stop) for run in self.segment_runs for s in run.segments]
         for plain, (start, stop) in zip(self._stepped, ranges, strict=True):
             grad = self.bucket.grad[start:stop].to(plain.dtype)
+            # Multiplying by 1 costs a pass over the memory.
             plain.grad = grad if scale == 1.0 else grad * scale
+        # Views of the bucket's gradient, which the next copy overwrites.
         try:
             optimizer.step()
         finally:

@@ -1,8 +1,8 @@
 """Optimizer states that lie like the main weight of a parameter group, in one flat buffer each.
 
 One pass over a buffer then serves all parameters of a group: neighbours that are stepped alike form
-a *run*, gaps between them included, which hold zeros. What users and checkpoints see are DTensors
-over the same memory, one a parameter. This file knows buffers and ranges, not the formula.
+a *run*, gaps between them included, which are zero. Users and checkpoints see DTensors over the
+same memory, one a parameter. Nothing here depends on the formula of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FlatRun:
     """A range of a group's local flat buffers.
 
     Attributes:
@@ -50,7 +50,7 @@ class FlatStates:
         dtypes: Dtype of each state by name.
         counts_on_device: Keep the counts of steps on the group's device, not on the CPU.
 
-    The buffers hold zeros at first.
+    The buffers are zero at first.
 
     Raises:
         ValueError: The counts are to be on the device and the parameters live on the host.
@@ -72,12 +72,14 @@ class FlatStates:
                     hint="Leave out one of the two",
                 )
             )
+        # The store has this by its group: a strong reference would keep both alive for good.
         self._group = weakref.ref(group)
         self.layout = group.layout
         residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
         self.buffers: dict[str, DBuffer] = {
             name: group.new_state_buffer(residence, dtype) for name, dtype in dtypes.items()
         }
+        # Gaps too: a step reads them with the runs around them.
         for buffer in self.buffers.values():
             buffer.flat.zero_()
         tensors = [group.main_weight.tensor(i) for i in range(len(group.parameters))]
@@ -96,15 +98,15 @@ class FlatStates:
         self._shown_steps = list(self._steps)
         self._counts = [0] * len(tensors)
         self._counted_version = version_of(self._steps)
-        # States that were handed out, whose memory need not hold zeros.
+        # States that were handed out, whose memory need not be zero.
         self._used: set[tuple[int, str]] = set()
-        self._runs: dict[tuple[int, ...], list[Run]] = {}
+        self._runs: dict[tuple[int, ...], list[FlatRun]] = {}
 
     @property
     def group(self) -> ParameterGroup:
         """Return the parameter group."""
         group = self._group()
-        assert group is not None, "the optimizer holds the group's parameters"
+        assert group is not None, "the optimizer has the group's parameters"
         return group
 
     def adopt(self, index: int, name: str, current: torch.Tensor | None) -> torch.Tensor:
@@ -118,7 +120,7 @@ class FlatStates:
         if current is not None:
             local = local_tensor(current)
             is_there = local.data_ptr() == own.data_ptr() and local.dtype == own.dtype
-            # Empty tensors are all at one address; a plain one is not what is shown.
+            # Empty tensors are all at one address; a plain one is not a state as users see it.
             if is_there and isinstance(current, DTensor):
                 return current
             own.copy_(local.reshape(-1))
@@ -133,17 +135,18 @@ class FlatStates:
         views: Mapping[str, Sequence[torch.Tensor]],
         states_by_parameter: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> None:
-        """Let the states lie in the memory of other buffers, which get theirs; copies nothing.
+        """Exchange the memory of the states with that of other buffers; copies nothing.
 
         Args:
             others: A buffer like that of each state.
-            views: What each of them holds of the parameters, in their local shapes.
+            views: Of each of them those of the parameters, in their local shapes.
             states_by_parameter: What the optimizer shows, all of it in the flat buffers.
         """
         for name, buffer in self.buffers.items():
             buffer.exchange(others[name])
             for index, parameter in enumerate(self.group.parameters):
                 shown = states_by_parameter.get(parameter.sharded, {}).get(name)
+                # The same object over other memory: users and the optimizer refer to it.
                 if shown is not None:
                     local_object(shown).data = views[name][index]
 
@@ -159,7 +162,7 @@ class FlatStates:
         return own
 
     def shown_step(self, index: int) -> torch.Tensor:
-        """Return what :meth:`adopt_step` does; writing to it counts."""
+        """Return the tensor of :meth:`adopt_step`; writing to it changes the count."""
         return self._shown_steps[index]
 
     def advance(self, indices: list[int]) -> dict[int, list[int]]:
@@ -169,6 +172,7 @@ class FlatStates:
             The parameters by their new counts.
         """
         counts = self._current_counts()
+        # Nearly always all: one operator instead of an index and a write.
         if len(indices) == len(counts):
             self._steps.add_(self._one)
             counts = self._counts = [count + 1 for count in counts]
@@ -180,7 +184,7 @@ class FlatStates:
         return _by_count(indices, counts)
 
     def upcoming(self, indices: list[int]) -> dict[int, list[int]]:
-        """Return what :meth:`advance` would, without counting."""
+        """Return the result of :meth:`advance` without counting."""
         return _by_count(indices, [count + 1 for count in self._current_counts()])
 
     def _current_counts(self) -> list[int]:
@@ -190,12 +194,12 @@ class FlatStates:
             self._counted_version = version_of(self._steps)
         return self._counts
 
-    def range_of(self, index: int) -> Run:
+    def range_of(self, index: int) -> FlatRun:
         """Return where one parameter lies in the local buffer."""
         start, stop = self._ranges[index]
-        return Run(start, stop, stop - start)
+        return FlatRun(start, stop, stop - start)
 
-    def runs(self, indices: list[int]) -> list[Run]:
+    def runs(self, indices: list[int]) -> list[FlatRun]:
         """Join parameters that are neighbours in the local buffer."""
         key = tuple(indices)
         runs = self._runs.get(key)
@@ -205,9 +209,10 @@ class FlatStates:
             runs = self._runs[key] = self._join(indices)
         return runs
 
-    def _join(self, indices: Collection[int]) -> list[Run]:
-        wanted, runs = set(indices), list[Run]()
+    def _join(self, indices: Collection[int]) -> list[FlatRun]:
+        wanted, runs = set(indices), list[FlatRun]()
         is_joined = False
+        # In the order of the buffer, in which slots of the layout need not lie.
         for i in self._order:
             if i not in wanted:
                 is_joined = False
@@ -215,15 +220,15 @@ class FlatStates:
             start, stop = self._ranges[i]
             if is_joined:
                 last = runs.pop()
-                runs.append(Run(last.start, stop, last.numel + stop - start))
+                runs.append(FlatRun(last.start, stop, last.numel + stop - start))
             else:
-                runs.append(Run(start, stop, stop - start))
+                runs.append(FlatRun(start, stop, stop - start))
             is_joined = True
         return runs
 
     @property
     def numel(self) -> int:
-        """Return the elements of parameters that this rank holds."""
+        """Return the elements of parameters on this rank."""
         return sum(stop - start for start, stop in self._ranges)
 
 

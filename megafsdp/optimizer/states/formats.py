@@ -1,14 +1,13 @@
-"""How optimizer states are kept: in fp32, in bf16, or in fp16 or FP8 with one scale a block.
+"""Formats of optimizer states: fp32, bf16, and fp16 or FP8 with one scale a block.
 
 A *scaled* state divides each row of a tensor into blocks of 128 elements, the last one shorter, and
 keeps ``absmax / largest`` of each block as an fp32 scale, where ``largest`` is the largest value
-that the format is used for. Rows are never cut between ranks, so what a state holds does not depend
-on the mesh. A block of zeros has scale 0 and stays zero. Second moments, by whose root a step
+that the format is used for. Rows are never cut between ranks, so values do not depend on the mesh.
+A block of zeros has scale 0 and stays zero. Second moments, by whose root a step
 divides, are rounded up where the format would make 0 of them: the step is then too short, not
 without bound. One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states.
 
-This file knows tensors; which parameter has which state is
-:mod:`megafsdp.optimizer.adam.fused_adam`'s.
+This file encodes and decodes tensors; store.py says which parameter has which state.
 """
 
 from __future__ import annotations
@@ -102,20 +101,23 @@ class ScaledState:
         return self.codes.float().mul_(factors)
 
     def encode(self, values: torch.Tensor) -> None:
-        """Keep values, ``(rows, columns)`` fp32; encoding what was decoded changes nothing."""
+        """Store values, ``(rows, columns)`` fp32; encoding what was decoded changes nothing."""
         rows, columns = values.shape
         num_blocks = self.scales.shape[1]
+        # Zeros do not change the largest value of the last block.
         padded = torch.nn.functional.pad(values, (0, num_blocks * BLOCK_NUMEL - columns))
         blocks = padded.view(rows, num_blocks, BLOCK_NUMEL)
         scales = blocks.abs().amax(dim=2).div_(_LARGEST[self.codes.dtype])
         inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
         # A scale below the normal range has an infinite inverse; such a block is as good as zero.
         inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)
+        # By the reciprocal, on every device: a division would round in another way.
         codes = blocks * inverse.unsqueeze(2)
         if self.keeps_positive:
             smallest = _SMALLEST[self.codes.dtype]
             is_kept = (blocks > 0) & (inverse > 0).unsqueeze(2)
             codes = torch.where(is_kept, codes.clamp_min(smallest), codes)
         codes = codes.flatten(1)[:, :columns]
+        # In place: the codes alias what the optimizer shows.
         self.scales.copy_(torch.where(inverse > 0, scales, torch.zeros_like(scales)))
         self.codes.copy_(codes.to(self.codes.dtype))

@@ -1,4 +1,4 @@
-"""What optimizers accept as a state dict that was loaded: torch's, or one of another mesh's size.
+"""Checks of loaded state dicts: those of torch, and of this package on a mesh of the same size.
 
 Values are checked against the parameters of this rank; how they are kept is up to the optimizer.
 """
@@ -38,7 +38,7 @@ def check_loaded_states(
     Args:
         packed: The state dict.
         param_groups: Of the optimizer that loads it.
-        known_names: The states of which that one knows what they mean.
+        known_names: Names of the states that it can use.
 
     Raises:
         NotImplementedError: A state is whole, or torch has cut it.
@@ -67,18 +67,20 @@ def check_loaded_states(
                         hint="Load it into an optimizer of the kind that made it, or rename states",
                     )
                 )
+            # A count of steps is 0-dim and the same on all ranks.
             if isinstance(value, torch.Tensor) and value.ndim > 0:
                 _check_state(parameter, f"state '{name}' of parameter {index}", value)
 
 
 def _check_state(parameter: torch.Tensor, where: str, value: torch.Tensor) -> None:
+    # Local lengths may agree by chance where the cuts do not.
     if isinstance(value, DTensor) and not is_cut_alike(value, parameter):
         refuse_full_state(where)
     own = local_tensor(parameter)
     if local_tensor(value).numel() != own.numel():
         raise ValueError(
             expected(
-                f"the {own.numel()} elements that this rank holds, {(*own.shape,)}, or a DTensor",
+                f"the {own.numel()} elements of this rank, {(*own.shape,)}, or a DTensor",
                 f"a tensor of shape {tuple(value.shape)}",
                 where=where,
                 hint="Load full states by torch_save_to_dcp() and torch.distributed.checkpoint",
@@ -87,7 +89,7 @@ def _check_state(parameter: torch.Tensor, where: str, value: torch.Tensor) -> No
 
 
 def fill_options(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Give loaded parameter groups the options that the optimizer which made them lacked."""
+    """Add the default of each option that loaded parameter groups lack."""
     for group in param_groups:
         for name, value in defaults.items():
             # Which torch adds to the defaults of any optimizer that loads.

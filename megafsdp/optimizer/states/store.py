@@ -1,7 +1,7 @@
-"""Where the states of each parameter are: in a flat buffer, in a narrow format, or by themselves.
+"""The store of an optimizer's states: in flat buffers, in narrow formats, or one by one.
 
-``optimizer.state`` shows every state as a tensor like its parameter. This file keeps what is behind
-them and brings states that came from elsewhere, as a load leaves them, into that form.
+``optimizer.state`` shows every state as a tensor like its parameter. This file owns the memory
+behind them and brings states that came from elsewhere, as a load leaves them, into that form.
 
 With *remainders* a bf16 parameter and an int16 state are the two halves of one fp32 weight, which
 is what a step works on and what checkpoints hold.
@@ -49,20 +49,20 @@ class StateStore:
         self._main_dtype = torch.bfloat16 if has_remainders else torch.float32
         self._flat: weakref.WeakKeyDictionary[ParameterGroup, FlatStates]
         self._flat = weakref.WeakKeyDictionary()
-        # Elements that the optimizer holds of parameter groups, and groups of which that is little.
-        self._held: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
+        # The optimizer's elements of each parameter group, and groups of which these are few.
+        self._numels: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
         self._apart: weakref.WeakSet[ParameterGroup] = weakref.WeakSet()
         # Of each parameter, by name.
         self._scaled = WeakTensorKeyDictionary()
         # Parts of weights, which outlive states that are dropped.
         self._remainders = WeakTensorKeyDictionary()
 
-    def hold(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note parameters that the optimizer holds; local."""
+    def add_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count parameters that the optimizer was given; local."""
         for parameter in parameters:
             owner = group_of(parameter)
             if owner is not None:
-                self._held[owner] = self._held.get(owner, 0) + parameter.numel()
+                self._numels[owner] = self._numels.get(owner, 0) + parameter.numel()
 
     def flat_place(self, parameter: torch.Tensor) -> tuple[FlatStates, int] | None:
         """Return the flat states of a parameter's group and its index there; local.
@@ -71,6 +71,7 @@ class StateStore:
         than half of the group is the optimizer's: flat states would be as long as all of it.
         """
         owner = group_of(parameter)
+        # A pass over flat buffers takes one dtype of weights.
         if owner is None or owner.dtypes.main != self._main_dtype or self._is_apart(owner):
             return None
         states = self.flat_states(owner)
@@ -79,16 +80,17 @@ class StateStore:
 
     def _is_apart(self, owner: ParameterGroup) -> bool:
         """Tell whether a group's parameters are stepped one by one, as decided at first."""
-        if owner not in self._flat and owner not in self._apart and owner in self._held:
+        # Decided once: parameters that are added later must not move states that were shown.
+        if owner not in self._flat and owner not in self._apart and owner in self._numels:
             trainable = (p.sharded for p in owner.parameters if p.sharded.requires_grad)
-            if 2 * self._held[owner] < sum(p.numel() for p in trainable):
+            if 2 * self._numels[owner] < sum(p.numel() for p in trainable):
                 self._apart.add(owner)
         return owner in self._apart
 
     def prepare(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Give a parameter its states, take over what it has, and begin others at zero; local.
+        """Bring the states of a parameter into the form kept; missing ones begin at zero; local.
 
-        A remainder that is not there is what it was: the weight is none of the states.
+        A remainder that is missing keeps its value: it is a part of the weight, not a state.
         """
         place = self.flat_place(parameter)
         step = state.get("step")
@@ -113,6 +115,7 @@ class StateStore:
                 state[REMAINDER] = place[0].adopt(place[1], REMAINDER, current)
             else:
                 state[REMAINDER] = _by_itself(parameter, torch.int16, current)
+            # Kept beside the shown one: dropping states must not drop half of the weight.
             if place is None or state[REMAINDER] is not current:
                 self._remainders[parameter] = state[REMAINDER]
 
@@ -123,7 +126,7 @@ class StateStore:
         return self._remainders.get(parameter)
 
     def forget_remainders(self) -> None:
-        """Let the remainders of parameters without states be zero; local."""
+        """Begin the remainders of parameters without states at zero; local."""
         self._remainders.clear()
 
     def flat_states(self, owner: ParameterGroup) -> FlatStates:
@@ -148,6 +151,7 @@ class StateStore:
             kept[name] = ScaledState.zeros(
                 rows, columns, dtype, local.device, keeps_positive=name == "exp_avg_sq"
             )
+        # The user has dropped the state: it begins again in the same memory.
         elif current is None:
             kept[name].clear()
         codes = kept[name].codes
@@ -175,6 +179,7 @@ class StateStore:
         """Return a parameter's fp32 weight: joined with its remainder, or the parameter itself."""
         if not self.has_remainders:
             return parameter
+        # A weight that was never stepped has no remainder yet: its bf16 value is all of it.
         remainder = self._remainder(parameter, state)
         local = local_tensor(parameter.detach())
         if remainder is None:
@@ -185,6 +190,7 @@ class StateStore:
         self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor
     ) -> None:
         """Divide an fp32 weight, a tensor like the parameter, into parameter and remainder."""
+        # A NaN with a payload would become infinite when its high half is rounded up.
         high, low = reference.fp32_to_halves(reference.plain_nans(local_tensor(weight)))
         local_tensor(parameter.detach()).copy_(high)
         state[REMAINDER] = wrap_like(parameter, low)
@@ -220,13 +226,14 @@ class StateStore:
     def encode(
         self, parameter: torch.Tensor, state: dict[str, Any], values: dict[str, torch.Tensor]
     ) -> None:
-        """Keep what :meth:`decode` returned, changed in place since."""
+        """Store the values of :meth:`decode`, changed in place since."""
         for name, value in values.items():
             scaled = self._scaled.get(parameter, {}).get(name)
             if scaled is not None:
                 scaled.encode(value.view(scaled.codes.shape))
                 continue
             local = local_tensor(state[name])
+            # Where decode() returned the memory itself, the step has written it.
             if value.data_ptr() != local.data_ptr():
                 local.copy_(value.view(local.shape))
 

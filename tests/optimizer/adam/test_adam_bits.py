@@ -118,7 +118,7 @@ def _train_with_torch() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_a15_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, num_ranks: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, num_ranks: int) -> None:
     """Given equal gradients, sharded fp32 main weights step as torch steps whole ones."""
     wanted = _train_with_torch()
     for found in ranks(num_ranks).run(_train):

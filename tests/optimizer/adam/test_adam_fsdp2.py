@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from megafsdp import FusedAdam
 from megafsdp._native import native_module
 from megafsdp.optimizer.states.formats import dtype_for
+from tests.optimizer.cases import for_each
 from tests.ranks import Ranks
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
-MODES = [(a, b) for a in (FP32, BF16, FP16, FP8) for b in (FP32, BF16, FP16, FP8)]
+FORMATS = (FP32, BF16, FP16, FP8)
 LIMIT = 0.3
 _WHY_INEXACT = "without the native kernels a norm is rounded once a tensor, so it knows the cuts"
 
@@ -90,26 +91,18 @@ def _steps_as_whole(
     return sum(p.to_local().numel() == 0 for p in base.parameters())
 
 
-@pytest.mark.parametrize(
-    ("modes", "has_remainders", "max_grad_norm"),
-    [
-        *[(modes, False, None) for modes in MODES],
-        *[((first, FP32), True, None) for first in (FP32, BF16, FP16, FP8)],
-        ((FP32, FP32), False, LIMIT),
-        pytest.param(
-            (FP8, BF16),
-            True,
-            LIMIT,
-            marks=pytest.mark.skipif(native_module() is None, reason=_WHY_INEXACT),
-        ),
-    ],
-)
-def test_dtensors_of_fsdp2_step_as_the_whole_tensors(
-    ranks: Ranks,
-    modes: tuple[torch.dtype, torch.dtype],
-    has_remainders: bool,
-    max_grad_norm: float | None,
-) -> None:
+_CASES = {
+    "formats": [((a, b), False, None) for a in FORMATS for b in FORMATS],
+    "remainders": [((first, FP32), True, None) for first in FORMATS],
+    "norm": [((FP32, FP32), False, LIMIT)],
+    "remainders and norm": [((FP8, BF16), True, LIMIT)],
+}
+
+
+@pytest.mark.parametrize("of", _CASES)
+def test_dtensors_of_fsdp2_step_as_the_whole_tensors(ranks: Ranks, of: str) -> None:
     """Weights, states in all formats, remainders and the norm have the bits of one process."""
-    num_empty = ranks(2).run(_steps_as_whole, modes, has_remainders, max_grad_norm)
-    assert num_empty == [0, 2]
+    if of == "remainders and norm" and native_module() is None:
+        pytest.skip(_WHY_INEXACT)
+    num_empty = ranks(2).run(for_each, _steps_as_whole, _CASES[of])
+    assert num_empty == [[0] * len(_CASES[of]), [2] * len(_CASES[of])]

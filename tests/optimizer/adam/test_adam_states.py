@@ -34,6 +34,7 @@ from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.states.formats import ScaledState, dtype_for, is_scaled
 from tests.fsdp.toy import Net, batches, mine, pair, shard
+from tests.optimizer.cases import for_each
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -41,7 +42,7 @@ FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.floa
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=BF16, main_params_dtype=BF16)
 FP32_MAIN = MixedPrecisionPolicy(param_dtype=BF16, main_params_dtype=FP32)
 HYPER = AdamHyper(lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
-MODES = [(a, b) for a in (FP32, BF16, FP16, FP8) for b in (FP32, BF16, FP16, FP8)]
+FORMATS = (FP32, BF16, FP16, FP8)
 # Formats that differ in how they are stepped: whole buffers, chunks of them, one by one.
 SOME_MODES = [(FP32, FP32), (BF16, FP32), (FP8, FP16)]
 
@@ -124,17 +125,16 @@ def _matches_the_definition(modes: tuple[torch.dtype, torch.dtype]) -> None:
             assert torch.equal(full_tensor(values), moment.get()), (name, kind)
             state = optimizer.state[parameter][kind]
             assert state.dtype == moment.dtype
-            # A3: bytes are those of this rank's rows.
+            # Bytes are those of this rank's rows.
             numel = local_tensor(parameter).numel()
             assert local_tensor(state).numel() == numel
 
 
-@pytest.mark.parametrize("modes", MODES)
-def test_a3_a10_every_format_steps_as_decode_update_encode(
-    ranks: Ranks, modes: tuple[torch.dtype, torch.dtype]
-) -> None:
+@pytest.mark.parametrize("first", FORMATS)
+def test_every_format_steps_as_decode_update_encode(ranks: Ranks, first: torch.dtype) -> None:
     """All pairs of formats, bit by bit, rows divided among three ranks."""
-    ranks(3).run(_matches_the_definition, modes)
+    cases = [((first, second),) for second in FORMATS]
+    ranks(3).run(for_each, _matches_the_definition, cases)
 
 
 def _seven_large_steps(
@@ -170,7 +170,7 @@ def _seven_large_steps(
         ((FP8, FP8), 1.5e-2, 3e-1),
     ],
 )
-def test_f12_formats_stay_near_fp32_with_bf16_gradients(
+def test_formats_stay_near_fp32_with_bf16_gradients(
     modes: tuple[torch.dtype, torch.dtype], mean: float, largest: float
 ) -> None:
     """Mean and largest error against fp32 gradients and states, of weights that move by 7."""
@@ -180,7 +180,7 @@ def test_f12_formats_stay_near_fp32_with_bf16_gradients(
 
 
 @pytest.mark.parametrize("modes", [(FP8, FP8), (FP16, FP16), (BF16, BF16)])
-def test_f1_zero_gradients_leave_zero_states(modes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_zero_gradients_leave_zero_states(modes: tuple[torch.dtype, torch.dtype]) -> None:
     """No scale of zero divides: five steps by zeros change nothing and give no NaN."""
     weight = nn.Parameter(torch.ones(20, 300))
     optimizer = FusedAdam([weight], exp_avg_dtype=modes[0], exp_avg_sq_dtype=modes[1])
@@ -216,7 +216,7 @@ def _shares_meshes() -> None:
         assert state["step"] == 1
 
 
-def test_a1_a4_a9_a11_f7_states_are_dtensors_like_their_parameters(ranks: Ranks) -> None:
+def test_states_are_dtensors_like_their_parameters(ranks: Ranks) -> None:
     """Mesh, placements, shape, strides and chunks; no collective; counts of steps where empty."""
     ranks(4).run(_shares_meshes)
 
@@ -257,16 +257,14 @@ def _counts_where_empty(directory: Path, modes: tuple[torch.dtype, torch.dtype])
     return sum(local_tensor(parameter).numel() for parameter in net[0].parameters())
 
 
-@pytest.mark.parametrize("modes", SOME_MODES)
-def test_a4_f7_a_rank_without_elements_counts_steps_too(
-    ranks: Ranks, tmp_path: Path, modes: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_a_rank_without_elements_counts_steps_too(ranks: Ranks, tmp_path: Path) -> None:
     """Three rows on four ranks: whoever has none of a unit shows, packs and saves its steps."""
-    numels = ranks(4).run(_counts_where_empty, tmp_path, modes)
-    assert min(numels) == 0 < max(numels)
+    cases = [(tmp_path / str(number), modes) for number, modes in enumerate(SOME_MODES)]
+    for numels in zip(*ranks(4).run(for_each, _counts_where_empty, cases), strict=True):
+        assert min(numels) == 0 < max(numels)
 
 
-def test_a2_states_of_plain_parameters_are_plain() -> None:
+def test_states_of_plain_parameters_are_plain() -> None:
     """No DTensor appears where there was none."""
     weight = nn.Parameter(torch.ones(4, 4))
     weight.grad = torch.ones_like(weight)
@@ -290,7 +288,7 @@ def _refuses_mixtures(is_named: bool) -> str:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a5_a6_mixtures_and_wrong_dtypes_are_refused(ranks: Ranks, is_named: bool) -> None:
+def test_mixtures_and_wrong_dtypes_are_refused(ranks: Ranks, is_named: bool) -> None:
     """The message names the parameter, shapes and types, not elements."""
     for message in ranks(2).run(_refuses_mixtures, is_named):
         assert "UnevenDTensor" in message or "Parameter" in message
@@ -330,7 +328,7 @@ def _takes_decoupled_grads() -> None:
         assert torch.equal(local_tensor(parameter), local_tensor(twin))
 
 
-def test_a13_decoupled_bf16_gradients_of_dtensors(ranks: Ranks) -> None:
+def test_decoupled_bf16_gradients_of_dtensors_step_as_fp32_ones(ranks: Ranks) -> None:
     """They are read in bf16, without a cast, and step as their fp32 values do."""
     ranks(2).run(_takes_decoupled_grads)
 
@@ -365,16 +363,14 @@ def _remainders_follow_fp32(strategy: str, compute: torch.dtype) -> None:
     assert any(local_tensor(ours.state[p]["param_remainder"]).any() for p in net.parameters())
 
 
-@pytest.mark.parametrize("compute", [BF16, FP16, FP32])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_remainders_make_fp32_weights_of_bf16_parameters(
-    ranks: Ranks, strategy: str, compute: torch.dtype
-) -> None:
+def test_remainders_make_fp32_weights_of_bf16_parameters(ranks: Ranks, strategy: str) -> None:
     """Bits of parameter and remainder are those of fp32 main weights with the same gradients.
 
     Whatever the weights compute in, and the next forward reads casts of the new ones.
     """
-    ranks(2).run(_remainders_follow_fp32, strategy, compute)
+    cases = [(strategy, compute) for compute in (BF16, FP16, FP32)]
+    ranks(2).run(for_each, _remainders_follow_fp32, cases)
 
 
 def _wide_storage(net: nn.Module, optimizer: FusedAdam) -> set[torch.dtype]:
@@ -383,7 +379,7 @@ def _wide_storage(net: nn.Module, optimizer: FusedAdam) -> set[torch.dtype]:
     }
 
 
-def _holds_no_second_weight() -> None:
+def _has_no_second_weight() -> None:
     net = shard(Net())
     optimizer = _optimizer(net, (FP32, FP32))
     _steps_on(net, optimizer, 1)
@@ -394,9 +390,9 @@ def _holds_no_second_weight() -> None:
     assert _wide_storage(narrow, optimizer) == {BF16, torch.int16}
 
 
-def test_f8_weights_are_held_once(ranks: Ranks) -> None:
+def test_weights_are_stored_once(ranks: Ranks) -> None:
     """fp32 parameters have no copy in the states; with remainders nothing is fp32."""
-    ranks(2).run(_holds_no_second_weight)
+    ranks(2).run(_has_no_second_weight)
 
 
 def test_remainders_of_plain_parameters_and_refusals() -> None:
@@ -418,7 +414,7 @@ def test_remainders_of_plain_parameters_and_refusals() -> None:
         ours.add_param_group({"params": [wide]})
 
 
-def test_f5_halves_of_every_kind_of_number_join_to_the_same_bits() -> None:
+def test_halves_of_every_kind_of_number_join_to_the_same_bits() -> None:
     """Every low half beside high halves of zeros, ties, denormals, the largest and infinities."""
     highs = [0x0000, 0x8000, 0x0001, 0x8001, 0x0080, 0x3F80, 0xBF80, 0x3F81, 0x7F7F, 0xFF7F]
     lows = torch.arange(1 << 16, dtype=torch.int64)
@@ -475,13 +471,11 @@ def _resumes(directory: Path, kind: str, modes: tuple[torch.dtype, torch.dtype])
         assert torch.equal(value, wanted[name]), name
 
 
-@pytest.mark.parametrize("modes", SOME_MODES)
 @pytest.mark.parametrize("kind", ["state_dict", "local", "checkpoint"])
-def test_a7_a9_narrow_states_resume_bit_by_bit(
-    ranks: Ranks, tmp_path: Path, kind: str, modes: tuple[torch.dtype, torch.dtype]
-) -> None:
-    """State dicts and checkpoints hold fp32 moments; encoding them again changes nothing."""
-    ranks(2).run(_resumes, tmp_path, kind, modes)
+def test_narrow_states_resume_bit_by_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """State dicts and checkpoints have fp32 moments; encoding them again changes nothing."""
+    cases = [(tmp_path / str(number), kind, modes) for number, modes in enumerate(SOME_MODES)]
+    ranks(2).run(for_each, _resumes, cases)
 
 
 def _saves(directory: Path, modes: tuple[torch.dtype, torch.dtype]) -> dict[str, torch.Tensor]:
@@ -507,19 +501,20 @@ def _full_states(net: nn.Module, optimizer: FusedAdam) -> dict[str, torch.Tensor
     }
 
 
-@pytest.mark.parametrize("modes", SOME_MODES)
-def test_a8_checkpoints_load_on_other_numbers_of_ranks(
-    ranks: Ranks, tmp_path: Path, modes: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_checkpoints_load_on_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Saved on four, loaded on two and on one; into fp32 states as well."""
-    saved = ranks(4).run(_saves, tmp_path, modes)[0]
-    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(sizes) >= 4 and max(sizes) < sum(sizes) / 2, "each rank has written its own rows"
-    for num_ranks, wished in ((2, modes), (1, modes), (1, (FP32, FP32))):
-        loaded = ranks(num_ranks).run(_loads, tmp_path, wished)[0]
-        assert loaded.keys() == saved.keys()
-        for name, value in loaded.items():
-            assert torch.equal(value, saved[name]), name
+    cases = [(tmp_path / str(number), modes) for number, modes in enumerate(SOME_MODES)]
+    saved = ranks(4).run(for_each, _saves, cases)[0]
+    for directory, _ in cases:
+        sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
+        assert len(sizes) >= 4 and max(sizes) < sum(sizes) / 2, "each rank has written its rows"
+    into_fp32 = [(directory, (FP32, FP32)) for directory, _ in cases]
+    for num_ranks, wished in ((2, cases), (1, cases), (1, into_fp32)):
+        found = ranks(num_ranks).run(for_each, _loads, wished)[0]
+        for loaded, wanted, case in zip(found, saved, wished, strict=True):
+            assert loaded.keys() == wanted.keys(), case
+            for name, value in loaded.items():
+                assert torch.equal(value, wanted[name]), (name, case)
 
 
 def _changes_its_weights(directory: Path) -> None:
@@ -564,7 +559,7 @@ def _changes_its_weights(directory: Path) -> None:
         assert torch.equal(full_tensor(parameter.detach()), weights[name].bfloat16()), name
 
 
-def test_f6_fp32_weights_load_into_remainders_and_back(ranks: Ranks, tmp_path: Path) -> None:
+def test_fp32_weights_load_into_remainders_and_back(ranks: Ranks, tmp_path: Path) -> None:
     """Checkpoints hold the joined fp32 weight, whichever way the weight was kept."""
     ranks(2).run(_changes_its_weights, tmp_path)
 

@@ -203,7 +203,7 @@ def _keeps_states(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_f9_narrow_states_are_near_fp32_and_do_not_depend_on_the_mesh(
+def test_narrow_states_are_near_fp32_and_do_not_depend_on_the_mesh(
     ranks: Ranks, dtype: torch.dtype
 ) -> None:
     """One rank and three hold the same states, bit by bit."""

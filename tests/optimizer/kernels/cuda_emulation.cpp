@@ -5,8 +5,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../../megafsdp/csrc/cuda/adam_tile.h"
-#include "../../megafsdp/csrc/cuda/square_lane.h"
+#include "../../../megafsdp/csrc/cuda/adam_tile.h"
+#include "../../../megafsdp/csrc/cuda/square_lane.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -385,7 +385,7 @@ def _calls_of_all_kernels(
         "grad_dtype": "float32",
         "state_dtype": "float32",
         "copy_out_dtype": "",
-        "segments": [(0, numel, AdamConstants.rounded(HYPER, 1).row())],
+        "segments": [(0, numel, AdamConstants.rounded(HYPER, 1))],
         "grad_scale": 1.0,
         "flush_denormals": True,
         "num_threads": 1,

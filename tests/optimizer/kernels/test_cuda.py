@@ -92,7 +92,7 @@ def _emulated(library: ctypes.CDLL) -> Step:
         result = copy_of(buffers, guard)
         numel = buffers.weight.numel()
         segments = _segments(numel, hyper)
-        rows = [dataclasses.astuple(AdamConstants.rounded(s.hyper, step)) for s in segments]
+        rows = [AdamConstants.rounded(s.hyper, step) for s in segments]
         names = ("weight", "remainder", "grad", "exp_avg", "exp_avg_sq", "copy_out")
         tensors = tensors_of(result)
         addresses = [tensors[n].data_ptr() if n in tensors else None for n in names]

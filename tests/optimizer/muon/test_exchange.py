@@ -54,7 +54,7 @@ def test_loads_are_near_the_least_possible(num_ranks: int, seed: int) -> None:
 def test_the_holder_owns_where_loads_are_equal() -> None:
     """Three equal matrices held by one rank each stay where they are."""
     matrices = [_cut(8, [8 * (r <= 0), 8 * (r <= 1)], [0, 1, 2]) for r in (2, 1, 0)]
-    holders = [next(r for r, h in enumerate(m.held) if h[1] > h[0]) for m in matrices]
+    holders = [next(r for r, h in enumerate(m.ranges) if h[1] > h[0]) for m in matrices]
     assert sorted(holders) == [0, 1, 2]
     assert choose_owners(matrices, 3) == holders
 
@@ -70,7 +70,7 @@ def test_rounds_are_bounded(num_ranks: int, seed: int, bucket: int) -> None:
     for each in rounds:
         for rank in range(num_ranks):
             assert sum(matrices[i].numel for i in each if owners[i] == rank) <= limit
-            held = [matrices[i].held[rank] for i in each]
+            held = [matrices[i].ranges[rank] for i in each]
             assert sum(stop - start for start, stop in held) <= 2 * limit
 
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megafsdp import microbatch
 from megafsdp.device.host_copies import ThreadLink, _ThreadTransfer
-from megafsdp.optimizer.offload.bucket_step import AheadStep, BucketStep
+from megafsdp.optimizer.offload.bucket_step import BucketStep
+from megafsdp.optimizer.offload.run_ahead import AheadStep
 from tests.optimizer.offload.hybrid_runs import (
     Case,
     assert_same,
@@ -267,9 +268,12 @@ def _stressed(num_steps: int) -> None:
     assert_same(found, wanted)
 
 
-def test_random_delays_of_copies_and_steps_change_no_bit(ranks: Ranks) -> None:
-    """Two hundred steps with clipping, each place of each bucket delayed at random."""
-    ranks(2).run(_stressed, 200)
+@pytest.mark.parametrize(
+    "num_steps", [50, pytest.param(200, marks=pytest.mark.matrix("offload-delays"))]
+)
+def test_random_delays_of_copies_and_steps_change_no_bit(ranks: Ranks, num_steps: int) -> None:
+    """Many steps with clipping, each place of each bucket delayed at random."""
+    ranks(2).run(_stressed, num_steps)
 
 
 def _blocking_step_ends() -> None:

@@ -15,8 +15,9 @@ from megafsdp import full_tensor, fully_shard, microbatch
 from megafsdp.device.host_copies import Copies, ThreadLink, Transfer
 from megafsdp.optimizer.adam.step import AdamPass
 from megafsdp.optimizer.offload.bucket import Bucket
-from megafsdp.optimizer.offload.bucket_step import AheadStep, BucketStep
+from megafsdp.optimizer.offload.bucket_step import BucketStep
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
+from megafsdp.optimizer.offload.run_ahead import AheadStep
 from megafsdp.optimizer.offload.torch_optimizer import TorchBucketStep
 from tests.fsdp.toy import Net
 from tests.optimizer.offload.hybrid_runs import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -47,32 +47,46 @@ READERS: dict[str, Callable[[list[nn.Parameter]], Values]] = {
 
 
 @contextmanager
-def _slow_worker() -> Iterator[None]:
-    """Let each bucket's step begin so late that whoever does not wait comes before it."""
-    inner = BucketStep.run
+def _held_worker() -> Iterator[threading.Event]:
+    """Hold each bucket's step back until the event is set; open it in the end, whatever fails."""
+    may_run, inner = threading.Event(), BucketStep.run
 
     def late(step: BucketStep) -> None:
-        time.sleep(0.1)
+        assert may_run.wait(30), "the gate was opened"
         inner(step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketStep, "run", late)
-        yield
+        try:
+            yield may_run
+        finally:
+            may_run.set()
 
 
-def _read(how: str, case: Case) -> tuple[Values, list[bool]]:
+def _read(readers: Sequence[str], case: Case) -> tuple[list[Values], list[bool]]:
+    """Read in another way after each step."""
     net = make_net(case)
     optimizer = make_optimizer(net, case)
     parameters = [p for p in net.parameters() if p.requires_grad]
     found, in_use = [], []
-    with _slow_worker():
-        for seed in range(3):
+    # Of replicated parameters step() itself waits.
+    is_sharded = case.strategy != "no_shard"
+    with _held_worker() as may_run:
+        for seed, how in enumerate(readers):
             with microbatch(net, is_last=True):
                 backward(net, seed)
+            may_run.clear()
+            # So late that whoever does not wait comes before it.
+            opening = threading.Timer(0.05, may_run.set)
+            if not is_sharded:
+                opening.start()
             optimizer.step()
             in_use.append(is_any_in_use())
-            found += READERS[how](parameters)
+            if is_sharded:
+                opening.start()
+            found.append(READERS[how](parameters))
             mark_main_weights_changed(net)
+            opening.join()
             in_use.append(is_any_in_use())
             optimizer.zero_grad()
     if isinstance(optimizer, HybridDeviceOptimizer) and case.max_grad_norm is not None:
@@ -80,24 +94,24 @@ def _read(how: str, case: Case) -> tuple[Values, list[bool]]:
     return found, in_use
 
 
-def _reads_what_is_stepped(how: str, case: Case) -> None:
-    wanted, _ = _read(how, replace(case, fraction=None))
-    found, in_use = _read(how, case)
-    assert in_use == [case.strategy != "no_shard", False] * 3
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a, b)
+def _reads_what_is_stepped(readers: Sequence[str], case: Case) -> None:
+    wanted, _ = _read(readers, replace(case, fraction=None))
+    found, in_use = _read(readers, case)
+    assert in_use == [case.strategy != "no_shard", False] * len(readers)
+    for how, ours, theirs in zip(readers, found, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs)), how
 
 
 @pytest.mark.parametrize("speculate", [True, False])
-@pytest.mark.parametrize("how", READERS)
-def test_readers_wait_for_the_step_on_the_host(ranks: Ranks, how: str, speculate: bool) -> None:
+def test_readers_wait_for_the_step_on_the_host(ranks: Ranks, speculate: bool) -> None:
     """By operation, in lists, in place, by shards and whole: the bits of FusedAdam."""
     case = Case(1.0, speculate=speculate, max_grad_norm=1e6)
-    ranks(2).run(_reads_what_is_stepped, how, case)
+    # Each once as the first to read: it alone meets steps that are still under way.
+    ranks(2).run(_reads_what_is_stepped, list(READERS), case)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp"])
 def test_readers_wait_in_every_strategy(ranks: Ranks, strategy: str) -> None:
     """Replicated parameters are plain DTensors of torch: there ``step`` itself has waited."""
-    ranks(2).run(_reads_what_is_stepped, "full_tensor", Case(1.0, strategy=strategy))
-    ranks(2).run(_reads_what_is_stepped, "norms", Case(1.0, strategy=strategy))
+    case = Case(1.0, strategy=strategy)
+    ranks(2).run(_reads_what_is_stepped, ["full_tensor", "norms"] * 2, case)

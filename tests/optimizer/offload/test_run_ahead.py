@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,13 +15,21 @@ import torch
 from megafsdp import FusedAdam, LossScaler, ScaleRule, clip_grad_norm_, full_tensor, microbatch
 from megafsdp._native import native_module
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.device.host_copies import Copies, ThreadLink, Transfer
 from megafsdp.optimizer.kernels import square_sum
-from megafsdp.optimizer.offload.bucket_step import AheadStep, HostThreads, OffloadCounts
+from megafsdp.optimizer.offload.bucket_step import DeferredScalar, HostThreads
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload.placement import groups_of
+from megafsdp.optimizer.offload.run_ahead import (
+    AheadStep,
+    ClippingForecast,
+    Forecaster,
+    OffloadCounts,
+)
 from tests.fsdp.toy import Net, batches, mine
 from tests.optimizer.offload.hybrid_runs import (
     Case,
+    HeldTarget,
     assert_same,
     backward,
     bits,
@@ -158,53 +167,76 @@ def _evaluates(net: Net, optimizer: FusedAdam) -> None:
         net(*mine(batches(1, seed=3)[0]))
 
 
-_CHANGES = [
-    _doubles_rate,
-    _doubles_grads_one_by_one,
-    _doubles_grads_together,
-    _doubles_local_grads,
-    _clips,
-    _clips_as_torch_does,
-    _unscales_as_torch_does,
-    _replaces_grads,
-    _forgets_some_grads,
-    _loads_weights,
-    _edits_weights,
-    _loads_states,
-    _edits_states,
-    _adds_a_backward,
-    _adds_a_handed_over_backward,
-    _starts_over,
-    _starts_over_in_place,
-    _forgets_all_grads,
-    _evaluates,
-]
+_CHANGES = {
+    "gradients": [
+        _doubles_grads_one_by_one,
+        _doubles_grads_together,
+        _doubles_local_grads,
+        _clips,
+        _clips_as_torch_does,
+        _unscales_as_torch_does,
+        _replaces_grads,
+        _forgets_some_grads,
+    ],
+    "weights and states": [
+        _doubles_rate,
+        _loads_weights,
+        _edits_weights,
+        _loads_states,
+        _edits_states,
+    ],
+    "runs": [
+        _adds_a_backward,
+        _adds_a_handed_over_backward,
+        _starts_over,
+        _starts_over_in_place,
+        _forgets_all_grads,
+        _evaluates,
+    ],
+}
 
 
-def _change_counts(change: Callable[[Net, FusedAdam], None], is_late: bool) -> list[int]:
-    """Change something between a handed-over backward and its step, once in three steps."""
+def _local_bits(net: Net, optimizer: FusedAdam) -> dict[str, torch.Tensor]:
+    """Return this rank's rows of all weights and states."""
+    found = {}
+    for name, parameter in net.named_parameters():
+        found[name] = local_tensor(parameter).detach().clone()
+        for state_name, value in optimizer.state[parameter].items():
+            found[f"{name}.{state_name}"] = local_tensor(value).clone()
+    return found
+
+
+def _changes_count(of: str) -> None:
+    """Change something between a handed-over backward and its step, in every other step."""
     case = Case(1.0, max_grad_norm=100.0, speculate=True)
-    found: list[dict[str, Any]] = []
-    for fraction in (None, 1.0):
+    wanted: list[dict[str, torch.Tensor]] = []
+    for fraction, is_late in ((None, False), (1.0, False), (1.0, True)):
         net = make_net(case)
         optimizer = make_optimizer(net, replace(case, fraction=fraction))
-        for seed in range(3):
-            with pytest.MonkeyPatch.context() as patch:
-                may_run = _hold_back(patch, AheadStep, "run") if is_late else threading.Event()
-                try:
-                    _handed_over(net, seed)
-                    if seed == 1:
-                        change(net, optimizer)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                finally:
-                    may_run.set()
-                if fraction is not None:
-                    optimizer.synchronize()
-        found.append(bits(net, optimizer))
-    assert_same(found[1], found[0])
-    assert isinstance(optimizer, HybridDeviceOptimizer)
-    return [optimizer.offload_counts.committed, optimizer.offload_counts.replayed]
+        for number, change in enumerate(_CHANGES[of]):
+            before = getattr(optimizer, "offload_counts", OffloadCounts()).committed
+            for is_changed in (False, True):
+                with pytest.MonkeyPatch.context() as patch:
+                    may_run = _hold_back(patch, AheadStep, "run") if is_late else threading.Event()
+                    try:
+                        _handed_over(net, 2 * number + is_changed)
+                        if is_changed:
+                            change(net, optimizer)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    finally:
+                        may_run.set()
+                    if isinstance(optimizer, HybridDeviceOptimizer):
+                        optimizer.synchronize()
+            found = _local_bits(net, optimizer)
+            if not isinstance(optimizer, HybridDeviceOptimizer):
+                wanted.append(found)
+                continue
+            differing = [n for n, v in wanted[number].items() if not torch.equal(found[n], v)]
+            assert not differing and len(found) == len(wanted[number]), (change, is_late, differing)
+            committed = optimizer.offload_counts.committed - before
+            # Four units in the step without a change; what the other one takes depends on it.
+            assert committed == 8 if change is _evaluates else committed >= 4, (change, is_late)
 
 
 def _hold_back(patch: pytest.MonkeyPatch, owner: type, name: str) -> threading.Event:
@@ -219,15 +251,10 @@ def _hold_back(patch: pytest.MonkeyPatch, owner: type, name: str) -> threading.E
     return event
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("change", _CHANGES)
-def test_what_changes_between_backward_and_step_counts(
-    ranks: Ranks, change: Callable[[Net, FusedAdam], None], is_late: bool
-) -> None:
+@pytest.mark.parametrize("of", _CHANGES)
+def test_what_changes_between_backward_and_step_counts(ranks: Ranks, of: str) -> None:
     """The step is that of FusedAdam; what ran ahead may have ended by then, or not begun."""
-    for committed, _ in ranks(2).run(_change_counts, change, is_late):
-        # Four units in each of the other steps; the one in the middle depends on the change.
-        assert committed == 12 if change is _evaluates else committed >= 8
+    ranks(2).run(_changes_count, of)
 
 
 def _step_returns_first(limit: float) -> OffloadCounts:
@@ -404,3 +431,101 @@ def _bytes() -> None:
 def test_a_second_slab_is_made_by_those_who_guess(ranks: Ranks) -> None:
     """Twelve bytes an element in place, as many again where steps may have to be undone."""
     ranks(2).run(_bytes)
+
+
+class _LateLink(ThreadLink):
+    """A link whose device comes to numbers, and to each bucket, when it is told so.
+
+    Args:
+        num_buckets: How many there are.
+    """
+
+    def __init__(self, num_buckets: int = 0) -> None:
+        super().__init__()
+        self.may_send_numbers = threading.Event()
+        self.may_send = [threading.Event() for _ in range(num_buckets)]
+        self.num_fences = 0
+        self._gates = iter(self.may_send)
+
+    def fence(self) -> None:
+        self.num_fences += 1
+
+    def to_host(self, copies: Copies) -> Transfer:
+        is_number = copies[0][0].ndim == 0
+        held = torch.zeros(()).as_subclass(HeldTarget)
+        held.may_begin = self.may_send_numbers if is_number else next(self._gates)
+        super().to_host([(held, torch.zeros(()))])
+        return super().to_host(copies)
+
+
+def test_a_number_of_the_device_comes_over_the_link() -> None:
+    """After what is queued, and as it was then; a number of the host is there at once."""
+    link = _LateLink()
+    assert DeferredScalar(0.5, link).is_there and DeferredScalar(0.5, link).value() == 0.5
+    source = torch.tensor(3.0)
+    late = DeferredScalar(source, link)
+    source.zero_()
+    assert link.num_fences == 1 and not late.is_there
+    link.may_send_numbers.set()
+    assert late.value() == 3.0 and late.is_there
+    link.close()
+
+
+@pytest.mark.parametrize("norms", [[3.0, 4.1], [math.nan], [math.inf]])
+def test_a_forecast_is_refuted_when_the_norm_must_clip(norms: list[float]) -> None:
+    """As soon as the gradients seen so far have such a norm, unscaled, or none at all."""
+    forecast = ClippingForecast(0.5, 2.5)
+    for norm in norms[:-1]:
+        forecast.add_norm(norm)
+        assert not forecast.is_refuted
+    forecast.add_norm(norms[-1])
+    assert forecast.is_refuted
+
+
+def test_the_guess_of_a_step_is_made_of_the_last() -> None:
+    """Its loss scale unscales the next step's gradients; "auto" waits for a norm."""
+    link = ThreadLink()
+    forecaster = Forecaster("auto")
+    assert forecaster.forecast(1.0) is None
+    forecaster.note_step(torch.tensor(0.7), torch.tensor(4.0), link)
+    guess = forecaster.forecast(1.0)
+    assert guess is not None and guess.scale == 0.25
+    forecaster.note_step(torch.tensor(5.0), None, link)
+    assert forecaster.forecast(1.0) is None
+    assert forecaster.forecast(2.0) is not None
+    assert Forecaster(speculate=False).forecast(1.0) is None
+    link.close()
+
+
+def _ahead_while_the_factor_is_late() -> int:
+    """Return how many of four buckets ran ahead of a factor that step() left on the device."""
+    case = Case(1.0, max_grad_norm=100.0, speculate=True)
+    link = _LateLink(num_buckets=4)
+    found = []
+    for fraction in (None, 1.0):
+        net = make_net(case)
+        options = {} if fraction is None else {"link": link}
+        optimizer = make_optimizer(net, replace(case, fraction=fraction), **options)
+        with microbatch(net, is_last=True):
+            backward(net, seed=0)
+        optimizer.step()
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            counts = optimizer.offload_counts
+            for number, gate in enumerate(link.may_send, start=1):
+                gate.set()
+                end_s = time.monotonic() + 10
+                while counts.speculated < number and time.monotonic() < end_s:
+                    time.sleep(0.001)
+            num_ahead = counts.speculated
+            assert counts.committed == 0
+            link.may_send_numbers.set()
+            optimizer.synchronize()
+            assert counts.committed == num_ahead
+        found.append(bits(net, optimizer))
+    assert_same(found[1], found[0])
+    return num_ahead
+
+
+def test_steps_ahead_run_while_their_factor_is_not_there(ranks: Ranks) -> None:
+    """A step that only lacks its factor is not waited for in their stead."""
+    assert ranks(2).run(_ahead_while_the_factor_is_late) == [4, 4]

@@ -88,7 +88,7 @@ def test_rows_that_a_mesh_cuts_keep_fp32_states(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16, FP16, FP8])
-def test_a5_values_that_a_state_is_set_to_are_copied(dtype: torch.dtype) -> None:
+def test_values_that_a_state_is_set_to_are_copied(dtype: torch.dtype) -> None:
     """They are what the next step decodes, and nobody else's; other shapes are refused."""
     weights = [nn.Parameter(torch.zeros(2, 8)) for _ in range(2)]
     optimizer = FusedAdam(weights, exp_avg_dtype=dtype, weight_decay=0.0)

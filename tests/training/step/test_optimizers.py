@@ -169,7 +169,7 @@ def test_choices_of_offload_reach_the_optimizer(speculate: bool | Literal["auto"
     section = OptimizerSection(offload_fraction=1.0, offload_overlap=False, speculate=speculate)
     optimizer = build_optimizer(_model(), section)
     assert isinstance(optimizer, HybridDeviceOptimizer)
-    assert (optimizer._guesser.speculate, optimizer.overlap) == (speculate, False)
+    assert (optimizer._ahead.forecaster.speculate, optimizer.overlap) == (speculate, False)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])

@@ -1,7 +1,6 @@
-"""What an offloaded optimizer owes its users, by requirement: the step and what it touches.
+"""What an offloaded step touches: copies, pinned memory, other parameters, collectives, no rows.
 
-Each test is named after the requirement that it holds. Those about checkpoints are in the tests of
-that folder.
+Checkpoints of offloaded optimizers are in the tests of that folder.
 """
 
 from __future__ import annotations
@@ -134,10 +133,10 @@ def _copies_are_local(max_grad_norm: float | None, strategy: str) -> None:
     ("max_grad_norm", "strategy"),
     [(None, "optim_grads_params"), (1e3, "optim_grads_params"), (1e3, "no_shard")],
 )
-def test_c1_copies_never_dispatch_through_dtensor(
+def test_copies_never_dispatch_through_dtensor(
     ranks: Ranks, max_grad_norm: float | None, strategy: str
 ) -> None:
-    """C1: weights and gradients are moved, cast and pinned as the plain tensors of this rank."""
+    """Weights and gradients are moved, cast and pinned as the plain tensors of this rank."""
     ranks(2).run(_copies_are_local, max_grad_norm, strategy)
 
 
@@ -177,8 +176,8 @@ def _flags_without_cuda() -> None:
         assert_same(own, found[0][2])
 
 
-def test_c2_nothing_is_pinned_without_cuda_whatever_the_flags_say(ranks: Ranks) -> None:
-    """C2: both flags are on by default, and no tensor is pinned or asked whether it is."""
+def test_nothing_is_pinned_without_cuda_whatever_the_flags_say(ranks: Ranks) -> None:
+    """Both flags are on by default, and no tensor is pinned or asked whether it is."""
     ranks(2).run(_flags_without_cuda)
 
 
@@ -192,8 +191,8 @@ def _flags_on_cuda() -> None:
 
 
 @pytest.mark.gpu
-def test_c2_the_flags_alone_decide_what_is_pinned(ranks: Ranks) -> None:
-    """C2: one for weights, states and what is copied back, one for gradients."""
+def test_the_flags_alone_decide_what_is_pinned(ranks: Ranks) -> None:
+    """One for weights, states and what is copied back, one for gradients."""
     ranks(1, "nccl").run(_flags_on_cuda)
 
 
@@ -254,8 +253,8 @@ def _others_are_untouched() -> None:
     assert_same(mixed.bits(), wanted.bits())
 
 
-def test_c7_only_parameters_of_units_are_repacked(ranks: Ranks) -> None:
-    """C7: plain tensors, another library's, and another optimizer's stay as and where they are."""
+def test_only_parameters_of_units_are_repacked(ranks: Ranks) -> None:
+    """Plain tensors, another library's, and another optimizer's stay as and where they are."""
     ranks(2).run(_others_are_untouched)
 
 
@@ -277,8 +276,8 @@ def _plain_model_alone() -> None:
     assert_same(found[1], found[0])
 
 
-def test_c7_a_model_without_units_is_stepped_where_it_is(ranks: Ranks) -> None:
-    """C7: there is nothing to offload, and nothing is."""
+def test_a_model_without_units_is_stepped_where_it_is(ranks: Ranks) -> None:
+    """There is nothing to offload, and nothing is."""
     ranks(2).run(_plain_model_alone)
 
 
@@ -300,8 +299,8 @@ def _states_need_no_collective() -> Counter[str]:
     return seen.collectives
 
 
-def test_c13_wrapping_states_checks_nothing_across_ranks(ranks: Ranks) -> None:
-    """C13: states become sharded tensors by arithmetic; the spy does see a gather."""
+def test_wrapping_states_checks_nothing_across_ranks(ranks: Ranks) -> None:
+    """States become sharded tensors by arithmetic; the spy does see a gather."""
     for seen in ranks(2).run(_states_need_no_collective):
         assert sum(seen.values()) > 0
 
@@ -347,8 +346,8 @@ def _few_rows() -> dict[str, Any]:
     }
 
 
-def test_c14_shards_without_rows_are_offloaded_with_the_others(ranks: Ranks) -> None:
-    """C14: a rank at the end that holds nothing of a unit treats it as the other ranks do."""
+def test_shards_without_rows_are_offloaded_with_the_others(ranks: Ranks) -> None:
+    """A rank at the end that holds nothing of a unit treats it as the other ranks do."""
     found = ranks(4).run(_few_rows)
     for rows in zip(*(own.pop("rows") for own in found), strict=True):
         assert sum(rows) == 3

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megafsdp.optimizer.offload.bucket_step import OffloadCounts
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
+from megafsdp.optimizer.offload.run_ahead import OffloadCounts
 from tests.optimizer.offload.hybrid_runs import (
     BF16,
     FP32,
