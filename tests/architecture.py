@@ -98,7 +98,9 @@ MANY_PARAMETERS = frozenset({"fully_shard", "fully_shard_model", "save", "async_
 
 # May be imported inside a function: heavy, or not there.
 LAZY_PACKAGES = frozenset(
-    {"numba", "wandb", "tensorboard", "safetensors", "transformers", "tokenizers"}
+    {"numba", "wandb", "tensorboard", "transformers", "tokenizers"}
+    # By name, by megafsdp.checkpoint.huggingface.
+    | {"safetensors", "huggingface_hub"}
     | {"torch.utils.tensorboard"}
 )
 

@@ -1,7 +1,7 @@
 """Sort the keys of a Megatron-LM ``fsdp_dtensor`` directory and check that they fit together.
 
 Everything that can be wrong with the set of keys and the shapes is found here, before anything is
-written. What keys mean is ``nvidia_names``'s; the values are read by ``nvidia_import``.
+written. What keys mean is in names.py; the values are read by importer.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turn Megatron-LM's ``fsdp_dtensor`` checkpoints into ours, in one process on the CPU.
 
 Tensors go from file to file one at a time; no model is built and no rank talks to another. Names
-are ``nvidia_names``'s, values beside tensors ``nvidia_common``'s. The directory runs no code: its
-pickles are read as data.
+are in names.py, values beside tensors in values.py. The directory runs no code: its pickles are
+read as data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger("megafsdp.checkpoint")
 _MAX_NAMED = 20
 
 
-def from_nvidia(
+def from_megatron(
     source: str | os.PathLike[str],
     root: str | os.PathLike[str],
     *,

@@ -139,7 +139,7 @@ class TheirNames:
                     expected(
                         f"{argument} to be one of {choices}",
                         repr(value),
-                        where="to_nvidia()",
+                        where="to_megatron()",
                         hint="Name the one that the Megatron-LM job will run with",
                     )
                 )
