@@ -42,7 +42,7 @@ from megafsdp.checkpoint.state.fused import stored_form
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.models import build_model, config_from_hugging_face
 
 _PREFIX = "model."
@@ -216,13 +216,11 @@ def _read_fields(path: Path) -> dict[str, object]:
     try:
         return dict(json.loads((path / CONFIG_FILE).read_text()))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            expected(
-                "the fields of a model's config in JSON",
-                f"{type(error).__name__}: {error}",
-                where=f"'{path / CONFIG_FILE}'",
-                hint="Give a directory that save_pretrained() or export_hf() wrote",
-            )
+        raise CheckpointError.expected(
+            "the fields of a model's config in JSON",
+            f"{type(error).__name__}: {error}",
+            where=f"'{path / CONFIG_FILE}'",
+            hint="Give a directory that save_pretrained() or export_hf() wrote",
         ) from error
 
 

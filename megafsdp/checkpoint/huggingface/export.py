@@ -35,7 +35,7 @@ from megafsdp.checkpoint.huggingface.plan import (
     generation_config_of,
     hub_state,
 )
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import require_initialized
 
@@ -80,13 +80,11 @@ def export_hf(
     )
     digest = None if found is None else zlib.crc32(repr(found[1].files).encode())
     if len(set(agree(digest, error))) > 1:
-        raise CheckpointError(
-            expected(
-                "the same tensors on all ranks",
-                "different names, shapes or dtypes",
-                where="export_hf()",
-                hint="Build the same model on every rank and pass the same arguments",
-            )
+        raise CheckpointError.expected(
+            "the same tensors on all ranks",
+            "different names, shapes or dtypes",
+            where="export_hf()",
+            hint="Build the same model on every rank and pass the same arguments",
         )
     assert found is not None, "ranks that failed to plan have raised"
     state, export = found

@@ -26,14 +26,13 @@ from megafsdp.checkpoint.huggingface.plan import (
 )
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.canonical import canonical_name
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import MAX_NAMED, CheckpointError
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 
 # Tied tensors are compared in pieces of about this size.
 _PIECE_NUMEL = 1 << 22
-_MAX_NAMES = 20
 
 
 def import_hf(
@@ -160,23 +159,19 @@ def match_stored(
         if reader.shape(stored[name]) != shape
     ]
     if odd:
-        raise CheckpointError(
-            expected(
-                "tensors of the model's shapes",
-                "; ".join(odd[:_MAX_NAMES]),
-                where="the Hugging Face files",
-                hint="Build the model that their config.json describes",
-            )
+        raise CheckpointError.expected(
+            "tensors of the model's shapes",
+            "; ".join(odd[:MAX_NAMED]),
+            where="the Hugging Face files",
+            hint="Build the model that their config.json describes",
         )
     for name, target in plan.tied.items():
         if name in stored and not _is_equal(reader, stored[name], stored[target], share):
-            raise CheckpointError(
-                expected(
-                    f"'{name}' equal to '{target}'",
-                    "two different tensors",
-                    where="the Hugging Face files of a model whose weights are tied",
-                    hint="Build the model with tie_embeddings=False (tie_word_embeddings)",
-                )
+            raise CheckpointError.expected(
+                f"'{name}' equal to '{target}'",
+                "two different tensors",
+                where="the Hugging Face files of a model whose weights are tied",
+                hint="Build the model with tie_embeddings=False (tie_word_embeddings)",
             )
     return stored
 

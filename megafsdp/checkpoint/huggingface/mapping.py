@@ -18,13 +18,12 @@ from types import MappingProxyType
 from torch import Tensor
 
 from megafsdp.checkpoint.huggingface.row_layout import Part, RowRun, match_rows
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, listed
 from megafsdp.models.config import ModelConfig
 
 _OUR_EMBEDDING = "embedding.word_embeddings.weight"
 _OUR_OUTPUT = "output_layer.weight"
 _THEIR_OUTPUT = "lm_head.weight"
-_NUM_NAMES_SHOWN = 8
 
 
 def layout_sizes(config: ModelConfig, vocab_size: int, *, padded_to: int) -> dict[str, int]:
@@ -320,13 +319,11 @@ def _full_name(name: str, family: _Family) -> str:
 
 def _family(model_type: str) -> _Family:
     if model_type not in _FAMILIES:
-        raise CheckpointError(
-            expected(
-                f"a model type among {', '.join(_FAMILIES)}",
-                repr(model_type),
-                where="the table of Hugging Face families",
-                hint="Convert a model of one of these types",
-            )
+        raise CheckpointError.expected(
+            f"a model type among {', '.join(_FAMILIES)}",
+            repr(model_type),
+            where="the table of Hugging Face families",
+            hint="Convert a model of one of these types",
         )
     return _FAMILIES[model_type]
 
@@ -346,16 +343,10 @@ def expect_names(
     got = set(names)
     missing, unknown = sorted(wanted - got), sorted(got - wanted - optional)
     if missing or unknown:
-        raise CheckpointError(
-            expected(
-                f"the {len(wanted)} tensors of this model",
-                f"{len(missing)} missing {_some(missing)}, {len(unknown)} unknown {_some(unknown)}",
-                where=where,
-                hint="Check the model type and the number of layers, and whether weights are tied",
-            )
+        raise CheckpointError.expected(
+            f"the {len(wanted)} tensors of this model",
+            f"{len(missing)} missing ({listed(missing)}), "
+            f"{len(unknown)} unknown ({listed(unknown)})",
+            where=where,
+            hint="Check the model type and the number of layers, and whether weights are tied",
         )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_NUM_NAMES_SHOWN])
-    return f"({shown}{', ...' if len(names) > _NUM_NAMES_SHOWN else ''})"

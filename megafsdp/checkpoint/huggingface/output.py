@@ -25,7 +25,7 @@ from megafsdp.checkpoint.huggingface.safetensors_files import (
     require_library,
     write_file,
 )
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 DEFAULT_SHARD_NBYTES = 5 * 10**9
@@ -117,13 +117,11 @@ def plan_export(
         kept = tensors[entry.ours][1]
         wanted = kept if dtype is None or not kept.is_floating_point else dtype
         if wanted not in _DTYPES:
-            raise CheckpointError(
-                expected(
-                    f"a dtype among {', '.join(sorted(map(str, _DTYPES)))}",
-                    wanted,
-                    where=f"'{entry.ours}', to be written as safetensors",
-                    hint="Convert the model to one of these first",
-                )
+            raise CheckpointError.expected(
+                f"a dtype among {', '.join(sorted(map(str, _DTYPES)))}",
+                wanted,
+                where=f"'{entry.ours}', to be written as safetensors",
+                hint="Convert the model to one of these first",
             )
         entries[entry.ours] = entry, wanted
     split = split_into_files(
@@ -146,13 +144,11 @@ def prepare(target: Path) -> Path:
         CheckpointError: The target exists and is not empty.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(
-            expected(
-                "a directory that does not exist or is empty",
-                "something that is there",
-                where=f"'{target}'",
-                hint="Remove it or choose another name",
-            )
+        raise CheckpointError.expected(
+            "a directory that does not exist or is empty",
+            "something that is there",
+            where=f"'{target}'",
+            hint="Remove it or choose another name",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     on_disk.remove_leftovers(target.parent, target.name.__eq__)

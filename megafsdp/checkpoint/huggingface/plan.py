@@ -122,13 +122,11 @@ def _stored_vocabulary(reader: SafetensorsReader, model_type: str, rows: int) ->
     name = their_vocabulary_name(reader.names, model_type)
     vocab_size = rows if name is None else reader.shape(name)[0]
     if vocab_size > rows:
-        raise CheckpointError(
-            expected(
-                f"a vocabulary of at most {rows} rows",
-                vocab_size,
-                where=f"'{name}' of the Hugging Face files",
-                hint="Build the model with at least as many rows",
-            )
+        raise CheckpointError.expected(
+            f"a vocabulary of at most {rows} rows",
+            vocab_size,
+            where=f"'{name}' of the Hugging Face files",
+            hint="Build the model with at least as many rows",
         )
     return vocab_size
 
@@ -153,14 +151,12 @@ def _their_fields(config: ConfigLike | None) -> dict[str, object]:
         return dict(config)
     if isinstance(config, HasJson):
         return dict(json.loads(config.to_json_string()))
-    raise CheckpointError(
-        expected(
-            "a config to write as config.json",
-            "none" if config is None else f"a {type(config).__name__}",
-            where="a model to be exported to, or imported from, Hugging Face files",
-            hint="Pass config= (--config): the fields of config.json, or a ModelConfig for a model "
-            "of megafsdp.models",
-        )
+    raise CheckpointError.expected(
+        "a config to write as config.json",
+        "none" if config is None else f"a {type(config).__name__}",
+        where="a model to be exported to, or imported from, Hugging Face files",
+        hint="Pass config= (--config): the fields of config.json, or a ModelConfig for a model "
+        "of megafsdp.models",
     )
 
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 # The name of a block and its index in each repetition around it, the outermost first.
 _Block = tuple[str, tuple[int, ...]]
@@ -87,13 +87,11 @@ def match_rows(
     blocks = list(_blocks(_parse(ours), sizes, ()))
     sizes = _with_free_blocks(blocks, sizes, num_rows)
     if sum(sizes[name] for name, _ in blocks) != num_rows:
-        raise CheckpointError(
-            expected(
-                f"{sum(sizes[name] for name, _ in blocks)} rows for '{ours}'",
-                num_rows,
-                where="a tensor to be mapped between Hugging Face's layout and ours",
-                hint="Take the sizes from the config of the model that the weights belong to",
-            )
+        raise CheckpointError.expected(
+            f"{sum(sizes[name] for name, _ in blocks)} rows for '{ours}'",
+            num_rows,
+            where="a tensor to be mapped between Hugging Face's layout and ours",
+            hint="Take the sizes from the config of the model that the weights belong to",
         )
     places: dict[_Block, tuple[int, int]] = {}
     part_rows = []

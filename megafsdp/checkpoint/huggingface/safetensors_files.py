@@ -62,13 +62,11 @@ class SafetensorsReader:
                 self._file_of[name] = file
         if named and named != self._file_of:
             odd = sorted(set(named.items()) ^ set(self._file_of.items()))
-            raise CheckpointError(
-                expected(
-                    "an index of the tensors that the files hold",
-                    f"differences such as {odd[:4]}",
-                    where=f"'{directory / INDEX_FILE}'",
-                    hint=_DAMAGED,
-                )
+            raise CheckpointError.expected(
+                "an index of the tensors that the files hold",
+                f"differences such as {odd[:4]}",
+                where=f"'{directory / INDEX_FILE}'",
+                hint=_DAMAGED,
             )
 
     @property
@@ -97,13 +95,11 @@ class SafetensorsReader:
         try:
             yield
         except Exception as error:
-            raise CheckpointError(
-                expected(
-                    "a whole safetensors file",
-                    f"{type(error).__name__}: {error}",
-                    where=f"'{self._directory / file}'",
-                    hint=_DAMAGED,
-                )
+            raise CheckpointError.expected(
+                "a whole safetensors file",
+                f"{type(error).__name__}: {error}",
+                where=f"'{self._directory / file}'",
+                hint=_DAMAGED,
             ) from error
 
 
@@ -117,22 +113,18 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
         return {str(name): str(file) for name, file in named.items()}
     except FileNotFoundError:
         got = sorted(p.name for p in directory.glob("*"))[:8] if directory.is_dir() else "nothing"
-        raise CheckpointError(
-            expected(
-                f"{SINGLE_FILE} or {INDEX_FILE}",
-                got,
-                where=f"'{directory}'",
-                hint="Give a directory that save_pretrained() or export_hf() wrote",
-            )
+        raise CheckpointError.expected(
+            f"{SINGLE_FILE} or {INDEX_FILE}",
+            got,
+            where=f"'{directory}'",
+            hint="Give a directory that save_pretrained() or export_hf() wrote",
         ) from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            expected(
-                "an index in JSON with a weight_map",
-                f"{type(error).__name__}: {error}",
-                where=f"'{path}'",
-                hint=_DAMAGED,
-            )
+        raise CheckpointError.expected(
+            "an index in JSON with a weight_map",
+            f"{type(error).__name__}: {error}",
+            where=f"'{path}'",
+            hint=_DAMAGED,
         ) from error
 
 

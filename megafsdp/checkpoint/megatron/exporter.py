@@ -38,11 +38,10 @@ from megafsdp.checkpoint.megatron.values import (
 )
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, listed
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
-_MAX_NAMED = 20
 _OWN_OBJECTS = frozenset({"extra", "lr_scheduler", "optimizer.param_groups"})
 
 
@@ -139,13 +138,11 @@ class _Output:
             return
         key = ".".join(map(str, path))
         if key in self.paths:
-            raise CheckpointError(
-                expected(
-                    "each name once under the names of Megatron-LM",
-                    f"'{key}' again",
-                    where="the names of the model's parameters and buffers",
-                    hint="Rename a module: theirs is the name of one thing only",
-                )
+            raise CheckpointError.expected(
+                "each name once under the names of Megatron-LM",
+                f"'{key}' again",
+                where="the names of the model's parameters and buffers",
+                hint="Rename a module: theirs is the name of one thing only",
             )
         self.paths[key] = path
         if isinstance(value, torch.Tensor):
@@ -235,4 +232,4 @@ def _objects(ours: CheckpointReader) -> Iterator[tuple[str, object]]:
         elif key != "common":
             left_out.append(key)
     if left_out:
-        _log.warning("'%s': Megatron-LM has no place for %s", ours.directory, left_out[:_MAX_NAMED])
+        _log.warning("'%s': Megatron-LM has no place for %s", ours.directory, listed(left_out))

@@ -223,12 +223,10 @@ def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str
             found[whole] = tuple(f"{match[1]}{part}.{match[2]}" for part in _DOWN_PROJS)
     missing = [part for parts in found.values() for part in parts if part not in names]
     if missing:
-        raise CheckpointError(
-            expected(
-                "all parts of each fused parameter",
-                f"{len(missing)} missing: {', '.join(sorted(missing)[:20])}",
-                where="the model of the checkpoint",
-                hint="The directory is incomplete: use another checkpoint",
-            )
+        raise CheckpointError.expected(
+            "all parts of each fused parameter",
+            f"{len(missing)} missing: {', '.join(sorted(missing)[:20])}",
+            where="the model of the checkpoint",
+            hint="The directory is incomplete: use another checkpoint",
         )
     return found

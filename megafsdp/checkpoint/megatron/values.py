@@ -17,7 +17,7 @@ import torch
 from megafsdp.checkpoint.megatron.names import EMBEDDING, OUTPUT, group_member
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.safe_pickle import Foreign
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.fused_parts import FusedParts
 
 # Fields by which Megatron-LM tells its groups apart, with the value of an ordinary one.
@@ -249,13 +249,11 @@ def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], li
     try:
         return [_our_rng(ranks[rank]) for rank in range(len(ranks))], unused
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            expected(
-                "the states of Python's, numpy's and torch's generators of each rank",
-                f"{type(error).__name__}: {error}",
-                where="'rng_state.(0, 0)'",
-                hint="Pass ignore=['rng_state.*'] to go on without random states",
-            )
+        raise CheckpointError.expected(
+            "the states of Python's, numpy's and torch's generators of each rank",
+            f"{type(error).__name__}: {error}",
+            where="'rng_state.(0, 0)'",
+            hint="Pass ignore=['rng_state.*'] to go on without random states",
         ) from error
 
 
