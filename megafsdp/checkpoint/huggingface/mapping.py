@@ -1,9 +1,9 @@
-"""One table a model family: which Hugging Face tensors hold the rows of each of ours.
+"""One table a model family: the Hugging Face tensors that have the rows of each of ours.
 
 A line of a table names one of our tensors, Hugging Face's with the same numbers, and the layout of
 each (see row_layout.py). Elements are rearranged and never computed with, so a round trip is exact,
-and a reader of a few rows can tell which slices of the files to read. Two things differ besides:
-our embedding may have padding rows, and a tied output layer is no tensor of its own.
+and a few rows of ours are read from a few slices of the files. Two things differ besides: our
+embedding may have padding rows, and a tied output layer is no tensor of its own.
 
 A further family is a further table here. Files are read and written elsewhere.
 """
@@ -45,7 +45,7 @@ def layout_sizes(config: ModelConfig, vocab_size: int, *, padded_to: int) -> dic
 
 @dataclass(frozen=True, slots=True)
 class MappingRow:
-    """One of our tensors and the Hugging Face tensors that hold the same numbers.
+    """One of our tensors and the Hugging Face tensors with the same numbers.
 
     Attributes:
         ours: Our name; ``{layer}`` stands for each layer's index in a table, never in a result.
@@ -62,7 +62,7 @@ class MappingRow:
     is_transposed: bool = False
 
     def entry(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Entry:
-        """Return what holds our tensor of a shape.
+        """Return our tensor of a shape and the stored ones with its rows.
 
         Args:
             shape: Our shape.
@@ -91,7 +91,7 @@ class MappingRow:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One of our tensors and the stored ones that hold its rows.
+    """One of our tensors and the stored ones with its rows.
 
     Attributes:
         ours: Our name.
@@ -154,7 +154,7 @@ class _Family:
             omit it.
         rows: The table without the output layer; the first row is the embedding's. Hugging Face
             names have no prefix.
-        ignored: Ends of names of buffers that old checkpoints hold and no model needs.
+        ignored: Ends of names of buffers in old checkpoints that no model needs.
     """
 
     prefix: str

@@ -29,7 +29,7 @@ from megafsdp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 DEFAULT_SHARD_NBYTES = 5 * 10**9
-# The dtypes that readers of safetensors files know.
+# The dtypes that all readers of safetensors files support.
 _DTYPES = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn}
     | {torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -168,7 +168,8 @@ def write_files(
 ) -> Exception | None:
     """Gather and write all files, one at a time on each rank.
 
-    A rank holds the tensors of the file that it writes, on the host, and one gathered tensor.
+    A rank needs memory for the tensors of the file that it writes, on the host, and for one
+    gathered tensor.
 
     Args:
         export: The plan, the same on all ranks.

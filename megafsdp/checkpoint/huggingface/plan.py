@@ -3,7 +3,7 @@
 A model's side are its whole parameters and persistent buffers by name, sharded as they are: the
 parts in which checkpoints store fused parameters are of no use for Hugging Face's layouts. Our
 models go by the table of their family; models under Hugging Face's own names go as they are. Either
-way the plan is a list of entries: one of our tensors, and the stored ones that hold its rows. No
+way the plan is a list of entries: one of our tensors, and the stored ones with its rows. No
 tensor is touched here and no rank talks to another.
 """
 
@@ -92,7 +92,7 @@ def plan_model(
         config: What the model is. For our models a ``ModelConfig``, whose vocabulary is not
             trimmed, or Hugging Face fields. A model under Hugging Face's own names that is read
             needs none.
-        reader: The files, if they are there; they then say the vocabulary.
+        reader: The files, if they are there; the vocabulary is then that of the files.
 
     Raises:
         CheckpointError: The config is missing or is not that of these tensors, or the vocabulary of
@@ -132,7 +132,7 @@ def _stored_vocabulary(reader: SafetensorsReader, model_type: str, rows: int) ->
 
 
 def fields_of(config: ModelConfig) -> dict[str, object]:
-    """Return the ``config.json`` of one of our models, which knows no special tokens.
+    """Return the ``config.json`` of one of our models, without special tokens.
 
     Left out, they would be transformers' defaults, which may lie outside of the vocabulary.
     """
@@ -161,7 +161,7 @@ def _their_fields(config: ConfigLike | None) -> dict[str, object]:
 
 
 def config_fields(fields: Mapping[str, object], dtypes: Iterator[torch.dtype]) -> dict[str, object]:
-    """Return what ``config.json`` says, with the dtype of the stored weights.
+    """Return the contents of ``config.json``, with the dtype of the stored weights.
 
     Args:
         fields: The model's.

@@ -7,9 +7,9 @@ groups of two query heads each, with the key and value of their group, are::
     groups(heads(q))        q00 q01 q10 q11
 
 A block is the same in two layouts if its name and its index in each repetition are the same. So a
-layout of one of our tensors and those of the Hugging Face tensors with the same blocks tell where
-each row stands on both sides. Names of tensors and the layouts of each model are in mapping.py; no
-tensor is seen here.
+layout of one of our tensors and those of the Hugging Face tensors with the same blocks give the
+place of each row on both sides. Names of tensors and the layouts of each model are in mapping.py;
+no tensor is seen here.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class SafetensorsReader:
         directory: Holds ``model.safetensors``, or an index and the files that it names.
 
     Raises:
-        CheckpointError: There are no such files, one is missing or damaged, or the index does not
-            name what they hold.
+        CheckpointError: There are no such files, one is missing or damaged, or the index is not
+            that of their tensors.
         ImportError: The safetensors library is not installed.
     """
 
@@ -104,7 +104,7 @@ class SafetensorsReader:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Return which file holds which tensor; None where there is one file and no index."""
+    """Return the file of each tensor; None where there is one file and no index."""
     if (directory / SINGLE_FILE).is_file():
         return None
     path = directory / INDEX_FILE

@@ -59,9 +59,8 @@ def to_megatron(
 
     The storage is torch DCP's, the directory ``iter_<step>`` under a save root with its tracker
     file. The arguments are those that the checkpoint came with, if it came from Megatron-LM, else
-    the few that a load compares. Each parameter's step stands beside its moments and
-    in its group: Transformer Engine's optimizer looks there, torch's here. Holds one tensor in
-    memory at a time.
+    the few that a load compares. Each parameter's step stands beside its moments and in its group:
+    Transformer Engine's optimizer looks there, torch's here. One tensor is in memory at a time.
 
     Args:
         source: Our save root, or one checkpoint's own directory.

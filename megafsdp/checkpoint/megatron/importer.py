@@ -50,7 +50,7 @@ def from_megatron(
     Weights, optimizer states, parameter groups, the learning rate schedule and the random states go
     where ``load`` looks for them; the job's arguments are kept as plain values in ``extra``. What
     is bound to the job's own machinery (``_extra_state``, the state of its rerun machine) is
-    dropped. Holds one tensor in memory at a time.
+    dropped. One tensor is in memory at a time.
 
     Args:
         source: Megatron-LM's save root, or one checkpoint's own directory.
@@ -143,7 +143,7 @@ class _Copy:
     bar: tqdm
 
     def weights(self, args: Mapping[str, object]) -> None:
-        """Copy weights and buffers, and say what belongs together."""
+        """Copy weights and buffers, with the parts of fused parameters and tied names."""
         for name, key in self.contents.weights.items():
             entry = self.theirs.tensors[key]
             self._tensor(f"model.{name}", key, query_groups(name, entry.shape, args))

@@ -1,4 +1,4 @@
-"""What Megatron-LM's checkpoints hold beside tensors, in our terms and back.
+"""Translate the values beside tensors in Megatron-LM's checkpoints, to ours and back.
 
 The learning rate schedule, the parameter groups and the random states are translated. The
 arguments of the job are carried as plain data; only those that a load needs are made where there
@@ -20,10 +20,10 @@ from megafsdp.checkpoint.tools.safe_pickle import Foreign
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.fused_parts import FusedParts
 
-# Fields by which Megatron-LM tells its groups apart, with the value of an ordinary one.
+# Fields by which Megatron-LM distinguishes its groups, with the value of an ordinary one.
 _GROUP_IDENTITY = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 _OUR_MULTIPLIER = "lr_multiplier"
-# The fields of a schedule without which it says nothing.
+# A schedule that lacks one of these is not translated.
 _SCHEDULE_FIELDS = frozenset(
     {"max_lr", "min_lr", "lr_warmup_steps", "num_steps", "lr_decay_steps", "lr_decay_style"}
 )
@@ -92,7 +92,7 @@ def our_schedule(theirs: Mapping[str, object], args: Mapping[str, object]) -> di
 
     Args:
         theirs: The fields of ``opt_param_scheduler``; its steps are samples.
-        args: The job's arguments, which alone know the decay of a WSD schedule.
+        args: The job's arguments, which alone have the decay of a WSD schedule.
 
     Returns:
         The schedule, or None if it is of a kind that does not exist here.
@@ -222,7 +222,7 @@ def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], li
     """Return random states by rank, as ``rng.rng_state`` makes them.
 
     Args:
-        values: Keys ``rng_state.(stage, tp)...`` and what they hold: a list of states, or one value
+        values: Keys ``rng_state.(stage, tp)...`` and their values: a list of states, or one value
             of one of them.
 
     Returns:
