@@ -30,7 +30,7 @@ def layout_sizes(config: ModelConfig, vocab_size: int, *, padded_to: int) -> dic
     """Return the sizes of the repetitions and blocks of layouts, by their names.
 
     Args:
-        config: The model; its vocabulary is not looked at.
+        config: The model; its vocabulary is not read.
         vocab_size: Rows of the embedding at Hugging Face.
         padded_to: Rows of our embedding.
     """
@@ -111,18 +111,18 @@ class Entry:
 
     @property
     def stored_numel(self) -> int:
-        """Return the number of stored elements, which padding is none of."""
+        """Return the number of stored elements, without padding."""
         return sum(map(math.prod, self.theirs.values()))
 
     @property
     def is_padded(self) -> bool:
         """Return whether ours has rows that theirs lack."""
-        return self.stored_numel < math.prod(self.shape)
+        return sum(run.num_rows for run in self.runs) < self.matrix[0]
 
     def join(self, theirs: Sequence[Tensor]) -> Tensor:
         """Make ours; padding rows are 0. One that needs no rearranging is returned as it is."""
         parts = [t.T for t in theirs] if self.is_transposed else theirs
-        if len(self.runs) == 1 and not self.is_padded:
+        if self.matrix[0] == self.runs[0].num_rows == parts[0].shape[0]:
             return parts[0].contiguous().view(self.shape)
         ours = parts[0].new_zeros(self.matrix)
         for run in self.runs:
