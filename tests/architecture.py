@@ -123,7 +123,9 @@ PRIVATE_ATTRIBUTES = frozenset(
 
 # May be imported inside a function: heavy, or not there.
 LAZY_PACKAGES = frozenset(
-    {"numba", "wandb", "tensorboard", "safetensors", "transformers", "tokenizers"}
+    {"numba", "wandb", "tensorboard", "transformers", "tokenizers"}
+    # By name, by megafsdp.checkpoint.huggingface.
+    | {"safetensors", "huggingface_hub"}
     | {"torch.utils.tensorboard"}
 )
 

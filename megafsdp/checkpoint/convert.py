@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, MANIFEST_FILE
-from megafsdp.checkpoint.megatron.exporter import to_nvidia
-from megafsdp.checkpoint.megatron.importer import from_nvidia
+from megafsdp.checkpoint.megatron.exporter import to_megatron
+from megafsdp.checkpoint.megatron.importer import from_megatron
 from megafsdp.checkpoint.tools.torch_file import from_torch, to_torch
 from megafsdp.errors import CheckpointError, expected
 
@@ -71,10 +71,10 @@ class ConvertOptions:
 
     Attributes:
         fused_like: A checkpoint of megafsdp that says which parameters of a torch file to split.
-        precision: What the Megatron-LM job will run in, for ``to_nvidia``; bf16 by default.
-        transformer_impl: Its ``--transformer-impl``, for ``to_nvidia``; transformer_engine by
+        precision: What the Megatron-LM job will run in, for ``to_megatron``; bf16 by default.
+        transformer_impl: Its ``--transformer-impl``, for ``to_megatron``; transformer_engine by
             default.
-        ignore: Patterns (``fnmatch``) of Megatron-LM's keys to leave out, for ``from_nvidia``.
+        ignore: Patterns (``fnmatch``) of Megatron-LM's keys to leave out, for ``from_megatron``.
     """
 
     fused_like: str | os.PathLike[str] | None = None
@@ -127,7 +127,7 @@ def convert(
         like = given.fused_like
         return from_torch(source, destination, step, fused_like=like, show_progress=show_progress)
     if pair == (Format.MEGAFSDP, Format.NVIDIA):
-        return to_nvidia(
+        return to_megatron(
             source,
             destination,
             step=step,
@@ -135,7 +135,7 @@ def convert(
             transformer_impl=given.transformer_impl or "transformer_engine",
             show_progress=show_progress,
         )
-    return from_nvidia(
+    return from_megatron(
         source, destination, step=step, ignore=given.ignore, show_progress=show_progress
     )
 

@@ -12,7 +12,7 @@ from megafsdp.checkpoint.convert import ConvertOptions, Format, convert, format_
 from megafsdp.checkpoint.tools.diff import diff
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError
-from tests.checkpoint.megatron import megatron_toy as nvidia_toy
+from tests.checkpoint.megatron import megatron_toy as toy
 from tests.checkpoint.sharding import Toy, fill
 
 
@@ -50,7 +50,7 @@ def test_there_and_back_is_equal(tmp_path: Path) -> None:
 
 def test_megatron_lm_checkpoints_go_both_ways(tmp_path: Path) -> None:
     """From their directory to ours, to theirs in another precision, and to ours again."""
-    model, _ = nvidia_toy.make(tmp_path / "theirs", "qwen3")
+    model, _ = toy.make(tmp_path / "theirs", "qwen3")
     assert format_of(tmp_path / "theirs") == Format.NVIDIA
     ours = convert(tmp_path / "theirs", tmp_path / "ours", Format.MEGAFSDP)
     key = "model.decoder.layers.0.mlp.linear_fc1.weight"
@@ -63,7 +63,7 @@ def test_megatron_lm_checkpoints_go_both_ways(tmp_path: Path) -> None:
     )
     # Their groups carry the schedule's bounds as well.
     assert diff(ours, again, ignore=["extra", "common", "optimizer.param_groups"]).is_equal
-    names = nvidia_toy.read(back)
+    names = toy.read(back)
     prefix = "optimizer.state.module.module.decoder"
     assert any(name.startswith(prefix) for name in names)
 

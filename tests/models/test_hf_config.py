@@ -17,11 +17,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megafsdp.checkpoint.huggingface.mapping import (
-    weights_from_hugging_face,
-    weights_to_hugging_face,
-)
-from megafsdp.checkpoint.huggingface.rules import WeightGeometry
 from megafsdp.errors import ConfigError
 from megafsdp.models import (
     LanguageModel,
@@ -30,6 +25,10 @@ from megafsdp.models import (
     config_from_hugging_face,
     config_to_hugging_face,
     presets,
+)
+from tests.checkpoint.huggingface.whole_dicts import (
+    weights_from_hugging_face,
+    weights_to_hugging_face,
 )
 
 _CLASSES = {
@@ -77,18 +76,6 @@ def _theirs(config: ModelConfig) -> nn.Module:
     return model.eval()
 
 
-def _geometry(config: ModelConfig, vocab_size: int) -> WeightGeometry:
-    return WeightGeometry(
-        num_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        head_dim=config.head_dim,
-        vocab_size=vocab_size,
-        padded_vocab_size=config.vocab_size,
-        is_tied=config.tie_embeddings,
-    )
-
-
 def _pair(
     model_type: str, is_tied: bool, num_query_groups: int, *, padded_vocab_size: int = _VOCAB_SIZE
 ) -> tuple[nn.Module, LanguageModel]:
@@ -96,9 +83,7 @@ def _pair(
     config = config_from_hugging_face(theirs.config.to_dict(), padded_vocab_size=padded_vocab_size)
     ours = build_model(config, seed=1)
     ours.load_state_dict(
-        weights_from_hugging_face(
-            theirs.state_dict(), model_type, geometry=_geometry(config, _VOCAB_SIZE)
-        )
+        weights_from_hugging_face(theirs.state_dict(), model_type, config, _VOCAB_SIZE)
     )
     return theirs, ours
 
@@ -131,9 +116,7 @@ def test_gradients_equal_hugging_faces(
     gradients = {
         name: parameter.grad for name, parameter in theirs.named_parameters(remove_duplicate=False)
     }
-    wanted = weights_from_hugging_face(
-        gradients, model_type, geometry=_geometry(ours.config, _VOCAB_SIZE)
-    )
+    wanted = weights_from_hugging_face(gradients, model_type, ours.config, _VOCAB_SIZE)
     for name, parameter in ours.named_parameters():
         # fp32 sums of 64 tokens in different orders, relative to the largest gradient of the
         # tensor.
@@ -151,9 +134,7 @@ def test_our_weights_load_into_hugging_face(
     config = _config(model_type, is_tied, num_query_groups)
     ours, theirs = build_model(config, seed=3), _theirs(config)
     theirs.load_state_dict(
-        weights_to_hugging_face(
-            ours.state_dict(), model_type, geometry=_geometry(config, _VOCAB_SIZE)
-        )
+        weights_to_hugging_face(ours.state_dict(), model_type, config, _VOCAB_SIZE)
     )
     with torch.no_grad():
         torch.testing.assert_close(ours(_tokens()), theirs(_tokens()).logits, rtol=0, atol=1e-5)

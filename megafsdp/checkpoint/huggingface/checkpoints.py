@@ -1,11 +1,13 @@
 """Hugging Face files from a checkpoint, and a checkpoint from such files, in one process.
 
-No ranks, no GPU, no model in memory: tensors pass one by one. A checkpoint made here holds weights
-alone and loads into any model of the same configuration, on any number of ranks.
+No ranks, no GPU, no model in memory: files of an export are made one at a time, and tensors of an
+import pass one by one. A checkpoint made here holds weights alone and loads into any model of the
+same configuration, on any number of ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -15,43 +17,37 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
-from megafsdp.checkpoint.format.regions import Stored, TensorPart, local_regions, local_view, whole
-from megafsdp.checkpoint.huggingface.gather import Scratch
 from megafsdp.checkpoint.huggingface.import_ import match_stored
-from megafsdp.checkpoint.huggingface.mapping import full_names
+from megafsdp.checkpoint.huggingface.mapping import Entry, full_names
 from megafsdp.checkpoint.huggingface.output import (
     CONFIG_FILE,
     DEFAULT_SHARD_NBYTES,
     Export,
-    FileSequence,
     SavesPretrained,
     plan_export,
     prepare,
     publish,
-    write_entry,
+    write_files,
 )
 from megafsdp.checkpoint.huggingface.plan import (
     ConfigLike,
-    Entry,
     HubPlan,
     hub_state,
     plan_model,
-    plan_stored,
 )
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.fused import stored_form
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
-from megafsdp.device.memory import ByteLedger
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.models import build_model, config_from_hugging_face
 
 _PREFIX = "model."
 # Where an imported checkpoint keeps the fields of config.json, in its extra.
 _CONFIG_KEY = "hugging_face_config"
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +111,23 @@ def export_hf_checkpoint(
         export = _plan_export(reader, config, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
         temporary = prepare(final)
         try:
-            _write_files(reader, export, temporary, show_progress)
+            with bytes_bar("export", export.nbytes, is_wanted=show_progress) as bar:
+                error = write_files(export, temporary, functools.partial(_read, reader, bar))
+            if error is not None:
+                raise error
             publish(temporary, final, export, tokenizer=tokenizer)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    tensors = [tensor for file in export.files for tensor in file.tensors]
-    return Conversion(
-        str(final),
-        export.plan.model_type,
-        len(tensors),
-        sum(tensor.nbytes for tensor in tensors),
-        tuple(file.name for file in export.files),
-    )
+    names = tuple(file.name for file in export.files)
+    return Conversion(str(final), export.plan.model_type, len(export.file_of), export.nbytes, names)
+
+
+def _read(
+    reader: CheckpointReader, bar: tqdm, _: int, entry: Entry, dtype: torch.dtype
+) -> torch.Tensor:
+    bar.update(entry.stored_numel * dtype.itemsize)
+    return reader.tensor(_PREFIX + entry.ours).to(dtype)
 
 
 def _plan_export(
@@ -140,7 +140,7 @@ def _plan_export(
     aliases = {k: v for k, v in reader.whole_aliases().items() if k.startswith(_PREFIX)}
     tied = {k.removeprefix(_PREFIX): v.removeprefix(_PREFIX) for k, v in aliases.items()}
     keys = [key for key in reader.whole_keys() if key.startswith(_PREFIX) and key not in aliases]
-    facts = {key.removeprefix(_PREFIX): (reader.shape(key), _dtype(reader, key)) for key in keys}
+    facts = {key.removeprefix(_PREFIX): (reader.shape(key), reader.dtype(key)) for key in keys}
     if config is None:
         config = stored_config(reader.object("extra"))
     return plan_export(facts, tied, config, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
@@ -150,31 +150,6 @@ def stored_config(extra: object) -> dict[str, object] | None:
     """Return the config.json that an imported checkpoint keeps in its extra; None in others."""
     fields = extra.get(_CONFIG_KEY) if isinstance(extra, Mapping) else None
     return dict(fields) if isinstance(fields, Mapping) else None
-
-
-def _dtype(reader: CheckpointReader, key: str) -> torch.dtype:
-    stored = reader.fused[key]["parts"][0] if key in reader.fused else key
-    return reader.manifest.tensors[stored].torch_dtype
-
-
-def _write_files(
-    reader: CheckpointReader, export: Export, temporary: Path, show_progress: bool
-) -> None:
-    files = FileSequence(temporary, export.files)
-    scratch = Scratch(ByteLedger(), _CPU)
-    total_nbytes = sum(tensor.nbytes for file in export.files for tensor in file.tensors)
-    try:
-        with bytes_bar("export", total_nbytes, is_wanted=show_progress) as bar:
-            for index in range(len(export.files)):
-                for entry, dtype in export.entries_of(index):
-                    tensor = scratch.cast(reader.tensor(_PREFIX + entry.ours), dtype)
-                    write_entry(files, index, entry, tensor, scratch)
-                    scratch.free()
-                    bar.update(sum(stored.nbytes for stored in entry.stored(dtype)))
-        files.close(None)
-    except Exception as error:
-        files.close(error)
-        raise
 
 
 def import_hf_checkpoint(
@@ -207,31 +182,32 @@ def import_hf_checkpoint(
     """
     path = Path(source)
     fields = _read_fields(path)
-    with SafetensorsReader(path) as files:
-        if keeps_names:
-            known = full_names(files.names, str(fields.get("model_type")))
-            shapes = {name: files.shape(stored) for name, stored in known.items()}
-            template, plan = None, plan_model(shapes, {}, fields)
-        else:
-            config = config_from_hugging_face(fields, padded_vocab_size=padded_vocab_size)
-            with torch.device("meta"):
-                template = build_model(config)
-            state = hub_state(template)
-            plan = plan_stored(state.shapes, state.tied, fields, files)
-        stored = match_stored(plan, files)
-        nbytes = 0
-        with (
-            CheckpointWriter(directory, step) as writer,
-            bytes_bar("import", _total_nbytes(plan, dtype), is_wanted=show_progress) as bar,
-        ):
-            for entry in plan.entries:
-                tensor = _read_entry(entry, stored, files, dtype)
-                nbytes += tensor.nbytes
-                _add(writer, entry.ours, tensor, template)
-                bar.update(tensor.nbytes)
-            _add_ties(writer, template)
-            writer.add_object("extra", {_CONFIG_KEY: fields})
-            final = writer.publish()
+    files = SafetensorsReader(path)
+    if keeps_names:
+        known = full_names(files.names, str(fields.get("model_type")))
+        shapes = {name: files.shape(stored) for name, stored in known.items()}
+        template, tied, plan = None, {}, plan_model(shapes, {}, fields)
+    else:
+        config = config_from_hugging_face(fields, padded_vocab_size=padded_vocab_size)
+        with torch.device("meta"):
+            template = build_model(config)
+        state = hub_state(template)
+        tied, plan = state.tied, plan_model(state.shapes, state.tied, fields, reader=files)
+    stored = match_stored(plan, files)
+    nbytes = 0
+    with (
+        CheckpointWriter(directory, step) as writer,
+        bytes_bar("import", _total_nbytes(plan, dtype), is_wanted=show_progress) as bar,
+    ):
+        for entry in plan.entries:
+            tensor = _read_entry(entry, stored, files, dtype)
+            nbytes += tensor.nbytes
+            _add(writer, entry.ours, tensor, template)
+            bar.update(tensor.nbytes)
+        for name, target in tied.items():
+            writer.alias(_PREFIX + name, _PREFIX + target)
+        writer.add_object("extra", {_CONFIG_KEY: fields})
+        final = writer.publish()
     names = tuple(sorted(p.name for p in final.glob("*.distcp")))
     return Conversion(str(final), plan.model_type, len(plan.entries), nbytes, names)
 
@@ -240,13 +216,11 @@ def _read_fields(path: Path) -> dict[str, object]:
     try:
         return dict(json.loads((path / CONFIG_FILE).read_text()))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            expected(
-                "the fields of a model's config in JSON",
-                f"{type(error).__name__}: {error}",
-                where=f"'{path / CONFIG_FILE}'",
-                hint="Give a directory that save_pretrained() or export_hf() wrote",
-            )
+        raise CheckpointError.expected(
+            "the fields of a model's config in JSON",
+            f"{type(error).__name__}: {error}",
+            where=f"'{path / CONFIG_FILE}'",
+            hint="Give a directory that save_pretrained() or export_hf() wrote",
         ) from error
 
 
@@ -270,27 +244,12 @@ def _add(
         writer.add_tensor(_PREFIX + name, tensor)
         return
     form = stored_form(name, template.get_parameter(name))
-    keys = [_PREFIX + part for part in form.parts]
-    for key, piece in zip(keys, form.pieces(tensor), strict=True):
-        writer.add_tensor(key, _plain(piece), fused=form.grouping)
+    keys, pieces = [_PREFIX + part for part in form.parts], [tensor]
     if form.fused is not None:
-        writer.fuse(_PREFIX + name, keys, dim=form.fused.dim, num_groups=form.fused.num_groups)
-
-
-def _plain(piece: Stored) -> torch.Tensor:
-    """Return a piece of a plain tensor as a tensor, a view where it lies together."""
-    if not isinstance(piece, TensorPart):
-        return piece
-    regions = local_regions("", piece)
-    if len(regions) == 1:
-        return local_view(piece, regions[0])
-    result = piece.tensor.new_empty(piece.shape)
-    for region in regions:
-        result[region.slices_in(whole(piece.shape))] = local_view(piece, region)
-    return result
-
-
-def _add_ties(writer: CheckpointWriter, template: nn.Module | None) -> None:
-    if template is not None:
-        for name, target in hub_state(template).tied.items():
-            writer.alias(_PREFIX + name, _PREFIX + target)
+        dim, num_groups = form.fused.dim, form.fused.num_groups
+        groups = tensor.unflatten(dim, (num_groups, -1)).split(list(form.fused.sizes), dim + 1)
+        pieces = [piece.flatten(dim, dim + 1) for piece in groups]
+    for key, piece in zip(keys, pieces, strict=True):
+        writer.add_tensor(key, piece, fused=form.grouping)
+    if form.fused is not None:
+        writer.fuse(_PREFIX + name, keys, dim=dim, num_groups=num_groups)

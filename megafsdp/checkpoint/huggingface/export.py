@@ -1,13 +1,11 @@
 """Hugging Face files from a model in memory, whatever its sharding.
 
-One tensor at a time is gathered to the rank that writes its file, mapped, and written at its known
-place; ranks write different files at the same time. The way back is ``hf_load``'s, checkpoints
-without a model are ``hf_checkpoint``'s.
+One tensor at a time is gathered to the rank that writes its file; ranks write different files at
+the same time. The way back is import_.py; checkpoints without a model are in checkpoints.py.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import zlib
 from dataclasses import replace
@@ -18,16 +16,16 @@ from torch import nn
 
 from megafsdp.buffer.comm.agreement import agree, attempt, on_rank_zero, rank_and_world_size
 from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.huggingface.gather import Scratch, gather_to, nbytes_to_gather
+from megafsdp.checkpoint.huggingface.gather import gather_to, nbytes_to_gather
+from megafsdp.checkpoint.huggingface.mapping import Entry
 from megafsdp.checkpoint.huggingface.output import (
     DEFAULT_SHARD_NBYTES,
     Export,
-    FileSequence,
     SavesPretrained,
     plan_export,
     prepare,
     publish,
-    write_entry,
+    write_files,
 )
 from megafsdp.checkpoint.huggingface.plan import (
     ConfigLike,
@@ -37,13 +35,12 @@ from megafsdp.checkpoint.huggingface.plan import (
     generation_config_of,
     hub_state,
 )
-from megafsdp.device.memory import ByteLedger
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import require_initialized
-from megafsdp.fsdp.runtime.unit import units_below
 
 GENERATION_CONFIG_FILE = "generation_config.json"
+_HOST = torch.device("cpu")
 
 
 def export_hf(
@@ -58,8 +55,8 @@ def export_hf(
     """Write a model as ``transformers`` reads it; collective over all ranks.
 
     Safetensors files, their index, ``config.json`` and, where there is one, the generation config
-    appear at once, by a rename. One all-to-all a tensor; no rank holds more than two of the largest
-    tensors beside its shards.
+    appear at once, by a rename. One all-to-all a tensor. Beside its shards, a rank needs memory for
+    the tensors of the file that it writes, on the host, and for one gathered tensor.
 
     Args:
         model: One of ``megafsdp.models``, or a model of transformers; sharded or not.
@@ -83,19 +80,17 @@ def export_hf(
     )
     digest = None if found is None else zlib.crc32(repr(found[1].files).encode())
     if len(set(agree(digest, error))) > 1:
-        raise CheckpointError(
-            expected(
-                "the same tensors on all ranks",
-                "different names, shapes or dtypes",
-                where="export_hf()",
-                hint="Build the same model on every rank and pass the same arguments",
-            )
+        raise CheckpointError.expected(
+            "the same tensors on all ranks",
+            "different names, shapes or dtypes",
+            where="export_hf()",
+            hint="Build the same model on every rank and pass the same arguments",
         )
     assert found is not None, "ranks that failed to plan have raised"
     state, export = found
     temporary = on_rank_zero(lambda: prepare(target))
     try:
-        agree(True, _write(model, state, export, temporary))
+        agree(True, _write(state, export, temporary))
         return on_rank_zero(lambda: publish(temporary, target, export, _beside(model), tokenizer))
     except BaseException:
         if rank_and_world_size()[0] == 0 and temporary.exists():
@@ -119,69 +114,35 @@ def _plan(
 
 
 def _require_memory(model: nn.Module, state: HubState, export: Export) -> None:
-    """Allocate at once what the largest gather needs on this rank, and let go of it again.
+    """Allocate at once what the largest gather and file need on this rank, and free it again.
 
     A rank that ran out of memory between two collectives would leave the others waiting.
     """
-    _, world_size = rank_and_world_size()
-    needs = [
-        nbytes_to_gather(file % world_size, state.tensors[entry.ours], dtype)
-        for file in range(len(export.files))
-        for entry, dtype in export.entries_of(file)
-    ]
-    scratch = Scratch(_ledger_of(model), device_below(model))
-    try:
-        for nbytes in max(needs, key=sum, default=()):
-            scratch.allocate((nbytes,), torch.uint8)
-    finally:
-        scratch.free()
-
-
-def _write(model: nn.Module, state: HubState, export: Export, temporary: Path) -> Exception | None:
-    """Gather and write all files; every rank takes part in every gather, whatever fails.
-
-    Returns:
-        This rank's error.
-    """
     rank, world_size = rank_and_world_size()
-    scratch = Scratch(_ledger_of(model), device_below(model))
-    queues = [
-        [
-            (file, entry, dtype)
-            for file in range(writer, len(export.files), world_size)
-            for entry, dtype in export.entries_of(file)
-        ]
-        for writer in range(world_size)
-    ]
-    mine, error = FileSequence(temporary, export.files), None
-    for turn in range(max(map(len, queues))):
-        whole = None
-        for writer, queue in enumerate(queues):
-            if turn >= len(queue):
-                continue
-            _, entry, dtype = queue[turn]
-            result = gather_to(
-                writer,
-                state.tensors[entry.ours],
-                dtype=dtype,
-                is_rank_zeros=entry.ours in state.rank_zero,
-                scratch=scratch,
-            )
-            whole = result if writer == rank else whole
-            scratch.free(kept=whole)
-        if whole is not None:
-            file, entry, _ = queues[rank][turn]
-            if error is None:
-                write = functools.partial(write_entry, mine, file, entry, whole, scratch)
-                _, error = attempt(write)
-            scratch.free()
-    _, closing = attempt(lambda: mine.close(error))
-    return error or closing
+    gathers = (
+        nbytes_to_gather(index % world_size, state.tensors[entry.ours], dtype)
+        for index, file in enumerate(export.files)
+        for entry, dtype in file.entries
+    )
+    written = (file.nbytes for file in export.files[rank::world_size])
+    needs = ((max(gathers, default=0), device_below(model)), (max(written, default=0), _HOST))
+    kept = [reserve(nbytes, device) for nbytes, device in needs]
+    kept.clear()
 
 
-def _ledger_of(model: nn.Module) -> ByteLedger:
-    units = list(units_below([model]).values())
-    return units[0].ledger if units else ByteLedger()
+def reserve(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory that nothing is written to."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _write(state: HubState, export: Export, temporary: Path) -> Exception | None:
+    def gather(writer: int, entry: Entry, dtype: torch.dtype) -> torch.Tensor | None:
+        is_rank_zeros = entry.ours in state.rank_zero
+        tensor = state.tensors[entry.ours]
+        return gather_to(writer, tensor, dtype=dtype, is_rank_zeros=is_rank_zeros)
+
+    rank, world_size = rank_and_world_size()
+    return write_files(export, temporary, gather, rank=rank, world_size=world_size)
 
 
 def _beside(model: nn.Module) -> dict[str, str]:

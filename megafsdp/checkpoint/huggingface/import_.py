@@ -7,6 +7,7 @@ found, and agreed on by all ranks, before a tensor of the model is touched.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,26 +15,24 @@ from torch import nn
 
 from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
 from megafsdp.checkpoint.background import pending_save as in_flight
-from megafsdp.checkpoint.format.regions import Region, local_regions, local_view
+from megafsdp.checkpoint.format.regions import Region, local_regions, local_view, whole
+from megafsdp.checkpoint.huggingface.mapping import Entry, expect_names, full_names
 from megafsdp.checkpoint.huggingface.plan import (
     ConfigLike,
-    Entry,
     HubPlan,
     config_of,
     hub_state,
-    plan_stored,
-    stored_names,
+    plan_model,
 )
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.canonical import canonical_name
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import MAX_NAMED, CheckpointError
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 
 # Tied tensors are compared in pieces of about this size.
 _PIECE_NUMEL = 1 << 22
-_MAX_NAMES = 20
 
 
 def import_hf(
@@ -56,65 +55,81 @@ def import_hf(
         CheckpointError: The files are missing, damaged or of another model; on all ranks, before
             any of them touched its model.
     """
-    loading, error = attempt(lambda: _Import(model, Path(directory), config))
+    planned, error = attempt(lambda: _plan(model, Path(directory), config))
     agree(True, error)
-    assert loading is not None, "ranks that failed to plan have raised"
-    _, error = attempt(loading.run)
+    assert planned is not None, "ranks that failed to plan have raised"
+    _, error = attempt(lambda: _fill(model, *planned))
     agree(True, error)
 
 
-class _Import:
-    """An import that passed every check on this rank."""
+def _plan(
+    model: nn.Module, directory: Path, config: ConfigLike | None
+) -> tuple[SafetensorsReader, HubPlan, dict[str, str]]:
+    reader, state = SafetensorsReader(directory), hub_state(model)
+    chosen = config_of(model) if config is None else config
+    plan = plan_model(state.shapes, state.tied, chosen, reader=reader)
+    return reader, plan, match_stored(plan, reader, share=rank_and_world_size())
 
-    def __init__(self, model: nn.Module, directory: Path, config: ConfigLike | None) -> None:
-        self._model = model
-        self._reader = SafetensorsReader(directory)
-        state = hub_state(model)
-        chosen = config_of(model) if config is None else config
-        self._plan = plan_stored(state.shapes, state.tied, chosen, self._reader)
-        self._stored = match_stored(self._plan, self._reader, share=rank_and_world_size())
 
-    @torch.no_grad()
-    def run(self) -> None:
-        """Write into the model."""
-        in_flight.wait_until_staged()
-        names = {entry.ours for entry in self._plan.entries}
-        give_memory_to_meta_tensors(
-            self._model,
-            device_below(self._model),
-            is_wanted=lambda name: canonical_name(name) in names,
-        )
-        tensors = hub_state(self._model).tensors
-        with self._reader:
-            for entry in self._plan.entries:
-                tensor = tensors[entry.ours]
-                for region in local_regions(entry.ours, tensor):
-                    self._fill(entry, region, local_view(tensor, region))
-        mark_main_weights_changed(self._model, tensors.values())
+@torch.no_grad()
+def _fill(
+    model: nn.Module, reader: SafetensorsReader, plan: HubPlan, stored: Mapping[str, str]
+) -> None:
+    in_flight.wait_until_staged()
+    names = {entry.ours for entry in plan.entries}
+    give_memory_to_meta_tensors(
+        model, device_below(model), is_wanted=lambda name: canonical_name(name) in names
+    )
+    tensors = hub_state(model).tensors
+    for entry in plan.entries:
+        tensor = tensors[entry.ours]
+        for region in local_regions(entry.ours, tensor):
+            fill_region(local_view(tensor, region), region, entry, reader=reader, stored=stored)
+    mark_main_weights_changed(model, tensors.values())
 
-    def _fill(self, entry: Entry, region: Region, target: torch.Tensor) -> None:
-        names = [self._stored[name] for name in entry.theirs]
-        if not entry.shape:
-            target.copy_(self._reader.tensor(names[0]))
-            return
-        start, num_rows = region.offsets[0], region.sizes[0]
-        columns = Region(region.offsets[1:], region.sizes[1:])
-        all_columns = Region((0,) * len(entry.shape[1:]), entry.shape[1:])
-        inner = (slice(None), *columns.slices_in(all_columns))
-        if entry.rule.is_padded:
-            target.zero_()
-        for run in entry.runs():
+
+def fill_region(
+    target: torch.Tensor,
+    region: Region,
+    entry: Entry,
+    *,
+    reader: SafetensorsReader,
+    stored: Mapping[str, str],
+) -> None:
+    """Read a region of one of our tensors from the files, and nothing else of them.
+
+    Args:
+        target: The memory of the region.
+        region: Its place in our tensor.
+        entry: Our tensor.
+        reader: The files.
+        stored: The names in the files by the names in the entry.
+    """
+    names = [stored[name] for name in entry.theirs]
+    if not entry.shape:
+        target.copy_(reader.tensor(names[0]))
+        return
+    if entry.is_padded:
+        target.zero_()
+    if len(entry.matrix) < len(entry.shape):
+        # The rows of each expert of a stack are a range of the entry's rows.
+        blocks = [(e * entry.shape[1], t) for e, t in enumerate(target, region.offsets[0])]
+        region = Region(region.offsets[1:], region.sizes[1:])
+    else:
+        blocks = [(0, target)]
+    columns = Region(region.offsets[1:], region.sizes[1:]).slices_in(whole(entry.matrix[1:]))
+    index = (slice(None), *columns)
+    dim = int(entry.is_transposed)
+    for origin, block in blocks:
+        start = origin + region.offsets[0]
+        for run in entry.runs:
             first = max(start, run.our_start)
-            last = min(start + num_rows, run.our_start + run.num_rows)
-            if first >= last:
-                continue
-            theirs = first - run.our_start + run.their_start
-            is_transposed = entry.rule.is_transposed
-            rows = self._reader.rows(
-                names[run.part], theirs, theirs + last - first, dim=int(is_transposed)
-            )
-            rows = rows.T if is_transposed else rows
-            target[first - start : last - start].copy_(rows[inner])
+            last = min(start + region.sizes[0], run.ours.stop)
+            if first < last:
+                shift = run.their_start - run.our_start
+                rows = reader.rows(names[run.part], first + shift, last + shift, dim=dim)
+                rows = rows.T if entry.is_transposed else rows
+                block[first - start : last - start].copy_(rows[index])
 
 
 def match_stored(
@@ -128,37 +143,35 @@ def match_stored(
         share: Number of this rank and of all ranks, which compare tied tensors together.
 
     Returns:
-        The stored name by the name in the plan.
+        The stored name by the name in the plan, tied names among them.
 
     Raises:
         CheckpointError: Something is missing, unknown, of another shape, or differs from what it
             is tied to.
     """
-    stored = stored_names(plan, reader.names)
+    stored = full_names(reader.names, plan.model_type)
+    wanted = {name for entry in plan.entries for name in entry.theirs}
+    expect_names(stored, wanted, optional=set(plan.tied), where="the Hugging Face files")
     odd = [
         f"'{name}' of shape {reader.shape(stored[name])} instead of {shape}"
         for entry in plan.entries
-        for name, shape in zip(entry.theirs, entry.their_shapes(), strict=True)
+        for name, shape in entry.theirs.items()
         if reader.shape(stored[name]) != shape
     ]
     if odd:
-        raise CheckpointError(
-            expected(
-                "tensors of the model's shapes",
-                "; ".join(odd[:_MAX_NAMES]),
-                where="the Hugging Face files",
-                hint="Build the model that their config.json describes",
-            )
+        raise CheckpointError.expected(
+            "tensors of the model's shapes",
+            "; ".join(odd[:MAX_NAMED]),
+            where="the Hugging Face files",
+            hint="Build the model that their config.json describes",
         )
     for name, target in plan.tied.items():
         if name in stored and not _is_equal(reader, stored[name], stored[target], share):
-            raise CheckpointError(
-                expected(
-                    f"'{name}' equal to '{target}'",
-                    "two different tensors",
-                    where="the Hugging Face files of a model whose weights are tied",
-                    hint="Build the model with tie_embeddings=False (tie_word_embeddings)",
-                )
+            raise CheckpointError.expected(
+                f"'{name}' equal to '{target}'",
+                "two different tensors",
+                where="the Hugging Face files of a model whose weights are tied",
+                hint="Build the model with tie_embeddings=False (tie_word_embeddings)",
             )
     return stored
 

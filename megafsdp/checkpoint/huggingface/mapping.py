@@ -1,56 +1,148 @@
-"""Names and layouts of Hugging Face weights, mapped to ours and back.
+"""One table a model family: the Hugging Face tensors that have the rows of each of ours.
 
-Pure functions on dicts of full tensors: nothing is read from disk, no model is built, no rank talks
-to another. One table a model family says which Hugging Face tensors make up one of ours and by
-which rule; the rule knows both directions.
+A line of a table names one of our tensors, Hugging Face's with the same numbers, and the layout of
+each (see row_layout.py). Elements are rearranged and never computed with, so a round trip is exact,
+and a few rows of ours are read from a few slices of the files. Two things differ besides: our
+embedding may have padding rows, and a tied output layer is no tensor of its own.
 
-Beside layouts two things differ: our embedding may have padding rows, which Hugging Face never
-sees, and tied weights stand under both of their names in both dicts, as in ``state_dict()``, as one
-tensor. A further family is a further table here and, where its tensors are fused in a new way, a
-further rule in ``hf_rules``.
+A further family is a further table here. Files are read and written elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
-from megafsdp.checkpoint.huggingface.rules import (
-    BLOCKS_QKV,
-    CONV1D_BLOCKS_QKV,
-    GATE_UP,
-    GROUPED_QKV,
-    PADDED_VOCABULARY,
-    SAME,
-    TRANSPOSED,
-    Rule,
-    WeightGeometry,
-)
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.checkpoint.huggingface.row_layout import Part, RowRun, match_rows
+from megafsdp.errors import CheckpointError, listed
+from megafsdp.models.config import ModelConfig
 
 _OUR_EMBEDDING = "embedding.word_embeddings.weight"
 _OUR_OUTPUT = "output_layer.weight"
 _THEIR_OUTPUT = "lm_head.weight"
-_NUM_NAMES_SHOWN = 8
+
+
+def layout_sizes(config: ModelConfig, vocab_size: int, *, padded_to: int) -> dict[str, int]:
+    """Return the sizes of the repetitions and blocks of layouts, by their names.
+
+    Args:
+        config: The model; its vocabulary is not read.
+        vocab_size: Rows of the embedding at Hugging Face.
+        padded_to: Rows of our embedding.
+    """
+    return {
+        "groups": config.num_query_groups,
+        "heads": config.num_attention_heads // config.num_query_groups,
+        **dict.fromkeys(("q", "k", "v"), config.head_dim),
+        "vocabulary": vocab_size,
+        "padding": max(0, padded_to - vocab_size),
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class MappingRow:
-    """One of our tensors and the Hugging Face tensors that hold the same numbers.
+    """One of our tensors and the Hugging Face tensors with the same numbers.
 
     Attributes:
         ours: Our name; ``{layer}`` stands for each layer's index in a table, never in a result.
-        theirs: Hugging Face names, likewise.
-        rule: The way between them.
+        theirs: Layout of each Hugging Face tensor by its name. A name with ``{expert}`` stands for
+            one tensor an expert; ours is then a stack of shape ``(experts, rows, ...)`` whose
+            layout repeats ``experts``.
+        layout: Layout of our tensor.
+        is_transposed: Theirs keep as columns what are rows in ours.
     """
 
     ours: str
-    theirs: tuple[str, ...]
-    rule: Rule
+    theirs: Mapping[str, str]
+    layout: str = "rows"
+    is_transposed: bool = False
+
+    def entry(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Entry:
+        """Return our tensor of a shape and the stored ones with its rows.
+
+        Args:
+            shape: Our shape.
+            sizes: Sizes of the layouts' repetitions and blocks.
+
+        Raises:
+            CheckpointError: Our tensor has another number of rows than its layout.
+        """
+        parts: dict[str, Part] = {}
+        is_stack = any("{expert}" in name for name in self.theirs)
+        for name, layout in self.theirs.items():
+            if "{expert}" not in name:
+                parts[name] = Part(layout)
+                continue
+            for expert in range(sizes["experts"]):
+                parts[name.format(expert=expert)] = Part(layout, (expert,))
+        # A tensor without dimensions is one row.
+        matrix = (shape[0] * shape[1], *shape[2:]) if is_stack else shape or (1,)
+        rows, runs = match_rows(self.layout, list(parts.values()), sizes, matrix[0])
+        shapes = [(n, *matrix[1:])[: len(shape)] for n in rows]
+        if self.is_transposed:
+            shapes = [s[::-1] for s in shapes]
+        theirs = dict(zip(parts, shapes, strict=True))
+        return Entry(self.ours, shape, matrix, theirs, runs, self.is_transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One of our tensors and the stored ones with its rows.
+
+    Attributes:
+        ours: Our name.
+        shape: Our shape.
+        matrix: Our shape with the rows of a stack of experts as one dimension.
+        theirs: Shape of each stored tensor by its name.
+        runs: Where our rows stand; rows in no run are padding.
+        is_transposed: Theirs keep as columns what are rows in ours.
+    """
+
+    ours: str
+    shape: tuple[int, ...]
+    matrix: tuple[int, ...]
+    theirs: Mapping[str, tuple[int, ...]]
+    runs: tuple[RowRun, ...] = field(repr=False)
+    is_transposed: bool
+
+    @property
+    def stored_numel(self) -> int:
+        """Return the number of stored elements, without padding."""
+        return sum(map(math.prod, self.theirs.values()))
+
+    @property
+    def is_padded(self) -> bool:
+        """Return whether ours has rows that theirs lack."""
+        return sum(run.num_rows for run in self.runs) < self.matrix[0]
+
+    def join(self, theirs: Sequence[Tensor]) -> Tensor:
+        """Make ours; padding rows are 0. One that needs no rearranging is returned as it is."""
+        parts = [t.T for t in theirs] if self.is_transposed else theirs
+        if self.matrix[0] == self.runs[0].num_rows == parts[0].shape[0]:
+            return parts[0].contiguous().view(self.shape)
+        ours = parts[0].new_zeros(self.matrix)
+        for run in self.runs:
+            ours[run.ours] = parts[run.part][run.theirs]
+        return ours.view(self.shape)
+
+    def split(self, ours: Tensor) -> dict[str, Tensor]:
+        """Return theirs by name, contiguous; those that need no rearranging are views of ours."""
+        rows = ours.reshape(self.matrix)
+        theirs: dict[str, Tensor] = {}
+        for index, (name, shape) in enumerate(self.theirs.items()):
+            runs = [run for run in self.runs if run.part == index]
+            if len(runs) == 1 and not self.is_transposed:
+                theirs[name] = rows[runs[0].ours].contiguous().view(shape)
+                continue
+            theirs[name] = rows.new_empty(shape)
+            as_rows = theirs[name].T if self.is_transposed else theirs[name]
+            for run in runs:
+                as_rows[run.theirs] = rows[run.ours]
+        return theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +152,9 @@ class _Family:
     Attributes:
         prefix: Of every Hugging Face name but the output layer's; checkpoints of the bare model
             omit it.
-        rows: The table, without the output layer, Hugging Face names without the prefix.
-        ignored: Ends of names of buffers that old checkpoints hold and no model needs.
+        rows: The table without the output layer; the first row is the embedding's. Hugging Face
+            names have no prefix.
+        ignored: Ends of names of buffers in old checkpoints that no model needs.
     """
 
     prefix: str
@@ -69,176 +162,129 @@ class _Family:
     ignored: tuple[str, ...]
 
 
-def _layer_row(ours: str, *theirs: str, rule: Rule = SAME, at: str) -> MappingRow:
-    return MappingRow(
-        f"decoder.layers.{{layer}}.{ours}",
-        tuple(f"{at}.{{layer}}.{name}" for name in theirs),
-        rule,
+def _same(ours: str, theirs: str, *, is_transposed: bool = False) -> MappingRow:
+    return MappingRow(ours, {theirs: "rows"}, is_transposed=is_transposed)
+
+
+def _embedding(theirs: str) -> MappingRow:
+    return MappingRow(_OUR_EMBEDDING, {theirs: "vocabulary"}, "vocabulary padding")
+
+
+def _layers(at: str, *rows: MappingRow) -> tuple[MappingRow, ...]:
+    """Return rows of one layer with the place of the layers before each name."""
+    return tuple(
+        replace(
+            row,
+            ours=f"decoder.layers.{{layer}}.{row.ours}",
+            theirs={f"{at}.{{layer}}.{name}": layout for name, layout in row.theirs.items()},
+        )
+        for row in rows
     )
 
 
-def _gpt2_affine_rows(ours: str, theirs: str, *, rule: Rule = SAME) -> tuple[MappingRow, ...]:
-    bias_rule = BLOCKS_QKV if rule is CONV1D_BLOCKS_QKV else SAME
-    return (
-        _layer_row(f"{ours}.weight", f"{theirs}.weight", rule=rule, at="h"),
-        _layer_row(f"{ours}.bias", f"{theirs}.bias", rule=bias_rule, at="h"),
-    )
+_FUSED_QKV = "groups(heads(q) k v)"
+# One tensor of three blocks: all queries, all keys, all values.
+_BLOCKS_QKV = "groups(heads(q)) groups(k) groups(v)"
 
 
-_GPT2 = _Family(
-    "transformer.",
-    (
-        MappingRow(_OUR_EMBEDDING, ("wte.weight",), PADDED_VOCABULARY),
-        MappingRow("embedding.position_embeddings.weight", ("wpe.weight",), SAME),
-        *_gpt2_affine_rows("input_layernorm", "ln_1"),
-        *_gpt2_affine_rows("self_attention.linear_qkv", "attn.c_attn", rule=CONV1D_BLOCKS_QKV),
-        *_gpt2_affine_rows("self_attention.linear_proj", "attn.c_proj", rule=TRANSPOSED),
-        *_gpt2_affine_rows("pre_mlp_layernorm", "ln_2"),
-        *_gpt2_affine_rows("mlp.linear_fc1", "mlp.c_fc", rule=TRANSPOSED),
-        *_gpt2_affine_rows("mlp.linear_fc2", "mlp.c_proj", rule=TRANSPOSED),
-        MappingRow("decoder.final_layernorm.weight", ("ln_f.weight",), SAME),
-        MappingRow("decoder.final_layernorm.bias", ("ln_f.bias",), SAME),
-    ),
-    (".attn.bias", ".attn.masked_bias"),
-)
-
-
-def _rotary_family(*head_norms: MappingRow) -> _Family:
-    return _Family(
-        "model.",
-        (
-            MappingRow(_OUR_EMBEDDING, ("embed_tokens.weight",), PADDED_VOCABULARY),
-            _layer_row("input_layernorm.weight", "input_layernorm.weight", at="layers"),
-            _layer_row(
-                "self_attention.linear_qkv.weight",
-                "self_attn.q_proj.weight",
-                "self_attn.k_proj.weight",
-                "self_attn.v_proj.weight",
-                rule=GROUPED_QKV,
-                at="layers",
-            ),
-            *head_norms,
-            _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", at="layers"),
-            _layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", at="layers"),
-            _layer_row(
-                "mlp.linear_fc1.weight",
-                "mlp.gate_proj.weight",
-                "mlp.up_proj.weight",
-                rule=GATE_UP,
-                at="layers",
-            ),
-            _layer_row("mlp.linear_fc2.weight", "mlp.down_proj.weight", at="layers"),
-            MappingRow("decoder.final_layernorm.weight", ("norm.weight",), SAME),
+def _gpt2() -> _Family:
+    layer = _layers(
+        "h",
+        *(
+            _same(f"{ours}.{kind}", f"{theirs}.{kind}")
+            for ours, theirs in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2"))
+            for kind in ("weight", "bias")
         ),
-        ("rotary_emb.inv_freq",),
+        # Conv1D keeps its weight as (in, out).
+        MappingRow(
+            "self_attention.linear_qkv.weight",
+            {"attn.c_attn.weight": _BLOCKS_QKV},
+            _FUSED_QKV,
+            is_transposed=True,
+        ),
+        MappingRow("self_attention.linear_qkv.bias", {"attn.c_attn.bias": _BLOCKS_QKV}, _FUSED_QKV),
+        _same("self_attention.linear_proj.weight", "attn.c_proj.weight", is_transposed=True),
+        _same("self_attention.linear_proj.bias", "attn.c_proj.bias"),
+        _same("mlp.linear_fc1.weight", "mlp.c_fc.weight", is_transposed=True),
+        _same("mlp.linear_fc1.bias", "mlp.c_fc.bias"),
+        _same("mlp.linear_fc2.weight", "mlp.c_proj.weight", is_transposed=True),
+        _same("mlp.linear_fc2.bias", "mlp.c_proj.bias"),
     )
+    rows = (
+        _embedding("wte.weight"),
+        _same("embedding.position_embeddings.weight", "wpe.weight"),
+        *layer,
+        _same("decoder.final_layernorm.weight", "ln_f.weight"),
+        _same("decoder.final_layernorm.bias", "ln_f.bias"),
+    )
+    return _Family("transformer.", rows, (".attn.bias", ".attn.masked_bias"))
+
+
+def _llama(*head_norms: MappingRow) -> _Family:
+    layer = _layers(
+        "layers",
+        _same("input_layernorm.weight", "input_layernorm.weight"),
+        MappingRow(
+            "self_attention.linear_qkv.weight",
+            {
+                "self_attn.q_proj.weight": "groups(heads(q))",
+                "self_attn.k_proj.weight": "groups(k)",
+                "self_attn.v_proj.weight": "groups(v)",
+            },
+            _FUSED_QKV,
+        ),
+        *head_norms,
+        _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+        _same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        MappingRow(
+            "mlp.linear_fc1.weight",
+            {"mlp.gate_proj.weight": "gate", "mlp.up_proj.weight": "up"},
+            "gate up",
+        ),
+        _same("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+    )
+    final_norm = _same("decoder.final_layernorm.weight", "norm.weight")
+    rows = (_embedding("embed_tokens.weight"), *layer, final_norm)
+    return _Family("model.", rows, ("rotary_emb.inv_freq",))
 
 
 _FAMILIES: Mapping[str, _Family] = MappingProxyType(
     {
-        "gpt2": _GPT2,
-        "llama": _rotary_family(),
-        "qwen3": _rotary_family(
-            _layer_row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", at="layers"),
-            _layer_row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", at="layers"),
+        "gpt2": _gpt2(),
+        "llama": _llama(),
+        "qwen3": _llama(
+            _same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+            _same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
         ),
     }
 )
 
 
-def mapping_rows(model_type: str, geometry: WeightGeometry) -> Iterator[MappingRow]:
-    """Yield one row for each of our distinct tensors, with full names, in the model's order.
+def mapping_rows(model_type: str, config: ModelConfig) -> Iterator[MappingRow]:
+    """Yield one row for each of our distinct tensors, with full names; the embedding's first.
 
-    A reader or writer that cannot hold the whole model takes the rows one by one. A tied output
-    layer is no tensor of its own and has no row.
+    A tied output layer is no tensor of its own and has no row.
 
     Args:
         model_type: Hugging Face's: ``gpt2``, ``llama`` or ``qwen3``.
-        geometry: The model's sizes.
+        config: The model.
 
     Yields:
-        Rows without placeholders.
+        Rows without ``{layer}``.
 
     Raises:
         CheckpointError: There is no table for the model type.
     """
     family = _family(model_type)
     for row in family.rows:
-        layers = range(geometry.num_layers) if "{layer}" in row.ours else range(1)
-        for layer in layers:
-            theirs = tuple(family.prefix + name.format(layer=layer) for name in row.theirs)
-            yield MappingRow(row.ours.format(layer=layer), theirs, row.rule)
-    if not geometry.is_tied:
-        yield MappingRow(_OUR_OUTPUT, (_THEIR_OUTPUT,), PADDED_VOCABULARY)
-
-
-def weights_from_hugging_face(
-    state: Mapping[str, Tensor], model_type: str, *, geometry: WeightGeometry
-) -> dict[str, Tensor]:
-    """Map a Hugging Face state dict to ours.
-
-    Args:
-        state: Full tensors; names may lack the base model's prefix, and a tied model's
-            ``lm_head.weight`` may be there or not, as on disk.
-        model_type: Hugging Face's: ``gpt2``, ``llama`` or ``qwen3``.
-        geometry: The model's sizes.
-
-    Returns:
-        Our state dict. Tensors that need no rearranging are the given ones; padding rows are 0.
-
-    Raises:
-        CheckpointError: A tensor is missing, unknown or of the wrong number of rows, or the two
-            weights of a tied model differ.
-    """
-    family = _family(model_type)
-    known = {_full_name(name, family): name for name in state if not name.endswith(family.ignored)}
-    rows = list(mapping_rows(model_type, geometry))
-    wanted = {name for row in rows for name in row.theirs}
-    optional = {_THEIR_OUTPUT} if geometry.is_tied else set()
-    expect_names(known.keys(), wanted, optional=optional, where="the Hugging Face state dict")
-    ours = {
-        row.ours: row.rule.join([state[known[name]] for name in row.theirs], geometry)
-        for row in rows
-    }
-    if geometry.is_tied:
-        embedding_name = known[rows[0].theirs[0]]
-        _expect_tied(state, embedding_name, _THEIR_OUTPUT)
-        ours[_OUR_OUTPUT] = ours[_OUR_EMBEDDING]
-    return ours
-
-
-def weights_to_hugging_face(
-    state: Mapping[str, Tensor], model_type: str, *, geometry: WeightGeometry
-) -> dict[str, Tensor]:
-    """Map our state dict to Hugging Face's; undoes ``weights_from_hugging_face`` bit by bit.
-
-    Args:
-        state: Full tensors under our names; a tied model's ``output_layer.weight`` may be there or
-            not.
-        model_type: Hugging Face's: ``gpt2``, ``llama`` or ``qwen3``.
-        geometry: The model's sizes.
-
-    Returns:
-        Contiguous tensors under Hugging Face names, without padding rows. A tied model's
-        ``lm_head.weight`` is the embedding tensor; leave it out where a file format wants no
-        aliases.
-
-    Raises:
-        CheckpointError: A tensor is missing, unknown or of the wrong number of rows, or the two
-            weights of a tied model differ.
-    """
-    rows = list(mapping_rows(model_type, geometry))
-    optional = {_OUR_OUTPUT} if geometry.is_tied else set()
-    expect_names(
-        state.keys(), {row.ours for row in rows}, optional=optional, where="our state dict"
-    )
-    theirs: dict[str, Tensor] = {}
-    for row in rows:
-        theirs.update(zip(row.theirs, row.rule.split(state[row.ours], geometry), strict=True))
-    if geometry.is_tied:
-        _expect_tied(state, _OUR_EMBEDDING, _OUR_OUTPUT)
-        theirs[_THEIR_OUTPUT] = theirs[rows[0].theirs[0]]
-    return theirs
+        for layer in range(config.num_layers if "{layer}" in row.ours else 1):
+            theirs = {
+                family.prefix + name.replace("{layer}", str(layer)): layout
+                for name, layout in row.theirs.items()
+            }
+            yield replace(row, ours=row.ours.replace("{layer}", str(layer)), theirs=theirs)
+    if not config.tie_embeddings:
+        yield MappingRow(_OUR_OUTPUT, {_THEIR_OUTPUT: "vocabulary"}, "vocabulary padding")
 
 
 def is_mapped(names: Iterable[str]) -> bool:
@@ -254,8 +300,8 @@ def our_vocabulary_rows(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def their_vocabulary_name(names: Iterable[str], model_type: str) -> str | None:
     """Return the stored name of the embedding among Hugging Face names; None without one."""
     family = _family(model_type)
-    wanted = family.prefix + family.rows[0].theirs[0]
-    return next((name for name in names if _full_name(name, family) == wanted), None)
+    (embedding,) = family.rows[0].theirs
+    return full_names(names, model_type).get(family.prefix + embedding)
 
 
 def full_names(names: Iterable[str], model_type: str) -> dict[str, str]:
@@ -263,27 +309,23 @@ def full_names(names: Iterable[str], model_type: str) -> dict[str, str]:
 
     Names of a type without a table are full already.
     """
-    family = _FAMILIES.get(model_type)
-    if family is None:
-        return {name: name for name in names}
+    family = _FAMILIES.get(model_type, _Family("", (), ()))
     return {_full_name(name, family): name for name in names if not name.endswith(family.ignored)}
-
-
-def _family(model_type: str) -> _Family:
-    if model_type not in _FAMILIES:
-        raise CheckpointError(
-            expected(
-                f"a model type among {', '.join(_FAMILIES)}",
-                repr(model_type),
-                where="the table of Hugging Face families",
-                hint="Convert a model of one of these types",
-            )
-        )
-    return _FAMILIES[model_type]
 
 
 def _full_name(name: str, family: _Family) -> str:
     return name if name == _THEIR_OUTPUT or name.startswith(family.prefix) else family.prefix + name
+
+
+def _family(model_type: str) -> _Family:
+    if model_type not in _FAMILIES:
+        raise CheckpointError.expected(
+            f"a model type among {', '.join(_FAMILIES)}",
+            repr(model_type),
+            where="the table of Hugging Face families",
+            hint="Convert a model of one of these types",
+        )
+    return _FAMILIES[model_type]
 
 
 def expect_names(
@@ -301,31 +343,10 @@ def expect_names(
     got = set(names)
     missing, unknown = sorted(wanted - got), sorted(got - wanted - optional)
     if missing or unknown:
-        raise CheckpointError(
-            expected(
-                f"the {len(wanted)} tensors of this model",
-                f"{len(missing)} missing {_some(missing)}, {len(unknown)} unknown {_some(unknown)}",
-                where=where,
-                hint="Check the model type and the number of layers, and whether weights are tied",
-            )
-        )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_NUM_NAMES_SHOWN])
-    return f"({shown}{', ...' if len(names) > _NUM_NAMES_SHOWN else ''})"
-
-
-def _expect_tied(state: Mapping[str, Tensor], embedding_name: str, output_name: str) -> None:
-    output = state.get(output_name)
-    if output is None or output is state[embedding_name]:
-        return
-    if not torch.equal(output, state[embedding_name]):
-        raise CheckpointError(
-            expected(
-                f"{output_name} equal to {embedding_name}",
-                "two different tensors",
-                where="the weights of a model whose config ties them",
-                hint="Set is_tied=False (tie_embeddings=False in the model's config)",
-            )
+        raise CheckpointError.expected(
+            f"the {len(wanted)} tensors of this model",
+            f"{len(missing)} missing ({listed(missing)}), "
+            f"{len(unknown)} unknown ({listed(unknown)})",
+            where=where,
+            hint="Check the model type and the number of layers, and whether weights are tied",
         )

@@ -1,39 +1,40 @@
 """A directory of Hugging Face files in the making: its plan, its files one by one, its publication.
 
-What is the same whether tensors come from a model on many ranks or from a checkpoint in one
-process. Where they come from is ``hf``'s and ``hf_checkpoint``'s business.
+The same for a model on many ranks and for a checkpoint in one process. Where tensors come from is
+in export.py and checkpoints.py.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from megafsdp.buffer.comm.agreement import attempt
 from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.huggingface.gather import Scratch
-from megafsdp.checkpoint.huggingface.plan import (
-    ConfigLike,
-    Entry,
-    HubPlan,
-    config_fields,
-    plan_model,
-)
+from megafsdp.checkpoint.huggingface.mapping import Entry
+from megafsdp.checkpoint.huggingface.plan import ConfigLike, HubPlan, config_fields, plan_model
 from megafsdp.checkpoint.huggingface.safetensors_files import (
     INDEX_FILE,
-    FilePlan,
-    SafetensorsWriter,
-    index_of,
-    plan_files,
+    SINGLE_FILE,
+    require_library,
+    write_file,
 )
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 DEFAULT_SHARD_NBYTES = 5 * 10**9
+# The dtypes that all readers of safetensors files support.
+_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn}
+    | {torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+    | {torch.bool}
+)
 
 
 class SavesPretrained(Protocol):
@@ -44,25 +45,44 @@ class SavesPretrained(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One file before it is written.
+
+    Attributes:
+        name: File name.
+        entries: Our tensors that are stored in it, with the dtype of each in the file.
+    """
+
+    name: str
+    entries: tuple[tuple[Entry, torch.dtype], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its tensors."""
+        return sum(entry.stored_numel * dtype.itemsize for entry, dtype in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
 class Export:
     """An export that passed every check.
 
     Attributes:
         plan: The model.
-        dtypes: Dtype of each entry in the files.
         files: What goes where.
     """
 
     plan: HubPlan
-    dtypes: tuple[torch.dtype, ...]
-    files: tuple[FilePlan, ...]
+    files: tuple[PlannedFile, ...]
 
-    def entries_of(self, index: int) -> Iterator[tuple[Entry, torch.dtype]]:
-        """Yield the entries of one file with their dtypes."""
-        names = {tensor.name for tensor in self.files[index].tensors}
-        for entry, dtype in zip(self.plan.entries, self.dtypes, strict=True):
-            if entry.theirs[0] in names:
-                yield entry, dtype
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def file_of(self) -> dict[str, str]:
+        """Return the name of the file by the name of each stored tensor."""
+        return {name: f.name for f in self.files for entry, _ in f.entries for name in entry.theirs}
 
 
 def plan_export(
@@ -75,21 +95,46 @@ def plan_export(
 ) -> Export:
     """Divide a model into files; local.
 
+    What is stored of one of our tensors goes to one file.
+
     Args:
         tensors: Shape and dtype of each distinct tensor by name.
         tied: Further names of tied tensors.
         config: What the model is.
         dtype: Of floating-point tensors in the files; None keeps each one's.
-        max_shard_nbytes: Bytes in a file.
+        max_shard_nbytes: Bytes in a file; a larger tensor has a file of its own.
 
     Raises:
-        CheckpointError: The model cannot be expressed.
+        CheckpointError: The model cannot be expressed, or the format lacks a dtype.
+        ImportError: A library that writes the files is not installed.
     """
+    # Here, because a library that is missing after the first gather would be found too late.
+    require_library("safetensors")
+    split_into_files = require_library("huggingface_hub").split_state_dict_into_shards_factory
     plan = plan_model({name: shape for name, (shape, _) in tensors.items()}, tied, config)
-    kept = [tensors[entry.ours][1] for entry in plan.entries]
-    dtypes = tuple(d if dtype is None or not d.is_floating_point else dtype for d in kept)
-    groups = [entry.stored(d) for entry, d in zip(plan.entries, dtypes, strict=True)]
-    return Export(plan, dtypes, tuple(plan_files(groups, max_shard_nbytes)))
+    entries: dict[str, tuple[Entry, torch.dtype]] = {}
+    for entry in plan.entries:
+        kept = tensors[entry.ours][1]
+        wanted = kept if dtype is None or not kept.is_floating_point else dtype
+        if wanted not in _DTYPES:
+            raise CheckpointError.expected(
+                f"a dtype among {', '.join(sorted(map(str, _DTYPES)))}",
+                wanted,
+                where=f"'{entry.ours}', to be written as safetensors",
+                hint="Convert the model to one of these first",
+            )
+        entries[entry.ours] = entry, wanted
+    split = split_into_files(
+        entries,
+        get_storage_size=lambda stored: stored[0].stored_numel * stored[1].itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_nbytes,
+    )
+    files = split.filename_to_tensors or {SINGLE_FILE: []}
+    return Export(
+        plan,
+        tuple(PlannedFile(file, tuple(entries[n] for n in names)) for file, names in files.items()),
+    )
 
 
 def prepare(target: Path) -> Path:
@@ -99,19 +144,63 @@ def prepare(target: Path) -> Path:
         CheckpointError: The target exists and is not empty.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(
-            expected(
-                "a directory that does not exist or is empty",
-                "something that is there",
-                where=f"'{target}'",
-                hint="Remove it or choose another name",
-            )
+        raise CheckpointError.expected(
+            "a directory that does not exist or is empty",
+            "something that is there",
+            where=f"'{target}'",
+            hint="Remove it or choose another name",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     on_disk.remove_leftovers(target.parent, target.name.__eq__)
     temporary = on_disk.temporary_beside(target)
     temporary.mkdir()
     return temporary
+
+
+@torch.no_grad()
+def write_files(
+    export: Export,
+    directory: Path,
+    gather: Callable[[int, Entry, torch.dtype], torch.Tensor | None],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Exception | None:
+    """Gather and write all files, one at a time on each rank.
+
+    A rank needs memory for the tensors of the file that it writes, on the host, and for one
+    gathered tensor.
+
+    Args:
+        export: The plan, the same on all ranks.
+        directory: Where the files go.
+        gather: Takes a writing rank, one of our tensors and a dtype, and returns the whole tensor
+            on that rank. Every rank calls it for every tensor, in the same order, whatever fails.
+        rank: This rank.
+        world_size: Number of ranks, which write different files at the same time.
+
+    Returns:
+        This rank's error.
+    """
+    error: Exception | None = None
+    for first in range(0, len(export.files), world_size):
+        files = export.files[first : first + world_size]
+        mine: dict[str, torch.Tensor] = {}
+        for writer, file in enumerate(files):
+            for entry, dtype in file.entries:
+                whole = gather(writer, entry, dtype)
+                if whole is not None and error is None:
+                    _, error = attempt(functools.partial(_add, mine, entry, whole))
+                # Free it before the next gather allocates.
+                del whole
+        if rank < len(files) and error is None:
+            path = directory / files[rank].name
+            _, error = attempt(functools.partial(write_file, path, mine))
+    return error
+
+
+def _add(tensors: dict[str, torch.Tensor], entry: Entry, whole: torch.Tensor) -> None:
+    tensors.update((name, part.cpu()) for name, part in entry.split(whole).items())
 
 
 def publish(
@@ -122,11 +211,16 @@ def publish(
     tokenizer: SavesPretrained | None = None,
 ) -> Path:
     """Add the small files to written tensors and rename the directory; rank 0 alone."""
-    stored = (tensor.dtype for file in export.files for tensor in file.tensors)
-    fields = config_fields(export.plan.fields, stored)
+    dtypes = (dtype for file in export.files for _, dtype in file.entries)
+    fields = config_fields(export.plan.fields, dtypes)
     texts = {CONFIG_FILE: json.dumps(fields, indent=2, sort_keys=True) + "\n", **(extras or {})}
     if len(export.files) > 1:
-        texts[INDEX_FILE] = index_of(export.files)
+        numel = sum(entry.stored_numel for entry in export.plan.entries)
+        index = {
+            "metadata": {"total_parameters": numel, "total_size": export.nbytes},
+            "weight_map": dict(sorted(export.file_of.items())),
+        }
+        texts[INDEX_FILE] = json.dumps(index, indent=2) + "\n"
     for name, text in texts.items():
         on_disk.write_durably(temporary / name, text)
     if tokenizer is not None:
@@ -135,41 +229,3 @@ def publish(
     temporary.rename(target)
     on_disk.sync_directory(target.parent)
     return target
-
-
-class FileSequence:
-    """The writers of a rank's files, one open at a time."""
-
-    def __init__(self, directory: Path, files: Sequence[FilePlan]) -> None:
-        self._directory = directory
-        self._files = files
-        self._index = -1
-        self._writer: SafetensorsWriter | None = None
-
-    def at(self, index: int) -> SafetensorsWriter:
-        """Return the writer of a file; the one before it is complete."""
-        if self._writer is None or index != self._index:
-            self.close(None)
-            self._writer = SafetensorsWriter(self._directory, self._files[index])
-            self._index = index
-            self._writer.__enter__()
-        return self._writer
-
-    def close(self, error: Exception | None) -> None:
-        """Make the open file durable, or drop it if there was an error."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.__exit__(None if error is None else type(error), error, None)
-
-
-@torch.no_grad()
-def write_entry(
-    files: FileSequence, file: int, entry: Entry, whole: torch.Tensor, scratch: Scratch
-) -> None:
-    """Map one whole tensor and write its parts to a file, one at a time."""
-    writer = files.at(file)
-    for index, name in enumerate(entry.theirs):
-        part = entry.part(index, whole, lambda shape: scratch.allocate(shape, whole.dtype))
-        writer.write(name, part)
-        del part
-        scratch.free(kept=whole)

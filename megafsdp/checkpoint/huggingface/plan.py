@@ -1,14 +1,10 @@
 """What an export or import of Hugging Face weights consists of, before a tensor moves.
 
-Our models go by the table of their family; models under Hugging Face's own names go as they are.
-Either way the result is a list of entries: one of our tensors, and the stored ones that hold its
-rows. No tensor is touched here and no rank talks to another.
-
-
-What of a model goes to Hugging Face files: whole parameters and persistent buffers, by name.
-
-Checkpoints store fused parameters in parts; Hugging Face's layouts are made from the whole, so the
-parts are of no use here. Tensors stay where they are, sharded as they are.
+A model's side are its whole parameters and persistent buffers by name, sharded as they are: the
+parts in which checkpoints store fused parameters are of no use for Hugging Face's layouts. Our
+models go by the table of their family; models under Hugging Face's own names go as they are. Either
+way the plan is a list of entries: one of our tensors, and the stored ones with its rows. No
+tensor is touched here and no rank talks to another.
 """
 
 from __future__ import annotations
@@ -25,15 +21,16 @@ from torch import nn
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.checkpoint.format.regions import underlying
 from megafsdp.checkpoint.huggingface.mapping import (
+    Entry,
+    MappingRow,
     expect_names,
-    full_names,
     is_mapped,
+    layout_sizes,
     mapping_rows,
     our_vocabulary_rows,
     their_vocabulary_name,
 )
-from megafsdp.checkpoint.huggingface.rules import SAME, Allocate, Rule, Run, WeightGeometry
-from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader, StoredTensor
+from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.canonical import canonical_name, model_state, parameter_names
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import FSDPModule
@@ -42,8 +39,10 @@ from megafsdp.models.config import ModelConfig
 from megafsdp.models.hf_config import config_from_hugging_face, config_to_hugging_face
 
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
-# Of tensors that are stored as they are; their rule looks at no size.
-_NO_GEOMETRY = WeightGeometry(0, 1, 1, 1, 0, 0, False)
+_PREFIX = "model."
+_WRAPPERS = frozenset({"DistributedDataParallel", "OptimizedModule"})
+
+_log = logging.getLogger("megafsdp.checkpoint")
 
 
 @runtime_checkable
@@ -55,48 +54,6 @@ class HasJson(Protocol):
 
 
 ConfigLike = ModelConfig | Mapping[str, object] | HasJson
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One of our tensors and the stored ones.
-
-    Attributes:
-        ours: Our name.
-        shape: Our shape.
-        theirs: Stored names.
-        rule: The way between them.
-        geometry: The model's sizes, for the rule.
-    """
-
-    ours: str
-    shape: tuple[int, ...]
-    theirs: tuple[str, ...]
-    rule: Rule = SAME
-    geometry: WeightGeometry = _NO_GEOMETRY
-
-    def their_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shape of each stored tensor."""
-        return self.rule.their_shapes(self.shape, self.geometry) if self.shape else [()]
-
-    def stored(self, dtype: torch.dtype) -> list[StoredTensor]:
-        """Return the stored tensors in a dtype."""
-        shapes = zip(self.theirs, self.their_shapes(), strict=True)
-        return [StoredTensor(name, dtype, shape) for name, shape in shapes]
-
-    def part(self, index: int, ours: torch.Tensor, allocate: Allocate) -> torch.Tensor:
-        """Return one stored tensor; see :meth:`Rule.part`."""
-        if not self.shape:
-            return ours
-        return self.rule.part(index, ours, self.geometry, allocate=allocate)
-
-    def join(self, theirs: list[torch.Tensor]) -> torch.Tensor:
-        """Return ours from the stored tensors."""
-        return self.rule.join(theirs, self.geometry) if self.shape else theirs[0]
-
-    def runs(self) -> list[Run]:
-        """Return where our rows stand; a tensor without dimensions has none."""
-        return self.rule.runs(self.rule.part_rows(self.shape[0], self.geometry), self.geometry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +82,7 @@ def plan_model(
     aliases: Mapping[str, str],
     config: ConfigLike | None,
     *,
-    vocab_size: int | None = None,
+    reader: SafetensorsReader | None = None,
 ) -> HubPlan:
     """Find the stored tensors of a model.
 
@@ -133,85 +90,49 @@ def plan_model(
         shapes: Its distinct tensors by name.
         aliases: Further names of tied tensors.
         config: What the model is. For our models a ``ModelConfig``, whose vocabulary is not
-            trimmed, or Hugging Face fields.
-        vocab_size: Rows of the stored vocabulary, if it is not the config's.
+            trimmed, or Hugging Face fields. A model under Hugging Face's own names that is read
+            needs none.
+        reader: The files, if they are there; the vocabulary is then that of the files.
 
     Raises:
-        CheckpointError: The config is missing or is not that of these tensors.
+        CheckpointError: The config is missing or is not that of these tensors, or the vocabulary of
+            the files is too large.
         ConfigError: Hugging Face's models cannot be configured so.
     """
     if not is_mapped(shapes):
         tied = {alias: target for alias, target in aliases.items() if alias != target}
-        entries = tuple(Entry(name, shape, (name,)) for name, shape in shapes.items())
-        return HubPlan(entries, tied, _their_fields(config))
+        same = (MappingRow(n, {n: "rows"}).entry(shape, {}) for n, shape in shapes.items())
+        fields = {} if config is None and reader is not None else _their_fields(config)
+        return HubPlan(tuple(same), tied, fields)
     rows = our_vocabulary_rows(shapes)
-    model_config, fields = _our_config(config, rows)
-    if vocab_size is None:
-        vocab_size = int(str(fields["vocab_size"]))
-    geometry = WeightGeometry(
-        num_layers=model_config.num_layers,
-        num_attention_heads=model_config.num_attention_heads,
-        num_query_groups=model_config.num_query_groups,
-        head_dim=model_config.head_dim,
-        vocab_size=vocab_size,
-        padded_vocab_size=rows,
-        is_tied=model_config.tie_embeddings,
-    )
-    table = list(mapping_rows(str(fields["model_type"]), geometry))
+    model, fields = _our_config(config, rows)
+    model_type, vocab_size = str(fields["model_type"]), int(str(fields["vocab_size"]))
+    if reader is not None:
+        vocab_size = _stored_vocabulary(reader, model_type, rows)
+    table = list(mapping_rows(model_type, model))
     expect_names(shapes, {row.ours for row in table}, optional=set(), where="the model")
-    entries = tuple(
-        Entry(row.ours, shapes[row.ours], row.theirs, row.rule, geometry) for row in table
-    )
-    tied = {"lm_head.weight": entries[0].theirs[0]} if geometry.is_tied else {}
+    sizes = layout_sizes(model, vocab_size, padded_to=rows)
+    entries = tuple(row.entry(shapes[row.ours], sizes) for row in table)
+    tied = {"lm_head.weight": next(iter(entries[0].theirs))} if model.tie_embeddings else {}
     return HubPlan(entries, tied, fields)
 
 
-def plan_stored(
-    shapes: Mapping[str, tuple[int, ...]],
-    tied: Mapping[str, str],
-    config: ConfigLike | None,
-    reader: SafetensorsReader,
-) -> HubPlan:
-    """Find the stored tensors of a model in files that are there; they say the vocabulary.
-
-    Raises:
-        CheckpointError: The config is missing, the vocabulary is too large, or there is none.
-    """
-    if not is_mapped(shapes):
-        return plan_model(shapes, tied, {} if config is None else config)
-    rows = our_vocabulary_rows(shapes)
-    _, fields = _our_config(config, rows)
-    name = their_vocabulary_name(reader.names, str(fields["model_type"]))
+def _stored_vocabulary(reader: SafetensorsReader, model_type: str, rows: int) -> int:
+    """Return the rows of the files' embedding; those of ours if there is none."""
+    name = their_vocabulary_name(reader.names, model_type)
     vocab_size = rows if name is None else reader.shape(name)[0]
     if vocab_size > rows:
-        raise CheckpointError(
-            expected(
-                f"a vocabulary of at most {rows} rows",
-                vocab_size,
-                where=f"'{name}' of the Hugging Face files",
-                hint="Build the model with at least as many rows",
-            )
+        raise CheckpointError.expected(
+            f"a vocabulary of at most {rows} rows",
+            vocab_size,
+            where=f"'{name}' of the Hugging Face files",
+            hint="Build the model with at least as many rows",
         )
-    return plan_model(shapes, tied, config, vocab_size=vocab_size)
-
-
-def stored_names(plan: HubPlan, names: list[str]) -> dict[str, str]:
-    """Match the names in the files with a plan, strictly both ways.
-
-    Returns:
-        The stored name by the name in the plan, tied names among them.
-
-    Raises:
-        CheckpointError: A tensor is missing or unknown.
-    """
-    known = full_names(names, plan.model_type)
-    wanted = {name for entry in plan.entries for name in entry.theirs}
-    expect_names(known, wanted, optional=set(plan.tied), where="the Hugging Face files")
-    return known
+    return vocab_size
 
 
 def fields_of(config: ModelConfig) -> dict[str, object]:
-    """Return the ``config.json`` of one of our models, which knows no special tokens.
+    """Return the ``config.json`` of one of our models, without special tokens.
 
     Left out, they would be transformers' defaults, which may lie outside of the vocabulary.
     """
@@ -230,19 +151,17 @@ def _their_fields(config: ConfigLike | None) -> dict[str, object]:
         return dict(config)
     if isinstance(config, HasJson):
         return dict(json.loads(config.to_json_string()))
-    raise CheckpointError(
-        expected(
-            "a config to write as config.json",
-            "none" if config is None else f"a {type(config).__name__}",
-            where="a model to be exported to, or imported from, Hugging Face files",
-            hint="Pass config= (--config): the fields of config.json, or a ModelConfig for a model "
-            "of megafsdp.models",
-        )
+    raise CheckpointError.expected(
+        "a config to write as config.json",
+        "none" if config is None else f"a {type(config).__name__}",
+        where="a model to be exported to, or imported from, Hugging Face files",
+        hint="Pass config= (--config): the fields of config.json, or a ModelConfig for a model "
+        "of megafsdp.models",
     )
 
 
 def config_fields(fields: Mapping[str, object], dtypes: Iterator[torch.dtype]) -> dict[str, object]:
-    """Return what ``config.json`` says, with the dtype of the stored weights.
+    """Return the contents of ``config.json``, with the dtype of the stored weights.
 
     Args:
         fields: The model's.
@@ -252,12 +171,6 @@ def config_fields(fields: Mapping[str, object], dtypes: Iterator[torch.dtype]) -
     kept = {name: value for name, value in fields.items() if name not in _DTYPE_FIELDS}
     # transformers 4 reads torch_dtype, transformers 5 either.
     return kept | ({} if dtype is None else {"torch_dtype": str(dtype).removeprefix("torch.")})
-
-
-_log = logging.getLogger("megafsdp.checkpoint")
-
-_PREFIX = "model."
-_WRAPPERS = frozenset({"DistributedDataParallel", "OptimizedModule"})
 
 
 @dataclass(frozen=True, slots=True)

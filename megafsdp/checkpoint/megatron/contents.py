@@ -1,13 +1,12 @@
 """Sort the keys of a Megatron-LM ``fsdp_dtensor`` directory and check that they fit together.
 
 Everything that can be wrong with the set of keys and the shapes is found here, before anything is
-written. What keys mean is ``nvidia_names``'s; the values are read by ``nvidia_import``.
+written. What keys mean is in names.py; the values are read by importer.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,17 +14,16 @@ from pathlib import Path
 from megafsdp.checkpoint.megatron.names import TheirKey, joined_parts, read_key
 from megafsdp.checkpoint.megatron.values import plain_args
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, listed
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_MAX_NAMED = 20
 
 
 @dataclass(slots=True)
 class Contents:
-    """What one of their directories holds, under our names.
+    """The contents of one of their directories, under our names.
 
     Attributes:
         weights: Key of each weight and buffer by our name.
@@ -65,6 +63,24 @@ class Contents:
         """Note one thing that is wrong."""
         self.problems.setdefault(kind, []).append(key)
 
+    def require_sound(self, directory: Path) -> None:
+        """Refuse what is wrong, and common values that are missing.
+
+        Raises:
+            CheckpointError: Lists everything that is wrong.
+        """
+        for key in ("iteration", "checkpoint_version"):
+            if key not in self.common:
+                self.complain("missing", key)
+        if self.problems:
+            found = (f"{len(keys)} {kind}: {listed(keys)}" for kind, keys in self.problems.items())
+            raise CheckpointError.expected(
+                "the keys of an fsdp_dtensor checkpoint",
+                "; ".join(found),
+                where=f"'{directory}'",
+                hint="Use a whole checkpoint; leave unknown keys out with ignore=[patterns]",
+            )
+
 
 def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...]) -> Contents:
     """Sort their keys and check that they fit together.
@@ -94,11 +110,9 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...]) -> Contents:
             contents.complain("of a group that is not that of the other parts", name)
     _check_states(theirs, contents)
     _check_groups(contents)
-    if contents.problems:
-        raise CheckpointError(listing(contents.problems, theirs.directory))
+    contents.require_sound(theirs.directory)
     if contents.dropped:
-        left_out = contents.dropped[:_MAX_NAMED]
-        _log.info("'%s': left out %d keys: %s", theirs.directory, len(contents.dropped), left_out)
+        _log.info("'%s': left out %s", theirs.directory, listed(contents.dropped))
     return contents
 
 
@@ -141,17 +155,3 @@ def _check_groups(contents: Contents) -> None:
     for name in contents.states:
         if name in contents.weights and name not in covered:
             contents.complain("missing", f"the parameter group of {name}")
-
-
-def listing(problems: Mapping[str, list[str]], directory: Path) -> str:
-    """Return the message that names the keys of each kind of problem."""
-    listed = []
-    for kind, keys in problems.items():
-        rest = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
-        listed.append(f"{len(keys)} {kind}: {', '.join(keys[:_MAX_NAMED])}{rest}")
-    return expected(
-        "the keys of an fsdp_dtensor checkpoint",
-        "; ".join(listed),
-        where=f"'{directory}'",
-        hint="Use a whole checkpoint; leave unknown keys out with ignore=[patterns]",
-    )

@@ -1,11 +1,12 @@
 """Write our checkpoints as Megatron-LM's ``fsdp_dtensor`` ones, in one process on the CPU.
 
 The storage is torch DCP's and torch DCP alone reads it. Tensors go from file to file one at a time.
-Names are ``nvidia_names``'s, values beside tensors ``nvidia_common``'s and ``nvidia_args``'s.
+Names are in names.py, values beside tensors in values.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import logging
 import math
@@ -30,23 +31,21 @@ from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import whole
 from megafsdp.checkpoint.megatron.names import FLOPS, SCHEDULER, VERSION, TheirNames, group_members
 from megafsdp.checkpoint.megatron.values import (
-    derived_args,
-    namespace,
+    args_needed_to_load,
     their_group,
     their_rng_state,
     their_schedule,
 )
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, listed
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
-_MAX_NAMED = 20
 _OWN_OBJECTS = frozenset({"extra", "lr_scheduler", "optimizer.param_groups"})
 
 
-def to_nvidia(
+def to_megatron(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -60,9 +59,8 @@ def to_nvidia(
 
     The storage is torch DCP's, the directory ``iter_<step>`` under a save root with its tracker
     file. The arguments are those that the checkpoint came with, if it came from Megatron-LM, else
-    what its tensors tell: sizes, heads, layers. Each parameter's step stands beside its moments and
-    in its group: Transformer Engine's optimizer looks there, torch's here. Holds one tensor in
-    memory at a time.
+    the few that a load compares. Each parameter's step stands beside its moments and in its group:
+    Transformer Engine's optimizer looks there, torch's here. One tensor is in memory at a time.
 
     Args:
         source: Our save root, or one checkpoint's own directory.
@@ -139,13 +137,11 @@ class _Output:
             return
         key = ".".join(map(str, path))
         if key in self.paths:
-            raise CheckpointError(
-                expected(
-                    "each name once under the names of Megatron-LM",
-                    f"'{key}' again",
-                    where="the names of the model's parameters and buffers",
-                    hint="Rename a module: theirs is the name of one thing only",
-                )
+            raise CheckpointError.expected(
+                "each name once under the names of Megatron-LM",
+                f"'{key}' again",
+                where="the names of the model's parameters and buffers",
+                hint="Rename a module: theirs is the name of one thing only",
             )
         self.paths[key] = path
         if isinstance(value, torch.Tensor):
@@ -213,9 +209,9 @@ def _write_rest(
                 output.add(their_names.group_key(name, field_name), value)
     foreign = set(origin.get("foreign_args", ()))
     args = {k: v for k, v in origin.get("args", {}).items() if k not in foreign}
-    args = derived_args(ours, their_names) | schedule_args | args
+    args = args_needed_to_load(ours, their_names.names) | schedule_args | args
     args |= {"iteration": output.step, "consumed_train_samples": num_consumed} | dict(given)
-    output.add(("args",), namespace(args))
+    output.add(("args",), argparse.Namespace(**args))
     output.add(("checkpoint_version",), VERSION)
     output.add(("iteration",), output.step)
     output.add((FLOPS,), origin.get(FLOPS, 0))
@@ -235,4 +231,4 @@ def _objects(ours: CheckpointReader) -> Iterator[tuple[str, object]]:
         elif key != "common":
             left_out.append(key)
     if left_out:
-        _log.warning("'%s': Megatron-LM has no place for %s", ours.directory, left_out[:_MAX_NAMED])
+        _log.warning("'%s': Megatron-LM has no place for %s", ours.directory, listed(left_out))

@@ -1,8 +1,8 @@
 """Turn Megatron-LM's ``fsdp_dtensor`` checkpoints into ours, in one process on the CPU.
 
 Tensors go from file to file one at a time; no model is built and no rank talks to another. Names
-are ``nvidia_names``'s, values beside tensors ``nvidia_common``'s. The directory runs no code: its
-pickles are read as data.
+are in names.py, values beside tensors in values.py. The directory runs no code: its pickles are
+read as data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megafsdp.checkpoint.megatron.contents import Contents, listing, read_contents
+from megafsdp.checkpoint.megatron.contents import Contents, read_contents
 from megafsdp.checkpoint.megatron.names import EMBEDDING, FLOPS, OUTPUT, SCHEDULER, VERSION
 from megafsdp.checkpoint.megatron.values import (
     our_groups,
@@ -31,15 +31,13 @@ from megafsdp.checkpoint.state.matching import as_patterns
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, listed
 from megafsdp.mesh.fused_parts import FusedParts
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
-_MAX_NAMED = 20
 
-
-def from_nvidia(
+def from_megatron(
     source: str | os.PathLike[str],
     root: str | os.PathLike[str],
     *,
@@ -52,7 +50,7 @@ def from_nvidia(
     Weights, optimizer states, parameter groups, the learning rate schedule and the random states go
     where ``load`` looks for them; the job's arguments are kept as plain values in ``extra``. What
     is bound to the job's own machinery (``_extra_state``, the state of its rerun machine) is
-    dropped. Holds one tensor in memory at a time.
+    dropped. One tensor is in memory at a time.
 
     Args:
         source: Megatron-LM's save root, or one checkpoint's own directory.
@@ -95,47 +93,33 @@ def from_nvidia(
 
 
 def _checked_step(directory: Path, common: Mapping[str, object]) -> int:
-    step, version = common.get("iteration"), common.get("checkpoint_version")
-    problems: dict[str, list[str]] = {}
-    for name in ("iteration", "checkpoint_version"):
-        if name not in common:
-            problems.setdefault("missing", []).append(name)
-    if problems:
-        raise CheckpointError(listing(problems, directory))
+    step, version = common["iteration"], common["checkpoint_version"]
     if not isinstance(step, int) or step < 0 or version != VERSION:
-        raise CheckpointError(
-            expected(
-                f"an iteration and checkpoint_version {VERSION}",
-                f"{step!r} and {version!r}",
-                where=f"'{directory}'",
-                hint="Save it with a Megatron-LM that writes fsdp_dtensor checkpoints",
-            )
+        raise CheckpointError.expected(
+            f"an iteration and checkpoint_version {VERSION}",
+            f"{step!r} and {version!r}",
+            where=f"'{directory}'",
+            hint="Save it with a Megatron-LM that writes fsdp_dtensor checkpoints",
         )
     return step
 
 
 def _checked_args(directory: Path, value: object) -> tuple[dict[str, object], list[str]]:
     if value is None:
-        _log.warning("'%s' holds no args: they are empty here", directory)
+        _log.warning("'%s' has no args: they are empty here", directory)
         return {}, []
     try:
         args, foreign = plain_args(value)
     except ValueError as error:
-        raise CheckpointError(
-            expected(
-                "a namespace of arguments",
-                error,
-                where=f"'args' of '{directory}'",
-                hint="Pass ignore=['args'] to go on without",
-            )
+        raise CheckpointError.expected(
+            "a namespace of arguments",
+            error,
+            where=f"'args' of '{directory}'",
+            hint="Pass ignore=['args'] to go on without",
         ) from error
     if foreign:
-        _log.warning(
-            "'%s': %d of args are no plain values and are kept as text: %s",
-            directory,
-            len(foreign),
-            foreign[:_MAX_NAMED],
-        )
+        text = "'%s': %d of args are no plain values and are kept as text: %s"
+        _log.warning(text, directory, len(foreign), listed(foreign))
     if args.get("apply_layernorm_1p"):
         _log.warning("'%s': norm weights are stored less 1 (apply_layernorm_1p)", directory)
     return args, foreign
@@ -145,7 +129,7 @@ def _rng_states(common: Mapping[str, object]) -> list[dict]:
     stored = [(key, value) for key, value in common.items() if key.startswith("rng_state.")]
     states, unused = our_rng_states(stored)
     if unused:
-        _log.warning("random states of other model-parallel ranks are not used: %s", unused[:20])
+        _log.warning("random states of other model-parallel ranks are not used: %s", listed(unused))
     return states
 
 
@@ -159,7 +143,7 @@ class _Copy:
     bar: tqdm
 
     def weights(self, args: Mapping[str, object]) -> None:
-        """Copy weights and buffers, and say what belongs together."""
+        """Copy weights and buffers, with the parts of fused parameters and tied names."""
         for name, key in self.contents.weights.items():
             entry = self.theirs.tensors[key]
             self._tensor(f"model.{name}", key, query_groups(name, entry.shape, args))

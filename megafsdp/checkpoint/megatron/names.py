@@ -35,7 +35,7 @@ _MODEL = re.compile(r"model\.(?:module\.)*(?P<name>.+)")
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
 _GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
 
-# A linear map that holds a norm in front of it, and the name of that norm as a layer of its own.
+# A linear map with a norm in front of it, and the name of that norm as a layer of its own.
 _FUSED_NORMS = (
     ("self_attention.linear_qkv", "input_layernorm"),
     ("self_attention.linear_qkv_down_proj", "input_layernorm"),
@@ -139,7 +139,7 @@ class TheirNames:
                     expected(
                         f"{argument} to be one of {choices}",
                         repr(value),
-                        where="to_nvidia()",
+                        where="to_megatron()",
                         hint="Name the one that the Megatron-LM job will run with",
                     )
                 )
@@ -199,8 +199,8 @@ def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str
 
     Args:
         names: Stored names of weights.
-        whole_names: Names that the optimizer's groups use: they tell an MLA layer that fuses its
-            two down-projections from one that does not, which is stored alike.
+        whole_names: Names that the optimizer's groups use: by them an MLA layer that fuses its two
+            down-projections differs from one that does not, which is stored alike.
 
     Returns:
         The names of the parts of each whole name, in the order in which they are joined.
@@ -223,12 +223,10 @@ def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str
             found[whole] = tuple(f"{match[1]}{part}.{match[2]}" for part in _DOWN_PROJS)
     missing = [part for parts in found.values() for part in parts if part not in names]
     if missing:
-        raise CheckpointError(
-            expected(
-                "all parts of each fused parameter",
-                f"{len(missing)} missing: {', '.join(sorted(missing)[:20])}",
-                where="the model of the checkpoint",
-                hint="The directory is incomplete: use another checkpoint",
-            )
+        raise CheckpointError.expected(
+            "all parts of each fused parameter",
+            f"{len(missing)} missing: {', '.join(sorted(missing)[:20])}",
+            where="the model of the checkpoint",
+            hint="The directory is incomplete: use another checkpoint",
         )
     return found

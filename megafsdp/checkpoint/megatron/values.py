@@ -1,49 +1,34 @@
-"""What Megatron-LM's checkpoints hold beside tensors of the model, in our words and back.
+"""Translate the values beside tensors in Megatron-LM's checkpoints, to ours and back.
 
-The command line of the job (``args``), its learning rate schedule, its random states and its
-parameter groups. Values only: keys of the directory are ``nvidia_names``'s, files ``nvidia``'s.
-
-
-What shapes tell of a model's arguments, in Megatron-LM's words, and the other way about.
+The learning rate schedule, the parameter groups and the random states are translated. The
+arguments of the job are carried as plain data; only those that a load needs are made where there
+are none. Keys of the directory are in names.py; files are read and written elsewhere.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from megafsdp.checkpoint.megatron.names import EMBEDDING, OUTPUT, TheirNames, group_member
+from megafsdp.checkpoint.megatron.names import EMBEDDING, OUTPUT, group_member
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.safe_pickle import Foreign
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.fused_parts import FusedParts
 
-# Fields by which Megatron-LM tells its groups apart, with the value of an ordinary one.
+# Fields by which Megatron-LM distinguishes its groups, with the value of an ordinary one.
 _GROUP_IDENTITY = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 _OUR_MULTIPLIER = "lr_multiplier"
-_SCHEDULE_FIELDS = (
-    "max_lr",
-    "lr_warmup_steps",
-    "num_steps",
-    "lr_decay_style",
-    "lr_decay_steps",
-    "min_lr",
-    "start_wd",
-    "end_wd",
-    "wd_incr_style",
-    "wd_incr_steps",
+# A schedule that lacks one of these is not translated.
+_SCHEDULE_FIELDS = frozenset(
+    {"max_lr", "min_lr", "lr_warmup_steps", "num_steps", "lr_decay_steps", "lr_decay_style"}
 )
 # Their names of the ways down of a WSD schedule, and ours.
-_DECAY_SHAPES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "exponential": "exponential",
-    "minus_sqrt": "sqrt",
-}
+_DECAY_SHAPES = {**{s: s for s in ("linear", "cosine", "exponential")}, "minus_sqrt": "sqrt"}
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _RNG_KEY = re.compile(
@@ -51,13 +36,17 @@ _RNG_KEY = re.compile(
     r"(?:\.(?P<rank>\d+)\.(?P<field>\w+)(?:\.(?P<name>.+))?)?"
 )
 _TRACKERS = "rng_tracker_states"
+_POSITIONS = "embedding.position_embeddings.weight"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\..*")
+_QKV = re.compile(r".*self_attention\.linear_qkv\.(?:weight|bias)")
+_QKV_PARTS = ("query", "key", "value")
 
 
 def plain_args(value: object) -> tuple[dict[str, object], list[str]]:
     """Return a job's arguments as plain values.
 
     Args:
-        value: The ``args`` of a checkpoint, as ``plain_pickle`` reads them.
+        value: The ``args`` of a checkpoint, as ``safe_pickle`` reads them.
 
     Returns:
         The arguments, and the names of those that were no plain values and are texts here.
@@ -98,40 +87,36 @@ def _text(value: object) -> str:
     return value.describe() if isinstance(value, Foreign) else repr(value)
 
 
-def namespace(values: Mapping[str, object]) -> argparse.Namespace:
-    """Return arguments in the form in which Megatron-LM keeps them."""
-    return argparse.Namespace(**values)
-
-
 def our_schedule(theirs: Mapping[str, object], args: Mapping[str, object]) -> dict | None:
     """Return the state of a learning rate schedule in the words of ``megafsdp.training``.
 
     Args:
         theirs: The fields of ``opt_param_scheduler``; its steps are samples.
-        args: The job's arguments, which alone know the decay of a WSD schedule.
+        args: The job's arguments, which alone have the decay of a WSD schedule.
 
     Returns:
         The schedule, or None if it is of a kind that does not exist here.
     """
-    if any(theirs.get(name) is None for name in _SCHEDULE_FIELDS[:6]):
+    if any(theirs.get(name) is None for name in _SCHEDULE_FIELDS):
         return None
-    style = str(theirs["lr_decay_style"])
-    warmup, end = int(theirs["lr_warmup_steps"]), int(theirs["lr_decay_steps"])  # type: ignore[call-overload]
+    fields: dict[str, Any] = {**args, **theirs}
+    style = str(fields["lr_decay_style"])
+    warmup, end = int(fields["lr_warmup_steps"]), int(fields["lr_decay_steps"])
     kinds = {"cosine": ("cosine", "cosine"), "linear": ("wsd", "linear")}
     kinds["constant"] = ("constant", "linear")
     decay: object = max(end - warmup, 0)
     if style == "WSD":
-        kinds["WSD"] = ("wsd", _DECAY_SHAPES.get(str(args.get("lr_wsd_decay_style")), ""))
-        decay = args.get("wsd_decay_steps", args.get("lr_wsd_decay_samples"))
-        if decay is None and args.get("lr_wsd_decay_iters") is not None:
-            decay = int(args["lr_wsd_decay_iters"]) * int(args["global_batch_size"])  # type: ignore[call-overload]
+        kinds["WSD"] = ("wsd", _DECAY_SHAPES.get(str(fields.get("lr_wsd_decay_style")), ""))
+        decay = fields.get("wsd_decay_steps", fields.get("lr_wsd_decay_samples"))
+        if decay is None and fields.get("lr_wsd_decay_iters") is not None:
+            decay = int(fields["lr_wsd_decay_iters"]) * int(fields["global_batch_size"])
     kind, shape = kinds.get(style, ("", ""))
     if not shape or not isinstance(decay, int):
         return None
     return {
         "kind": kind,
-        "peak": float(theirs["max_lr"]),  # type: ignore[arg-type]
-        "minimum": float(theirs["min_lr"]),  # type: ignore[arg-type]
+        "peak": float(fields["max_lr"]),
+        "minimum": float(fields["min_lr"]),
         "warmup_samples": warmup,
         "decay_start": end - decay,
         "decay_samples": decay,
@@ -153,25 +138,36 @@ def their_schedule(
     Returns:
         The fields, and the arguments that Megatron-LM needs beside them.
     """
-    rates = [_number(group["lr"]) for group in groups if "lr" in group] or [0.0]
-    decays = [_number(group.get("weight_decay", 0.0)) for group in groups] or [0.0]
-    theirs: dict[str, object] = dict.fromkeys(_SCHEDULE_FIELDS)
-    theirs |= {"max_lr": max(rates), "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
-    theirs |= {"lr_decay_style": "constant", "num_steps": num_samples}
-    theirs |= {"start_wd": max(decays), "end_wd": max(decays), "wd_incr_style": "constant"}
+    peak = max((_number(group["lr"]) for group in groups if "lr" in group), default=0.0)
+    weight_decay = max((_number(group.get("weight_decay", 0.0)) for group in groups), default=0.0)
+    low, warmup, end, style = 0.0, 0, 1, "constant"
     args: dict[str, object] = {}
-    if ours is not None and {"kind", "peak", "decay_start", "decay_samples"} <= set(ours):
-        start, length = int(ours["decay_start"]), int(ours["decay_samples"])  # type: ignore[call-overload]
-        style = {"cosine": "cosine", "constant": "constant"}.get(str(ours["kind"]), "WSD")
-        if style == "WSD":
-            shapes = {ours_: theirs_ for theirs_, ours_ in _DECAY_SHAPES.items()}
-            args["lr_wsd_decay_style"] = shapes[str(ours["decay_shape"])]
-            args |= {"lr_wsd_decay_samples": length, "wsd_decay_steps": length}
-            if ours["decay_shape"] == "linear" and start == ours["warmup_samples"]:
-                style, args = "linear", {}
-        theirs |= {"max_lr": ours["peak"], "min_lr": ours["minimum"], "lr_decay_style": style}
-        theirs |= {"lr_warmup_steps": ours["warmup_samples"], "lr_decay_steps": start + length}
-    theirs["wd_incr_steps"] = theirs["lr_decay_steps"]
+    own: dict[str, Any] = dict(ours or {})
+    if {"kind", "peak", "decay_start", "decay_samples"} <= own.keys():
+        peak, low, warmup = own["peak"], own["minimum"], own["warmup_samples"]
+        start, length, shape = own["decay_start"], own["decay_samples"], own.get("decay_shape")
+        end = start + length
+        if own["kind"] in ("cosine", "constant"):
+            style = own["kind"]
+        elif shape == "linear" and start == warmup:
+            style = "linear"
+        else:
+            style = "WSD"
+            (their_shape,) = (name for name, its_own in _DECAY_SHAPES.items() if its_own == shape)
+            args = dict.fromkeys(("lr_wsd_decay_samples", "wsd_decay_steps"), length)
+            args["lr_wsd_decay_style"] = their_shape
+    theirs = {
+        "max_lr": peak,
+        "lr_warmup_steps": warmup,
+        "num_steps": num_samples,
+        "lr_decay_style": style,
+        "lr_decay_steps": end,
+        "min_lr": low,
+        "start_wd": weight_decay,
+        "end_wd": weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": end,
+    }
     return theirs, args
 
 
@@ -226,7 +222,7 @@ def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], li
     """Return random states by rank, as ``rng.rng_state`` makes them.
 
     Args:
-        values: Keys ``rng_state.(stage, tp)...`` and what they hold: a list of states, or one value
+        values: Keys ``rng_state.(stage, tp)...`` and their values: a list of states, or one value
             of one of them.
 
     Returns:
@@ -253,13 +249,11 @@ def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], li
     try:
         return [_our_rng(ranks[rank]) for rank in range(len(ranks))], unused
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            expected(
-                "the states of Python's, numpy's and torch's generators of each rank",
-                f"{type(error).__name__}: {error}",
-                where="'rng_state.(0, 0)'",
-                hint="Pass ignore=['rng_state.*'] to go on without random states",
-            )
+        raise CheckpointError.expected(
+            "the states of Python's, numpy's and torch's generators of each rank",
+            f"{type(error).__name__}: {error}",
+            where="'rng_state.(0, 0)'",
+            hint="Pass ignore=['rng_state.*'] to go on without random states",
         ) from error
 
 
@@ -310,12 +304,6 @@ def _number(value: object) -> float:
     return float(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
 
 
-_POSITIONS = "embedding.position_embeddings.weight"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\..*")
-_QKV = re.compile(r".*self_attention\.linear_qkv\.(?:weight|bias)")
-_QKV_PARTS = ("query", "key", "value")
-
-
 def query_groups(
     name: str, shape: tuple[int, ...], args: Mapping[str, object]
 ) -> FusedParts | None:
@@ -339,54 +327,30 @@ def query_groups(
     return parts if parts.extent == shape[0] else None
 
 
-def derived_args(ours: CheckpointReader, names: TheirNames) -> dict[str, object]:
-    """Return the arguments of the job that would have saved a checkpoint of ours.
+def args_needed_to_load(ours: CheckpointReader, names: Collection[str]) -> dict[str, object]:
+    """Return the arguments that a load compares or reads, for a checkpoint that came with none.
+
+    Megatron-LM compares the sizes of the model; :func:`query_groups` and a load of a tied model
+    read the others.
 
     Args:
         ours: The checkpoint.
-        names: Its names, and how the job will run.
+        names: All our names of parameters and buffers, each fused parameter whole.
     """
     manifest = ours.manifest
-    args: dict[str, object] = {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "ckpt_format": "fsdp_dtensor",
-        "use_megatron_fsdp": True,
-        "use_distributed_optimizer": True,
-        "transformer_impl": names.transformer_impl,
-        "bf16": names.precision == "bf16",
-        "fp16": names.precision == "fp16",
-        "skipped_train_samples": 0,
-        "consumed_valid_samples": 0,
-    }
-    layers = {int(found[1]) for name in names.names if (found := _LAYER.fullmatch(name))}
+    args: dict[str, object] = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    layers = {int(found[1]) for name in names if (found := _LAYER.fullmatch(name))}
     if layers:
         args["num_layers"] = max(layers) + 1
-    if EMBEDDING in names.names:
-        rows, args["hidden_size"] = ours.shape(f"model.{EMBEDDING}")
-        args["padded_vocab_size"] = rows
+    if EMBEDDING in names:
+        args["hidden_size"] = ours.shape(f"model.{EMBEDDING}")[1]
+        args["add_position_embedding"] = _POSITIONS in names
         args["untie_embeddings_and_output_weights"] = f"model.{OUTPUT}" not in manifest.aliases
-        args["add_position_embedding"] = _POSITIONS in names.names
-        kind = "learned_absolute" if _POSITIONS in names.names else "rope"
-        args["position_embedding_type"] = kind
-    if _POSITIONS in names.names:
-        args["max_position_embeddings"] = ours.shape(f"model.{_POSITIONS}")[0]
-    first = "decoder.layers.0"
-    if f"{first}.mlp.linear_fc2.weight" in names.names:
-        args["ffn_hidden_size"] = ours.shape(f"model.{first}.mlp.linear_fc2.weight")[1]
-        fc1 = f"model.{first}.mlp.linear_fc1.weight"
-        args["swiglu"] = fc1 not in manifest.tensors
-        args["add_bias_linear"] = f"{first}.mlp.linear_fc2.bias" in names.names
-    qkv = manifest.tensors.get(f"model.{first}.self_attention.linear_qkv.weight")
+    qkv = manifest.tensors.get("model.decoder.layers.0.self_attention.linear_qkv.weight")
     if qkv is not None and qkv.fused is not None and qkv.fused.names == _QKV_PARTS:
         query_rows, head_dim, _ = qkv.fused.sizes
-        heads = query_rows // head_dim * qkv.fused.num_groups
+        num_groups = qkv.fused.num_groups
+        heads = query_rows // head_dim * num_groups
         args |= {"num_attention_heads": heads, "kv_channels": head_dim}
-        args["group_query_attention"] = heads != qkv.fused.num_groups
-        args["num_query_groups"] = qkv.fused.num_groups
-        args["qk_layernorm"] = f"{first}.self_attention.q_layernorm.weight" in names.names
-        args["normalization"] = (
-            "LayerNorm" if f"{first}.input_layernorm.bias" in names.names else "RMSNorm"
-        )
+        args |= {"group_query_attention": heads != num_groups, "num_query_groups": num_groups}
     return args

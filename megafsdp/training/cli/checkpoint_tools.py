@@ -1,12 +1,8 @@
-"""The commands ``megafsdp ckpt``: ``inspect``, ``verify``, ``diff`` and ``convert``.
+"""The commands of ``megafsdp ckpt``: one parser and one call of a tool each.
 
-Those for Hugging Face files are in ``hf_cli``. All run in one process without a GPU. Each prints
-text, or JSON with ``--json``; a progress bar goes to standard error, on a terminal only.
-
-
-The commands ``megafsdp ckpt export-hf`` and ``import-hf``.
-
-A run's checkpoint says which model it is of; others are told by ``--config``.
+All run in one process without a GPU. Each prints text, or JSON with ``--json``; a progress bar goes
+to standard error, on a terminal only. What a tool does is in megafsdp/checkpoint; only the config
+of the model that ``export-hf`` needs is found here, as a run's checkpoint has it.
 """
 
 from __future__ import annotations
@@ -31,18 +27,9 @@ from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config.sections import ModelSection
 
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "keep": None,
-}
-
-
-def add_hf_commands(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add both commands to those of ``megafsdp ckpt``."""
-    _add_export(tools.add_parser("export-hf", help="write a checkpoint's weights for transformers"))
-    _add_import(tools.add_parser("import-hf", help="make a checkpoint from Hugging Face files"))
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "keep": None}
+# As of diff(1): 0 is equal, 1 is different.
+_ODD_EXIT_CODE = 1
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -75,16 +62,31 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TokenizerFile:
-    """A tokenizers file that goes beside the model."""
+    """A tokenizers file that goes beside the model.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
 
     path: Path
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise ConfigError(
+                expected(
+                    "a tokenizers JSON file",
+                    "no such file",
+                    where=f"--tokenizer {self.path}",
+                    hint="Name the file that the run was prepared with",
+                )
+            )
 
     def save_pretrained(self, directory: str, /) -> None:
         shutil.copyfile(self.path, Path(directory) / "tokenizer.json")
 
 
 def _export(options: argparse.Namespace) -> int:
-    tokenizer = None if options.tokenizer is None else _tokenizer_file(Path(options.tokenizer))
+    tokenizer = None if options.tokenizer is None else _TokenizerFile(Path(options.tokenizer))
     made = export_hf_checkpoint(
         options.directory,
         options.target,
@@ -147,23 +149,6 @@ def _config_of_run(options: argparse.Namespace) -> dict[str, object] | None:
     return fields_of(model.resolve())
 
 
-def _tokenizer_file(path: Path) -> _TokenizerFile:
-    if not path.is_file():
-        raise ConfigError(
-            expected(
-                "a tokenizers JSON file",
-                "no such file",
-                where=f"--tokenizer {path}",
-                hint="Name the file that the run was prepared with",
-            )
-        )
-    return _TokenizerFile(path)
-
-
-# As of diff(1): 0 is equal, 1 is different.
-_ODD_EXIT_CODE = 1
-
-
 def add_ckpt_commands(parser: argparse.ArgumentParser) -> None:
     """Add the tools to the parser of ``megafsdp ckpt``; each sets ``run``."""
     tools = parser.add_subparsers(required=True, metavar="TOOL")
@@ -171,7 +156,8 @@ def add_ckpt_commands(parser: argparse.ArgumentParser) -> None:
     _add_verify(tools.add_parser("verify", help="read a whole checkpoint and list its faults"))
     _add_diff(tools.add_parser("diff", help="compare two checkpoints"))
     _add_convert(tools.add_parser("convert", help="write a checkpoint in another format"))
-    add_hf_commands(tools)
+    _add_export(tools.add_parser("export-hf", help="write a checkpoint's weights for transformers"))
+    _add_import(tools.add_parser("import-hf", help="make a checkpoint from Hugging Face files"))
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,6 @@ from transformers import (
 )
 
 from megafsdp import fully_shard_model
-from megafsdp.checkpoint.huggingface.mapping import weights_from_hugging_face
-from megafsdp.checkpoint.huggingface.rules import WeightGeometry
 from megafsdp.models import (
     LanguageModel,
     ModelConfig,
@@ -26,6 +24,7 @@ from megafsdp.models import (
     config_from_hugging_face,
     unit_classes,
 )
+from tests.checkpoint.huggingface.whole_dicts import weights_from_hugging_face
 from tests.end_to_end.strategy_cases import mesh_of_shape
 
 VOCABULARY = 61
@@ -68,25 +67,12 @@ def our_config(family: str, is_tied: bool = False, *, padding: int = 0) -> Model
     return config_from_hugging_face(fields, padded_vocab_size=VOCABULARY + padding)
 
 
-def geometry(config: ModelConfig) -> WeightGeometry:
-    """Return what the mapping by whole state dicts needs."""
-    return WeightGeometry(
-        num_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        head_dim=config.head_dim,
-        vocab_size=VOCABULARY,
-        padded_vocab_size=config.vocab_size,
-        is_tied=config.tie_embeddings,
-    )
-
-
 def our_model(family: str, is_tied: bool = False, *, padding: int = 0) -> LanguageModel:
     """Build ours with the weights of :func:`their_model`, by whole state dicts."""
     config = our_config(family, is_tied, padding=padding)
     model = build_model(config, seed=1)
     state = their_model(family, is_tied).state_dict()
-    ours = weights_from_hugging_face(state, family, geometry=geometry(config))
+    ours = weights_from_hugging_face(state, family, config, VOCABULARY)
     model.load_state_dict(ours)
     return model.eval()
 

@@ -24,7 +24,6 @@ from tests.checkpoint.huggingface.hf_models import (
     assert_same_files,
     our_config,
     our_model,
-    read,
     sharded,
     their_config,
     their_model,
@@ -326,11 +325,16 @@ def test_damaged_directories_are_refused(change: object, words: str, tmp_path: P
     assert words in str(caught.value)
 
 
-def test_a_missing_library_is_named(tmp_path: Path) -> None:
-    """The message says what to install; exporting needs no library."""
+@pytest.mark.parametrize("library", ["safetensors", "huggingface_hub"])
+def test_a_missing_library_is_named(tmp_path: Path, library: str) -> None:
+    """The message says what to install, and a failed export leaves nothing."""
     model = our_model("llama")
-    with mock.patch.dict(sys.modules, {"safetensors": None}):
-        checkpoint.export_hf(model, tmp_path / "exported", dtype=None)
-        with pytest.raises(CheckpointError, match=r"pip install megafsdp\[hf\]"):
-            checkpoint.import_hf(model, tmp_path / "exported")
-    assert read(tmp_path / "exported").keys() == their_model("llama").state_dict().keys()
+    checkpoint.export_hf(model, tmp_path / "there")
+    words = r"pip install megafsdp\[hf\]"
+    with mock.patch.dict(sys.modules, {library: None}):
+        with pytest.raises(CheckpointError, match=words):
+            checkpoint.export_hf(model, tmp_path / "exported")
+        if library == "safetensors":
+            with pytest.raises(CheckpointError, match=words):
+                checkpoint.import_hf(model, tmp_path / "there")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]

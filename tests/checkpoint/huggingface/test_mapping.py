@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megafsdp.checkpoint.huggingface.mapping import (
-    mapping_rows,
+from megafsdp.checkpoint.huggingface.mapping import layout_sizes, mapping_rows
+from megafsdp.errors import CheckpointError
+from megafsdp.models import ModelConfig
+from tests.checkpoint.huggingface.whole_dicts import (
     weights_from_hugging_face,
     weights_to_hugging_face,
 )
-from megafsdp.checkpoint.huggingface.rules import WeightGeometry
-from megafsdp.errors import CheckpointError
 
-_GEOMETRY = WeightGeometry(
+_VOCABULARY, _HIDDEN, _FFN = 11, 12, 20
+# The table is chosen by the model type; this architecture takes heads of any width.
+_CONFIG = ModelConfig(
+    architecture="gpt",
     num_layers=2,
+    hidden_size=_HIDDEN,
     num_attention_heads=4,
     num_query_groups=2,
     head_dim=4,
-    vocab_size=11,
-    padded_vocab_size=16,
-    is_tied=False,
+    ffn_hidden_size=_FFN,
+    vocab_size=16,
+    tie_embeddings=False,
 )
-_HIDDEN, _FFN = 12, 20
 
 
-def _geometry(model_type: str, is_tied: bool) -> WeightGeometry:
-    geometry = dataclasses.replace(_GEOMETRY, is_tied=is_tied)
-    if model_type == "gpt2":
-        # Heads fill the hidden size, and each is its own group.
-        return dataclasses.replace(geometry, num_query_groups=4, head_dim=3)
-    return geometry
+def _config(model_type: str, is_tied: bool) -> ModelConfig:
+    config = replace(_CONFIG, tie_embeddings=is_tied)
+    # Heads fill the hidden size, and each is its own group.
+    return replace(config, num_query_groups=4, head_dim=3) if model_type == "gpt2" else config
 
 
 def _shape(name: str, model_type: str) -> tuple[int, ...]:
@@ -62,16 +63,16 @@ def _shape(name: str, model_type: str) -> tuple[int, ...]:
     return next((s for end, s in suffixes.items() if name.endswith(end)), (_HIDDEN,))
 
 
-def _state(model_type: str, geometry: WeightGeometry) -> dict[str, Tensor]:
+def _state(model_type: str, config: ModelConfig) -> dict[str, Tensor]:
     """Make a Hugging Face state dict of distinct numbers, tied names as one tensor."""
     state: dict[str, Tensor] = {}
     start = 0
-    for row in mapping_rows(model_type, geometry):
+    for row in mapping_rows(model_type, config):
         for name in row.theirs:
             tensor = torch.empty(_shape(name, model_type))
             state[name] = torch.arange(start, start + tensor.numel()).reshape(tensor.shape)
             start += tensor.numel()
-    if geometry.is_tied:
+    if config.tie_embeddings:
         state["lm_head.weight"] = next(iter(state.values()))
     return state
 
@@ -80,41 +81,41 @@ def _state(model_type: str, geometry: WeightGeometry) -> dict[str, Tensor]:
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
 def test_round_trip_is_exact(model_type: str, is_tied: bool) -> None:
     """There and back every number stands where it stood, without padding."""
-    geometry = _geometry(model_type, is_tied)
-    state = _state(model_type, geometry)
-    ours = weights_from_hugging_face(state, model_type, geometry=geometry)
-    back = weights_to_hugging_face(ours, model_type, geometry=geometry)
+    config = _config(model_type, is_tied)
+    state = _state(model_type, config)
+    ours = weights_from_hugging_face(state, model_type, config, _VOCABULARY)
+    back = weights_to_hugging_face(ours, model_type, config, _VOCABULARY)
     assert back.keys() == state.keys()
     for name, tensor in state.items():
         assert torch.equal(back[name], tensor), name
         assert back[name].is_contiguous(), name
-    again = weights_from_hugging_face(back, model_type, geometry=geometry)
+    again = weights_from_hugging_face(back, model_type, config, _VOCABULARY)
     assert all(torch.equal(again[name], tensor) for name, tensor in ours.items())
 
 
 def test_query_groups_are_interleaved() -> None:
     """Rows of two groups of two query heads: q0 q1 k0 v0 | q2 q3 k1 v1, drawn in numbers."""
-    geometry = dataclasses.replace(_GEOMETRY, num_layers=1, head_dim=1)
-    state = _state("llama", dataclasses.replace(_GEOMETRY, num_layers=1))
+    config = replace(_CONFIG, num_layers=1, head_dim=1)
+    state = _state("llama", replace(_CONFIG, num_layers=1))
     at = "model.layers.0.self_attn"
     state[f"{at}.q_proj.weight"] = torch.tensor([[0], [1], [2], [3]])
     state[f"{at}.k_proj.weight"] = torch.tensor([[10], [11]])
     state[f"{at}.v_proj.weight"] = torch.tensor([[20], [21]])
-    ours = weights_from_hugging_face(state, "llama", geometry=geometry)
+    ours = weights_from_hugging_face(state, "llama", config, _VOCABULARY)
     fused = ours["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert fused.flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
 def test_gpt2_blocks_become_heads() -> None:
     """Columns [q; k; v] of the Conv1D become rows q, k, v of each head; the bias alike."""
-    geometry = dataclasses.replace(
-        _geometry("gpt2", True), num_layers=1, num_attention_heads=2, num_query_groups=2, head_dim=1
+    config = replace(
+        _config("gpt2", True), num_layers=1, num_attention_heads=2, num_query_groups=2, head_dim=1
     )
-    state = _state("gpt2", dataclasses.replace(_geometry("gpt2", True), num_layers=1))
+    state = _state("gpt2", replace(_config("gpt2", True), num_layers=1))
     blocks = torch.tensor([0, 1, 10, 11, 20, 21])
     state["transformer.h.0.attn.c_attn.weight"] = torch.stack((blocks, blocks + 100))
     state["transformer.h.0.attn.c_attn.bias"] = blocks
-    ours = weights_from_hugging_face(state, "gpt2", geometry=geometry)
+    ours = weights_from_hugging_face(state, "gpt2", config, _VOCABULARY)
     fused = ours["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert fused[:, 0].tolist() == [0, 10, 20, 1, 11, 21]
     assert fused[:, 1].tolist() == [100, 110, 120, 101, 111, 121]
@@ -124,79 +125,59 @@ def test_gpt2_blocks_become_heads() -> None:
 
 def test_the_vocabulary_is_padded_with_zeros_and_trimmed() -> None:
     """Padding rows are ours alone."""
-    state = _state("qwen3", _GEOMETRY)
-    ours = weights_from_hugging_face(state, "qwen3", geometry=_GEOMETRY)
+    state = _state("qwen3", _CONFIG)
+    ours = weights_from_hugging_face(state, "qwen3", _CONFIG, _VOCABULARY)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert ours[name].shape == (16, _HIDDEN)
         assert torch.all(ours[name][11:] == 0)
     ours["output_layer.weight"][11:] = 7
-    back = weights_to_hugging_face(ours, "qwen3", geometry=_GEOMETRY)
+    back = weights_to_hugging_face(ours, "qwen3", _CONFIG, _VOCABULARY)
     assert torch.equal(back["lm_head.weight"], state["lm_head.weight"])
-
-
-def test_tied_weights_are_one_tensor_in_both_dicts() -> None:
-    """Both names are there, share storage, and the file's omission of one is no error."""
-    geometry = _geometry("qwen3", True)
-    state = _state("qwen3", geometry)
-    del state["lm_head.weight"]
-    ours = weights_from_hugging_face(state, "qwen3", geometry=geometry)
-    assert ours["output_layer.weight"] is ours["embedding.word_embeddings.weight"]
-    del ours["output_layer.weight"]
-    back = weights_to_hugging_face(ours, "qwen3", geometry=geometry)
-    assert back["lm_head.weight"] is back["model.embed_tokens.weight"]
-
-
-def test_tied_weights_that_differ_are_refused() -> None:
-    """Dropping one of two different tensors would lose a weight silently."""
-    geometry = _geometry("qwen3", True)
-    state = _state("qwen3", geometry)
-    state["lm_head.weight"] = state["lm_head.weight"] + 1
-    with pytest.raises(CheckpointError, match="is_tied=False"):
-        weights_from_hugging_face(state, "qwen3", geometry=geometry)
 
 
 def test_names_without_the_prefix_and_old_buffers_are_taken() -> None:
     """Checkpoints of the bare GPT-2, as published, omit the prefix and hold mask buffers."""
-    geometry = _geometry("gpt2", True)
-    state = _state("gpt2", geometry)
-    wanted = weights_from_hugging_face(state, "gpt2", geometry=geometry)
+    config = _config("gpt2", True)
+    state = _state("gpt2", config)
+    wanted = weights_from_hugging_face(state, "gpt2", config, _VOCABULARY)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
-    got = weights_from_hugging_face(bare, "gpt2", geometry=geometry)
+    got = weights_from_hugging_face(bare, "gpt2", config, _VOCABULARY)
     assert got.keys() == wanted.keys()
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 def test_missing_and_unknown_tensors_are_named() -> None:
     """A layer too few or a tensor too many is an error on either side."""
-    state = _state("llama", _GEOMETRY)
+    state = _state("llama", _CONFIG)
     del state["model.norm.weight"]
     state["model.layers.0.mlp.gate.weight"] = torch.zeros(1)
     with pytest.raises(CheckpointError) as caught:
-        weights_from_hugging_face(state, "llama", geometry=_GEOMETRY)
+        weights_from_hugging_face(state, "llama", _CONFIG, _VOCABULARY)
     assert "1 missing (model.norm.weight)" in str(caught.value)
     assert "1 unknown (model.layers.0.mlp.gate.weight)" in str(caught.value)
-    with pytest.raises(CheckpointError, match=r"missing \(decoder.final_layernorm.weight, "):
-        weights_to_hugging_face({}, "llama", geometry=_GEOMETRY)
 
 
-@pytest.mark.parametrize("change", [{"head_dim": 8}, {"num_query_groups": 4}, {"vocab_size": 12}])
+@pytest.mark.parametrize("change", [{"head_dim": 8}, {"num_query_groups": 4}])
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, int]) -> None:
-    """Rows that cannot be those of the geometry are not rearranged."""
-    wrong = dataclasses.replace(_GEOMETRY, **change)
+    """Rows that cannot be those of the config are not rearranged."""
     with pytest.raises(CheckpointError, match="rows for"):
-        weights_from_hugging_face(_state("qwen3", _GEOMETRY), "qwen3", geometry=wrong)
+        weights_from_hugging_face(
+            _state("qwen3", _CONFIG), "qwen3", replace(_CONFIG, **change), _VOCABULARY
+        )
+
+
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(12, 15), (11, 8)])
+def test_a_vocabulary_that_does_not_fit_is_refused(vocab_size: int, num_rows: int) -> None:
+    """Rows are neither cut off nor left over."""
+    row = next(mapping_rows("qwen3", _CONFIG))
+    # A model of 15 rows whose config has 16, and one of 8 rows.
+    sizes = layout_sizes(_CONFIG, vocab_size, padded_to=16 if num_rows == 15 else num_rows)
+    with pytest.raises(CheckpointError, match="rows for 'vocabulary padding'"):
+        row.entry((num_rows, _HIDDEN), sizes)
 
 
 def test_an_unknown_family_is_refused() -> None:
     """The message lists the families that have a table."""
     with pytest.raises(CheckpointError, match="gpt2, llama, qwen3"):
-        weights_from_hugging_face({}, "bert", geometry=_GEOMETRY)
-
-
-def test_impossible_geometry_is_refused() -> None:
-    """Heads divide into groups and padding is not negative."""
-    with pytest.raises(ValueError, match="divide into groups"):
-        dataclasses.replace(_GEOMETRY, num_query_groups=3)
-    with pytest.raises(ValueError, match="padded_vocab_size"):
-        dataclasses.replace(_GEOMETRY, padded_vocab_size=8)
+        weights_from_hugging_face({}, "bert", _CONFIG, _VOCABULARY)

@@ -1,4 +1,4 @@
-"""The safetensors library reads what we write, whatever the dtypes, shapes and order."""
+"""Files hold every dtype and shape, are divided as announced, and are read slice by slice."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megafsdp.checkpoint.huggingface.safetensors_files import (
-    SafetensorsReader,
-    SafetensorsWriter,
-    StoredTensor,
-    index_of,
-    plan_files,
+from megafsdp.checkpoint.huggingface.output import (
+    Export,
+    plan_export,
+    prepare,
+    publish,
+    write_files,
 )
+from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.errors import CheckpointError
 
 _DTYPES = (
@@ -34,70 +35,62 @@ def _tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def _stored(tensors: dict[str, torch.Tensor]) -> list[StoredTensor]:
-    return [StoredTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+def _plan(tensors: dict[str, torch.Tensor], max_nbytes: int) -> Export:
+    facts = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    return plan_export(facts, {}, {}, dtype=None, max_shard_nbytes=max_nbytes)
 
 
-def test_the_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:
-    """Written in another order than planned, bit-equal, and as long as the library's own file."""
+@pytest.mark.parametrize("max_nbytes", [1, 10**9])
+def test_the_library_reads_every_dtype_and_shape(tmp_path: Path, max_nbytes: int) -> None:
+    """Bit-equal and contiguous, in one file, or one file a tensor with elements."""
     tensors = _tensors()
-    (plan,) = plan_files([_stored(tensors)], 1)
-    with SafetensorsWriter(tmp_path, plan) as writer:
-        for name in reversed(tensors):
-            writer.write(name, tensors[name])
-    path = tmp_path / "model.safetensors"
-    assert path.stat().st_size == plan.nbytes
-    got = load_file(path)
+    export = _plan(tensors, max_nbytes)
+    assert len(export.files) == (1 if max_nbytes > 1 else 48)
+    target = tmp_path / "exported"
+    temporary = prepare(target)
+    assert write_files(export, temporary, lambda _, entry, dtype: tensors[entry.ours]) is None
+    publish(temporary, target, export)
+    got = {k: t for file in export.files for k, t in load_file(target / file.name).items()}
     assert got.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert got[name].dtype == tensor.dtype, name
+        assert got[name].shape == tensor.shape, name
         assert torch.equal(got[name].float(), tensor.float()), name
-    save_file(tensors, tmp_path / "library.safetensors")
-    assert got[name].shape == load_file(tmp_path / "library.safetensors")[name].shape
 
 
-def test_tensors_start_at_multiples_of_eight_bytes() -> None:
-    """Readers map the file."""
-    for length in range(1, 20):
-        (plan,) = plan_files([[StoredTensor("n" * length, torch.float32, (2,))]], 1)
-        assert plan.offsets["n" * length] % 8 == 0
-
-
-def test_files_are_filled_in_order_and_groups_stay_together() -> None:
-    """A group that is too large has a file of its own."""
-    groups = [
-        [StoredTensor(f"{i}.{j}", torch.uint8, (size,)) for j in range(2)]
-        for i, size in enumerate((2, 3, 9, 1, 1))
-    ]
-    files = plan_files(groups, 10)
-    names = [[tensor.name for tensor in file.tensors] for file in files]
-    assert names == [["0.0", "0.1", "1.0", "1.1"], ["2.0", "2.1"], ["3.0", "3.1", "4.0", "4.1"]]
-    assert [file.name for file in files][1] == "model-00002-of-00003.safetensors"
-    index = json.loads(index_of(files))
-    assert index["metadata"]["total_size"] == 32
-    assert index["weight_map"]["2.1"] == "model-00002-of-00003.safetensors"
+def test_files_are_filled_in_order_and_named_in_an_index(tmp_path: Path) -> None:
+    """A tensor that is too large has a file of its own, before the file that is being filled."""
+    sizes = (4, 6, 18, 2, 2)
+    tensors = {str(i): torch.ones(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
+    export = _plan(tensors, 10)
+    names = [[entry.ours for entry, _ in file.entries] for file in export.files]
+    assert names == [["2"], ["0", "1"], ["3", "4"]]
+    assert [file.nbytes for file in export.files] == [18, 10, 4]
+    publish(prepare(tmp_path / "exported"), tmp_path / "exported", export)
+    index = json.loads((tmp_path / "exported" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_parameters": 32, "total_size": 32}
+    assert index["weight_map"]["1"] == "model-00002-of-00003.safetensors"
 
 
 def test_a_dtype_without_a_name_is_refused() -> None:
     """Complex numbers have no place in the format as readers know it."""
     with pytest.raises(CheckpointError, match="complex64"):
-        plan_files([[StoredTensor("z", torch.complex64, (2,))]], 1)
+        _plan({"z": torch.ones(2, dtype=torch.complex64)}, 1)
 
 
-def test_a_tensor_that_was_not_written_is_our_bug(tmp_path: Path) -> None:
-    """A file with a hole never looks complete."""
-    (plan,) = plan_files([[StoredTensor("a", torch.uint8, (2,))]], 1)
-    with pytest.raises(AssertionError, match="not written"), SafetensorsWriter(tmp_path, plan):
-        pass
+def test_a_model_without_tensors_is_one_file() -> None:
+    """The name is that of a model in one file."""
+    (file,) = _plan({}, 1).files
+    assert (file.name, file.entries) == ("model.safetensors", ())
 
 
 def test_slices_are_read_along_either_dimension(tmp_path: Path) -> None:
     """Rows or columns, also none."""
     tensor = torch.arange(20.0).reshape(5, 4)
     save_file({"t": tensor}, tmp_path / "model.safetensors")
-    with SafetensorsReader(tmp_path) as reader:
-        assert reader.names == ["t"]
-        assert reader.shape("t") == (5, 4)
-        assert torch.equal(reader.rows("t", 1, 3), tensor[1:3])
-        assert torch.equal(reader.rows("t", 1, 3, dim=1), tensor[:, 1:3])
-        assert torch.equal(reader.tensor("t"), tensor)
+    reader = SafetensorsReader(tmp_path)
+    assert reader.names == ["t"]
+    assert reader.shape("t") == (5, 4)
+    assert torch.equal(reader.rows("t", 1, 3), tensor[1:3])
+    assert torch.equal(reader.rows("t", 1, 3, dim=1), tensor[:, 1:3])
+    assert torch.equal(reader.tensor("t"), tensor)

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megafsdp.checkpoint import load, save
-from megafsdp.checkpoint.megatron import importer as nvidia_import
-from megafsdp.checkpoint.megatron.exporter import to_nvidia
-from megafsdp.checkpoint.megatron.importer import from_nvidia
+from megafsdp.checkpoint.megatron import importer
+from megafsdp.checkpoint.megatron.exporter import to_megatron
+from megafsdp.checkpoint.megatron.importer import from_megatron
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
@@ -77,7 +77,7 @@ def test_every_tensor_is_read_under_our_names(
 ) -> None:
     """Weights, moments and steps are the written ones, whatever the form of their names."""
     wanted = _wanted(*toy.make(tmp_path / "theirs", architecture, **options))
-    path = from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    path = from_megatron(tmp_path / "theirs", tmp_path / "ours")
     assert path == tmp_path / "ours" / "iter_0000002"
     assert _differences(_whole(tmp_path / "ours"), wanted) == []
     assert len(wanted) == 4 * len(list(toy.build(architecture, 1).parameters()))
@@ -86,7 +86,7 @@ def test_every_tensor_is_read_under_our_names(
 def test_groups_schedule_samples_and_random_states_are_read(tmp_path: Path) -> None:
     """What stands beside tensors goes where a load and a resumed run look for it."""
     model, _ = toy.make(tmp_path / "theirs", "gpt")
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     with CheckpointReader(tmp_path / "ours") as reader:
         groups = _groups(reader)
         extra = reader.object("extra")
@@ -142,7 +142,7 @@ def test_a_sharded_run_goes_on_as_the_plain_one_does(
     order of the steps' operations, which differs between FusedAdam and AdamW.
     """
     model, optimizer = toy.make(tmp_path / "theirs", architecture)
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     toy.train(model, optimizer, range(2, 4))
     for loaded, stepped in ranks(2).run(_load_and_step, tmp_path / "ours", architecture):
@@ -179,9 +179,9 @@ def test_torch_dcp_alone_reads_what_is_written(
     wrappers = 3 if precision == "bf16" else 2
     options = {"wrappers": wrappers, "is_te": wrappers == 3}
     model, _ = toy.make(tmp_path / "theirs", architecture, **options)
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     impl = "transformer_engine" if wrappers == 3 else "local"
-    path = to_nvidia(
+    path = to_megatron(
         tmp_path / "ours", tmp_path / "back", precision=precision, transformer_impl=impl
     )
     fields = {*toy.FIELDS, *toy.IDENTITY, "weight_decay", "wd_mult", "max_lr", "min_lr", "step"}
@@ -208,8 +208,8 @@ def _blank(value: object) -> object:
 def test_a_job_loads_it_into_its_nested_state(tmp_path: Path) -> None:
     """Torch DCP fills the nested dict that Megatron-LM asks for, and converts it to one file."""
     model, optimizer = toy.make(tmp_path / "theirs", "qwen3")
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
-    path = to_nvidia(tmp_path / "ours", tmp_path / "back")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    path = to_megatron(tmp_path / "ours", tmp_path / "back")
     wanted = toy.their_state(model, optimizer, "qwen3")
     toy.without_extra_state(wanted)
     state = toy.load(_blank(wanted), path)
@@ -246,14 +246,14 @@ def test_experts_keep_their_index_in_the_layer(tmp_path: Path) -> None:
     state = toy.their_state(*toy.trained("qwen3"), "qwen3")
     wanted = _add_experts(state)
     toy.save(state, tmp_path / "theirs")
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     found = _whole(tmp_path / "ours")
     assert _differences({key: found[key] for key in wanted}, wanted) == []
     with CheckpointReader(tmp_path / "ours") as reader:
         names = [name for group in _groups(reader) for name in group["names"]]
     experts = "decoder.layers.0.mlp.experts.local_experts.*.linear_fc1.weight"
     assert names.count(experts) == 1 and not any(".local_experts.1." in name for name in names)
-    found = toy.read(to_nvidia(tmp_path / "ours", tmp_path / "back"))
+    found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "back"))
     before = toy.read(tmp_path / "theirs" / "iter_0000002")
     keys = {key for key in before if ".experts." in key}
     assert len(keys) == 4 * (2 + 4 + 6) and keys <= set(found)
@@ -278,8 +278,8 @@ class _Counting(DCPDirectory):
 def test_two_tensors_at_most_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is written may live until the next one has been read."""
     toy.make(tmp_path / "theirs", "qwen3")
-    monkeypatch.setattr(nvidia_import, "DCPDirectory", _Counting)
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    monkeypatch.setattr(importer, "DCPDirectory", _Counting)
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     assert len(_Counting.seen) > 50 and _Counting.most_alive <= 2
 
 
@@ -298,8 +298,8 @@ def _save(root: Path, architecture: str) -> dict[str, torch.Tensor]:
 def test_ours_to_theirs_and_back_is_equal(ranks: Ranks, tmp_path: Path, architecture: str) -> None:
     """A checkpoint of two ranks comes back tensor by tensor, with groups and random states."""
     wanted = ranks(2).run(_save, tmp_path / "ours", architecture)[0]
-    to_nvidia(tmp_path / "ours", tmp_path / "theirs")
-    from_nvidia(tmp_path / "theirs", tmp_path / "back")
+    to_megatron(tmp_path / "ours", tmp_path / "theirs")
+    from_megatron(tmp_path / "theirs", tmp_path / "back")
     assert _differences(_whole(tmp_path / "back"), wanted) == []
     with CheckpointReader(tmp_path / "ours") as ours, CheckpointReader(tmp_path / "back") as back:
         assert (
@@ -323,7 +323,8 @@ def test_ours_to_theirs_and_back_is_equal(ranks: Ranks, tmp_path: Path, architec
         }
     args = vars(toy.read(tmp_path / "theirs" / "iter_0000007")["args"])
     assert args["num_attention_heads"] == 4 and args["num_query_groups"] == 2
-    assert args["swiglu"] is (architecture == "qwen3") and args["ffn_hidden_size"] == 12
+    assert (args["num_layers"], args["hidden_size"], args["kv_channels"]) == (2, 16, 4)
+    assert args["add_position_embedding"] is (architecture == "gpt")
 
 
 def _drop(state: dict, section: str, *ends: str) -> None:
@@ -393,7 +394,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_published(
     change(state)
     toy.save(state, tmp_path / "theirs")
     with pytest.raises(CheckpointError) as caught:
-        from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+        from_megatron(tmp_path / "theirs", tmp_path / "ours")
     assert message in str(caught.value)
     assert not (tmp_path / "ours").exists()
 
@@ -413,14 +414,14 @@ def _zero_a_record(directory: Path, key: str) -> None:
 def test_a_damaged_record_on_either_side_leaves_nothing_behind(tmp_path: Path) -> None:
     """The error names the key; the root that was written to is empty."""
     toy.make(tmp_path / "theirs", "gpt")
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     theirs, ours = (tmp_path / name / "iter_0000002" for name in ("theirs", "ours"))
     _zero_a_record(theirs, "model.module.decoder.final_layernorm.bias")
     with pytest.raises(CheckpointError, match=r"model\.module\.decoder\.final_layernorm\.bias"):
-        from_nvidia(tmp_path / "theirs", tmp_path / "other")
+        from_megatron(tmp_path / "theirs", tmp_path / "other")
     _zero_a_record(ours, "model.decoder.final_layernorm.bias")
     with pytest.raises(CheckpointError, match=r"model\.decoder\.final_layernorm\.bias"):
-        to_nvidia(tmp_path / "ours", tmp_path / "back")
+        to_megatron(tmp_path / "ours", tmp_path / "back")
     assert [*(tmp_path / "other").iterdir(), *(tmp_path / "back").iterdir()] == []
 
 
@@ -428,7 +429,7 @@ def test_unknown_keys_can_be_left_out(tmp_path: Path) -> None:
     """Patterns of keys to ignore are the way round an unknown key."""
     state = toy.their_state(*toy.trained("gpt"), "gpt") | {"ema": 1}
     toy.save(state, tmp_path / "theirs")
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours", ignore=["ema", "rng_state.*"])
+    from_megatron(tmp_path / "theirs", tmp_path / "ours", ignore=["ema", "rng_state.*"])
     with CheckpointReader(tmp_path / "ours") as reader:
         assert not any(key.startswith("rng.") for key in reader.manifest.objects)
 
@@ -443,7 +444,7 @@ def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
     for fields in state["optimizer"]["param_to_group_meta"].values():
         fields["backend"] = toy.Backend.FLASH
     toy.save(state, tmp_path / "theirs")
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     assert not trap.exists()
     with CheckpointReader(tmp_path / "ours") as reader:
         nvidia = reader.object("extra")["nvidia"]
@@ -452,7 +453,7 @@ def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
     assert nvidia["args"]["backend"] == "<tests.checkpoint.megatron.megatron_toy.Backend(1)>"
     assert nvidia["args"]["hook"] == "<builtins.print>"
     assert "3 of args" in caplog.text and "backend" in caplog.text
-    path = to_nvidia(tmp_path / "ours", tmp_path / "back")
+    path = to_megatron(tmp_path / "ours", tmp_path / "back")
     assert "backend" not in vars(toy.read(path)["args"])
     toy.read(tmp_path / "theirs" / "iter_0000002")
     assert trap.exists(), "the trap works where it is unpickled"
@@ -465,12 +466,12 @@ def test_states_that_are_no_tensors_go_both_ways(tmp_path: Path) -> None:
     moments = state["optimizer"]["state"]["module.module.module.embedding.word_embeddings.weight"]
     moments |= {"mode": "slow", "step": 2}
     toy.save(state, tmp_path / "theirs")
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     at = "optimizer.state.embedding.word_embeddings.weight"
     with CheckpointReader(tmp_path / "ours") as reader:
         assert reader.object(f"{at}.mode") == "slow"
         assert torch.equal(reader.tensor(f"{at}.step"), torch.tensor(2.0))
-    found = toy.read(to_nvidia(tmp_path / "ours", tmp_path / "back"))
+    found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "back"))
     wrapped = at.replace("state.", "state.module.module.module.")
     assert found[f"{wrapped}.mode"] == "slow"
 
@@ -482,15 +483,15 @@ def test_two_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
             writer.add_tensor(f"model.mtp.layers.0.{inner}.mlp.weight", torch.ones(2))
         writer.publish()
     with pytest.raises(CheckpointError, match=r"transformer_layer\.mlp\.weight' again"):
-        to_nvidia(tmp_path / "ours", tmp_path / "theirs")
+        to_megatron(tmp_path / "ours", tmp_path / "theirs")
     assert list((tmp_path / "theirs").iterdir()) == []
 
 
 def test_choices_are_checked(tmp_path: Path) -> None:
     """An unknown precision or layer form is refused by name."""
     toy.make(tmp_path / "theirs", "gpt")
-    from_nvidia(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
     with pytest.raises(ValueError, match="precision"):
-        to_nvidia(tmp_path / "ours", tmp_path / "back", precision="fp8")
+        to_megatron(tmp_path / "ours", tmp_path / "back", precision="fp8")
     with pytest.raises(ValueError, match="transformer_impl"):
-        to_nvidia(tmp_path / "ours", tmp_path / "back", transformer_impl="te")
+        to_megatron(tmp_path / "ours", tmp_path / "back", transformer_impl="te")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafsdp.checkpoint.megatron.exporter import to_nvidia
-from megafsdp.checkpoint.megatron.importer import from_nvidia
+from megafsdp.checkpoint.megatron.exporter import to_megatron
+from megafsdp.checkpoint.megatron.importer import from_megatron
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.training import train
 from tests.ranks import Ranks
@@ -24,9 +24,9 @@ def test_a_run_goes_on_from_its_checkpoint_in_their_format(
     config = tiny(tmp_path, checkpoint={"interval_steps": 3})
     ranks(2).run(train, config)
     theirs = tmp_path / "theirs"
-    to_nvidia(config.checkpoint_directory, theirs, step=3, transformer_impl=transformer_impl)
+    to_megatron(config.checkpoint_directory, theirs, step=3, transformer_impl=transformer_impl)
     other = tiny(tmp_path, run={"directory": str(tmp_path / "other"), "device": "cpu"})
-    from_nvidia(theirs, other.checkpoint_directory)
+    from_megatron(theirs, other.checkpoint_directory)
     with (
         CheckpointReader(config.checkpoint_directory, 3) as saved,
         CheckpointReader(other.checkpoint_directory, 3) as converted,
