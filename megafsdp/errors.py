@@ -20,6 +20,11 @@ class DataError(ValueError):
 class CheckpointError(RuntimeError):
     """Report a checkpoint that cannot be written, found, trusted, or matched to the model."""
 
+    @classmethod
+    def expected(cls, what: object, got: object, *, where: str, hint: str) -> CheckpointError:
+        """Return an error with the message of :func:`expected`, which has the same arguments."""
+        return cls(expected(what, got, where=where, hint=hint))
+
 
 def expected(what: object, got: object, *, where: str, hint: str) -> str:
     """Format the standard three-sentence error message.

@@ -17,7 +17,7 @@ from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, MANIFEST_FILE
 from megafsdp.checkpoint.megatron.exporter import to_nvidia
 from megafsdp.checkpoint.megatron.importer import from_nvidia
 from megafsdp.checkpoint.tools.torch_file import from_torch, to_torch
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 
 class Format(Enum):
@@ -55,13 +55,11 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
             return Format.MEGAFSDP
         if (place / DCP_METADATA_FILE).is_file():
             return Format.NVIDIA
-    raise CheckpointError(
-        expected(
-            f"a torch.save file, or a directory with '{MANIFEST_FILE}' or '{DCP_METADATA_FILE}'",
-            "a directory with neither" if path.is_dir() else "no such file",
-            where=f"'{path}'",
-            hint="Give a checkpoint's directory, its save root, or a file",
-        )
+    raise CheckpointError.expected(
+        f"a torch.save file, or a directory with '{MANIFEST_FILE}' or '{DCP_METADATA_FILE}'",
+        "a directory with neither" if path.is_dir() else "no such file",
+        where=f"'{path}'",
+        hint="Give a checkpoint's directory, its save root, or a file",
     )
 
 
@@ -143,13 +141,11 @@ def convert(
 def _require_sense(source: Path, pair: tuple[Format, Format], given: ConvertOptions) -> None:
     names = " to ".join(part.value for part in pair)
     if pair not in _OPTIONS:
-        raise CheckpointError(
-            expected(
-                f"a conversion between {Format.MEGAFSDP.value} and another format",
-                f"one from {names}",
-                where=f"'{source}'",
-                hint="Convert to megafsdp first, and from there",
-            )
+        raise CheckpointError.expected(
+            f"a conversion between {Format.MEGAFSDP.value} and another format",
+            f"one from {names}",
+            where=f"'{source}'",
+            hint="Convert to megafsdp first, and from there",
         )
     wrong = [
         field.name
@@ -157,11 +153,9 @@ def _require_sense(source: Path, pair: tuple[Format, Format], given: ConvertOpti
         if getattr(given, field.name) and field.name not in _OPTIONS[pair]
     ]
     if wrong:
-        raise CheckpointError(
-            expected(
-                f"options of a conversion from {names}: {sorted(_OPTIONS[pair]) or 'none'}",
-                wrong,
-                where=f"'{source}'",
-                hint="Leave the others out",
-            )
+        raise CheckpointError.expected(
+            f"options of a conversion from {names}: {sorted(_OPTIONS[pair]) or 'none'}",
+            wrong,
+            where=f"'{source}'",
+            hint="Leave the others out",
         )

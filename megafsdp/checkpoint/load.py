@@ -185,13 +185,11 @@ def load(
         None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error
     )
     if len(set(seen)) > 1:
-        raise CheckpointError(
-            expected(
-                "one checkpoint for all ranks",
-                f"{sorted(set(seen))} on different ranks",
-                where=f"'{directory}'",
-                hint="Pass step=, and load while no other job saves there",
-            )
+        raise CheckpointError.expected(
+            "one checkpoint for all ranks",
+            f"{sorted(set(seen))} on different ranks",
+            where=f"'{directory}'",
+            hint="Pass step=, and load while no other job saves there",
         )
     assert plan is not None, "ranks without a plan have raised"
     ready = plan
@@ -272,13 +270,11 @@ def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored])
                 if (piece := chunk.region.intersect(region)) is not None
             ]
             if not is_filled(region, [copy.piece for copy in pieces]):
-                raise CheckpointError(
-                    expected(
-                        f"stored chunks that fill {region} once",
-                        f"{[copy.piece for copy in pieces][:8]}",
-                        where=f"'{key}'",
-                        hint=f"The checkpoint is damaged: {ANOTHER_STEP}",
-                    )
+                raise CheckpointError.expected(
+                    f"stored chunks that fill {region} once",
+                    f"{[copy.piece for copy in pieces][:8]}",
+                    where=f"'{key}'",
+                    hint=f"The checkpoint is damaged: {ANOTHER_STEP}",
                 )
             copies += pieces
     return sorted(copies, key=lambda copy: (copy.record.file, copy.record.offset))

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megafsdp.buffer.comm.agreement import attempt
 from megafsdp.checkpoint.background.staging import Staging
 from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.weight_sync import register_before_load
 
 _log = logging.getLogger("megafsdp.checkpoint")
@@ -95,13 +95,11 @@ class PendingSave:
         self._staging.disown()
         self._finish = None
         self._is_observed = True
-        self._error = CheckpointError(
-            expected(
-                "the process that began the save",
-                "one forked from it",
-                where=f"the background save of step {self.step}",
-                hint="Ask for the result where async_save() was called",
-            )
+        self._error = CheckpointError.expected(
+            "the process that began the save",
+            "one forked from it",
+            where=f"the background save of step {self.step}",
+            hint="Ask for the result where async_save() was called",
         )
 
     def _run(self) -> None:
@@ -170,13 +168,11 @@ def require_idle(step: int) -> int:
         CheckpointError: A save is in flight.
     """
     if _current is not None and not _current.done():
-        raise CheckpointError(
-            expected(
-                "no save in flight",
-                f"the background save of step {_current.step}",
-                where=f"async_save(step={step})",
-                hint="Wait for it with .result(), or let this call wait: when_busy='wait'",
-            )
+        raise CheckpointError.expected(
+            "no save in flight",
+            f"the background save of step {_current.step}",
+            where=f"async_save(step={step})",
+            hint="Wait for it with .result(), or let this call wait: when_busy='wait'",
         )
     return step
 

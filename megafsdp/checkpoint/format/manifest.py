@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megafsdp.checkpoint.format.regions import Region
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 
 MANIFEST_FILE = "manifest.json"
@@ -191,13 +191,11 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _untrusted(path, "a manifest in JSON", f"{type(error).__name__}: {error}") from error
     if version != FORMAT_VERSION:
-        raise CheckpointError(
-            expected(
-                f"format version {FORMAT_VERSION}",
-                version,
-                where=f"'{path}'",
-                hint="Load it with the megafsdp release that wrote it",
-            )
+        raise CheckpointError.expected(
+            f"format version {FORMAT_VERSION}",
+            version,
+            where=f"'{path}'",
+            hint="Load it with the megafsdp release that wrote it",
         )
     found = zlib.crc32(_canonical(body).encode())
     if found != checksum:
@@ -342,11 +340,9 @@ def _canonical(body: dict) -> str:
 
 
 def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            what,
-            got,
-            where=f"'{path}'",
-            hint=f"The checkpoint is half-written or damaged: {ANOTHER_STEP}",
-        )
+    return CheckpointError.expected(
+        what,
+        got,
+        where=f"'{path}'",
+        hint=f"The checkpoint is half-written or damaged: {ANOTHER_STEP}",
     )

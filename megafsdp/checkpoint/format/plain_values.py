@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # torch.load(weights_only=True) does not know pickle's opcode for integers above 255 bytes.
@@ -52,13 +52,11 @@ def plain(where: str, value: object) -> object:
         return copies if isinstance(value, list) else tuple(copies)
     else:
         problem = f"a {type(value).__module__}.{type(value).__qualname__}"
-    raise CheckpointError(
-        expected(
-            "plain values (numbers, strings, plain tensors, lists, tuples, dicts)",
-            problem,
-            where=f"'{where}'",
-            hint="Store its plain content instead; a sharded tensor as its full_tensor()",
-        )
+    raise CheckpointError.expected(
+        "plain values (numbers, strings, plain tensors, lists, tuples, dicts)",
+        problem,
+        where=f"'{where}'",
+        hint="Store its plain content instead; a sharded tensor as its full_tensor()",
     )
 
 

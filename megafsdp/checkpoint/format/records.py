@@ -25,7 +25,7 @@ from typing import BinaryIO
 import torch
 
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 # A checksum is made in pieces of this size, so that verifying needs no memory to speak of.
 _PIECE_NBYTES = 1 << 24
@@ -178,13 +178,11 @@ class RecordReader:
             found = zlib.crc32(piece, found)
             left -= len(piece)
         if left or found != record.crc32:
-            raise CheckpointError(
-                expected(
-                    f"checksum {record.crc32}",
-                    f"{found} at byte {record.offset}",
-                    where=f"'{key}' in file '{self._directory / record.file}'",
-                    hint=f"The file is damaged: {ANOTHER_STEP}",
-                )
+            raise CheckpointError.expected(
+                f"checksum {record.crc32}",
+                f"{found} at byte {record.offset}",
+                where=f"'{key}' in file '{self._directory / record.file}'",
+                hint=f"The file is damaged: {ANOTHER_STEP}",
             )
 
     def read_tensor(self, record: Record) -> torch.Tensor:
@@ -271,13 +269,11 @@ def require_files(manifest: Manifest, directory: Path, names: Iterable[str]) -> 
         path = directory / name
         found = path.stat().st_size if path.is_file() else None
         if found != manifest.files[name]:
-            raise CheckpointError(
-                expected(
-                    f"a file of {manifest.files[name]} bytes",
-                    "no such file" if found is None else f"{found} bytes",
-                    where=f"'{path}'{_lost(manifest, name, found or 0)}",
-                    hint=f"The checkpoint is incomplete: {ANOTHER_STEP}",
-                )
+            raise CheckpointError.expected(
+                f"a file of {manifest.files[name]} bytes",
+                "no such file" if found is None else f"{found} bytes",
+                where=f"'{path}'{_lost(manifest, name, found or 0)}",
+                hint=f"The checkpoint is incomplete: {ANOTHER_STEP}",
             )
 
 

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 
 class Region(NamedTuple):
@@ -187,13 +187,11 @@ def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
     if any(p.is_partial() for p in tensor.placements) or local.numel() != sum(
         region.numel for region in regions
     ):
-        raise CheckpointError(
-            expected(
-                "a DTensor whose local elements are those of its chunks",
-                f"local shape {tuple(local.shape)}, {tensor.placements}, chunks {regions}",
-                where=f"'{key}'",
-                hint="Shard with megafsdp.fully_shard, or reduce the tensor before saving it",
-            )
+        raise CheckpointError.expected(
+            "a DTensor whose local elements are those of its chunks",
+            f"local shape {tuple(local.shape)}, {tensor.placements}, chunks {regions}",
+            where=f"'{key}'",
+            hint="Shard with megafsdp.fully_shard, or reduce the tensor before saving it",
         )
     return regions
 
@@ -202,14 +200,12 @@ def _require_dense(key: str, tensor: torch.Tensor) -> None:
     if tensor.layout is torch.strided and not tensor.is_quantized:
         return
     kind = "quantized" if tensor.is_quantized else tensor.layout
-    raise CheckpointError(
-        expected(
-            "a dense tensor",
-            f"a tensor of {tensor.dtype}, {kind}",
-            where=f"'{key}'",
-            hint="Keep its dense parts in buffers, such as indices and values, or register it with "
-            "persistent=False",
-        )
+    raise CheckpointError.expected(
+        "a dense tensor",
+        f"a tensor of {tensor.dtype}, {kind}",
+        where=f"'{key}'",
+        hint="Keep its dense parts in buffers, such as indices and values, or register it with "
+        "persistent=False",
     )
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megafsdp.checkpoint.format.manifest import MANIFEST_FILE, TRACKER_FILE
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
@@ -57,13 +57,11 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(
-            expected(
-                "one step number",
-                repr(text[:40]),
-                where=f"'{path}'",
-                hint=f"Write the step to use, one of {published_steps(path.parent)}",
-            )
+        raise CheckpointError.expected(
+            "one step number",
+            repr(text[:40]),
+            where=f"'{path}'",
+            hint=f"Write the step to use, one of {published_steps(path.parent)}",
         )
     return int(text)
 
@@ -91,13 +89,11 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Path:
         return root
     chosen = latest_step(root) if step is None else step
     if chosen is None or not step_directory(root, chosen).is_dir():
-        raise CheckpointError(
-            expected(
-                f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
-                f"published steps {published_steps(root)}",
-                where=f"'{root}'",
-                hint="Give the directory that was passed to save(), or an existing step",
-            )
+        raise CheckpointError.expected(
+            f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
+            f"published steps {published_steps(root)}",
+            where=f"'{root}'",
+            hint="Give the directory that was passed to save(), or an existing step",
         )
     return step_directory(root, chosen)
 
@@ -112,22 +108,18 @@ def prepare(root: Path, step: int) -> Path:
         CheckpointError: The step is the published one already, or the root is a file.
     """
     if root.exists() and not root.is_dir():
-        raise CheckpointError(
-            expected(
-                "a directory to save in",
-                "a file",
-                where=f"'{root}'",
-                hint="Give another path, or remove the file",
-            )
+        raise CheckpointError.expected(
+            "a directory to save in",
+            "a file",
+            where=f"'{root}'",
+            hint="Give another path, or remove the file",
         )
     if latest_step(root) == step and step_directory(root, step).is_dir():
-        raise CheckpointError(
-            expected(
-                "a step that is not the latest published one",
-                f"step {step}",
-                where=f"'{root}'",
-                hint=f"Skip this save, or delete '{root / TRACKER_FILE}' to have it replaced",
-            )
+        raise CheckpointError.expected(
+            "a step that is not the latest published one",
+            f"step {step}",
+            where=f"'{root}'",
+            hint=f"Skip this save, or delete '{root / TRACKER_FILE}' to have it replaced",
         )
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root, _is_of_saves)

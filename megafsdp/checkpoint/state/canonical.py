@@ -238,13 +238,11 @@ def _groups_of_all_ranks(
         groups.append((member_names(group, names), group))
         for name in groups[-1][0]:
             if found.setdefault(name, index) != index:
-                raise CheckpointError(
-                    expected(
-                        "all experts of a layer in one parameter group",
-                        f"some in group {found[name]} and some in group {index}",
-                        where=f"'{name}'",
-                        hint="Give the experts of a layer the same hyperparameters",
-                    )
+                raise CheckpointError.expected(
+                    "all experts of a layer in one parameter group",
+                    f"some in group {found[name]} and some in group {index}",
+                    where=f"'{name}'",
+                    hint="Give the experts of a layer the same hyperparameters",
                 )
     return groups
 
@@ -282,13 +280,11 @@ def named_groups(
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in names:
-                raise CheckpointError(
-                    expected(
-                        "an optimizer over parameters of the model",
-                        f"one of shape {tuple(parameter.shape)} that the model does not have",
-                        where=f"position {position} of optimizer.param_groups[{index}]",
-                        hint="Build the optimizer from model.parameters() after fully_shard()",
-                    )
+                raise CheckpointError.expected(
+                    "an optimizer over parameters of the model",
+                    f"one of shape {tuple(parameter.shape)} that the model does not have",
+                    where=f"position {position} of optimizer.param_groups[{index}]",
+                    hint="Build the optimizer from model.parameters() after fully_shard()",
                 )
     return [([names[p] for p in group["params"]], group) for group in optimizer.param_groups]
 
@@ -300,13 +296,11 @@ def state_key(name: str, state_name: object) -> str:
         CheckpointError: The state's name is no plain word.
     """
     if not isinstance(state_name, str) or not state_name or "." in state_name:
-        raise CheckpointError(
-            expected(
-                "optimizer states named by words without a dot",
-                repr(state_name),
-                where=f"the optimizer state of '{name}'",
-                hint="Rename the state in the optimizer",
-            )
+        raise CheckpointError.expected(
+            "optimizer states named by words without a dot",
+            repr(state_name),
+            where=f"the optimizer state of '{name}'",
+            hint="Rename the state in the optimizer",
         )
     return f"optimizer.state.{name}.{state_name}"
 
@@ -327,13 +321,11 @@ def _names_elsewhere(name: str, parameter: torch.Tensor) -> Iterator[str]:
 
 def _require_new(key: str, state: CanonicalState) -> None:
     if key in state.tensors or key in state.aliases:
-        raise CheckpointError(
-            expected(
-                "a name for each stored tensor",
-                "two tensors of this name",
-                where=f"'{key}'",
-                hint="Rename the parameter, or declare other stored_as templates or experts",
-            )
+        raise CheckpointError.expected(
+            "a name for each stored tensor",
+            "two tensors of this name",
+            where=f"'{key}'",
+            hint="Rename the parameter, or declare other stored_as templates or experts",
         )
 
 
@@ -341,13 +333,11 @@ def _require_at_rest(model: nn.Module) -> None:
     shown = {id(parameter) for parameter in model.parameters()}
     for name, unit in units_below([model]).items():
         if any(id(p.unsharded) in shown for group in unit.groups for p in group.parameters):
-            raise CheckpointError(
-                expected(
-                    "sharded parameters",
-                    "unsharded ones",
-                    where=f"unit '{name}'",
-                    hint="Save and load outside of forward and backward, and after reshard()",
-                )
+            raise CheckpointError.expected(
+                "sharded parameters",
+                "unsharded ones",
+                where=f"unit '{name}'",
+                hint="Save and load outside of forward and backward, and after reshard()",
             )
         for group in unit.groups:
             group.wait_for_step()
@@ -372,24 +362,20 @@ def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
             f"a tensor of shape {tuple(k.shape)}" if isinstance(k, torch.Tensor) else repr(k)
             for k in strange[:4]
         )
-        raise CheckpointError(
-            expected(
-                "states of parameters of the optimizer's groups",
-                f"{len(strange)} of something else: {got}",
-                where=f"the state of {type(optimizer).__name__}",
-                hint="Keep what belongs to no parameter in a parameter group, or in extra=",
-            )
+        raise CheckpointError.expected(
+            "states of parameters of the optimizer's groups",
+            f"{len(strange)} of something else: {got}",
+            where=f"the state of {type(optimizer).__name__}",
+            hint="Keep what belongs to no parameter in a parameter group, or in extra=",
         )
 
 
 def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
     """Refuse a rank's own plain tensor beside a sharded parameter: its global form is unknown."""
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
-        raise CheckpointError(
-            expected(
-                f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",
-                f"a plain tensor of shape {tuple(value.shape)}",
-                where=f"'{key}'",
-                hint="Create the state with torch.zeros_like(parameter)",
-            )
+        raise CheckpointError.expected(
+            f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",
+            f"a plain tensor of shape {tuple(value.shape)}",
+            where=f"'{key}'",
+            hint="Create the state with torch.zeros_like(parameter)",
         )

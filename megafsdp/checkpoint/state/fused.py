@@ -21,7 +21,7 @@ from megafsdp.checkpoint.state.experts import (
     name_in_layer,
     stack_in_layer,
 )
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import ExpertRange, annotation_of
 from megafsdp.mesh.fused_parts import FusedParts
 
@@ -101,13 +101,11 @@ class StoredForm:
 
     def _beside(self, tensor: torch.Tensor) -> Stored:
         if is_partial_stack(self.experts) and tensor.ndim:
-            raise CheckpointError(
-                expected(
-                    f"states of shape {self.shape} or scalars beside a stack of experts",
-                    f"shape {tuple(tensor.shape)}",
-                    where=f"a state of '{self.name}'",
-                    hint="Use an optimizer whose states are like the parameter",
-                )
+            raise CheckpointError.expected(
+                f"states of shape {self.shape} or scalars beside a stack of experts",
+                f"shape {tuple(tensor.shape)}",
+                where=f"a state of '{self.name}'",
+                hint="Use an optimizer whose states are like the parameter",
             )
         if not self.is_own:
             return tensor
@@ -186,12 +184,10 @@ def _require_fit(
     is_inside = (1 if is_stack else 0) <= fused.dim < len(shape)
     if not is_inside or shape[fused.dim] != fused.extent:
         declared = f"shape {_with_extent(shape, fused.dim, fused.extent)} for" if is_inside else ""
-        raise CheckpointError(
-            expected(
-                f"{declared} the parts {fused.names} of sizes {fused.sizes} along dim {fused.dim}",
-                f"shape {shape}",
-                where=f"'{name}'",
-                hint="Declare sizes that add up to the parameter's extent, along a dim that does "
-                "not count experts",
-            )
+        raise CheckpointError.expected(
+            f"{declared} the parts {fused.names} of sizes {fused.sizes} along dim {fused.dim}",
+            f"shape {shape}",
+            where=f"'{name}'",
+            hint="Declare sizes that add up to the parameter's extent, along a dim that does "
+            "not count experts",
         )

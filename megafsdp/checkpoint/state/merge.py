@@ -24,7 +24,7 @@ import torch
 from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry
 from megafsdp.checkpoint.format.regions import whole
 from megafsdp.checkpoint.state.canonical import CanonicalState
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,11 @@ def unite(own: Table, others: Iterable[Table]) -> Table:
     for table in others:
         for key, entry in table.tensors.items():
             if united.tensors.setdefault(key, entry) != entry:
-                raise CheckpointError(
-                    expected(
-                        f"shape {united.tensors[key].shape} and {united.tensors[key].dtype}",
-                        f"shape {entry.shape} and {entry.dtype} on another rank",
-                        where=f"'{key}'",
-                        hint="Declare the experts of each rank (ExpertRange) as they are",
-                    )
+                raise CheckpointError.expected(
+                    f"shape {united.tensors[key].shape} and {united.tensors[key].dtype}",
+                    f"shape {entry.shape} and {entry.dtype} on another rank",
+                    where=f"'{key}'",
+                    hint="Declare the experts of each rank (ExpertRange) as they are",
                 )
         united.aliases.update(table.aliases)
         united.fused_into.update(table.fused_into)
@@ -147,13 +145,11 @@ def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest
     """
     odd = [rank for rank, part in enumerate(parts) if part.table_crc32 != parts[0].table_crc32]
     if odd:
-        raise CheckpointError(
-            expected(
-                "the same tensor names, shapes and dtypes on all ranks",
-                f"others on ranks {odd[:8]} than on rank 0",
-                where="checkpoint.save()",
-                hint="Build the same model and optimizer, in the same order, on every rank",
-            )
+        raise CheckpointError.expected(
+            "the same tensor names, shapes and dtypes on all ranks",
+            f"others on ranks {odd[:8]} than on rank 0",
+            where="checkpoint.save()",
+            hint="Build the same model and optimizer, in the same order, on every rank",
         )
     table = unite(table_of(state), (part.own for part in parts))
     chunks: dict[str, list[Chunk]] = {key: [] for key in table.tensors}
@@ -183,12 +179,10 @@ def _require_filled(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> No
     stored_numel = sum(chunk.region.numel for chunk in chunks)
     numel = whole(shape).numel
     if stored_numel != numel or len({chunk.region.offsets for chunk in chunks}) != len(chunks):
-        raise CheckpointError(
-            expected(
-                f"chunks that fill the {numel} elements of shape {shape} once",
-                f"{[chunk.region for chunk in chunks][:8]}",
-                where=f"'{key}'",
-                hint="Save from all ranks that hold the tensor, in one call; declare which ranks "
-                "hold the same experts (ExpertRange)",
-            )
+        raise CheckpointError.expected(
+            f"chunks that fill the {numel} elements of shape {shape} once",
+            f"{[chunk.region for chunk in chunks][:8]}",
+            where=f"'{key}'",
+            hint="Save from all ranks that hold the tensor, in one call; declare which ranks "
+            "hold the same experts (ExpertRange)",
         )

@@ -217,13 +217,11 @@ def require_equal_copies(
             reader.verify(key, chunk.record)
             values[key] = reader.read_tensor(chunk.record)
         if any(not torch.equal(value, values[copies[0]]) for value in values.values()):
-            raise CheckpointError(
-                expected(
-                    "one value in all parts of a parameter",
-                    {key: value.item() for key, value in values.items()},
-                    where="the checkpoint's optimizer states",
-                    hint=rules.hint or "Leave parts out with ignore=[patterns]",
-                )
+            raise CheckpointError.expected(
+                "one value in all parts of a parameter",
+                {key: value.item() for key, value in values.items()},
+                where="the checkpoint's optimizer states",
+                hint=rules.hint or "Leave parts out with ignore=[patterns]",
             )
 
 

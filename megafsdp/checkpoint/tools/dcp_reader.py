@@ -18,7 +18,7 @@ from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, Chunk, Record
 from megafsdp.checkpoint.format.records import RecordReader
 from megafsdp.checkpoint.format.regions import Region, odd_cells, whole
 from megafsdp.checkpoint.tools.safe_pickle import Foreign, read_pickle, read_record
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # Arguments of the classes that ``write_dcp_metadata`` has called rather than filled.
@@ -79,13 +79,11 @@ class DCPDirectory:
         entry = self.tensors[key]
         odd = odd_cells(entry.shape, [chunk.region for chunk in entry.chunks])
         if odd:
-            raise CheckpointError(
-                expected(
-                    f"chunks that fill shape {entry.shape} once",
-                    f"{odd[0][1]} chunks at {odd[0][0]}",
-                    where=f"'{key}' of '{self.directory}'",
-                    hint="The directory is incomplete: use another checkpoint",
-                )
+            raise CheckpointError.expected(
+                f"chunks that fill shape {entry.shape} once",
+                f"{odd[0][1]} chunks at {odd[0][0]}",
+                where=f"'{key}' of '{self.directory}'",
+                hint="The directory is incomplete: use another checkpoint",
             )
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
         for chunk in entry.chunks:
@@ -169,13 +167,11 @@ def _find(directory: Path, step: int | None) -> Path:
     found = None if chosen is None else on_disk.step_directory(directory, chosen)
     if found is None or not (found / DCP_METADATA_FILE).is_file():
         what = f"a '{DCP_METADATA_FILE}' file or a '{on_disk.TRACKER_FILE}'"
-        raise CheckpointError(
-            expected(
-                what if chosen is None else f"a torch DCP directory of step {chosen}",
-                f"steps {on_disk.published_steps(directory)}",
-                where=f"'{directory}'",
-                hint="Give the directory of one step, or the root with the right step",
-            )
+        raise CheckpointError.expected(
+            what if chosen is None else f"a torch DCP directory of step {chosen}",
+            f"steps {on_disk.published_steps(directory)}",
+            where=f"'{directory}'",
+            hint="Give the directory of one step, or the root with the right step",
         )
     return found
 
@@ -210,11 +206,9 @@ def _record(place: object) -> Record:
 
 
 def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            what,
-            got,
-            where=f"'{path}'",
-            hint="The directory is damaged, or another program's: use another checkpoint",
-        )
+    return CheckpointError.expected(
+        what,
+        got,
+        where=f"'{path}'",
+        hint="The directory is damaged, or another program's: use another checkpoint",
     )

@@ -18,7 +18,7 @@ from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.manifest import Chunk, TensorEntry, read_manifest
 from megafsdp.checkpoint.format.records import RecordReader, require_files
 from megafsdp.checkpoint.format.regions import odd_cells, whole
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 
 class CheckpointReader:
@@ -162,13 +162,11 @@ class CheckpointReader:
         piece = self._records.read_tensor(chunk.record)
         wanted = (self.manifest.tensors[key].torch_dtype, chunk.region.sizes)
         if (piece.dtype, tuple(piece.shape)) != wanted:
-            raise CheckpointError(
-                expected(
-                    f"a chunk of {wanted[0]} and shape {wanted[1]}",
-                    f"{piece.dtype} and {tuple(piece.shape)}",
-                    where=f"'{key}' in file '{self.directory / chunk.record.file}'",
-                    hint="The manifest is not this file's: use another checkpoint",
-                )
+            raise CheckpointError.expected(
+                f"a chunk of {wanted[0]} and shape {wanted[1]}",
+                f"{piece.dtype} and {tuple(piece.shape)}",
+                where=f"'{key}' in file '{self.directory / chunk.record.file}'",
+                hint="The manifest is not this file's: use another checkpoint",
             )
         return piece
 
@@ -212,35 +210,29 @@ class CheckpointReader:
         entry = self._entry(key)
         odd = odd_cells(entry.shape, [chunk.region for chunk in entry.chunks])
         if odd:
-            raise CheckpointError(
-                expected(
-                    f"chunks that fill shape {entry.shape} once",
-                    f"{odd[0][1]} chunks at {odd[0][0]}",
-                    where=f"'{key}' of '{self.directory}'",
-                    hint="The checkpoint is damaged: use another one",
-                )
+            raise CheckpointError.expected(
+                f"chunks that fill shape {entry.shape} once",
+                f"{odd[0][1]} chunks at {odd[0][0]}",
+                where=f"'{key}' of '{self.directory}'",
+                hint="The checkpoint is damaged: use another one",
             )
 
     def _scalar(self, key: str, parts: list[str]) -> torch.Tensor:
         scalars = [self.tensor(part) for part in parts]
         if any(not torch.equal(scalar, scalars[0]) for scalar in scalars):
-            raise CheckpointError(
-                expected(
-                    "one value in all parts",
-                    dict(zip(parts, [scalar.item() for scalar in scalars], strict=True)),
-                    where=f"'{key}' of '{self.directory}'",
-                    hint="Read the parts by their own keys",
-                )
+            raise CheckpointError.expected(
+                "one value in all parts",
+                dict(zip(parts, [scalar.item() for scalar in scalars], strict=True)),
+                where=f"'{key}' of '{self.directory}'",
+                hint="Read the parts by their own keys",
             )
         return scalars[0]
 
 
 def _no_such(kind: str, key: str, directory: Path) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            f"a stored {kind} '{key}'",
-            "none",
-            where=f"'{directory}'",
-            hint="List the keys with megafsdp ckpt inspect",
-        )
+    return CheckpointError.expected(
+        f"a stored {kind} '{key}'",
+        "none",
+        where=f"'{directory}'",
+        hint="List the keys with megafsdp ckpt inspect",
     )

@@ -14,7 +14,7 @@ import torch
 from megafsdp.checkpoint.format.manifest import path_of, read_manifest, section_of
 from megafsdp.checkpoint.state.canonical import state_key
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 STATE_PREFIX = "optimizer.state."
 
@@ -89,13 +89,11 @@ class FusedLike:
             in_group = [size // num_groups for size in sizes]
             return [p.flatten(dim, dim + 1) for p in groups.split(in_group, dim + 1)], True
         if _is_model(key):
-            raise CheckpointError(
-                expected(
-                    f"the shape {whole} of its parts {fused['parts']}",
-                    f"{tuple(tensor.shape)}",
-                    where=f"'{key}', to be split as in {self._where}",
-                    hint="Give a checkpoint of the same model as --fused-like, or none",
-                )
+            raise CheckpointError.expected(
+                f"the shape {whole} of its parts {fused['parts']}",
+                f"{tuple(tensor.shape)}",
+                where=f"'{key}', to be split as in {self._where}",
+                hint="Give a checkpoint of the same model as --fused-like, or none",
             )
         return [tensor] * len(shapes), False
 

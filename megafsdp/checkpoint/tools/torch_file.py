@@ -31,7 +31,7 @@ from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.stored_like import STATE_PREFIX, FusedLike
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 
 def to_torch(
@@ -60,24 +60,20 @@ def to_torch(
     """
     file = Path(destination)
     if file.is_dir():
-        raise CheckpointError(
-            expected(
-                "a file to write",
-                "a directory",
-                where=f"'{file}'",
-                hint="Give a file name, such as model.pt",
-            )
+        raise CheckpointError.expected(
+            "a file to write",
+            "a directory",
+            where=f"'{file}'",
+            hint="Give a file name, such as model.pt",
         )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(
-            expected(
-                "a folder for the file",
-                f"{type(error).__name__}: {error}",
-                where=f"'{file.parent}'",
-                hint="Give a path whose folder is there or can be made",
-            )
+        raise CheckpointError.expected(
+            "a folder for the file",
+            f"{type(error).__name__}: {error}",
+            where=f"'{file.parent}'",
+            hint="Give a path whose folder is there or can be made",
         ) from error
     with CheckpointReader(source, step) as reader, on_disk.scratch_beside(file) as scratch:
         nbytes = {
@@ -281,23 +277,19 @@ def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, ob
 
 
 def _cannot_write(path: Path, nbytes: int, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            f"room for {nbytes} bytes",
-            f"{type(error).__name__}: {str(error)[:200]}",
-            where=f"'{path.parent.parent}'",
-            hint="A conversion needs twice the bytes of the tensors there: make room, or write to "
-            "another disk",
-        )
+    return CheckpointError.expected(
+        f"room for {nbytes} bytes",
+        f"{type(error).__name__}: {str(error)[:200]}",
+        where=f"'{path.parent.parent}'",
+        hint="A conversion needs twice the bytes of the tensors there: make room, or write to "
+        "another disk",
     )
 
 
 def _refused(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            'a state dict {"model": {name: tensor}, "optimizer": ...} written by torch.save',
-            got,
-            where=f"'{path}'",
-            hint="Save plain tensors by name, the optimizer with get_optimizer_state_dict()",
-        )
+    return CheckpointError.expected(
+        'a state dict {"model": {name: tensor}, "optimizer": ...} written by torch.save',
+        got,
+        where=f"'{path}'",
+        hint="Save plain tensors by name, the optimizer with get_optimizer_state_dict()",
     )

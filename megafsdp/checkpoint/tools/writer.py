@@ -27,7 +27,7 @@ from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import Region
 from megafsdp.checkpoint.state.merge import library_versions
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 
 # A reader holds a chunk beside the tensor that it fills.
@@ -56,13 +56,11 @@ class CheckpointWriter:
     ) -> None:
         self._root = Path(directory)
         if not isinstance(step, int) or step < 0:
-            raise CheckpointError(
-                expected(
-                    "a step of at least 0",
-                    repr(step),
-                    where=f"'{self._root}'",
-                    hint="Give the step that the checkpoint is to be published as",
-                )
+            raise CheckpointError.expected(
+                "a step of at least 0",
+                repr(step),
+                where=f"'{self._root}'",
+                hint="Give the step that the checkpoint is to be published as",
             )
         self._step = step
         self._world_size = world_size
@@ -128,13 +126,11 @@ class CheckpointWriter:
         """
         self._require_new(key)
         if key == "extra" and not isinstance(value, dict):
-            raise CheckpointError(
-                expected(
-                    "a dict of the caller's values",
-                    repr(value)[:80],
-                    where=f"'extra' of '{self._root}'",
-                    hint="Give the value a name: {'name': value}",
-                )
+            raise CheckpointError.expected(
+                "a dict of the caller's values",
+                repr(value)[:80],
+                where=f"'extra' of '{self._root}'",
+                hint="Give the value a name: {'name': value}",
             )
         self._objects[key] = self._records.append_object(plain(key, value))
 
@@ -200,25 +196,21 @@ class CheckpointWriter:
     def _require_new(self, key: str) -> None:
         taken = (self._tensors, self._objects, self._aliases, self._fused_into)
         if any(key in keys for keys in taken):
-            raise CheckpointError(
-                expected(
-                    "each key once",
-                    f"'{key}' again",
-                    where=f"'{self._root}'",
-                    hint="Give every tensor and object a key of its own",
-                )
+            raise CheckpointError.expected(
+                "each key once",
+                f"'{key}' again",
+                where=f"'{self._root}'",
+                hint="Give every tensor and object a key of its own",
             )
 
     def _require_tensors(self, key: str, targets: Sequence[str], known: Container[str]) -> None:
         missing = [target for target in targets if target not in known]
         if missing:
-            raise CheckpointError(
-                expected(
-                    f"tensors for '{key}' to stand for",
-                    f"no tensors {missing[:20]}",
-                    where=f"'{self._root}'",
-                    hint="Add the tensors first",
-                )
+            raise CheckpointError.expected(
+                f"tensors for '{key}' to stand for",
+                f"no tensors {missing[:20]}",
+                where=f"'{self._root}'",
+                hint="Add the tensors first",
             )
 
 
