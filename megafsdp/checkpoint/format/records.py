@@ -19,10 +19,10 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record
 from megafsdp.errors import CheckpointError
@@ -42,7 +42,7 @@ _MAX_NAMED = 20
 
 
 class RecordWriter:
-    """Append records to one rank's file; leaving the context makes the file durable.
+    """Append records to one rank's file; leaving the context without error makes it durable.
 
     Args:
         directory: Where the file goes.
@@ -61,15 +61,14 @@ class RecordWriter:
         """Return the writer."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Flush to the disk and close."""
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        """Close the file."""
+        self.close(is_durable=kind is None)
+
+    def close(self, *, is_durable: bool) -> None:
+        """Close the file, after waiting until it is on the disk if it is to be kept."""
         with self._stream:
-            if error is None:
+            if is_durable:
                 os.fsync(self._stream.fileno())
 
     def append_tensor(self, tensor: torch.Tensor) -> Record:
@@ -132,28 +131,26 @@ class RecordWriter:
         """Do nothing: the file is made durable once, at the end."""
 
 
+Reader = TypeVar("Reader", bound="RecordReader")
+
+
 class RecordReader:
-    """Read records of one checkpoint, keeping one file open at a time.
+    """Read records of one directory; a context manager, which has one file open at a time.
 
     Args:
-        directory: The checkpoint.
+        directory: The checkpoint's own directory.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._name = ""
         self._stream: BinaryIO | None = None
 
-    def __enter__(self) -> RecordReader:
+    def __enter__(self: Reader) -> Reader:
         """Return the reader."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         """Close the open file."""
         if self._stream is not None:
             self._stream.close()
@@ -162,10 +159,18 @@ class RecordReader:
         if self._stream is None or self._name != record.file:
             if self._stream is not None:
                 self._stream.close()
-            self._stream = (self._directory / record.file).open("rb")
+            self._stream = (self.directory / record.file).open("rb")
             self._name = record.file
         self._stream.seek(record.offset)
         return self._stream
+
+    def checksum(self, record: Record) -> tuple[int, int]:
+        """Return the CRC-32 of a record's bytes, read in pieces, and how many the file lacks."""
+        stream, num_left, found = self._at(record), record.nbytes, 0
+        while num_left and (piece := stream.read(min(num_left, _PIECE_NBYTES))):
+            found = zlib.crc32(piece, found)
+            num_left -= len(piece)
+        return found, num_left
 
     def verify(self, key: str, record: Record) -> None:
         """Compare a record's bytes with its checksum.
@@ -173,15 +178,12 @@ class RecordReader:
         Raises:
             CheckpointError: They differ.
         """
-        stream, left, found = self._at(record), record.nbytes, 0
-        while left and (piece := stream.read(min(left, _PIECE_NBYTES))):
-            found = zlib.crc32(piece, found)
-            left -= len(piece)
-        if left or found != record.crc32:
+        found, num_left = self.checksum(record)
+        if num_left or found != record.crc32:
             raise CheckpointError.expected(
                 f"checksum {record.crc32}",
                 f"{found} at byte {record.offset}",
-                where=f"'{key}' in file '{self._directory / record.file}'",
+                where=f"'{key}' in file '{self.directory / record.file}'",
                 hint=f"The file is damaged: {ANOTHER_STEP}",
             )
 
@@ -193,6 +195,12 @@ class RecordReader:
         """Verify and read a structure of plain values."""
         self.verify(key, record)
         return self._read(record)
+
+    def read_description(self, record: Record) -> object:
+        """Read a record with its tensors on the meta device, which reads none of their elements."""
+        # A BinaryIO is an IOBase, and the view of one a BinaryIO; the stubs know neither.
+        view = _create_file_view(self._at(record), record.offset, record.nbytes)  # type: ignore[arg-type]
+        return torch.load(view, weights_only=True, map_location="meta")  # type: ignore[arg-type]
 
     def _read(self, record: Record) -> torch.Tensor:
         payload = io.BytesIO(self._at(record).read(record.nbytes))

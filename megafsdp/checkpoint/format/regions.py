@@ -1,18 +1,13 @@
-"""Regions: the axis-aligned part of a global tensor that a rank holds or a file stores.
+"""Regions: axis-aligned parts of a global tensor, which ranks have and chunks on disk store.
 
 Every tensor of a checkpoint is described by regions, whatever its placement: an uneven DTensor
 publishes the rows it owns, a replicated one the whole tensor, an empty shard nothing. Where a
 stored tensor is only a part of a tensor in memory, or the other way round, :class:`TensorPart`
-shifts the regions. This file translates between tensors and regions and decides which replica
-writes a region; what the parts are is ``fused``'s and ``experts``' business. All of it is local
-arithmetic.
+shifts the regions. :class:`ReplicaBalance` chooses which replica writes a region, and
+:func:`odd_cells` finds what regions leave out or meet twice.
 
-
-Coverage: how often regions meet each element of a tensor, without an array of its elements.
-
-The bounds of the regions cut the tensor into a grid of cells, each of which lies wholly inside or
-wholly outside of every region; counting is done by cell. What a gap or an overlap means is the
-caller's to say.
+All of it is local arithmetic. Which parts a parameter has is decided in state/fused.py and
+state/experts.py; what a gap or an overlap means, by the caller.
 """
 
 from __future__ import annotations
@@ -57,8 +52,13 @@ class Region(NamedTuple):
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Region(starts, sizes) if all(size > 0 for size in sizes) else None
 
+    def moved(self, origin: Region, target: Region) -> Region:
+        """Return where this region is once ``origin`` lies at the place of ``target``."""
+        places = zip(self.offsets, origin.offsets, target.offsets, strict=True)
+        return Region(tuple(own - old + new for own, old, new in places), self.sizes)
+
     def slices_in(self, outer: Region) -> tuple[slice, ...]:
-        """Return the index that selects this region in a tensor that holds ``outer``."""
+        """Return the index that selects this region in a tensor whose elements are ``outer``."""
         return tuple(
             slice(start - base, start - base + size)
             for start, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
@@ -70,50 +70,73 @@ def whole(shape: tuple[int, ...]) -> Region:
     return Region((0,) * len(shape), shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A region of a tensor in memory that lies in the stored tensor at another place.
+def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[Region, int]]:
+    """List the cells that regions do not meet exactly once, with how often they do.
 
-    Attributes:
-        region: The region, in the indices of the tensor in memory.
-        offsets: Where it starts in the stored tensor.
+    Example: regions [0:2] and [1:3] of a tensor of 4 elements have the cells [0:1], [1:2], [2:3]
+    and [3:4]; ``[1:2]`` is met twice and ``[3:4]`` never.
+
+    Args:
+        shape: The tensor's.
+        regions: Parts of it; the part of a region that lies outside of the tensor is a cell too.
     """
+    covered = [region for region in regions if region.numel]
+    bounds = [
+        sorted(
+            {0, extent}
+            | {region.offsets[dim] for region in covered}
+            | {region.offsets[dim] + region.sizes[dim] for region in covered}
+        )
+        for dim, extent in enumerate(shape)
+    ]
+    index = [{bound: i for i, bound in enumerate(of_dim)} for of_dim in bounds]
+    counts = np.zeros([len(of_dim) - 1 for of_dim in bounds], dtype=np.int32)
+    for region in covered:
+        cells = tuple(
+            slice(of_dim[start], of_dim[start + size])
+            for of_dim, start, size in zip(index, region.offsets, region.sizes, strict=True)
+        )
+        counts[cells] += 1
+    wanted = np.zeros_like(counts)
+    wanted[tuple(slice(of_dim[0], of_dim[n]) for of_dim, n in zip(index, shape, strict=True))] = 1
+    odd = []
+    # Unlike nonzero(), argwhere() has an answer for a 0-d tensor: its one cell has no index.
+    for cell in np.argwhere(counts != wanted):
+        starts = tuple(of_dim[i] for of_dim, i in zip(bounds, cell, strict=True))
+        ends = tuple(of_dim[i + 1] for of_dim, i in zip(bounds, cell, strict=True))
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        odd.append((Region(starts, sizes), int(counts[tuple(cell)])))
+    return odd
 
-    region: Region
-    offsets: tuple[int, ...]
 
-    def outward(self, held: Region) -> Region | None:
-        """Return what the stored tensor has of a region in memory, None if nothing."""
-        common = held.intersect(self.region)
-        return None if common is None else _moved(common, self.region.offsets, self.offsets)
-
-    def inward(self, stored: Region) -> Region:
-        """Return where a region of the stored tensor that lies in this window is in memory."""
-        return _moved(stored, self.offsets, self.region.offsets)
-
-    def holds(self, stored: Region) -> bool:
-        """Return whether a region of the stored tensor lies in this window."""
-        return stored.intersect(Region(self.offsets, self.region.sizes)) == stored
+def is_filled(region: Region, pieces: Sequence[Region]) -> bool:
+    """Return whether pieces inside a region meet each of its elements exactly once."""
+    if len(pieces) == 1:
+        return pieces[0] == region
+    origin = whole(region.sizes)
+    return not odd_cells(region.sizes, [piece.moved(region, origin) for piece in pieces])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorPart:
-    """A stored tensor that is in memory in another tensor, sharded or not; it copies nothing.
+    """A stored tensor that consists of regions of a tensor in memory, sharded or not; no copy.
 
-    Example: with windows of one region, rows 5 to 9 of a (10, 6) tensor at offsets (0, 0), it is
-    the lower half as a (5, 6) tensor. A rank that holds rows 4 to 6 of the whole has its rows 0 and
-    1; one that holds rows 0 to 3 has none.
+    Example: the lower half of a (10, 6) tensor, stored as a (5, 6) tensor, is the one pair (rows 5
+    to 9, rows 0 to 4). A rank that has rows 4 to 6 in memory has rows 0 and 1 of the stored tensor;
+    a rank that has rows 0 to 3 has none.
 
     Attributes:
-        tensor: What is in memory.
+        tensor: The tensor in memory.
         shape: Shape of the stored tensor.
-        windows: What of ``tensor`` it consists of; they do not meet in the stored tensor.
-        ranks: Global ranks that hold the same, if ``tensor`` is plain and these are not all ranks.
+        regions: Pairs of equal sizes: a region of ``tensor``, and the region of the stored tensor
+            that it is. Those of the stored tensor do not meet.
+        ranks: Global ranks that have the same values, if ``tensor`` is plain and these are not all
+            ranks.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
-    windows: tuple[Window, ...]
+    regions: tuple[tuple[Region, Region], ...]
     ranks: tuple[int, ...] | None = None
 
     @property
@@ -137,7 +160,7 @@ def underlying(stored: Stored) -> torch.Tensor:
 
 
 def local_regions(key: str, stored: Stored) -> list[Region]:
-    """List the regions of a stored tensor that this rank holds; never an empty region.
+    """List the regions of a stored tensor that this rank has; never an empty region.
 
     Args:
         key: Name in the checkpoint, for the message.
@@ -148,11 +171,15 @@ def local_regions(key: str, stored: Stored) -> list[Region]:
             equal chunks, and trusting it for uneven rows would lose data silently. Or a tensor is
             sparse or quantized.
     """
-    if isinstance(stored, TensorPart):
-        held = _regions_of_tensor(key, stored.tensor)
-        found = (window.outward(region) for window in stored.windows for region in held)
-        return [region for region in found if region is not None]
-    return _regions_of_tensor(key, stored)
+    if not isinstance(stored, TensorPart):
+        return _regions_of_tensor(key, stored)
+    own = _regions_of_tensor(key, stored.tensor)
+    return [
+        common.moved(inner, outer)
+        for inner, outer in stored.regions
+        for region in own
+        if (common := region.intersect(inner)) is not None
+    ]
 
 
 def local_view(stored: Stored, region: Region) -> torch.Tensor:
@@ -162,17 +189,14 @@ def local_view(stored: Stored, region: Region) -> torch.Tensor:
     """
     if not isinstance(stored, TensorPart):
         return _view_of_tensor(stored, region)
-    window = next(window for window in stored.windows if window.holds(region))
-    inner = window.inward(region)
-    for held in _regions_of_tensor("", stored.tensor):
-        if held.intersect(inner) == inner:
-            return _view_of_tensor(stored.tensor, held)[inner.slices_in(held)]
+    for inner, outer in stored.regions:
+        if region.intersect(outer) != region:
+            continue
+        place = region.moved(outer, inner)
+        for own in _regions_of_tensor("", stored.tensor):
+            if own.intersect(place) == place:
+                return _view_of_tensor(stored.tensor, own)[place.slices_in(own)]
     raise AssertionError(f"{region} is none of this rank's regions")
-
-
-def _moved(region: Region, origin: tuple[int, ...], target: tuple[int, ...]) -> Region:
-    offsets = (o - a + b for o, a, b in zip(region.offsets, origin, target, strict=True))
-    return Region(tuple(offsets), region.sizes)
 
 
 def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
@@ -258,58 +282,3 @@ class ReplicaBalance:
             found = tuple(mesh.mesh[index].reshape(-1).tolist())
             self._ranks_by_axes[mesh, axes] = found
         return found
-
-
-def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[Region, int]]:
-    """List the cells that regions do not meet exactly once, with how often they do.
-
-    Example: regions [0:2] and [1:3] of a tensor of 4 elements have the cells [0:1], [1:2], [2:3]
-    and [3:4]; ``[1:2]`` is met twice and ``[3:4]`` never.
-
-    Args:
-        shape: The tensor's.
-        regions: Parts of it; the part of a region that lies outside of the tensor is a cell too.
-    """
-    covered = [region for region in regions if region.numel]
-    bounds = [
-        sorted(
-            {0, extent}
-            | {region.offsets[dim] for region in covered}
-            | {region.offsets[dim] + region.sizes[dim] for region in covered}
-        )
-        for dim, extent in enumerate(shape)
-    ]
-    index = [{bound: i for i, bound in enumerate(of_dim)} for of_dim in bounds]
-    counts = np.zeros([len(of_dim) - 1 for of_dim in bounds], dtype=np.int32)
-    for region in covered:
-        cells = tuple(
-            slice(of_dim[start], of_dim[start + size])
-            for of_dim, start, size in zip(index, region.offsets, region.sizes, strict=True)
-        )
-        counts[cells] += 1
-    wanted = np.zeros_like(counts)
-    wanted[tuple(slice(of_dim[0], of_dim[n]) for of_dim, n in zip(index, shape, strict=True))] = 1
-    odd = []
-    for cell in zip(*np.nonzero(counts != wanted), strict=True) if shape else _odd_scalar(counts):
-        starts = tuple(of_dim[i] for of_dim, i in zip(bounds, cell, strict=True))
-        ends = tuple(of_dim[i + 1] for of_dim, i in zip(bounds, cell, strict=True))
-        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        odd.append((Region(starts, sizes), int(counts[cell])))
-    return odd
-
-
-def is_filled(region: Region, pieces: Sequence[Region]) -> bool:
-    """Return whether pieces inside a region meet each of its elements exactly once."""
-    if len(pieces) == 1:
-        return pieces[0] == region
-    offsets = region.offsets
-    moved = [
-        Region(tuple(at - by for at, by in zip(piece.offsets, offsets, strict=True)), piece.sizes)
-        for piece in pieces
-    ]
-    return not odd_cells(region.sizes, moved)
-
-
-def _odd_scalar(counts: np.ndarray) -> list[tuple[()]]:
-    """Return the one cell of a 0-d tensor if it is not met once; numpy has no indices for it."""
-    return [] if int(counts) == 1 else [()]

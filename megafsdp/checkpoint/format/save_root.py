@@ -74,18 +74,21 @@ def published_steps(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def find(directory: str | os.PathLike[str], step: int | None) -> Path:
+def find(
+    directory: str | os.PathLike[str], step: int | None, *, marker: str = MANIFEST_FILE
+) -> Path:
     """Return the checkpoint to read.
 
     Args:
         directory: A save root, or one checkpoint's own directory.
         step: A published step; None means the tracker's.
+        marker: Name of a file by which a checkpoint's own directory is known.
 
     Raises:
         CheckpointError: There is none.
     """
     root = Path(directory)
-    if step is None and (root / MANIFEST_FILE).is_file():
+    if step is None and (root / marker).is_file():
         return root
     chosen = latest_step(root) if step is None else step
     if chosen is None or not step_directory(root, chosen).is_dir():

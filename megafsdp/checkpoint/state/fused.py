@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megafsdp.checkpoint.format.regions import Region, Stored, TensorPart, Window, whole
+from megafsdp.checkpoint.format.regions import Region, Stored, TensorPart, whole
 from megafsdp.checkpoint.state.experts import (
     holders,
     is_named_by_expert,
@@ -87,13 +87,12 @@ class StoredForm:
         if self.fused is None:
             if self.ranks is None and place == whole(self.shape) and shape == self.shape:
                 return [tensor]
-            window = Window(whole(self.shape), place.offsets)
-            return [TensorPart(tensor, shape, (window,), self.ranks)]
+            return [TensorPart(tensor, shape, ((whole(self.shape), place),), self.ranks)]
         return [
             TensorPart(
                 tensor,
                 _with_extent(shape, self.fused.dim, size * self.fused.num_groups),
-                tuple(self._windows(self.fused, index, place)),
+                self._regions(self.fused, index, place),
                 self.ranks,
             )
             for index, size in enumerate(self.fused.sizes)
@@ -109,23 +108,26 @@ class StoredForm:
             )
         if not self.is_own:
             return tensor
-        shape = tuple(tensor.shape)
-        return TensorPart(tensor, shape, (Window(whole(shape), (0,) * len(shape)),), self.ranks)
+        everything = whole(tuple(tensor.shape))
+        return TensorPart(tensor, everything.sizes, ((everything, everything),), self.ranks)
 
-    def _windows(self, fused: FusedParts, index: int, place: Region) -> list[Window]:
-        """Return where one part is in memory, a window for each group.
+    def _regions(
+        self, fused: FusedParts, index: int, place: Region
+    ) -> tuple[tuple[Region, Region], ...]:
+        """Return where one part is in memory and in the stored tensor, a pair for each group.
 
         With groups [gate0; up0; gate1; up1], as a tensor cut for two tensor-parallel ranks has
-        them, the part ``up`` is two windows that lie one after another on disk.
+        them, the part ``up`` is two regions that lie one after another on disk.
         """
         dim, size = fused.dim, fused.sizes[index]
-        windows = []
+        pairs = []
         for group in range(fused.num_groups):
             start = group * sum(fused.sizes) + sum(fused.sizes[:index])
             offsets, sizes, target = [0] * len(self.shape), [*self.shape], [*place.offsets]
             offsets[dim], sizes[dim], target[dim] = start, size, target[dim] + group * size
-            windows.append(Window(Region(tuple(offsets), tuple(sizes)), tuple(target)))
-        return windows
+            inner = Region(tuple(offsets), tuple(sizes))
+            pairs.append((inner, Region(tuple(target), inner.sizes)))
+        return tuple(pairs)
 
 
 def stored_form(name: str, parameter: torch.Tensor) -> StoredForm:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -76,17 +75,11 @@ class CheckpointWriter:
         """Return the writer."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         """Discard what was not published."""
         if self._published:
             return
-        # With an error of any kind the records close without waiting for the disk.
-        self._records.__exit__(CheckpointError, CheckpointError("not published"), None)
+        self._records.close(is_durable=False)
         if self._temporary.exists():
             on_disk.remove(self._temporary)
 
@@ -174,7 +167,7 @@ class CheckpointWriter:
         if "common" not in self._objects:
             facts = {"step": self._step, "world_size": self._world_size}
             self.add_object("common", facts | {"versions": library_versions()})
-        self._records.__exit__(None, None, None)
+        self._records.close(is_durable=True)
         manifest = Manifest(
             step=self._step,
             world_size=self._world_size,
