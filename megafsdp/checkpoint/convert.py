@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 
-from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, MANIFEST_FILE
 from megafsdp.checkpoint.megatron.exporter import to_nvidia
 from megafsdp.checkpoint.megatron.importer import from_nvidia
@@ -47,9 +47,9 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
     places = [path]
     if (
         path.is_dir()
-        and (chosen := on_disk.latest_step(path) if step is None else step) is not None
+        and (chosen := save_root.latest_step(path) if step is None else step) is not None
     ):
-        places.append(on_disk.step_directory(path, chosen))
+        places.append(save_root.step_directory(path, chosen))
     for place in places:
         if (place / MANIFEST_FILE).is_file():
             return Format.MEGAFSDP

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
-from megafsdp.checkpoint.background.pending_save import wait_for_end
-from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.background.pending_save import SAVES
+from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record, read_manifest
 from megafsdp.checkpoint.format.records import RecordReader, require_files
 from megafsdp.checkpoint.format.regions import (
@@ -33,7 +33,7 @@ from megafsdp.checkpoint.format.regions import (
     underlying,
 )
 from megafsdp.checkpoint.format.rng import restore_rng_state
-from megafsdp.checkpoint.save import HasState
+from megafsdp.checkpoint.save import HasState, TrainingState
 from megafsdp.checkpoint.state.canonical import (
     CanonicalState,
     HasCanonicalState,
@@ -43,7 +43,7 @@ from megafsdp.checkpoint.state.canonical import (
     parameter_names,
 )
 from megafsdp.checkpoint.state.fused import wholes_by_part
-from megafsdp.checkpoint.state.matching import Match, Rules, match
+from megafsdp.checkpoint.state.matching import Match, Rules, as_patterns, match
 from megafsdp.checkpoint.state.optimizer_load import (
     GROUPS_KEY,
     OptimizerLoad,
@@ -57,20 +57,6 @@ from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 
 _log = logging.getLogger("megafsdp.checkpoint")
-
-
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """What the caller wants filled."""
-
-    model: nn.Module | None
-    optimizer: torch.optim.Optimizer | None
-    stateful: dict[str, HasState]
-
-    def sections(self) -> set[str]:
-        """Return the sections of the checkpoint that are asked for."""
-        own = {"model": self.model, "optimizer": self.optimizer}
-        return {name for name, target in own.items() if target is not None} | set(self.stateful)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +152,8 @@ def load(
             any of them touched its model.
         ValueError: The arguments contradict each other.
     """
-    rules = Rules.of(strict, ignore=ignore, allow_missing=allow_missing, hint=hint)
+    patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
+    rules = Rules(strict, *patterns, hint=hint)
     if optimizer is not None and model is None:
         raise ValueError(
             expected(
@@ -176,10 +163,8 @@ def load(
                 hint="Pass model= too: its names say which state belongs to which parameter",
             )
         )
-    given = {"lr_scheduler": lr_scheduler, "loss_scaler": loss_scaler}
-    stateful = {key: target for key, target in given.items() if target is not None}
-    targets = _Targets(model, optimizer, stateful)
-    wait_for_end()
+    targets = TrainingState(model, optimizer, lr_scheduler, loss_scaler)
+    SAVES.wait_for_end()
     plan, error = attempt(lambda: _plan(Path(directory), step, targets=targets, rules=rules))
     seen = agree(
         None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error
@@ -198,17 +183,17 @@ def load(
     return cast(dict[str, object], ready.objects["extra"])
 
 
-def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules) -> _Plan:
+def _plan(directory: Path, step: int | None, *, targets: TrainingState, rules: Rules) -> _Plan:
     """Find, check and match a checkpoint; touches nothing."""
     rank, world_size = rank_and_world_size()
-    path = on_disk.find(directory, step)
+    path = save_root.find(directory, step)
     manifest = read_manifest(path)
     # Each rank looks at its share of the files; the agreement unites what they find.
     require_files(manifest, path, sorted(manifest.files)[rank::world_size])
 
     names: dict[nn.Parameter, str] = {}
     weights: dict[str, nn.Parameter] = {}
-    wanted: set[str] = set(targets.stateful)
+    wanted: set[str] = set(targets.stateful())
     state = CanonicalState()
     if targets.model is not None:
         state = model_state(targets.model, manifest.stored())
@@ -298,10 +283,7 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str], rules: Rules) -> Non
             keys_by_ranks.setdefault(ranks, set()).add(source)
     with RecordReader(plan.directory) as reader:
         for ranks, keys in keys_by_ranks.items():
-            records = sorted(
-                ((record, key) for key in sorted(keys) for record in manifest.records([key])),
-                key=lambda pair: (pair[0].file, pair[0].offset),
-            )
+            records = manifest.places(sorted(keys))
             share = ranks.index(rank) if rank in ranks else len(records)
             for record, key in records[share :: len(ranks)]:
                 reader.verify(key, record)
@@ -312,7 +294,7 @@ def _verify_and_read_objects(plan: _Plan, wanted: set[str], rules: Rules) -> Non
     assert isinstance(plan.objects["extra"], dict), "save() and CheckpointWriter store a dict"
 
 
-def _commit(plan: _Plan, targets: _Targets) -> None:
+def _commit(plan: _Plan, targets: TrainingState) -> None:
     """Write into the targets; every check has passed on every rank."""
     _copy_tensors(plan, targets.model)
     if targets.model is not None:
@@ -322,7 +304,7 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
     if targets.optimizer is not None:
         _commit_optimizer(plan, targets.optimizer)
         _restore_rng(plan)
-    for key, stateful in targets.stateful.items():
+    for key, stateful in targets.stateful().items():
         if key in plan.objects:
             stateful.load_state_dict(plan.objects[key])  # type: ignore[arg-type]
     for fact, keys in (("kept their own values", plan.match.kept), ("not used", plan.match.unused)):

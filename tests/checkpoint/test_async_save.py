@@ -32,8 +32,8 @@ from megafsdp.checkpoint import (
     load,
     release_staging_memory,
     save,
+    wait_for_saves,
 )
-from megafsdp.checkpoint.background import pending_save as in_flight
 from megafsdp.checkpoint.background.staging import HostSlab, Staging
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.errors import CheckpointError
@@ -213,6 +213,33 @@ def test_a_part_of_a_plain_model_waits_and_the_model_is_still_pickled(tmp_path: 
     assert twin.load_state_dict(model.state_dict()).missing_keys == []
 
 
+@pytest.mark.parametrize("end", ["result", "step", "wait", "failure"])
+def test_no_hook_stays_on_what_was_saved(tmp_path: Path, end: str) -> None:
+    """Model and optimizer have their own hooks alone after the result, the next step or a wait."""
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def num_hooks() -> int:
+        per_module = (len(module._load_state_dict_pre_hooks) for module in model.modules())
+        return sum(per_module) + len(optimizer._optimizer_load_state_dict_pre_hooks)
+
+    def broken(point: str) -> None:
+        if point == "file opened" and end == "failure":
+            raise OSError("no space left")
+
+    model.register_load_state_dict_pre_hook(lambda *unused: None)
+    with mock.patch.object(on_disk, "reached", broken):
+        pending = async_save(tmp_path, step=1, model=model, optimizer=optimizer)
+        assert num_hooks() > 3
+        if end == "failure":
+            with pytest.raises(CheckpointError, match="no space left"):
+                pending.result()
+        else:
+            {"result": pending.result, "step": optimizer.step, "wait": wait_for_saves}[end]()
+        assert num_hooks() == 1
+        wait_for_saves()
+
+
 def test_the_working_directory_may_change_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +390,7 @@ def _fail(root: Path) -> list[str]:
             except CheckpointError as error:
                 messages.append(str(error))
         silent = async_save(root, step=3, model=model)
-        in_flight.wait_for_end()
+        wait_for_saves()
         assert silent.done()
     try:
         save(root, step=4, model=model)
@@ -398,7 +425,7 @@ def _fail_to_stage(root: Path, where: str) -> str:
             stack.enter_context(mock.patch.object(*target, full))
         pending = async_save(root, step=2, model=model)
         if where == "copy":
-            in_flight.wait_for_end()
+            wait_for_saves()
     # The rank that failed has nothing to wait for.
     model.load_state_dict(model.state_dict())
     try:

@@ -125,6 +125,11 @@ class Manifest:
             else:
                 yield self.objects[key]
 
+    def places(self, keys: Iterable[str]) -> list[tuple[Record, str]]:
+        """List the records of some keys, each with its key, in the order of the files."""
+        places = ((record, key) for key in keys for record in self.records([key]))
+        return sorted(places, key=lambda place: (place[0].file, place[0].offset))
+
 
 def section_of(key: str) -> str:
     """Return the first part of a key: model, optimizer, lr_scheduler, rng, extra, and so on."""

@@ -24,7 +24,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megafsdp.checkpoint.format.manifest import MANIFEST_FILE, TRACKER_FILE
+from megafsdp.checkpoint.format.manifest import (
+    MANIFEST_FILE,
+    TRACKER_FILE,
+    Manifest,
+    write_dcp_metadata,
+    write_manifest,
+)
 from megafsdp.errors import CheckpointError
 
 _log = logging.getLogger("megafsdp.checkpoint")
@@ -130,6 +136,21 @@ def prepare(root: Path, step: int) -> Path:
     temporary.mkdir()
     reached("prepared")
     return temporary
+
+
+def write_descriptions(manifest: Manifest, temporary: Path) -> None:
+    """Write ``.metadata`` and, last, the manifest, and wait until both are on the disk.
+
+    Args:
+        manifest: What the checkpoint has; its ``files`` receive ``.metadata``.
+        temporary: Holds the records already.
+    """
+    described = write_dcp_metadata(manifest, temporary)
+    sync_file(described)
+    manifest.files[described.name] = described.stat().st_size
+    reached("DCP metadata written")
+    sync_file(write_manifest(manifest, temporary))
+    reached("manifest written")
 
 
 def publish(temporary: Path, root: Path, step: int) -> Path:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
-from megafsdp.checkpoint.background import pending_save as in_flight
+from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format.regions import Region, local_regions, local_view
 from megafsdp.checkpoint.huggingface.plan import (
     ConfigLike,
@@ -77,7 +77,7 @@ class _Import:
     @torch.no_grad()
     def run(self) -> None:
         """Write into the model."""
-        in_flight.wait_until_staged()
+        SAVES.wait_until_staged()
         names = {entry.ours for entry in self._plan.entries}
         give_memory_to_meta_tensors(
             self._model,

@@ -9,7 +9,7 @@ copied or gathered here, and a sharded tensor is listed as the DTensor it is.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -78,14 +78,8 @@ class CanonicalState:
 
     def update(self, other: CanonicalState) -> None:
         """Take over what another state lists, the optimizer's beside the model's."""
-        self.tensors.update(other.tensors)
-        self.objects.update(other.objects)
-        self.fused.update(other.fused)
-        self.aliases.update(other.aliases)
-        self.fused_into.update(other.fused_into)
-        self.rank_zero.update(other.rank_zero)
-        self.own.update(other.own)
-        self.elsewhere.update(other.elsewhere)
+        for own in fields(self):
+            getattr(self, own.name).update(getattr(other, own.name))
 
     def claim(self, keys: Iterable[str], form: StoredForm) -> None:
         """Note that only the ranks of a parameter have these keys, if that is so."""

@@ -32,19 +32,6 @@ class Rules:
     whole_of: Mapping[str, str] = field(default_factory=dict)
     hint: str | None = None
 
-    @classmethod
-    def of(
-        cls, strict: str, *, ignore: Sequence[str], allow_missing: Sequence[str], hint: str | None
-    ) -> Rules:
-        """Return the rules that arguments of ``load`` ask for.
-
-        Raises:
-            ValueError: ``strict`` is none of the choices, or a single string was given for
-                patterns.
-        """
-        patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
-        return cls(strict, *patterns, hint=hint)
-
     def __post_init__(self) -> None:
         """Check the choice.
 

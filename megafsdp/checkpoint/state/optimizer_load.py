@@ -21,6 +21,7 @@ from megafsdp.checkpoint.format.regions import Stored, underlying
 from megafsdp.checkpoint.state.canonical import (
     EXECUTION_FLAGS,
     GROUP_MEMBERS,
+    MEMBER_NAMES,
     HasCanonicalState,
     member_names,
     named_groups,
@@ -273,19 +274,29 @@ def plan_param_groups(
                 index,
             )
             continue
-        left = {"names"} | GROUP_MEMBERS | EXECUTION_FLAGS | _settled_by_class(load.optimizer)
-        taken = {k: v for k, v in found.items() if k not in left}
-        unknown = set(load.optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
-        lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])
-        kind = type(load.optimizer).__name__
-        if lacking:
-            complain(f"the hyperparameters of {kind}", f"a stored group without {lacking}", index)
-        foreign = {k for k in taken if k in _NEUTRAL and k not in load.optimizer.defaults}
-        changing = [f"{k}={taken[k]}" for k in sorted(foreign) if taken[k] != _NEUTRAL[k]]
-        if changing:
-            complain(f"options of {kind}", f"{', '.join(changing)}, which it ignores", index)
-        taken = {k: v for k, v in taken.items() if k not in foreign}
+        taken, misfits = _hyperparameters(load.optimizer, group, found)
+        for what, got in misfits:
+            complain(what, got, index)
         load.groups.append((group, taken))
+
+
+def _hyperparameters(
+    optimizer: torch.optim.Optimizer, group: dict, stored: dict
+) -> tuple[dict[str, object], list[tuple[str, str]]]:
+    """Return what a group takes from a stored one; and what does not fit: expected, found."""
+    kind = type(optimizer).__name__
+    left = {MEMBER_NAMES} | GROUP_MEMBERS | EXECUTION_FLAGS | _settled_by_class(optimizer)
+    taken = {k: v for k, v in stored.items() if k not in left}
+    misfits = []
+    unknown = set(optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
+    lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])
+    if lacking:
+        misfits.append((f"the hyperparameters of {kind}", f"a stored group without {lacking}"))
+    foreign = {k for k in taken if k in _NEUTRAL and k not in optimizer.defaults}
+    changing = [f"{k}={taken[k]}" for k in sorted(foreign) if taken[k] != _NEUTRAL[k]]
+    if changing:
+        misfits.append((f"options of {kind}", f"{', '.join(changing)}, which it ignores"))
+    return {k: v for k, v in taken.items() if k not in foreign}, misfits
 
 
 def _settled_by_class(optimizer: torch.optim.Optimizer) -> frozenset[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import path_of, section_of
 from megafsdp.checkpoint.state.canonical import (
     EXTRA_STATE,
@@ -59,6 +59,34 @@ def to_torch(
             or the disk is full; nothing is left behind.
     """
     file = Path(destination)
+    _require_folder(file)
+    with CheckpointReader(source, step) as reader, save_root.scratch_beside(file) as scratch:
+        by_key: dict[str, object] = {}
+        total_nbytes = sum(map(reader.nbytes, reader.whole_keys()))
+        with bytes_bar("convert", total_nbytes, is_wanted=show_progress) as bar:
+            for number, key in enumerate(reader.whole_keys()):
+                mapped = _mapped(Path(scratch, str(number)), reader.shape(key), reader.dtype(key))
+                reader.read_into(mapped, key)
+                by_key[key] = mapped
+                bar.update(mapped.nbytes)
+        # A tied tensor is one tensor of two names, which torch.save stores once.
+        by_key.update((alias, by_key[key]) for alias, key in reader.whole_aliases().items())
+        by_key.update(_objects(reader))
+        scratch_file = Path(scratch, "whole")
+        try:
+            torch.save(_nested(by_key), scratch_file)
+        except (OSError, RuntimeError) as error:
+            # torch's writer has an error of its own for a full disk.
+            raise _cannot_write(scratch_file, total_nbytes, error) from error
+        # Durable before it takes the file's name: a crash leaves the old file or the new one.
+        save_root.sync_file(scratch_file)
+        scratch_file.replace(file)
+        save_root.sync_directory(file.parent)
+    return file
+
+
+def _require_folder(file: Path) -> None:
+    """Make the folder of a file that is to be written."""
     if file.is_dir():
         raise CheckpointError.expected(
             "a file to write",
@@ -75,31 +103,6 @@ def to_torch(
             where=f"'{file.parent}'",
             hint="Give a path whose folder is there or can be made",
         ) from error
-    with CheckpointReader(source, step) as reader, on_disk.scratch_beside(file) as scratch:
-        nbytes = {
-            key: math.prod(reader.shape(key)) * reader.dtype(key).itemsize
-            for key in reader.whole_keys()
-        }
-        by_key: dict[str, object] = {}
-        with bytes_bar("convert", sum(nbytes.values()), is_wanted=show_progress) as bar:
-            for number, key in enumerate(nbytes):
-                mapped = _mapped(Path(scratch, str(number)), reader.shape(key), reader.dtype(key))
-                reader.read_into(mapped, key)
-                by_key[key] = mapped
-                bar.update(nbytes[key])
-        # A tied tensor is one tensor of two names, which torch.save stores once.
-        by_key.update((alias, by_key[key]) for alias, key in reader.whole_aliases().items())
-        by_key.update(_objects(reader))
-        whole = Path(scratch, "whole")
-        try:
-            torch.save(_nested(by_key), whole)
-        except (OSError, RuntimeError) as error:
-            # torch's writer has an error of its own for a full disk.
-            raise _cannot_write(whole, sum(nbytes.values()), error) from error
-        on_disk.sync_file(whole)
-        whole.replace(file)
-        on_disk.sync_directory(file.parent)
-    return file
 
 
 def _objects(reader: CheckpointReader) -> dict[str, object]:
@@ -185,7 +188,7 @@ def from_torch(
         CheckpointError: The file is no such state dict, or its shapes are not those of the parts.
     """
     entries = read_torch_file(Path(source))
-    like = FusedLike(None if fused_like is None else on_disk.find(fused_like, None))
+    like = FusedLike(None if fused_like is None else save_root.find(fused_like, None))
     tensors = {
         key: value
         for key, value in entries.items()

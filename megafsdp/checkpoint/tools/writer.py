@@ -13,19 +13,12 @@ from pathlib import Path
 
 import torch
 
-from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.manifest import (
-    Chunk,
-    Manifest,
-    Record,
-    TensorEntry,
-    write_dcp_metadata,
-    write_manifest,
-)
+from megafsdp.checkpoint.format import save_root
+from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import Region
-from megafsdp.checkpoint.state.merge import library_versions
+from megafsdp.checkpoint.state.merge import common_facts, library_versions
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 
@@ -68,7 +61,7 @@ class CheckpointWriter:
         self._aliases: dict[str, str] = {}
         self._fused_into: dict[str, dict] = {}
         self._published = False
-        self._temporary = on_disk.prepare(self._root, step)
+        self._temporary = save_root.prepare(self._root, step)
         self._records = RecordWriter(self._temporary, 0)
 
     def __enter__(self) -> CheckpointWriter:
@@ -81,7 +74,7 @@ class CheckpointWriter:
             return
         self._records.close(is_durable=False)
         if self._temporary.exists():
-            on_disk.remove(self._temporary)
+            save_root.remove(self._temporary)
 
     def add_tensor(
         self,
@@ -165,8 +158,7 @@ class CheckpointWriter:
         if "extra" not in self._objects:
             self.add_object("extra", {})
         if "common" not in self._objects:
-            facts = {"step": self._step, "world_size": self._world_size}
-            self.add_object("common", facts | {"versions": library_versions()})
+            self.add_object("common", common_facts(self._step, self._world_size))
         self._records.close(is_durable=True)
         manifest = Manifest(
             step=self._step,
@@ -178,11 +170,8 @@ class CheckpointWriter:
             files={self._records.file_name: self._records.nbytes},
             fused_into=self._fused_into,
         )
-        described = write_dcp_metadata(manifest, self._temporary)
-        on_disk.sync_file(described)
-        manifest.files[described.name] = described.stat().st_size
-        on_disk.sync_file(write_manifest(manifest, self._temporary))
-        final = on_disk.publish(self._temporary, self._root, self._step)
+        save_root.write_descriptions(manifest, self._temporary)
+        final = save_root.publish(self._temporary, self._root, self._step)
         self._published = True
         return final
 

@@ -20,7 +20,8 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
     write_manifest,
 )
-from megafsdp.checkpoint.tools.verify import Finding, verify
+from megafsdp.checkpoint.tools.report import Problem
+from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import Toy, fill, make_optimizer, shard, train, whole_mesh
@@ -227,7 +228,7 @@ def test_a_tie_to_nothing_is_found(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     _untied(manifest)
     write_manifest(manifest, path)
-    finding = Finding("manifest.json", "model.head.weight", "tied to 'model.nothing', which is not")
+    finding = Problem("manifest.json", "model.head.weight", "tied to 'model.nothing', which is not")
     assert any(
         f.key == finding.key and f.problem.startswith(finding.problem)
         for f in verify(path).findings
@@ -287,7 +288,7 @@ def test_a_file_of_nobody_is_found(tmp_path: Path) -> None:
     assert verify(path).is_sound
     (path / "__7_0.distcp").write_bytes(b"")
     (finding,) = verify(path).findings
-    assert finding == Finding("__7_0.distcp", "", "not in the manifest")
+    assert finding == Problem("__7_0.distcp", "", "not in the manifest")
 
 
 def test_the_report_is_text_and_json(tmp_path: Path) -> None:
