@@ -53,7 +53,7 @@ def async_save(
     """Begin to save a training state and return; collective over all ranks.
 
     Training may go on at once: the next step of an optimizer, and loads, wait until weights and
-    states are copied to host memory (pinned where there is CUDA), which is kept for the next save;
+    states are copied to host memory (pinned where there is CUDA), which the next save uses again;
     see :func:`release_staging_memory`. Before ``torch.distributed.checkpoint.load`` writes into
     ``model.state_dict()``, as before edits in place, call :meth:`PendingSave.wait_staged`.
 

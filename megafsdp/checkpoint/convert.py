@@ -65,7 +65,7 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What some conversions need to be told; None and nothing where they do not.
+    """Options that some conversions take; None or empty where they are not given.
 
     Attributes:
         fused_like: A checkpoint of megafsdp that says which parameters of a torch file to split.
@@ -106,7 +106,7 @@ def convert(
         destination: The file to write, or the save root to publish in.
         to: The format to write.
         step: The step to read, or to write where the source has none; None means the latest.
-        options: What the conversion needs to be told.
+        options: What the conversion takes beside the source.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:

@@ -2,8 +2,8 @@
 
 :class:`PendingSave` is one save: a thread that copies what is saved, then writes and publishes it.
 :class:`BackgroundSaves` is what the process remembers between saves; :data:`SAVES` is the only one.
-Whoever is about to change or to replace what is being saved asks it first. A failure that no call
-of ``result()`` has raised is raised by the next save, and logged at the end of the process.
+Code that changes or replaces what is being saved waits for it first. A failure that no call of
+``result()`` has raised is raised by the next save, and logged at the end of the process.
 
 What to save is decided in checkpoint/async_save.py.
 """
@@ -73,9 +73,9 @@ class PendingSave:
         """Wait until weights and states have been copied, so that they may change.
 
         Steps of any optimizer, ``load_state_dict`` of modules and optimizers, ``checkpoint.load``,
-        ``import_hf`` and ``load_full_state_dict`` call it themselves. Whoever writes to a parameter
-        in place right after ``async_save`` calls it before, and so does whoever has
-        ``torch.distributed.checkpoint.load`` write into ``model.state_dict()``.
+        ``import_hf`` and ``load_full_state_dict`` call it themselves. Call it before edits of
+        parameters in place right after ``async_save``, and before
+        ``torch.distributed.checkpoint.load`` writes into ``model.state_dict()``.
         """
         self.wait_for_copies()
         self._remove_hooks()

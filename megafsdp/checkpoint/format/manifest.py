@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, readable without unpickling anything.
+"""The manifest: the contents of a checkpoint, readable without unpickling anything.
 
 ``manifest.json`` lists every tensor with its global shape, dtype and the place of each stored
 chunk, which tensors are the parts of a fused one, every non-tensor object, the size of every file,

@@ -1,12 +1,12 @@
 """Records: payloads one after another in a rank's file, each in the form of ``torch.save``.
 
-This is the format of torch DCP's file-system storage (``__<rank>_0.distcp``). A record holds a
-plain tensor or a structure of plain values and loads with ``weights_only=True``. What a record
-means is the manifest's.
+This is the format of torch DCP's file-system storage (``__<rank>_0.distcp``). A record is a plain
+tensor or a structure of plain values, and loads with ``weights_only=True``. Which tensor a record
+is part of stands in the manifest.
 
 ``torch.save`` writes whole storages, and a shard is a view of a flat buffer; it also reads every
-byte twice more to sum it up. So large tensors are written here, as views, and summed once: a record
-of them is the same zip archive with the same entries.
+byte twice more for checksums. So large tensors are written here, as views, and summed up once: such
+a record is the same zip archive with the same entries.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RecordWriter:
         self.close(is_durable=kind is None)
 
     def close(self, *, is_durable: bool) -> None:
-        """Close the file, after waiting until it is on the disk if it is to be kept."""
+        """Close the file, after waiting until it is on the disk if it will be published."""
         with self._stream:
             if is_durable:
                 os.fsync(self._stream.fileno())
@@ -198,13 +198,13 @@ class RecordReader:
 
     def read_description(self, record: Record) -> object:
         """Read a record with its tensors on the meta device, which reads none of their elements."""
-        # A BinaryIO is an IOBase, and the view of one a BinaryIO; the stubs know neither.
+        # A BinaryIO is an IOBase, and the view of one a BinaryIO; the stubs say neither.
         view = _create_file_view(self._at(record), record.offset, record.nbytes)  # type: ignore[arg-type]
         return torch.load(view, weights_only=True, map_location="meta")  # type: ignore[arg-type]
 
     def _read(self, record: Record) -> torch.Tensor:
         payload = io.BytesIO(self._at(record).read(record.nbytes))
-        # Who gets a tensor made in inference mode could never write to it outside of it.
+        # A tensor that is made in inference mode could never be written to outside of it.
         with torch.inference_mode(False):
             return torch.load(payload, weights_only=True, map_location="cpu")
 

@@ -151,7 +151,7 @@ class TensorPart:
 
 
 Stored: TypeAlias = torch.Tensor | TensorPart
-"""A tensor as checkpoints hold it: by itself, or as a part of one in memory."""
+"""A tensor as checkpoints store it: by itself, or as a part of one in memory."""
 
 
 def underlying(stored: Stored) -> torch.Tensor:
@@ -248,7 +248,7 @@ class ReplicaBalance:
 
     Args:
         rank: This rank.
-        world_size: Number of ranks, all of which hold every plain tensor.
+        world_size: Number of ranks; all of them have every plain tensor.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -258,7 +258,7 @@ class ReplicaBalance:
         self._ranks_by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...]] = {}
 
     def is_mine(self, stored: Stored, region: Region) -> bool:
-        """Return whether this rank writes a region that it holds."""
+        """Return whether this rank writes a region that it has."""
         tensor = underlying(stored)
         declared = stored.ranks if isinstance(stored, TensorPart) else None
         replicas = self._replicas(tensor, declared)
@@ -269,7 +269,7 @@ class ReplicaBalance:
         return rank == self._rank
 
     def _replicas(self, tensor: torch.Tensor, declared: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the ranks that hold the same region of this tensor as this rank, in order."""
+        """Return the ranks that have the same region of a tensor as this rank, in order."""
         if not isinstance(tensor, DTensor):
             return self._world if declared is None else declared
         mesh = tensor.device_mesh

@@ -55,7 +55,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         directory: The save root.
 
     Raises:
-        CheckpointError: The tracker file does not hold a step.
+        CheckpointError: The text of the tracker file is no step.
     """
     path = Path(directory) / TRACKER_FILE
     try:
@@ -143,7 +143,7 @@ def write_descriptions(manifest: Manifest, temporary: Path) -> None:
 
     Args:
         manifest: What the checkpoint has; its ``files`` receive ``.metadata``.
-        temporary: Holds the records already.
+        temporary: The directory, with the records in it.
     """
     described = write_dcp_metadata(manifest, temporary)
     sync_file(described)
@@ -157,7 +157,7 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
     """Make a fully written temporary directory the checkpoint of a step, and the latest one.
 
     Args:
-        temporary: Holds the checkpoint; every file in it is durable.
+        temporary: The directory of the checkpoint; every file in it is durable.
         root: The save root.
         step: The step.
 
@@ -203,18 +203,18 @@ def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[
     if latest is None or (keep_last is None and keep_every is None):
         return []
     steps = [step for step in published_steps(root) if step <= latest]
-    kept = {latest, *steps[-(keep_last or 1) :]}
+    staying = {latest, *steps[-(keep_last or 1) :]}
     if keep_every is not None:
-        kept.update(step for step in steps if step % keep_every == 0)
+        staying.update(step for step in steps if step % keep_every == 0)
     removed = []
-    for step in (step for step in steps if step not in kept):
+    for step in (step for step in steps if step not in staying):
         path = step_directory(root, step)
         # Renamed first, so that a crash cannot leave a half-removed directory that looks published.
         away = temporary_beside(path)
         try:
             path.rename(away)
         except OSError as error:
-            _log.warning("'%s' is kept, as it cannot be removed: %s", path, error)
+            _log.warning("'%s' stays, as it cannot be removed: %s", path, error)
             continue
         reached("retired directory renamed")
         remove(away)
@@ -270,7 +270,7 @@ def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:
 
     Args:
         folder: Where to look.
-        is_own: Tells from the name of the final path whether nobody else may be writing it.
+        is_own: Returns, for the name of the final path, whether no other process may write it.
     """
     for path in list(folder.iterdir()):
         match = _TEMPORARY.fullmatch(path.name)
@@ -283,7 +283,7 @@ def _is_of_saves(name: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or directory that nobody needs; warn if it stays, which is no reason to fail.
+    """Remove an unneeded file or directory; warn if it stays, which is no reason to fail.
 
     A reader of an old checkpoint is enough for a network file system to keep its directory.
     """

@@ -1,4 +1,4 @@
-"""Canonical state: what a model and its optimizer hold, under names free of mesh and wrappers.
+"""Canonical state: the tensors of a model and its optimizer, under names free of mesh and wrappers.
 
 The name of a parameter is its FQN in the user's module. Keys are ``model.<fqn>``,
 ``optimizer.state.<fqn>.<state>``, ``optimizer.param_groups`` and so on; a fused parameter has a key
@@ -36,7 +36,7 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 @runtime_checkable
 class HasCanonicalState(Protocol):
-    """An optimizer that keeps states or weights in another form than checkpoints hold them."""
+    """An optimizer that keeps states or weights in another form than checkpoints do."""
 
     def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's states in the form of checkpoints; local."""
@@ -45,7 +45,7 @@ class HasCanonicalState(Protocol):
         """Return a parameter's weight in the form of checkpoints, or the parameter; local."""
 
     def load_canonical(self, parameter: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        """Take over loaded states, which are in ``state``, and a loaded weight; local."""
+        """Accept loaded states, which are in ``state``, and a loaded weight; local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class CanonicalState:
     elsewhere: set[str] = field(default_factory=set)
 
     def update(self, other: CanonicalState) -> None:
-        """Take over what another state lists, the optimizer's beside the model's."""
+        """Add what another state lists, the optimizer's beside the model's."""
         for own in fields(self):
             getattr(self, own.name).update(getattr(other, own.name))
 
@@ -174,7 +174,7 @@ def optimizer_state(
         names: Canonical names of the model's parameters.
 
     Raises:
-        CheckpointError: It holds a parameter that is not the model's, a state that exists per rank,
+        CheckpointError: It has a parameter that is not the model's, a state that exists per rank,
             or a state of no parameter.
     """
     state = CanonicalState()
@@ -348,7 +348,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tens
 
 
 def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what has no name on disk: an empty entry is nobody's loss."""
+    """Refuse states that have no name on disk; an empty entry loses nothing."""
     members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strange = [k for k, states in optimizer.state.items() if k not in members and states != {}]
     if strange:

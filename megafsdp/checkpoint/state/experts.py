@@ -2,8 +2,8 @@
 
 A stack of experts is stored as this rank's rows of the layer's stack, a parameter of a single
 expert under a name with the index in the layer. Both follow from what the layer declared
-(:class:`~megafsdp.mesh.annotation.ExpertRange`); nothing is exchanged. This file knows nothing of
-fused parts.
+(:class:`~megafsdp.mesh.annotation.ExpertRange`); nothing is exchanged. Fused parts are cut in
+state/fused.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A fused parameter whose layer names its parts is stored as these parts, each a tensor of its own;
 experts by their index in the layer. Weights, gradients and optimizer states go through the same
 :class:`StoredForm`, sharded or plain: to save is to read its pieces, to load is to write into them,
-so a load joins the parts in place. Which rank holds what of a piece is ``regions``' arithmetic.
+so a load joins the parts in place. Which rank has what of a piece follows from format/regions.py.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StoredForm:
         shape: The parameter's shape in memory.
         fused: The parts, if it is split.
         grouping: The parts, if it is stored whole.
-        experts: Which experts it holds.
-        ranks: Ranks that hold the same of a plain tensor; None means all.
+        experts: Which experts it has.
+        ranks: Ranks that have the same values of a plain tensor; None means all.
         is_own: True if only ``ranks`` have it under this name.
     """
 
@@ -53,7 +53,7 @@ class StoredForm:
     def as_in(self, stored: Container[str], section: str = "") -> StoredForm:
         """Return this form, or the undivided one if a checkpoint has the parameter whole.
 
-        Who writes a checkpoint without the model, a converter say, may know nothing of parts.
+        A program that writes without the model, such as a converter, may have no parts.
 
         Args:
             stored: Names in the checkpoint.

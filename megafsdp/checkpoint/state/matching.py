@@ -1,4 +1,9 @@
-"""Match what a load asks for with what a checkpoint holds, strictly both ways by default."""
+"""Match the keys that a load requests with the keys of a checkpoint, strictly both ways by default.
+
+A requested key must be stored, with equal shape and dtype, and a stored key of the requested
+sections must be used; :class:`Rules` says what may differ. All that differs is listed in one error.
+Nothing is read or written here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ class Rules:
         ignore: Patterns of keys that are left alone on both sides.
         allow_missing: Patterns of requested keys that the checkpoint need not have.
         whole_of: Key of a part of a fused tensor -> key of the whole, which patterns match too.
-        hint: What an error tells the user to do; None names the arguments of ``load``.
+        hint: What an error advises; None names the arguments of ``load``.
     """
 
     strict: str
@@ -71,12 +76,12 @@ class Match:
 
     Attributes:
         sources: Requested key -> stored key to read, tied names resolved.
-        kept: Requested keys that keep their own values.
+        skipped: Requested keys whose targets stay as they are.
         unused: Stored keys of the requested sections that nothing asked for.
     """
 
     sources: dict[str, str]
-    kept: list[str]
+    skipped: list[str]
     unused: list[str]
 
 
@@ -129,9 +134,9 @@ def match(
     for key in (*tensors, *sorted(objects)):
         source = stored.get(key)
         if rules.is_ignored(key):
-            result.kept.append(key)
+            result.skipped.append(key)
         elif source is None or (source in manifest.tensors) != (key in tensors):
-            result.kept.append(key)
+            result.skipped.append(key)
             if not rules.may_be_missing(key):
                 problems.setdefault("missing in the checkpoint", []).append(key)
         else:

@@ -119,7 +119,7 @@ def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest
         parts: What each rank wrote, in rank order.
 
     Raises:
-        CheckpointError: The ranks hold different models, or the chunks do not fill a tensor.
+        CheckpointError: The ranks have different models, or the chunks do not fill a tensor.
     """
     odd = [rank for rank, part in enumerate(parts) if part.table_crc32 != parts[0].table_crc32]
     if odd:

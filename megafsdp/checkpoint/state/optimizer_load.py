@@ -77,16 +77,18 @@ class OptimizerLoad:
         for parameter, keys_by_name in self.state.items():
             current = self.optimizer.state.get(parameter, {})
             loaded: dict[str, object] = {}
-            kept: dict[str, object] = {name: current[name] for name in self.left_alone[parameter]}
+            unchanged: dict[str, object] = {
+                name: current[name] for name in self.left_alone[parameter]
+            }
             for name, keys in keys_by_name.items():
                 taken = [key for key in keys if key not in skipped]
                 if taken:
                     tensor = self.tensors.get(taken[0])
                     loaded[name] = objects[taken[0]] if tensor is None else underlying(tensor)
                 elif name in current:
-                    kept[name] = current[name]
-            if loaded or kept:
-                self.optimizer.state[parameter] = loaded | kept
+                    unchanged[name] = current[name]
+            if loaded or unchanged:
+                self.optimizer.state[parameter] = loaded | unchanged
             else:
                 self.optimizer.state.pop(parameter, None)
             if isinstance(self.optimizer, HasCanonicalState):
@@ -109,10 +111,10 @@ def plan_optimizer_load(
         optimizer: The optimizer to load into.
         names: Canonical names of the model's parameters.
         manifest: What is stored.
-        is_ignored: Tells which keys the caller chose to leave alone.
+        is_ignored: Returns whether the caller chose to leave a key alone.
 
     Raises:
-        CheckpointError: The optimizer holds parameters that are not the model's.
+        CheckpointError: The optimizer has parameters that are not the model's.
     """
     stored: dict[str, dict[str, str]] = {}
     for key in (*manifest.tensors, *manifest.objects):
@@ -147,7 +149,7 @@ def plan_optimizer_load(
 
 
 def _is_left_alone(state_name: str, form: StoredForm, is_ignored: Callable[[str], bool]) -> bool:
-    """Tell whether a state is ignored by its parameter's name or by those of all parts."""
+    """Return whether a state is ignored by its parameter's name or by those of all parts."""
     keys = [f"optimizer.state.{part}.{state_name}" for part in form.parts]
     return is_ignored(f"optimizer.state.{form.name}.{state_name}") or all(map(is_ignored, keys))
 
@@ -241,7 +243,7 @@ def plan_param_groups(
         names: Canonical names of the model's parameters.
         stored_groups: Names and hyperparameters of the stored groups, in any order.
         rules: Whether to raise where something does not fit, or to keep the optimizer's own values.
-        warn: Told what was kept.
+        warn: Called with what stays as it is.
 
     Raises:
         CheckpointError: Groups or hyperparameters differ.
@@ -300,7 +302,7 @@ def _hyperparameters(
 
 
 def _settled_by_class(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Return the options that an optimizer shows or ignores, but does not let a group choose."""
+    """Return the options that an optimizer shows or ignores, but no group can choose."""
     has_choice = not isinstance(optimizer, torch.optim.AdamW)
     return frozenset(n for n in _OF_THE_CLASS if not (has_choice and n in optimizer.defaults))
 

@@ -1,8 +1,8 @@
 """Read any directory that torch DCP wrote, tensor by tensor, in one process, running no code of it.
 
 ``.metadata`` and the records of non-tensors are pickles of any program; both are read as data by
-tools/safe_pickle.py. Tensors load with ``weights_only=True``. What the keys mean is not known here:
-checkpoint/megatron knows it for Megatron-LM.
+tools/safe_pickle.py. Tensors load with ``weights_only=True``. What the keys mean is not decided
+here: for those of Megatron-LM, see checkpoint/megatron.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DCPDirectory(ChunkReader):
     """The tensors and objects of one directory of torch DCP; closes its file as a context manager.
 
     Args:
-        directory: The directory that holds ``.metadata``, or a save root with a tracker file and
+        directory: The directory with ``.metadata``, or a save root with a tracker file and
             directories ``iter_<step>``.
         step: The step of a save root; None means the one that the tracker names.
 

@@ -1,9 +1,9 @@
 """Read a checkpoint in one process, tensor by tensor, with neither a model nor a process group.
 
-The tools and the converters read through this file: :class:`ChunkReader` joins the stored chunks of
-any directory of records to tensors, :class:`CheckpointReader` knows our manifest, verifies every
-record before it is trusted and, where asked for a fused parameter by its whole name, joins its
-parts. One tensor is in memory at a time, beside the chunk being read.
+The tools and the converters read through this file. :class:`ChunkReader` joins the stored chunks of
+any directory of records to tensors. :class:`CheckpointReader` reads our manifest, verifies every
+record first, and joins the parts of a fused parameter to one tensor under its whole name. One
+tensor is in memory at a time, beside the chunk being read.
 
 Loading into a model is in checkpoint/load.py, writing in tools/writer.py.
 """

@@ -1,7 +1,7 @@
 """Store whole tensors as another checkpoint stores those of the same names: in parts, or whole.
 
 A file of whole tensors does not say which of them are fused. Another checkpoint of the same model
-does, and its manifest alone is read. Splitting for ``save``, which knows the model, is not here.
+does, and its manifest alone is read. ``save`` splits by the model itself, in state/fused.py.
 """
 
 from __future__ import annotations

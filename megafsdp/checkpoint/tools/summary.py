@@ -75,7 +75,7 @@ class CheckpointSummary(Report):
         versions: Library versions by name.
         nbytes: Bytes on disk, the manifest aside.
         num_files: Number of files, the manifest aside.
-        sections: What each section of the keys holds, all keys counted.
+        sections: Counts and sizes of each section, all keys counted.
         tensors: The tensors that were asked for.
         objects: The non-tensor values that were asked for, with their size on disk.
         aliases: Further names of tied tensors.

@@ -145,7 +145,7 @@ def _nested(by_key: dict[str, object]) -> dict[str, object]:
         branch = tree
         for name in outer:
             inner = branch.setdefault(name, {})
-            assert isinstance(inner, dict), "a section holds no values of its own"
+            assert isinstance(inner, dict), "a section has no value of its own"
             branch = inner
         branch[last] = _with_params(value) if key == GROUPS_KEY else value
     return tree
@@ -200,7 +200,7 @@ def from_torch(
     if step is None:
         stored_step = common.get("step") if isinstance(common, dict) else None
         step = stored_step if isinstance(stored_step, int) else 0
-    # Random states of another form are kept, but none that a rank could continue with.
+    # Random states of another form are stored, but no rank could continue with them.
     num_states = sum(section_of(key) == "rng" for key in objects)
     num_ranks = num_states if all(f"rng.{rank}" in objects for rank in range(num_states)) else 0
     total_nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -259,7 +259,7 @@ def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, ob
     for index, group in enumerate(groups):
         if MEMBER_NAMES in group:
             raise CheckpointError(reserved_option(f"param_groups[{index}] of '{path}'"))
-        # torch numbers parameters, and lists their names beside if the optimizer knows them.
+        # torch numbers parameters, and lists their names beside if the optimizer has them.
         own = group.get("param_names", group["params"])
         names.update(zip(group["params"], own, strict=True))
     if not all(isinstance(name, str) for name in names.values()):

@@ -1,4 +1,4 @@
-"""Verify a checkpoint: everything that can be known of it without a model, every fault listed.
+"""Verify a checkpoint: everything that can be checked without a model, every fault listed.
 
 Looked at are the manifest's own checksum, the files and their sizes, the checksum and the content
 of every record, that the records fill their files, that the chunks of every tensor cover each
@@ -195,8 +195,8 @@ def _odd_chunks(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _files_at(chunks: tuple[Chunk, ...], index: tuple[int, ...]) -> str:
-    """Name the files of the chunks that hold one element."""
-    holders = [
+    """Name the files of the chunks that have one element."""
+    files = [
         chunk.record.file
         for chunk in chunks
         if all(
@@ -204,7 +204,7 @@ def _files_at(chunks: tuple[Chunk, ...], index: tuple[int, ...]) -> str:
             for i, start, size in zip(index, chunk.region.offsets, chunk.region.sizes, strict=True)
         )
     ]
-    return ", ".join(dict.fromkeys(holders)) or MANIFEST_FILE
+    return ", ".join(dict.fromkeys(files)) or MANIFEST_FILE
 
 
 def _odd_names(manifest: Manifest) -> Iterator[Problem]:

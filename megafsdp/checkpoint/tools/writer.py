@@ -1,8 +1,9 @@
 """Write a checkpoint in one process, tensor by tensor, with neither a model nor a process group.
 
 Converters and imports write through this file. It leaves the files that ``save`` leaves: records in
-``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published by one rename. Each tensor goes to
-the disk when it is added and can then be let go. Gathering a model's state is ``save``'s.
+``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published by one rename. Each tensor is
+written when it is added, so its memory can be freed. The state of a model is saved by
+checkpoint/save.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megafsdp.checkpoint.state.merge import common_facts, library_versions
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 
-# A reader holds a chunk beside the tensor that it fills.
+# A reader has a chunk in memory beside the tensor that it fills.
 _CHUNK_NBYTES = 1 << 28
 
 
