@@ -8,6 +8,11 @@ subsystem.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+# An error names so many keys at most, and counts the others.
+MAX_NAMED = 20
+
 
 class ConfigError(ValueError):
     """Report a training configuration that cannot be run as written."""
@@ -39,3 +44,9 @@ def expected(what: object, got: object, *, where: str, hint: str) -> str:
         ``"Expected <what>, got <got>. In <where>. <hint>."``
     """
     return f"Expected {what}, got {got}. In {where}. {hint}."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first :data:`MAX_NAMED` names in a row, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more

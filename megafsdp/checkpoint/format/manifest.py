@@ -131,6 +131,18 @@ class Manifest:
         return sorted(places, key=lambda place: (place[0].file, place[0].offset))
 
 
+def joining(parts: list[str], dim: int, num_groups: int = 1) -> dict[str, Any]:
+    """Return the entry of a fused tensor in ``fused_into``.
+
+    Args:
+        parts: Keys of the parts, in their order along ``dim``.
+        dim: The dimension along which they are joined.
+        num_groups: How often pieces of all parts follow each other in the whole.
+    """
+    groups = {"num_groups": num_groups} if num_groups > 1 else {}
+    return {"parts": parts, "dim": dim} | groups
+
+
 def section_of(key: str) -> str:
     """Return the first part of a key: model, optimizer, lr_scheduler, rng, extra, and so on."""
     return key.split(".", 1)[0]

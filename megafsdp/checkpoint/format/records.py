@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record
-from megafsdp.errors import CheckpointError
+from megafsdp.errors import CheckpointError, listed
 
 # A checksum is made in pieces of this size, so that verifying needs no memory to speak of.
 _PIECE_NBYTES = 1 << 24
@@ -38,7 +38,6 @@ _STORAGE_CLASSES = {
     torch.bfloat16: torch.BFloat16Storage,
     torch.float16: torch.HalfStorage,
 }
-_MAX_NAMED = 20
 
 
 class RecordWriter:
@@ -297,5 +296,4 @@ def _lost(manifest: Manifest, name: str, nbytes: int) -> str:
     ]
     if not keys:
         return ""
-    more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
-    return f", which lacks {', '.join(repr(key) for key in keys[:_MAX_NAMED])}{more}"
+    return f", which lacks {listed(list(map(repr, keys)))}"

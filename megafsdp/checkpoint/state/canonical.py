@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megafsdp.checkpoint.format.manifest import joining
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.regions import Stored
 from megafsdp.checkpoint.state.experts import name_of_group_member, names_elsewhere
@@ -145,7 +146,9 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         state.claim(keys, form)
         state.elsewhere.update(_names_elsewhere(name, parameter))
         if form.fused is not None:
-            state.fused_into[f"model.{form.name}"] = _joining(keys, form.fused)
+            state.fused_into[f"model.{form.name}"] = joining(
+                keys, form.fused.dim, form.fused.num_groups
+            )
         if parameter in keys_by_parameter:
             state.aliases.update(zip(keys, keys_by_parameter[parameter], strict=True))
             continue
@@ -190,7 +193,9 @@ def optimizer_state(
                     state.tensors.update(zip(keys, form.pieces(value), strict=True))
                     if form.fused is not None and (form.is_split(value) or value.ndim == 0):
                         whole_key = state_key(form.name, state_name)
-                        state.fused_into[whole_key] = _joining(keys, form.fused)
+                        state.fused_into[whole_key] = joining(
+                            keys, form.fused.dim, form.fused.num_groups
+                        )
                 else:
                     state.objects.update(dict.fromkeys(keys, plain(keys[0], value)))
     state.objects["optimizer.param_groups"] = [
@@ -301,11 +306,6 @@ def state_key(name: str, state_name: object) -> str:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def _joining(keys: list[str], fused: FusedParts) -> dict[str, object]:
-    joining: dict[str, object] = {"parts": keys, "dim": fused.dim}
-    return joining if fused.num_groups == 1 else joining | {"num_groups": fused.num_groups}
 
 
 def _names_elsewhere(name: str, parameter: torch.Tensor) -> Iterator[str]:

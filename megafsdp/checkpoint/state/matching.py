@@ -13,10 +13,9 @@ from fnmatch import fnmatchcase
 
 from megafsdp.checkpoint.format.manifest import Manifest, path_of, section_of
 from megafsdp.checkpoint.format.regions import Stored
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, expected, listed
 
 STRICTNESS = ("all", "model", "none")
-_MAX_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +176,10 @@ def _compare(
 
 
 def _message(problems: dict[str, list[str]], where: str, hint: str | None) -> str:
-    listed = []
-    for kind, names in problems.items():
-        rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        listed.append(f"{len(names)} {kind}: {', '.join(names[:_MAX_NAMED])}{rest}")
+    by_kind = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items()]
     return expected(
         "the names, shapes and dtypes of the checkpoint",
-        "; ".join(listed),
+        "; ".join(by_kind),
         where=where,
         hint=hint
         or (

@@ -30,13 +30,12 @@ from megafsdp.checkpoint.state.canonical import (
 )
 from megafsdp.checkpoint.state.fused import StoredForm, stored_form
 from megafsdp.checkpoint.state.matching import Rules
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import MAX_NAMED, CheckpointError, expected
 
 GROUPS_KEY = "optimizer.param_groups"
 # Where they are 0-d, scalars even beside a 0-d parameter; torch keeps the first two on the CPU.
 _CPU_SCALARS = frozenset({"step", "mu_product"})
 _SCALARS = _CPU_SCALARS | {"eta", "mu"}
-_MAX_NAMED = 20
 # Options that only some forms of Adam have, with what the others do.
 _NEUTRAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
 # Some optimizers' class, not their group, says which decay they mean.
@@ -315,8 +314,8 @@ def _difference(group_names: list[str], stored_groups: list[dict]) -> str:
     )
     added, lacking = sorted(own - nearest), sorted(nearest - own)
     return (
-        f"{len(added)} that the nearest stored group has not ({', '.join(added[:_MAX_NAMED])}) "
-        f"and {len(lacking)} that it has besides ({', '.join(lacking[:_MAX_NAMED])})"
+        f"{len(added)} that the nearest stored group has not ({', '.join(added[:MAX_NAMED])}) "
+        f"and {len(lacking)} that it has besides ({', '.join(lacking[:MAX_NAMED])})"
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megafsdp.checkpoint.format import save_root
-from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry
+from megafsdp.checkpoint.format.manifest import Chunk, Manifest, TensorEntry, joining
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import Region
@@ -55,13 +55,8 @@ class CheckpointWriter:
                 where=f"'{self._root}'",
                 hint="Give the step that the checkpoint is to be published as",
             )
-        self._step = step
-        self._world_size = world_size
-        self._tensors: dict[str, TensorEntry] = {}
-        self._objects: dict[str, Record] = {}
-        self._aliases: dict[str, str] = {}
-        self._fused_into: dict[str, dict] = {}
-        self._published = False
+        self._manifest = Manifest(step, world_size, library_versions(), {}, {}, {}, {})
+        self._is_published = False
         self._temporary = save_root.prepare(self._root, step)
         self._records = RecordWriter(self._temporary, 0)
 
@@ -71,7 +66,7 @@ class CheckpointWriter:
 
     def __exit__(self, *unused: object) -> None:
         """Discard what was not published."""
-        if self._published:
+        if self._is_published:
             return
         self._records.close(is_durable=False)
         if self._temporary.exists():
@@ -102,7 +97,7 @@ class CheckpointWriter:
             rows = tensor[region.slices_in(Region((0,) * tensor.ndim, tuple(tensor.shape)))]
             chunks.append(Chunk(region, self._records.append_tensor(rows)))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._tensors[key] = TensorEntry(tuple(tensor.shape), dtype, tuple(chunks), fused)
+        self._manifest.tensors[key] = TensorEntry(tuple(tensor.shape), dtype, tuple(chunks), fused)
 
     def add_object(self, key: str, value: object) -> None:
         """Write a structure of plain values and small tensors.
@@ -119,7 +114,7 @@ class CheckpointWriter:
                 where=f"'extra' of '{self._root}'",
                 hint="Give the value a name: {'name': value}",
             )
-        self._objects[key] = self._records.append_object(plain(key, value))
+        self._manifest.objects[key] = self._records.append_object(plain(key, value))
 
     def alias(self, key: str, target: str) -> None:
         """Give a written tensor a further name, as a tied parameter has.
@@ -128,8 +123,8 @@ class CheckpointWriter:
             CheckpointError: The key is taken, or there is no such tensor.
         """
         self._require_new(key)
-        self._require_tensors(key, [target], self._tensors)
-        self._aliases[key] = target
+        self._require_tensors(key, [target], self._manifest.tensors)
+        self._manifest.aliases[key] = target
 
     def fuse(self, key: str, parts: Sequence[str], *, dim: int = 0, num_groups: int = 1) -> None:
         """Say that written tensors are the parts of one fused parameter.
@@ -145,10 +140,8 @@ class CheckpointWriter:
         """
         self._require_new(key)
         # The parts of a tied parameter are tied names themselves.
-        self._require_tensors(key, parts, self._tensors.keys() | self._aliases.keys())
-        self._fused_into[key] = {"parts": list(parts), "dim": dim}
-        if num_groups > 1:
-            self._fused_into[key]["num_groups"] = num_groups
+        self._require_tensors(key, parts, self._manifest.stored())
+        self._manifest.fused_into[key] = joining(list(parts), dim, num_groups)
 
     def publish(self) -> Path:
         """Make the files durable and the directory the checkpoint of its step, and the latest.
@@ -156,29 +149,21 @@ class CheckpointWriter:
         Returns:
             The published directory.
         """
-        if "extra" not in self._objects:
+        manifest = self._manifest
+        if "extra" not in manifest.objects:
             self.add_object("extra", {})
-        if "common" not in self._objects:
-            self.add_object("common", common_facts(self._step, self._world_size))
+        if "common" not in manifest.objects:
+            self.add_object("common", common_facts(manifest.step, manifest.world_size))
         self._records.close(is_durable=True)
-        manifest = Manifest(
-            step=self._step,
-            world_size=self._world_size,
-            versions=library_versions(),
-            tensors=self._tensors,
-            objects=self._objects,
-            aliases=self._aliases,
-            files={self._records.file_name: self._records.nbytes},
-            fused_into=self._fused_into,
-        )
+        manifest.files[self._records.file_name] = self._records.nbytes
         save_root.write_descriptions(manifest, self._temporary)
-        final = save_root.publish(self._temporary, self._root, self._step)
-        self._published = True
+        final = save_root.publish(self._temporary, self._root, manifest.step)
+        self._is_published = True
         return final
 
     def _require_new(self, key: str) -> None:
-        taken = (self._tensors, self._objects, self._aliases, self._fused_into)
-        if any(key in keys for keys in taken):
+        own = self._manifest
+        if key in own.stored() or key in own.objects or key in own.fused_into:
             raise CheckpointError.expected(
                 "each key once",
                 f"'{key}' again",
