@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megafsdp.checkpoint.format.regions import Region
+from megafsdp.checkpoint.format.regions import Region, with_extent
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 
@@ -326,8 +326,7 @@ def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
             offsets[dim] += extent
             chunks.append(Chunk(Region(tuple(offsets), chunk.region.sizes), chunk.record))
         extent += part.shape[dim]
-    shape = (*first.shape[:dim], extent, *first.shape[dim + 1 :])
-    return TensorEntry(shape, first.dtype, tuple(chunks))
+    return TensorEntry(with_extent(first.shape, dim, extent), first.dtype, tuple(chunks))
 
 
 def _reduce_place(place: _StorageInfo) -> tuple[Any, tuple[Any, ...], Any]:

@@ -117,6 +117,11 @@ def is_filled(region: Region, pieces: Sequence[Region]) -> bool:
     return not odd_cells(region.sizes, [piece.moved(region, origin) for piece in pieces])
 
 
+def with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ...]:
+    """Return a shape with another extent along one dimension."""
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorPart:
     """A stored tensor that consists of regions of a tensor in memory, sharded or not; no copy.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megafsdp.checkpoint.format.regions import Region, Stored, TensorPart, whole
+from megafsdp.checkpoint.format.regions import Region, Stored, TensorPart, whole, with_extent
 from megafsdp.checkpoint.state.experts import (
     holders,
     is_named_by_expert,
@@ -91,7 +91,7 @@ class StoredForm:
         return [
             TensorPart(
                 tensor,
-                _with_extent(shape, self.fused.dim, size * self.fused.num_groups),
+                with_extent(shape, self.fused.dim, size * self.fused.num_groups),
                 self._regions(self.fused, index, place),
                 self.ranks,
             )
@@ -159,10 +159,6 @@ def stored_form(name: str, parameter: torch.Tensor) -> StoredForm:
     )
 
 
-def _with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ...]:
-    return (*shape[:dim], extent, *shape[dim + 1 :])
-
-
 def wholes_by_part(fused_into: dict[str, dict]) -> dict[str, str]:
     """Return the key of the whole by the key of each part, from a manifest's map."""
     return {part: key for key, fused in fused_into.items() for part in fused["parts"]}
@@ -185,7 +181,7 @@ def _require_fit(
     is_stack = experts is not None and experts.name_component is None
     is_inside = (1 if is_stack else 0) <= fused.dim < len(shape)
     if not is_inside or shape[fused.dim] != fused.extent:
-        declared = f"shape {_with_extent(shape, fused.dim, fused.extent)} for" if is_inside else ""
+        declared = f"shape {with_extent(shape, fused.dim, fused.extent)} for" if is_inside else ""
         raise CheckpointError.expected(
             f"{declared} the parts {fused.names} of sizes {fused.sizes} along dim {fused.dim}",
             f"shape {shape}",

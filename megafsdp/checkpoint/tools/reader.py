@@ -19,7 +19,7 @@ import torch
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import Chunk, Record, TensorEntry, read_manifest
 from megafsdp.checkpoint.format.records import RecordReader, require_files
-from megafsdp.checkpoint.format.regions import odd_cells, whole
+from megafsdp.checkpoint.format.regions import odd_cells, whole, with_extent
 from megafsdp.checkpoint.state.fused import wholes_by_part
 from megafsdp.errors import CheckpointError
 
@@ -146,7 +146,7 @@ class CheckpointReader(ChunkReader):
         first = shapes[0]
         if len(parts) == 1 or not first:
             return first
-        return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])
+        return with_extent(first, dim, sum(shape[dim] for shape in shapes))
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a tensor, by any key that :meth:`tensor` takes."""

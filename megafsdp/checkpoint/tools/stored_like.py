@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megafsdp.checkpoint.format.manifest import path_of, read_manifest, section_of
+from megafsdp.checkpoint.format.regions import with_extent
 from megafsdp.checkpoint.state.canonical import state_key
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
@@ -82,7 +83,7 @@ class FusedLike:
         shapes = [self._like.tensors[aliases.get(part, part)].shape for part in fused["parts"]]
         dim = fused["dim"]
         sizes = [shape[dim] for shape in shapes]
-        whole = (*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :])
+        whole = with_extent(shapes[0], dim, sum(sizes))
         if tuple(tensor.shape) == whole:
             num_groups = fused.get("num_groups", 1)
             groups = tensor.unflatten(dim, (num_groups, -1))
