@@ -131,6 +131,11 @@ class Manifest:
         return sorted(places, key=lambda place: (place[0].file, place[0].offset))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def joining(parts: list[str], dim: int, num_groups: int = 1) -> dict[str, Any]:
     """Return the entry of a fused tensor in ``fused_into``.
 

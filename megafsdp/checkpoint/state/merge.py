@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry
+from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry, dtype_name
 from megafsdp.checkpoint.format.regions import whole
 from megafsdp.checkpoint.state.canonical import CanonicalState
 from megafsdp.errors import CheckpointError
@@ -75,7 +75,7 @@ def table_of(state: CanonicalState, keys: Collection[str] | None = None) -> Tabl
     entries = {
         key: TensorEntry(
             tuple(stored.shape),
-            str(stored.dtype).removeprefix("torch."),
+            dtype_name(stored.dtype),
             (),
             state.fused.get(key),
         )

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from megafsdp.checkpoint.format import save_root
-from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, Chunk, Record, TensorEntry
+from megafsdp.checkpoint.format.manifest import (
+    DCP_METADATA_FILE,
+    Chunk,
+    Record,
+    TensorEntry,
+    dtype_name,
+)
 from megafsdp.checkpoint.format.regions import Region
 from megafsdp.checkpoint.tools.reader import ChunkReader
 from megafsdp.checkpoint.tools.safe_pickle import Foreign, read_pickle, read_record
@@ -103,7 +109,7 @@ class DCPDirectory(ChunkReader):
             dtype = next(v for v in entry["properties"].state if isinstance(v, torch.dtype))
             self.tensors[key] = TensorEntry(
                 tuple(entry["size"]),
-                str(dtype).removeprefix("torch."),
+                dtype_name(dtype),
                 # A rank without rows may have written an empty chunk, or none.
                 tuple(Chunk(r, places[key, r.offsets]) for r in regions if r.numel),
             )

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from megafsdp.checkpoint.format.manifest import dtype_name
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.report import Report
@@ -186,7 +187,7 @@ def _difference(
         # Its target is compared.
         return None
     if a.shape(key) != b.shape(key):
-        dtypes = _name(a.dtype(key)), _name(b.dtype(key))
+        dtypes = dtype_name(a.dtype(key)), dtype_name(b.dtype(key))
         return TensorDifference(key, (a.shape(key), b.shape(key)), dtypes)
     return compare(key, a.tensor(key), b.tensor(key), rtol=rtol, atol=atol)
 
@@ -228,7 +229,7 @@ def compare(
     return TensorDifference(
         key,
         shapes=(shape, shape),
-        dtypes=(_name(a.dtype), _name(b.dtype)),
+        dtypes=(dtype_name(a.dtype), dtype_name(b.dtype)),
         num_different=num_different,
         numel=a.numel(),
         max_abs_difference=largest,
@@ -255,10 +256,6 @@ def _index(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _value(element: torch.Tensor) -> float | complex:
     return element.item() if not element.is_floating_point() else element.double().item()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _object_difference(a: object, b: object, path: str) -> str | None:
@@ -293,6 +290,6 @@ def _first(differences: Iterator[str | None]) -> str | None:
 
 def _short(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a {_name(value.dtype)} tensor of shape {list(value.shape)}"
+        return f"a {dtype_name(value.dtype)} tensor of shape {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

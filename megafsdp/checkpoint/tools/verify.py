@@ -22,14 +22,14 @@ from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import (
     DCP_METADATA_FILE,
     MANIFEST_FILE,
-    Chunk,
     Manifest,
     Record,
+    dtype_name,
     read_manifest,
     write_dcp_metadata,
 )
 from megafsdp.checkpoint.format.records import RecordReader
-from megafsdp.checkpoint.format.regions import odd_cells
+from megafsdp.checkpoint.format.regions import odd_cells, whole
 from megafsdp.checkpoint.tools.dcp_reader import places_of, read_metadata
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.report import Problem, Report
@@ -171,7 +171,7 @@ def _fault_of_record(
     wanted = [(entry.dtype, chunk.region.sizes) for chunk in entry.chunks if chunk.record == record]
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}; a tensor in the manifest"
-    content = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    content = (dtype_name(value.dtype), tuple(value.shape))
     return None if content in wanted else f"{content}; {wanted[0]} in the manifest"
 
 
@@ -179,32 +179,19 @@ def _odd_chunks(manifest: Manifest) -> Iterator[Problem]:
     for key, entry in manifest.tensors.items():
         odd = odd_cells(entry.shape, [chunk.region for chunk in entry.chunks])
         for cell, count in odd[:_MAX_ODD_CELLS]:
-            is_inside = all(
-                start < extent for start, extent in zip(cell.offsets, entry.shape, strict=True)
-            )
+            # A cell lies wholly inside of the tensor, and of each chunk, or wholly outside.
+            files = [c.record.file for c in entry.chunks if cell.intersect(c.region) is not None]
+            is_inside = cell.intersect(whole(entry.shape)) is not None
             stored = "never" if not count else "once" if count == 1 else f"{count} times"
             wanted = "once" if is_inside else "never: they lie outside"
             yield Problem(
-                _files_at(entry.chunks, cell.offsets),
+                ", ".join(dict.fromkeys(files)) or MANIFEST_FILE,
                 key,
                 f"elements of sizes {list(cell.sizes)} at {list(cell.offsets)} of shape "
                 f"{list(entry.shape)} are stored {stored} instead of {wanted}",
             )
         if len(odd) > _MAX_ODD_CELLS:
             yield Problem("", key, f"{len(odd) - _MAX_ODD_CELLS} more such places")
-
-
-def _files_at(chunks: tuple[Chunk, ...], index: tuple[int, ...]) -> str:
-    """Name the files of the chunks that have one element."""
-    files = [
-        chunk.record.file
-        for chunk in chunks
-        if all(
-            start <= i < start + size
-            for i, start, size in zip(index, chunk.region.offsets, chunk.region.sizes, strict=True)
-        )
-    ]
-    return ", ".join(dict.fromkeys(files)) or MANIFEST_FILE
 
 
 def _odd_names(manifest: Manifest) -> Iterator[Problem]:

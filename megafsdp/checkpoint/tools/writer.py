@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megafsdp.checkpoint.format import save_root
-from megafsdp.checkpoint.format.manifest import Chunk, Manifest, TensorEntry, joining
+from megafsdp.checkpoint.format.manifest import Chunk, Manifest, TensorEntry, dtype_name, joining
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import Region
@@ -96,8 +96,9 @@ class CheckpointWriter:
         for region in _row_slabs(tensor, chunk_rows):
             rows = tensor[region.slices_in(Region((0,) * tensor.ndim, tuple(tensor.shape)))]
             chunks.append(Chunk(region, self._records.append_tensor(rows)))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._manifest.tensors[key] = TensorEntry(tuple(tensor.shape), dtype, tuple(chunks), fused)
+        self._manifest.tensors[key] = TensorEntry(
+            tuple(tensor.shape), dtype_name(tensor.dtype), tuple(chunks), fused
+        )
 
     def add_object(self, key: str, value: object) -> None:
         """Write a structure of plain values and small tensors.
