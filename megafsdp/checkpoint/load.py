@@ -92,7 +92,7 @@ class _Requests:
         optimizer: Where optimizer states go; None if not asked for.
         weights: Parameters, by key, of which the optimizer keeps a part: their tensor is a copy,
             which the optimizer takes apart.
-        own: Keys that only some ranks request -> these ranks.
+        ranks_of: Keys that only some ranks request -> these ranks.
         whole_of: Key of a part of a fused tensor -> key of the whole.
         elsewhere: Names of parameters that other ranks have and this one has not.
     """
@@ -102,7 +102,7 @@ class _Requests:
     names: dict[nn.Parameter, str]
     optimizer: OptimizerLoad | None
     weights: dict[str, nn.Parameter]
-    own: dict[str, tuple[int, ...]]
+    ranks_of: dict[str, tuple[int, ...]]
     whole_of: dict[str, str]
     elsewhere: set[str]
 
@@ -253,7 +253,7 @@ def _requests(targets: TrainingState, manifest: Manifest, rules: Rules) -> _Requ
         names=names,
         optimizer=None,
         weights={},
-        own=state.own,
+        ranks_of=state.ranks_of,
         whole_of=wholes_by_part(state.fused_into) | wholes_by_part(manifest.fused_into),
         elsewhere=state.elsewhere,
     )
@@ -261,7 +261,7 @@ def _requests(targets: TrainingState, manifest: Manifest, rules: Rules) -> _Requ
         planned = plan_optimizer_load(targets.optimizer, names, manifest, rules.is_ignored)
         requests.optimizer = planned
         requests.tensors.update(planned.tensors)
-        requests.own.update(planned.own)
+        requests.ranks_of.update(planned.ranks_of)
         requests.whole_of.update(planned.whole_of)
         requests.objects.update(planned.objects, {GROUPS_KEY})
         weights = canonical_weights(targets.optimizer, names, manifest.stored())
@@ -310,7 +310,7 @@ def _verify_and_read_objects(plan: _Plan, rules: Rules) -> None:
     keys_by_ranks: dict[tuple[int, ...], set[str]] = {}
     for key, source in sources.items():
         if source in manifest.tensors:
-            ranks = requests.own.get(key, tuple(range(world_size)))
+            ranks = requests.ranks_of.get(key, tuple(range(world_size)))
             keys_by_ranks.setdefault(ranks, set()).add(source)
     with RecordReader(plan.directory) as reader:
         for ranks, keys in keys_by_ranks.items():

@@ -233,7 +233,7 @@ def begin_save(
     if state is not None:
         ready = state
         tensors, error = attempt(lambda: _own_tensors(ready))
-        writers = {key: holders[0] for key, holders in state.own.items()}
+        writers = {key: holders[0] for key, holders in state.ranks_of.items()}
         objects = {k: v for k, v in state.objects.items() if writers.get(k, 0) == rank}
     if error is None:
         objects[f"rng.{rank}"], error = attempt(rng_state)
@@ -338,7 +338,7 @@ def _write(begun: BegunSave) -> Written:
     """Write this rank's share of the state to its own file."""
     assert begun.state is not None, "ranks that failed to collect do not write"
     rank, _ = rank_and_world_size()
-    written = Written(checksum_of_common(begun.state), table_of(begun.state, begun.state.own))
+    written = Written(checksum_of_common(begun.state), table_of(begun.state, begun.state.ranks_of))
     with RecordWriter(begun.temporary, rank) as writer:
         save_root.reached("file opened")
         for own in begun.tensors:

@@ -1,4 +1,4 @@
-"""A background save stores what was there when it was asked for, and nobody forgets it."""
+"""A background save stores the state of its call, and its failure is never silent."""
 
 from __future__ import annotations
 
@@ -442,7 +442,7 @@ def _fail_to_stage(root: Path, where: str) -> str:
 def test_a_rank_without_copies_fails_the_save_on_all(
     ranks: Ranks, tmp_path: Path, where: str
 ) -> None:
-    """Nobody is left waiting, nothing is published, and the next save works."""
+    """No rank is left waiting, nothing is published, and the next save works."""
     for message in ranks(2).run(_fail_to_stage, tmp_path, where):
         assert "step 2 failed" in message and "no host memory" in message and "rank 1" in message
     assert on_disk.published_steps(tmp_path) == [1, 3]

@@ -64,7 +64,7 @@ class CanonicalState:
             names: key -> key in ``tensors``.
         rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are
             stored.
-        own: Keys that not all ranks have -> the ranks that have them.
+        ranks_of: Keys that not all ranks have -> the ranks that have them.
         elsewhere: Names of parameters that other ranks have and this one has not.
     """
 
@@ -74,18 +74,18 @@ class CanonicalState:
     aliases: dict[str, str] = field(default_factory=dict)
     fused_into: dict[str, dict] = field(default_factory=dict)
     rank_zero: set[str] = field(default_factory=set)
-    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ranks_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     elsewhere: set[str] = field(default_factory=set)
 
     def update(self, other: CanonicalState) -> None:
         """Add what another state lists, the optimizer's beside the model's."""
-        for own in fields(self):
-            getattr(self, own.name).update(getattr(other, own.name))
+        for kind in fields(self):
+            getattr(self, kind.name).update(getattr(other, kind.name))
 
-    def claim(self, keys: Iterable[str], form: StoredForm) -> None:
-        """Note that only the ranks of a parameter have these keys, if that is so."""
+    def note_ranks(self, keys: Iterable[str], form: StoredForm) -> None:
+        """Record the ranks of keys that not all ranks have."""
         if form.is_own and form.ranks is not None:
-            self.own.update(dict.fromkeys(keys, form.ranks))
+            self.ranks_of.update(dict.fromkeys(keys, form.ranks))
 
 
 def canonical_name(fqn: str) -> str:
@@ -143,7 +143,7 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         keys = [f"model.{part}" for part in form.parts]
         for key in keys:
             _require_new(key, state)
-        state.claim(keys, form)
+        state.note_ranks(keys, form)
         state.elsewhere.update(_names_elsewhere(name, parameter))
         if form.fused is not None:
             state.fused_into[f"model.{form.name}"] = joining(
@@ -187,7 +187,7 @@ def optimizer_state(
             form = stored_form(name, parameter)
             for state_name, value in states_of(optimizer, parameter).items():
                 keys = [state_key(part, state_name) for part in form.parts]
-                state.claim(keys, form)
+                state.note_ranks(keys, form)
                 if isinstance(value, torch.Tensor):
                     _require_global(keys[0], value, parameter)
                     state.tensors.update(zip(keys, form.pieces(value), strict=True))

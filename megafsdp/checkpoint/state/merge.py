@@ -46,14 +46,14 @@ class Written:
 
     Attributes:
         table_crc32: Checksum of the names, shapes and dtypes that are alike on all ranks.
-        own: What this rank has and not all ranks have.
+        table: What this rank has and not all ranks have.
         chunks: Key and chunk of each tensor region.
         objects: Records of non-tensor objects by key.
         files: Size in bytes of each file.
     """
 
     table_crc32: int
-    own: Table
+    table: Table
     chunks: list[tuple[str, Chunk]] = field(default_factory=list)
     objects: dict[str, Record] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def checksum_of_common(state: CanonicalState) -> int:
     table = [
         (key, tuple(stored.shape), str(stored.dtype))
         for key, stored in state.tensors.items()
-        if key not in state.own
+        if key not in state.ranks_of
     ]
     return zlib.crc32(repr(table).encode())
 
@@ -129,7 +129,7 @@ def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest
             where="checkpoint.save()",
             hint="Build the same model and optimizer, in the same order, on every rank",
         )
-    table = _unite(table_of(state), (part.own for part in parts))
+    table = _unite(table_of(state), (part.table for part in parts))
     chunks: dict[str, list[Chunk]] = {key: [] for key in table.tensors}
     for part in parts:
         for key, chunk in part.chunks:

@@ -54,7 +54,7 @@ class OptimizerLoad:
         left_alone: Names of states that are not stored and that the caller chose to keep.
         groups: Each parameter group with the stored hyperparameters it takes.
         whole_of: Key of a part -> key of the whole state.
-        own: Keys that only some ranks load -> these ranks.
+        ranks_of: Keys that only some ranks load -> these ranks.
     """
 
     optimizer: torch.optim.Optimizer
@@ -64,7 +64,7 @@ class OptimizerLoad:
     left_alone: dict[nn.Parameter, list[str]] = field(default_factory=dict)
     groups: list[tuple[dict, dict]] = field(default_factory=list)
     whole_of: dict[str, str] = field(default_factory=dict)
-    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ranks_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def commit(self, objects: Mapping[str, object], *, skipped: Collection[str]) -> None:
         """Give the optimizer its states and hyperparameters; the tensors have been read.
@@ -138,7 +138,7 @@ def plan_optimizer_load(
                 if len(keys) > 1:
                     load.whole_of.update(dict.fromkeys(keys, state_key(form.name, state_name)))
                 if form.is_own and form.ranks is not None:
-                    load.own.update(dict.fromkeys(keys, form.ranks))
+                    load.ranks_of.update(dict.fromkeys(keys, form.ranks))
                 if any(key in manifest.objects for key in keys):
                     load.objects.update(keys)
                     continue
