@@ -54,6 +54,7 @@ class PendingSave:
         self._error: Exception | None = None
         self._is_observed = False
         self._hooks: list[RemovableHandle] = []
+        self._caller = threading.get_ident()
         # Not a daemon: Python waits for it at the end of the process.
         self._thread = threading.Thread(target=self._run, name=f"megafsdp save of step {step}")
 
@@ -131,11 +132,12 @@ class PendingSave:
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        # From threads of the caller only. The thread of the save could remove a hook while
-        # load_state_dict() of another thread goes through the hooks of the module.
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
+        # By the thread that saved, which trains. Another one could remove a hook while a
+        # load_state_dict() goes through the hooks of the module.
+        if threading.get_ident() == self._caller:
+            hooks, self._hooks = self._hooks, []
+            for hook in hooks:
+                hook.remove()
 
     def _run(self) -> None:
         # A reference of this frame alone: the model is freed with the save, not with this object.
