@@ -253,6 +253,22 @@ def test_metadata_that_says_something_else_is_found(tmp_path: Path) -> None:
     assert {f.key for f in findings} == {KEY, "model.head.weight", "model.norm.weight", "rng.0"}
 
 
+def test_any_property_of_metadata_is_compared(tmp_path: Path) -> None:
+    """Not only what this package reads of ``.metadata``: torch reads the rest."""
+    path = _save(tmp_path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.norm.weight"].properties.pin_memory = True
+    metadata.planner_data["extra"] = ("other", "extra")
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest = read_manifest(path)
+    manifest.files[".metadata"] = (path / ".metadata").stat().st_size
+    write_manifest(manifest, path)
+    found = {f.key: f.problem for f in verify(path).findings}
+    assert set(found) == {"model.norm.weight", "extra"}
+    assert "shape, dtype and chunks" in found["model.norm.weight"]
+    assert "nested names" in found["extra"]
+
+
 class _Dangerous:
     def __reduce__(self) -> tuple:
         return os.abort, ()
