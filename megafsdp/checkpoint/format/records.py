@@ -130,7 +130,7 @@ class RecordWriter:
         """Do nothing: the file is made durable once, at the end."""
 
 
-Reader = TypeVar("Reader", bound="RecordReader")
+_Reader = TypeVar("_Reader", bound="RecordReader")
 
 
 class RecordReader:
@@ -145,7 +145,7 @@ class RecordReader:
         self._name = ""
         self._stream: BinaryIO | None = None
 
-    def __enter__(self: Reader) -> Reader:
+    def __enter__(self: _Reader) -> _Reader:
         """Return the reader."""
         return self
 
