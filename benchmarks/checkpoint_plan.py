@@ -132,7 +132,12 @@ def _plan_ours(
     save = importlib.import_module("megafsdp.checkpoint.save")
     with tempfile.TemporaryDirectory() as folder:
         begun, local_s = _timed(
-            lambda: save.begin_save(Path(folder), step=1, model=model, optimizer=optimizer)
+            lambda: save.begin_save(
+                Path(folder),
+                1,
+                save.TrainingState(model, optimizer, None, None),
+                save.Retention(),
+            )
         )
         own = save._write(begun)
         sent = [(pickle.dumps(own), None)]

@@ -1,9 +1,8 @@
 """Checkpoints: canonical tensors and a manifest, saved by any mesh and loaded by any other."""
 
 from megafsdp.checkpoint import inspect
-from megafsdp.checkpoint.async_save import async_save, release_staging_memory
+from megafsdp.checkpoint.async_save import async_save, release_staging_memory, wait_for_saves
 from megafsdp.checkpoint.background.pending_save import PendingSave
-from megafsdp.checkpoint.background.pending_save import wait_for_end as wait_for_saves
 from megafsdp.checkpoint.format.save_root import latest_step
 from megafsdp.checkpoint.huggingface.checkpoints import export_hf_checkpoint, import_hf_checkpoint
 from megafsdp.checkpoint.huggingface.export import export_hf

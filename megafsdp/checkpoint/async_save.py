@@ -1,14 +1,20 @@
 """Save in the background: copy to host memory, then write and publish from another thread.
 
-The call returns once it is known what to save. Steps of optimizers wait until the copies are made,
-and for nothing else. The thread's collectives go over a process group of their own, on the CPU.
+What runs where, on every rank::
+
+    caller's thread   raise the failure of the save before; list the state; 1 collective
+                      (the temporary directory); on CUDA, queue the copies; return
+    save's thread     on the CPU, copy; write the rank's file; 2 collectives over a gloo group
+                      of its own (gather on rank 0, announce the published directory)
+
+Optimizers' steps and loads wait until the copies are made, and for nothing else. What is written,
+and the order of publication, is in checkpoint/save.py; the thread in background/pending_save.py.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -18,15 +24,17 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp.buffer.comm.agreement import attempt, on_rank_zero
-from megafsdp.checkpoint.background import pending_save as in_flight
-from megafsdp.checkpoint.background.pending_save import PendingSave
-from megafsdp.checkpoint.background.staging import HostSlab, Staging
-from megafsdp.checkpoint.save import BegunSave, HasState, begin_save, finish_save
+from megafsdp.checkpoint.background.pending_save import SAVES, PendingSave
+from megafsdp.checkpoint.background.staging import Staging
+from megafsdp.checkpoint.save import (
+    BegunSave,
+    HasState,
+    Retention,
+    TrainingState,
+    begin_save,
+    finish_save,
+)
 from megafsdp.errors import expected
-
-_slab = HostSlab()
-_group: tuple[weakref.ref[dist.ProcessGroup], dist.ProcessGroup] | None = None
-_watched: weakref.WeakSet[nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def async_save(
@@ -45,7 +53,7 @@ def async_save(
     """Begin to save a training state and return; collective over all ranks.
 
     Training may go on at once: the next step of an optimizer, and loads, wait until weights and
-    states are copied to host memory (pinned where there is CUDA), which is kept for the next save;
+    states are copied to host memory (pinned where there is CUDA), which the next save uses again;
     see :func:`release_staging_memory`. Before ``torch.distributed.checkpoint.load`` writes into
     ``model.state_dict()``, as before edits in place, call :meth:`PendingSave.wait_staged`.
 
@@ -66,8 +74,8 @@ def async_save(
         when_busy: What to do while another save is in flight: wait for its end, or raise.
 
     Returns:
-        The save in flight. A failure that nobody asks for with ``result()`` is raised by the next
-        save and logged at the end of the process.
+        The save in flight. A failure that no call of ``result()`` has raised is raised by the next
+        save, and logged at the end of the process.
 
     Raises:
         CheckpointError: The step is published already, a save is in flight (``"raise"``), or an
@@ -84,48 +92,38 @@ def async_save(
             )
         )
     if when_busy == "raise":
-        on_rank_zero(lambda: in_flight.require_idle(step))
-    in_flight.surface_failure()
-    begun = begin_save(
-        directory,
-        step=step,
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        loss_scaler=loss_scaler,
-        extra=extra,
-        keep_last=keep_last,
-        keep_every=keep_every,
-    )
-    group = _background_group()
-    staging = _stage(begun)
-    pending = PendingSave(step, staging, functools.partial(_finish, begun, group))
-    in_flight.set_current(pending)
-    for module in model.modules():
-        _watch(module)
-    if optimizer is not None:
-        _watch(optimizer)
-    pending.start()
+        on_rank_zero(lambda: SAVES.require_idle(step))
+    SAVES.raise_failure()
+    state = TrainingState(model, optimizer, lr_scheduler, loss_scaler, extra)
+    begun = begin_save(directory, step, state, Retention(keep_last, keep_every))
+    group = SAVES.group()
+    pending = PendingSave(step, _stage(begun), functools.partial(_finish, begun, group))
+    SAVES.start(pending, [*model.modules(), *([] if optimizer is None else [optimizer])])
     return pending
 
 
 def release_staging_memory() -> None:
     """Wait for the save in flight, if any, and give its host memory back; local."""
-    in_flight.wait_for_end()
-    _slab.release()
+    SAVES.wait_for_end()
+    SAVES.slab.release()
+
+
+def wait_for_saves() -> None:
+    """Wait for the save in flight, if any; its failure is left to the next save; local."""
+    SAVES.wait_for_end()
 
 
 def _stage(begun: BegunSave) -> Staging:
     """Put host copies in the place of what this rank writes.
 
-    A rank without memory for them goes on with its error: the others have agreed to save, and hear
-    of it where the thread gathers.
+    A rank without memory for them goes on with its error: the others have begun to save already,
+    and its thread reports the error where all ranks gather.
     """
-    staging, error = attempt(lambda: Staging([own.data for own in begun.tensors], _slab))
+    staging, error = attempt(lambda: Staging([own.data for own in begun.tensors], SAVES.slab))
     if staging is None:
         begun.error = error
         begun.tensors.clear()
-        return Staging([], _slab)
+        return Staging([], SAVES.slab)
     for own, copy in zip(begun.tensors, staging.copies, strict=True):
         own.data = copy
     return staging
@@ -135,23 +133,3 @@ def _finish(begun: BegunSave, group: dist.ProcessGroup | None, error: Exception 
     """Write what was begun, unless this rank has no copies; collective, in the thread."""
     begun.error = begun.error or error
     return finish_save(begun, group)
-
-
-def _watch(target: nn.Module | torch.optim.Optimizer) -> None:
-    """Let ``load_state_dict`` wait for the copies, once for each object."""
-    if target not in _watched:
-        _watched.add(target)
-        # A function of the module, not a lambda: the model must still be pickled.
-        target.register_load_state_dict_pre_hook(in_flight.wait_until_staged)
-
-
-def _background_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks for the background thread; made once, collectively."""
-    global _group
-    if not dist.is_initialized():
-        return None
-    world = dist.group.WORLD
-    assert world is not None, "initialized means there is a default group"
-    if _group is None or _group[0]() is not world:
-        _group = (weakref.ref(world), dist.new_group(backend="gloo"))
-    return _group[1]

@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 
-from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, MANIFEST_FILE
 from megafsdp.checkpoint.megatron.exporter import to_megatron
 from megafsdp.checkpoint.megatron.importer import from_megatron
 from megafsdp.checkpoint.tools.torch_file import from_torch, to_torch
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 
 class Format(Enum):
@@ -47,27 +47,25 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
     places = [path]
     if (
         path.is_dir()
-        and (chosen := on_disk.latest_step(path) if step is None else step) is not None
+        and (chosen := save_root.latest_step(path) if step is None else step) is not None
     ):
-        places.append(on_disk.step_directory(path, chosen))
+        places.append(save_root.step_directory(path, chosen))
     for place in places:
         if (place / MANIFEST_FILE).is_file():
             return Format.MEGAFSDP
         if (place / DCP_METADATA_FILE).is_file():
             return Format.NVIDIA
-    raise CheckpointError(
-        expected(
-            f"a torch.save file, or a directory with '{MANIFEST_FILE}' or '{DCP_METADATA_FILE}'",
-            "a directory with neither" if path.is_dir() else "no such file",
-            where=f"'{path}'",
-            hint="Give a checkpoint's directory, its save root, or a file",
-        )
+    raise CheckpointError.expected(
+        f"a torch.save file, or a directory with '{MANIFEST_FILE}' or '{DCP_METADATA_FILE}'",
+        "a directory with neither" if path.is_dir() else "no such file",
+        where=f"'{path}'",
+        hint="Give a checkpoint's directory, its save root, or a file",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What some conversions need to be told; None and nothing where they do not.
+    """Options that some conversions take; None or empty where they are not given.
 
     Attributes:
         fused_like: A checkpoint of megafsdp that says which parameters of a torch file to split.
@@ -108,7 +106,7 @@ def convert(
         destination: The file to write, or the save root to publish in.
         to: The format to write.
         step: The step to read, or to write where the source has none; None means the latest.
-        options: What the conversion needs to be told.
+        options: What the conversion takes beside the source.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
@@ -143,13 +141,11 @@ def convert(
 def _require_sense(source: Path, pair: tuple[Format, Format], given: ConvertOptions) -> None:
     names = " to ".join(part.value for part in pair)
     if pair not in _OPTIONS:
-        raise CheckpointError(
-            expected(
-                f"a conversion between {Format.MEGAFSDP.value} and another format",
-                f"one from {names}",
-                where=f"'{source}'",
-                hint="Convert to megafsdp first, and from there",
-            )
+        raise CheckpointError.expected(
+            f"a conversion between {Format.MEGAFSDP.value} and another format",
+            f"one from {names}",
+            where=f"'{source}'",
+            hint="Convert to megafsdp first, and from there",
         )
     wrong = [
         field.name
@@ -157,11 +153,9 @@ def _require_sense(source: Path, pair: tuple[Format, Format], given: ConvertOpti
         if getattr(given, field.name) and field.name not in _OPTIONS[pair]
     ]
     if wrong:
-        raise CheckpointError(
-            expected(
-                f"options of a conversion from {names}: {sorted(_OPTIONS[pair]) or 'none'}",
-                wrong,
-                where=f"'{source}'",
-                hint="Leave the others out",
-            )
+        raise CheckpointError.expected(
+            f"options of a conversion from {names}: {sorted(_OPTIONS[pair]) or 'none'}",
+            wrong,
+            where=f"'{source}'",
+            hint="Leave the others out",
         )

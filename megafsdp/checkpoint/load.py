@@ -1,10 +1,18 @@
 """Load a checkpoint into any number of ranks, mesh and sharding strategy.
 
-Everything that can be wrong is found before anything is touched: the manifest, the size of every
-file, the checksum of every record that will be read, names, shapes, dtypes and parameter groups.
-Then the ranks agree, and each copies the stored chunks that meet its own regions. Two small
-collectives, whatever the number of tensors: the agreement, and the news that all ranks have
-finished.
+What every rank does::
+
+    _plan     read the manifest; check its share of the files; match names, shapes and dtypes;
+              intersect its regions with the stored chunks; verify its share of the records;
+              read the objects. Writes nothing.
+    agree     collective 1: the first error of any rank, or one checkpoint for all
+    _commit   copy the chunks into the tensors, then extra states, optimizer, random states,
+              scheduler and loss scaler
+    agree     collective 2: all ranks have finished
+
+So everything that can be wrong is found before any rank touches its model, and there are two small
+collectives whatever the number of tensors. Names are matched in state/matching.py, optimizer states
+in state/optimizer_load.py.
 """
 
 from __future__ import annotations
@@ -14,15 +22,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
 from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
-from megafsdp.checkpoint.background.pending_save import wait_for_end
-from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record, read_manifest
+from megafsdp.checkpoint.background.pending_save import SAVES
+from megafsdp.checkpoint.format import save_root
+from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Chunk, Manifest, read_manifest
 from megafsdp.checkpoint.format.records import RecordReader, require_files
 from megafsdp.checkpoint.format.regions import (
     Region,
@@ -33,7 +41,7 @@ from megafsdp.checkpoint.format.regions import (
     underlying,
 )
 from megafsdp.checkpoint.format.rng import restore_rng_state
-from megafsdp.checkpoint.save import HasState
+from megafsdp.checkpoint.save import HasState, TrainingState
 from megafsdp.checkpoint.state.canonical import (
     CanonicalState,
     HasCanonicalState,
@@ -43,7 +51,7 @@ from megafsdp.checkpoint.state.canonical import (
     parameter_names,
 )
 from megafsdp.checkpoint.state.fused import wholes_by_part
-from megafsdp.checkpoint.state.matching import Match, Rules, match
+from megafsdp.checkpoint.state.matching import Match, Rules, as_patterns, match
 from megafsdp.checkpoint.state.optimizer_load import (
     GROUPS_KEY,
     OptimizerLoad,
@@ -59,37 +67,44 @@ from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 _log = logging.getLogger("megafsdp.checkpoint")
 
 
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """What the caller wants filled."""
-
-    model: nn.Module | None
-    optimizer: torch.optim.Optimizer | None
-    stateful: dict[str, HasState]
-
-    def sections(self) -> set[str]:
-        """Return the sections of the checkpoint that are asked for."""
-        own = {"model": self.model, "optimizer": self.optimizer}
-        return {name for name, target in own.items() if target is not None} | set(self.stateful)
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One piece of a stored chunk on its way into one region of a target.
+class _Copy(NamedTuple):
+    """A stored chunk of which a part goes into one region of a target.
 
     Attributes:
-        record: Where the chunk lies.
-        stored: The chunk's region.
-        piece: The part to copy.
+        chunk: The chunk.
         key: The target.
-        region: The target's region that receives it.
+        region: The target's region that receives what it has of the chunk.
     """
 
-    record: Record
-    stored: Region
-    piece: Region
+    chunk: Chunk
     key: str
     region: Region
+
+
+@dataclass(slots=True)
+class _Requests:
+    """What this rank asks a checkpoint for.
+
+    Attributes:
+        tensors: Targets by key.
+        objects: Keys of non-tensor values.
+        names: Canonical names of the model's parameters.
+        optimizer: Where optimizer states go; None if not asked for.
+        weights: Parameters, by key, of which the optimizer keeps a part: their tensor is a copy,
+            which the optimizer takes apart.
+        ranks_of: Keys that only some ranks request -> these ranks.
+        whole_of: Key of a part of a fused tensor -> key of the whole.
+        elsewhere: Names of parameters that other ranks have and this one has not.
+    """
+
+    tensors: dict[str, Stored]
+    objects: set[str]
+    names: dict[nn.Parameter, str]
+    optimizer: OptimizerLoad | None
+    weights: dict[str, nn.Parameter]
+    ranks_of: dict[str, tuple[int, ...]]
+    whole_of: dict[str, str]
+    elsewhere: set[str]
 
 
 @dataclass(slots=True)
@@ -98,26 +113,19 @@ class _Plan:
 
     Attributes:
         directory: The checkpoint.
-        manifest: What it holds.
+        manifest: Its contents.
+        requests: What to fill.
         match: Which stored key goes where.
-        tensors: Targets by key.
-        copies: Pieces to copy, in the order of the files.
+        copies: Chunks to copy, in the order of the files.
         objects: Non-tensor values that were read, by key.
-        optimizer: Where optimizer states go; None if not asked for.
-        weights: Parameters, by key, of which the optimizer keeps a part: their tensor is a copy,
-            which the optimizer takes apart.
-        own: Keys that only some ranks ask for -> these ranks.
     """
 
     directory: Path
     manifest: Manifest
+    requests: _Requests
     match: Match
-    tensors: dict[str, Stored]
     copies: list[_Copy]
     objects: dict[str, object] = field(default_factory=dict)
-    optimizer: OptimizerLoad | None = None
-    weights: dict[str, nn.Parameter] = field(default_factory=dict)
-    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def load(
@@ -156,7 +164,7 @@ def load(
         ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as
             ``"lm_head.*"``; a fused parameter's name means all its parts.
         allow_missing: Patterns of requested keys that may keep their own values.
-        hint: What an error of keys that do not fit tells the user to do; None names the arguments.
+        hint: What an error of keys that do not fit advises; None names the arguments.
 
     Returns:
         The ``extra`` that was saved.
@@ -166,7 +174,8 @@ def load(
             any of them touched its model.
         ValueError: The arguments contradict each other.
     """
-    rules = Rules.of(strict, ignore=ignore, allow_missing=allow_missing, hint=hint)
+    patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
+    rules = Rules(strict, *patterns, hint=hint)
     if optimizer is not None and model is None:
         raise ValueError(
             expected(
@@ -176,22 +185,18 @@ def load(
                 hint="Pass model= too: its names say which state belongs to which parameter",
             )
         )
-    given = {"lr_scheduler": lr_scheduler, "loss_scaler": loss_scaler}
-    stateful = {key: target for key, target in given.items() if target is not None}
-    targets = _Targets(model, optimizer, stateful)
-    wait_for_end()
+    targets = TrainingState(model, optimizer, lr_scheduler, loss_scaler)
+    SAVES.wait_for_end()
     plan, error = attempt(lambda: _plan(Path(directory), step, targets=targets, rules=rules))
     seen = agree(
         None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error
     )
     if len(set(seen)) > 1:
-        raise CheckpointError(
-            expected(
-                "one checkpoint for all ranks",
-                f"{sorted(set(seen))} on different ranks",
-                where=f"'{directory}'",
-                hint="Pass step=, and load while no other job saves there",
-            )
+        raise CheckpointError.expected(
+            "one checkpoint for all ranks",
+            f"{sorted(set(seen))} on different ranks",
+            where=f"'{directory}'",
+            hint="Pass step=, and load while no other job saves there",
         )
     assert plan is not None, "ranks without a plan have raised"
     ready = plan
@@ -200,59 +205,69 @@ def load(
     return cast(dict[str, object], ready.objects["extra"])
 
 
-def _plan(directory: Path, step: int | None, *, targets: _Targets, rules: Rules) -> _Plan:
-    """Find, check and match a checkpoint; touches nothing."""
+def _plan(directory: Path, step: int | None, *, targets: TrainingState, rules: Rules) -> _Plan:
+    """Find, check and match a checkpoint; writes nothing."""
     rank, world_size = rank_and_world_size()
-    path = on_disk.find(directory, step)
+    path = save_root.find(directory, step)
     manifest = read_manifest(path)
     # Each rank looks at its share of the files; the agreement unites what they find.
     require_files(manifest, path, sorted(manifest.files)[rank::world_size])
+    requests = _requests(targets, manifest, rules)
+    matched = match(
+        manifest,
+        tensors=requests.tensors,
+        objects=requests.objects,
+        sections=targets.sections(),
+        elsewhere=requests.elsewhere,
+        rules=replace(rules, whole_of=requests.whole_of),
+        where=f"'{path}'",
+    )
+    copies = _plan_copies(manifest, matched, requests.tensors)
+    plan = _Plan(path, manifest, requests, matched, copies)
+    _verify_and_read_objects(plan, rules)
+    if GROUPS_KEY not in manifest.objects:
+        # Allowed by the rules: the optimizer's own states stay, instead of being lost.
+        requests.optimizer = None
+    elif requests.optimizer is not None and GROUPS_KEY in plan.objects:
+        stored_groups = plan.objects[GROUPS_KEY]
+        assert isinstance(stored_groups, list), "save() stores a list of groups"
+        plan_param_groups(
+            requests.optimizer, requests.names, stored_groups, rules=rules, warn=_log.warning
+        )
+    return plan
 
-    names: dict[nn.Parameter, str] = {}
-    weights: dict[str, nn.Parameter] = {}
-    wanted: set[str] = set(targets.stateful)
-    state = CanonicalState()
+
+def _requests(targets: TrainingState, manifest: Manifest, rules: Rules) -> _Requests:
+    """List the targets under their keys; allocates optimizer states that are missing."""
+    state, names = CanonicalState(), {}
+    objects = set(targets.stateful())
     if targets.model is not None:
         state = model_state(targets.model, manifest.stored())
         names = parameter_names(targets.model)
         # Older checkpoints have the extra state of a module of two names under the first alone.
-        wanted.update(key for key, _ in modules_with_extra_state(targets.model))
-        wanted.update(state.objects.keys() & manifest.objects.keys())
-    tensors, own = dict(state.tensors), dict(state.own)
-    whole_of = wholes_by_part(state.fused_into) | wholes_by_part(manifest.fused_into)
-    optimizer = None
-    if targets.optimizer is not None:
-        optimizer = plan_optimizer_load(targets.optimizer, names, manifest, rules.is_ignored)
-        tensors.update(optimizer.tensors)
-        own.update(optimizer.own)
-        whole_of.update(optimizer.whole_of)
-        for key, parameter, weight in canonical_weights(
-            targets.optimizer, names, manifest.stored()
-        ):
-            tensors[key], weights[key] = weight, parameter
-        wanted.update(optimizer.objects, {GROUPS_KEY})
-    matched = match(
-        manifest,
-        tensors=tensors,
-        objects=wanted,
-        sections=targets.sections(),
+        objects.update(key for key, _ in modules_with_extra_state(targets.model))
+        objects.update(state.objects.keys() & manifest.objects.keys())
+    requests = _Requests(
+        tensors=state.tensors,
+        objects=objects,
+        names=names,
+        optimizer=None,
+        weights={},
+        ranks_of=state.ranks_of,
+        whole_of=wholes_by_part(state.fused_into) | wholes_by_part(manifest.fused_into),
         elsewhere=state.elsewhere,
-        rules=replace(rules, whole_of=whole_of),
-        where=f"'{path}'",
     )
-    copies = _plan_copies(manifest, matched, tensors)
-    plan = _Plan(
-        path, manifest, matched, tensors, copies, optimizer=optimizer, weights=weights, own=own
-    )
-    _verify_and_read_objects(plan, wanted, rules)
-    if GROUPS_KEY not in manifest.objects:
-        # Allowed by the rules: the optimizer keeps what it has instead of losing it.
-        plan.optimizer = None
-    elif optimizer is not None and GROUPS_KEY in plan.objects:
-        stored_groups = plan.objects[GROUPS_KEY]
-        assert isinstance(stored_groups, list), "save() stores a list of groups"
-        plan_param_groups(optimizer, names, stored_groups, rules=rules, warn=_log.warning)
-    return plan
+    if targets.optimizer is not None:
+        planned = plan_optimizer_load(targets.optimizer, names, manifest, rules.is_ignored)
+        requests.optimizer = planned
+        requests.tensors.update(planned.tensors)
+        requests.ranks_of.update(planned.ranks_of)
+        requests.whole_of.update(planned.whole_of)
+        requests.objects.update(planned.objects, {GROUPS_KEY})
+        weights = canonical_weights(targets.optimizer, names, manifest.stored())
+        for key, parameter, weight in weights:
+            requests.tensors[key], requests.weights[key] = weight, parameter
+    return requests
 
 
 def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored]) -> list[_Copy]:
@@ -266,57 +281,51 @@ def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored])
         if key not in tensors:
             continue
         for region in local_regions(key, tensors[key]):
-            pieces = [
-                _Copy(chunk.record, chunk.region, piece, key, region)
-                for chunk in manifest.tensors[source].chunks
-                if (piece := chunk.region.intersect(region)) is not None
-            ]
-            if not is_filled(region, [copy.piece for copy in pieces]):
-                raise CheckpointError(
-                    expected(
-                        f"stored chunks that fill {region} once",
-                        f"{[copy.piece for copy in pieces][:8]}",
-                        where=f"'{key}'",
-                        hint=f"The checkpoint is damaged: {ANOTHER_STEP}",
-                    )
+            pieces = []
+            for chunk in manifest.tensors[source].chunks:
+                if (piece := chunk.region.intersect(region)) is not None:
+                    pieces.append(piece)
+                    copies.append(_Copy(chunk, key, region))
+            if not is_filled(region, pieces):
+                raise CheckpointError.expected(
+                    f"stored chunks that fill {region} once",
+                    f"{pieces[:8]}",
+                    where=f"'{key}'",
+                    hint=f"The checkpoint is damaged: {ANOTHER_STEP}",
                 )
-            copies += pieces
-    return sorted(copies, key=lambda copy: (copy.record.file, copy.record.offset))
+    return sorted(copies, key=lambda copy: (copy.chunk.record.file, copy.chunk.record.offset))
 
 
-def _verify_and_read_objects(plan: _Plan, wanted: set[str], rules: Rules) -> None:
+def _verify_and_read_objects(plan: _Plan, rules: Rules) -> None:
     """Verify this rank's share of the records that any rank will read, and read the small ones."""
     rank, world_size = rank_and_world_size()
-    manifest = plan.manifest
-    objects = {key: plan.match.sources[key] for key in sorted(wanted) if key in plan.match.sources}
+    manifest, requests, sources = plan.manifest, plan.requests, plan.match.sources
+    objects = {key: sources[key] for key in sorted(requests.objects) if key in sources}
     objects["extra"] = "extra"
     own_rng = f"rng.{rank}"
-    if plan.optimizer is not None and manifest.world_size == world_size:
+    if requests.optimizer is not None and manifest.world_size == world_size:
         objects[own_rng] = own_rng
     # Only records of tensors are shared out: every rank reads, and thereby verifies, its objects
-    # itself. Ranks that ask for the same keys share them among themselves.
+    # itself. Ranks that request the same keys share them among themselves.
     keys_by_ranks: dict[tuple[int, ...], set[str]] = {}
-    for key, source in plan.match.sources.items():
+    for key, source in sources.items():
         if source in manifest.tensors:
-            ranks = plan.own.get(key, tuple(range(world_size)))
+            ranks = requests.ranks_of.get(key, tuple(range(world_size)))
             keys_by_ranks.setdefault(ranks, set()).add(source)
     with RecordReader(plan.directory) as reader:
         for ranks, keys in keys_by_ranks.items():
-            records = sorted(
-                ((record, key) for key in sorted(keys) for record in manifest.records([key])),
-                key=lambda pair: (pair[0].file, pair[0].offset),
-            )
+            records = manifest.places(sorted(keys))
             share = ranks.index(rank) if rank in ranks else len(records)
             for record, key in records[share :: len(ranks)]:
                 reader.verify(key, record)
-        if plan.optimizer is not None:
-            require_equal_copies(plan.optimizer, plan.match.sources, manifest, reader, rules)
+        if requests.optimizer is not None:
+            require_equal_copies(requests.optimizer, sources, manifest, reader, rules)
         for key, source in objects.items():
             plan.objects[key] = reader.read_object(source, manifest.objects[source])
     assert isinstance(plan.objects["extra"], dict), "save() and CheckpointWriter store a dict"
 
 
-def _commit(plan: _Plan, targets: _Targets) -> None:
+def _commit(plan: _Plan, targets: TrainingState) -> None:
     """Write into the targets; every check has passed on every rank."""
     _copy_tensors(plan, targets.model)
     if targets.model is not None:
@@ -326,10 +335,13 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
     if targets.optimizer is not None:
         _commit_optimizer(plan, targets.optimizer)
         _restore_rng(plan)
-    for key, stateful in targets.stateful.items():
+    for key, stateful in targets.stateful().items():
         if key in plan.objects:
             stateful.load_state_dict(plan.objects[key])  # type: ignore[arg-type]
-    for fact, keys in (("kept their own values", plan.match.kept), ("not used", plan.match.unused)):
+    for fact, keys in (
+        ("kept their own values", plan.match.skipped),
+        ("not used", plan.match.unused),
+    ):
         if keys:
             _log.warning(
                 "load from '%s': %d keys %s: %s", plan.directory, len(keys), fact, keys[:20]
@@ -337,12 +349,14 @@ def _commit(plan: _Plan, targets: _Targets) -> None:
 
 
 def _commit_optimizer(plan: _Plan, optimizer: torch.optim.Optimizer) -> None:
-    if plan.optimizer is not None:
-        plan.optimizer.commit(plan.objects, skipped=set(plan.match.kept))
+    requests = plan.requests
+    if requests.optimizer is not None:
+        requests.optimizer.commit(plan.objects, skipped=set(plan.match.skipped))
     if isinstance(optimizer, HasCanonicalState):
+        # By parameter: the parts of a fused one are several keys of one weight.
         loaded = {
-            parameter: underlying(plan.tensors[key])
-            for key, parameter in plan.weights.items()
+            parameter: underlying(requests.tensors[key])
+            for key, parameter in requests.weights.items()
             if key in plan.match.sources
         }
         for parameter, weight in loaded.items():
@@ -352,24 +366,21 @@ def _commit_optimizer(plan: _Plan, optimizer: torch.optim.Optimizer) -> None:
 
 def _give_memory(plan: _Plan, model: nn.Module) -> None:
     """Replace what is on the meta device and about to be loaded, in the model and in the plan."""
+    tensors = plan.requests.tensors
     loaded = {
-        id(plan.weights.get(k, underlying(t)))
-        for k, t in plan.tensors.items()
-        if k in plan.match.sources
+        id(plan.requests.weights.get(key, underlying(tensor)))
+        for key, tensor in tensors.items()
+        if key in plan.match.sources
     }
     every = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
     wanted = {name for name, tensor in every if id(tensor) in loaded}
-    give_memory_to_meta_tensors(
-        model,
-        device_below(model),
-        is_wanted=wanted.__contains__,
-    )
+    give_memory_to_meta_tensors(model, device_below(model), is_wanted=wanted.__contains__)
     for key, tensor in model_state(model, plan.manifest.stored()).tensors.items():
-        if key in plan.tensors and plan.tensors[key].is_meta:
-            plan.tensors[key] = tensor
+        if key in tensors and tensors[key].is_meta:
+            tensors[key] = tensor
 
 
 @torch.no_grad()
@@ -377,17 +388,20 @@ def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
     """Read each record that meets this rank's regions once and copy its pieces."""
     if model is not None:
         _give_memory(plan, model)
+    tensors = plan.requests.tensors
     with RecordReader(plan.directory) as reader:
         last, stored = None, torch.empty(0, device="cpu")
-        for copy in plan.copies:
-            if copy.record != last:
-                last, stored = copy.record, reader.read_tensor(copy.record)
-            target = local_view(plan.tensors[copy.key], copy.region)
-            piece = stored[copy.piece.slices_in(copy.stored)]
-            target[copy.piece.slices_in(copy.region)].copy_(piece)
+        for chunk, key, region in plan.copies:
+            if chunk.record != last:
+                last, stored = chunk.record, reader.read_tensor(chunk.record)
+            piece = chunk.region.intersect(region)
+            assert piece is not None, "only chunks that meet the region were planned"
+            target = local_view(tensors[key], region)[piece.slices_in(region)]
+            target.copy_(stored[piece.slices_in(chunk.region)])
     if model is not None:
-        parameters = {key: underlying(stored) for key, stored in plan.tensors.items()}
-        parameters.update(plan.weights)
+        # The parameter has a compute weight to refresh, not the copy of it that was read into.
+        parameters = {key: underlying(stored) for key, stored in tensors.items()}
+        parameters.update(plan.requests.weights)
         loaded = {parameters[key]: None for key in plan.match.sources if key in parameters}
         mark_main_weights_changed(model, list(loaded))
 

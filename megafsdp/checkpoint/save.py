@@ -1,10 +1,20 @@
 """Save a checkpoint: every rank writes what it owns, rank 0 describes and publishes it.
 
-Three small collectives, whatever the number of tensors: rank 0 announces the temporary directory,
-the ranks tell it where their records lie (or what went wrong), rank 0 announces the published
-directory. What to write is arithmetic on every rank. A save has two halves: :func:`begin_save`
-lists what there is, in the caller's thread, and :func:`finish_save` writes it, in any. Which ranks
-hold what on disk is the manifest's business, the order of file-system steps ``directory``'s.
+A save has two halves, so that a background thread can do the second one::
+
+    every rank   begin_save    list the state, choose own regions     no collective
+    rank 0                     make the temporary directory           broadcast its path
+    every rank   finish_save   write and sync its own file            gather chunks and errors
+    rank 0                     write .metadata and the manifest;
+                               rename the directory; move the         broadcast the final path
+                               tracker; remove old steps
+
+These three small collectives are all, whatever the number of tensors: what a rank writes is
+arithmetic. No file is visible under its final name before all files are on the disk. An error of
+any rank is raised on all, and then nothing is published.
+
+How a model becomes tensors by key is in state/canonical.py, the format of the files in
+format/manifest.py and format/records.py, the order of file-system steps in format/save_root.py.
 """
 
 from __future__ import annotations
@@ -31,13 +41,9 @@ from megafsdp.buffer.comm.agreement import (
     rank_and_world_size,
     values_of,
 )
-from megafsdp.checkpoint.background.pending_save import surface_failure
-from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.manifest import (
-    Chunk,
-    write_dcp_metadata,
-    write_manifest,
-)
+from megafsdp.checkpoint.background.pending_save import SAVES
+from megafsdp.checkpoint.format import save_root
+from megafsdp.checkpoint.format.manifest import Chunk
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import Region, ReplicaBalance, local_regions, local_view
@@ -52,9 +58,9 @@ from megafsdp.checkpoint.state.canonical import (
 from megafsdp.checkpoint.state.merge import (
     Written,
     checksum_of_common,
+    common_facts,
     describe,
-    library_versions,
-    own_table,
+    table_of,
 )
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.params.meta import require_initialized
@@ -70,6 +76,48 @@ class HasState(Protocol):
 
     def load_state_dict(self, state_dict: dict, /) -> object:
         """Take the state over."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The caller's objects: what a save stores and a load fills.
+
+    Attributes:
+        model: The model; None if it is not loaded.
+        optimizer: Its optimizer.
+        lr_scheduler: Has a state dict of plain values.
+        loss_scaler: Likewise.
+        extra: Plain values of the caller, for a save.
+    """
+
+    model: nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: HasState | None
+    loss_scaler: HasState | None
+    extra: Mapping[str, object] | None = None
+
+    def stateful(self) -> dict[str, HasState]:
+        """Return the objects with a state dict by the section in which it is stored."""
+        by_section = {"lr_scheduler": self.lr_scheduler, "loss_scaler": self.loss_scaler}
+        return {section: own for section, own in by_section.items() if own is not None}
+
+    def sections(self) -> set[str]:
+        """Return the sections of a checkpoint that a load is to use in full."""
+        own = {"model": self.model, "optimizer": self.optimizer}
+        return {name for name, target in own.items() if target is not None} | set(self.stateful())
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints stay after a save.
+
+    Attributes:
+        keep_last: Number of newest checkpoints to keep; None keeps all.
+        keep_every: Keep also steps that are multiples of this.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
 
 
 @dataclass(slots=True)
@@ -94,8 +142,8 @@ class BegunSave:
     Attributes:
         temporary: The directory that rank 0 has made.
         step: Training step.
-        keep: Retention: ``keep_last`` and ``keep_every``.
-        state: What the ranks hold together; None after an error.
+        retention: What stays afterwards.
+        state: What all ranks store together; None after an error.
         tensors: What this rank writes.
         objects: Non-tensor values that this rank writes, by key.
         error: What went wrong on this rank.
@@ -103,7 +151,7 @@ class BegunSave:
 
     temporary: Path
     step: int
-    keep: dict[str, int | None]
+    retention: Retention
     state: CanonicalState | None
     tensors: list[OwnTensor]
     objects: dict[str, object]
@@ -147,76 +195,51 @@ def save(
 
     Raises:
         CheckpointError: Any rank could not write; raised on all ranks. What was published before
-            stays. Or a background save has failed, and nobody has been told.
+            stays. Or a background save has failed, and no call has raised that yet.
         ValueError: The step or a retention number is out of range; no rank has communicated yet.
     """
-    surface_failure()
-    return finish_save(
-        begin_save(
-            directory,
-            step=step,
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            loss_scaler=loss_scaler,
-            extra=extra,
-            keep_last=keep_last,
-            keep_every=keep_every,
-        )
-    )
+    SAVES.raise_failure()
+    state = TrainingState(model, optimizer, lr_scheduler, loss_scaler, extra)
+    return finish_save(begin_save(directory, step, state, Retention(keep_last, keep_every)))
 
 
 def begin_save(
-    directory: str | os.PathLike[str],
-    *,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-    extra: Mapping[str, object] | None = None,
-    **stateful: HasState | None,
+    directory: str | os.PathLike[str], step: int, given: TrainingState, retention: Retention
 ) -> BegunSave:
     """List what to save and make the temporary directory; one collective over all ranks.
 
-    Values that are no tensors, random states and buffers are copied; other tensors are not, and
-    must not change until :func:`finish_save` has written them or somebody has put copies in their
-    place.
+    Values that are no tensors, random states and buffers are copied. Other tensors are not: they
+    must not change until :func:`finish_save` has written them, or the caller has put copies in
+    their place.
 
     Args:
-        directory: As for :func:`save`, like all that follow.
+        directory: The save root.
         step: Training step.
-        model: The model.
-        optimizer: Its optimizer.
-        keep_last: Retention.
-        keep_every: Retention.
-        extra: The caller's values.
-        stateful: Objects with a state dict, by the name of their section.
+        given: What to save.
+        retention: Which checkpoints to keep afterwards.
 
     Raises:
-        CheckpointError: The step is published already; raised on all ranks. Errors in listing are
-            kept for :func:`finish_save`.
+        CheckpointError: The step is published already; raised on all ranks. Errors in listing wait
+            for :func:`finish_save`, where all ranks meet.
         ValueError: The step or a retention number is out of range.
     """
-    _require_counts(step, keep_last, keep_every)
+    _require_counts(step, retention)
     # The rest of a save may come after a change of the working directory.
     root = Path(directory).absolute()
     rank, _ = rank_and_world_size()
-    state, error = attempt(
-        lambda: _collect(model, optimizer, step=step, stateful=stateful, extra=extra)
-    )
+    state, error = attempt(lambda: _collect(given, step))
     tensors: list[OwnTensor] | None = None
     objects: dict[str, object] = {}
     if state is not None:
         ready = state
         tensors, error = attempt(lambda: _own_tensors(ready))
-        writers = {key: holders[0] for key, holders in state.own.items()}
+        writers = {key: holders[0] for key, holders in state.ranks_of.items()}
         objects = {k: v for k, v in state.objects.items() if writers.get(k, 0) == rank}
     if error is None:
         objects[f"rng.{rank}"], error = attempt(rng_state)
-    keep = {"keep_last": keep_last, "keep_every": keep_every}
-    temporary = on_rank_zero(lambda: on_disk.prepare(root, step))
-    return BegunSave(temporary, step, keep, state, tensors or [], objects, error)
+    # A rank with an error comes here too: the others wait in this collective.
+    temporary = on_rank_zero(lambda: save_root.prepare(root, step))
+    return BegunSave(temporary, step, retention, state, tensors or [], objects, error)
 
 
 def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Path:
@@ -235,14 +258,15 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Pat
     """
     written, error = None, begun.error
     if error is None:
-        # As bytes, which rank 0 turns into objects once it waits for nobody.
+        # As bytes: rank 0 makes objects of them after the gather, without garbage collection.
         written, error = attempt(lambda: pickle.dumps(_write(begun)))
     try:
         outcomes = gather_on_rank_zero(written, error, group)
         return on_rank_zero(lambda: _publish(begun, outcomes), group)
     except CheckpointError:
+        # After a failure past the renaming there is no temporary directory to remove.
         if rank_and_world_size()[0] == 0 and begun.temporary.exists():
-            on_disk.remove(begun.temporary)
+            save_root.remove(begun.temporary)
         raise
 
 
@@ -261,11 +285,11 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.set_threshold(threshold, *others)
 
 
-def _require_counts(step: int, keep_last: int | None, keep_every: int | None) -> None:
+def _require_counts(step: int, retention: Retention) -> None:
     for name, value, least in (
         ("step", step, 0),
-        ("keep_last", keep_last, 1),
-        ("keep_every", keep_every, 1),
+        ("keep_last", retention.keep_last, 1),
+        ("keep_every", retention.keep_every, 1),
     ):
         if value is not None and (not isinstance(value, int) or value < least):
             raise ValueError(
@@ -278,29 +302,20 @@ def _require_counts(step: int, keep_last: int | None, keep_every: int | None) ->
             )
 
 
-def _collect(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    step: int,
-    stateful: Mapping[str, HasState | None],
-    extra: Mapping[str, object] | None,
-) -> CanonicalState:
-    require_initialized([model], where="checkpoint.save()")
-    state = model_state(model)
-    if optimizer is not None:
-        state.update(optimizer_state(optimizer, parameter_names(model)))
-        for key, _, weight in canonical_weights(optimizer, parameter_names(model)):
+def _collect(given: TrainingState, step: int) -> CanonicalState:
+    """List the state of this rank under its canonical names."""
+    assert given.model is not None, "a save has a model"
+    require_initialized([given.model], where="checkpoint.save()")
+    state = model_state(given.model)
+    if given.optimizer is not None:
+        names = parameter_names(given.model)
+        state.update(optimizer_state(given.optimizer, names))
+        for key, _, weight in canonical_weights(given.optimizer, names):
             state.tensors[key] = weight
-    for key, source in stateful.items():
-        if source is not None:
-            state.objects[key] = plain(key, source.state_dict())
-    state.objects["extra"] = plain("extra", dict(extra or {}))
-    state.objects["common"] = {
-        "step": step,
-        "world_size": rank_and_world_size()[1],
-        "versions": library_versions(),
-    }
+    for section, source in given.stateful().items():
+        state.objects[section] = plain(section, source.state_dict())
+    state.objects["extra"] = plain("extra", dict(given.extra or {}))
+    state.objects["common"] = common_facts(step, rank_and_world_size()[1])
     return state
 
 
@@ -323,44 +338,33 @@ def _write(begun: BegunSave) -> Written:
     """Write this rank's share of the state to its own file."""
     assert begun.state is not None, "ranks that failed to collect do not write"
     rank, _ = rank_and_world_size()
-    written = Written(checksum_of_common(begun.state), own_table(begun.state))
+    written = Written(checksum_of_common(begun.state), table_of(begun.state, begun.state.ranks_of))
     with RecordWriter(begun.temporary, rank) as writer:
-        on_disk.reached("file opened")
+        save_root.reached("file opened")
         for own in begun.tensors:
             record = writer.append_tensor(own.data)
             written.chunks.append((own.key, Chunk(own.region, record)))
         for key, value in begun.objects.items():
             written.objects[key] = writer.append_object(value)
-        on_disk.reached("records written")
-    on_disk.reached("file synced")
+        save_root.reached("records written")
+    save_root.reached("file synced")
     written.files[writer.file_name] = writer.nbytes
     return written
-
-
-def _describe(begun: BegunSave, sent: list[bytes]) -> None:
-    """Write what describes the records, from what every rank has pickled of its own."""
-    assert begun.state is not None, "ranks that failed to collect have raised"
-    parts: list[Written] = [pickle.loads(part) for part in sent]
-    manifest = describe(begun.step, begun.state, parts)
-    temporary = begun.temporary
-    described = write_dcp_metadata(manifest, temporary)
-    on_disk.sync_file(described)
-    manifest.files[described.name] = described.stat().st_size
-    on_disk.reached("DCP metadata written")
-    on_disk.sync_file(write_manifest(manifest, temporary))
-    on_disk.reached("manifest written")
 
 
 def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
     """Describe what all ranks wrote and publish it; rank 0 alone."""
     assert outcomes is not None, "rank 0 gathers"
     sent: list[bytes] = values_of(outcomes, begun.error)
-    on_disk.reached("records gathered")
+    assert begun.state is not None, "ranks that failed to collect have raised"
+    save_root.reached("records gathered")
     with _no_garbage_collection():
-        _describe(begun, sent)
-    temporary = begun.temporary
-    root = temporary.parent
-    final = on_disk.publish(temporary, root, begun.step)
-    removed = on_disk.prune(root, **begun.keep)
+        parts: list[Written] = [pickle.loads(part) for part in sent]
+        save_root.write_descriptions(describe(begun.step, begun.state, parts), begun.temporary)
+    root = begun.temporary.parent
+    final = save_root.publish(begun.temporary, root, begun.step)
+    removed = save_root.prune(
+        root, keep_last=begun.retention.keep_last, keep_every=begun.retention.keep_every
+    )
     _log.info("saved step %d to '%s'; removed steps %s", begun.step, final, removed)
     return final

@@ -1,4 +1,4 @@
-"""A background save stores what was there when it was asked for, and nobody forgets it."""
+"""A background save stores the state of its call, and its failure is never silent."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from megafsdp.checkpoint import (
     load,
     release_staging_memory,
     save,
+    wait_for_saves,
 )
-from megafsdp.checkpoint.background import pending_save as in_flight
 from megafsdp.checkpoint.background.staging import HostSlab, Staging
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.errors import CheckpointError
@@ -213,6 +213,33 @@ def test_a_part_of_a_plain_model_waits_and_the_model_is_still_pickled(tmp_path: 
     assert twin.load_state_dict(model.state_dict()).missing_keys == []
 
 
+@pytest.mark.parametrize("end", ["result", "step", "wait", "failure"])
+def test_no_hook_stays_on_what_was_saved(tmp_path: Path, end: str) -> None:
+    """Model and optimizer have their own hooks alone after the result, the next step or a wait."""
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def num_hooks() -> int:
+        per_module = (len(module._load_state_dict_pre_hooks) for module in model.modules())
+        return sum(per_module) + len(optimizer._optimizer_load_state_dict_pre_hooks)
+
+    def broken(point: str) -> None:
+        if point == "file opened" and end == "failure":
+            raise OSError("no space left")
+
+    model.register_load_state_dict_pre_hook(lambda *unused: None)
+    with mock.patch.object(on_disk, "reached", broken):
+        pending = async_save(tmp_path, step=1, model=model, optimizer=optimizer)
+        assert num_hooks() > 3
+        if end == "failure":
+            with pytest.raises(CheckpointError, match="no space left"):
+                pending.result()
+        else:
+            {"result": pending.result, "step": optimizer.step, "wait": wait_for_saves}[end]()
+        assert num_hooks() == 1
+        wait_for_saves()
+
+
 def test_the_working_directory_may_change_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +390,7 @@ def _fail(root: Path) -> list[str]:
             except CheckpointError as error:
                 messages.append(str(error))
         silent = async_save(root, step=3, model=model)
-        in_flight.wait_for_end()
+        wait_for_saves()
         assert silent.done()
     try:
         save(root, step=4, model=model)
@@ -398,7 +425,7 @@ def _fail_to_stage(root: Path, where: str) -> str:
             stack.enter_context(mock.patch.object(*target, full))
         pending = async_save(root, step=2, model=model)
         if where == "copy":
-            in_flight.wait_for_end()
+            wait_for_saves()
     # The rank that failed has nothing to wait for.
     model.load_state_dict(model.state_dict())
     try:
@@ -415,7 +442,7 @@ def _fail_to_stage(root: Path, where: str) -> str:
 def test_a_rank_without_copies_fails_the_save_on_all(
     ranks: Ranks, tmp_path: Path, where: str
 ) -> None:
-    """Nobody is left waiting, nothing is published, and the next save works."""
+    """No rank is left waiting, nothing is published, and the next save works."""
     for message in ranks(2).run(_fail_to_stage, tmp_path, where):
         assert "step 2 failed" in message and "no host memory" in message and "rank 1" in message
     assert on_disk.published_steps(tmp_path) == [1, 3]
@@ -450,10 +477,12 @@ def _start(root: Path, mode: str) -> subprocess.Popen[str]:
 
 def test_the_end_of_the_process_waits_for_the_save(tmp_path: Path) -> None:
     """A program that just ends has published; one whose save failed says so."""
-    _, stderr = _start(tmp_path / "ends", "end").communicate(timeout=60)
-    assert latest_step(tmp_path / "ends") == 7, stderr
-    _, stderr = _start(tmp_path / "fails", "fail").communicate(timeout=60)
-    assert latest_step(tmp_path / "fails") is None
+    # Both at once: a process spends its time on the import of torch.
+    ends, fails = (_start(tmp_path / mode, mode) for mode in ("end", "fail"))
+    _, stderr = ends.communicate(timeout=60)
+    assert latest_step(tmp_path / "end") == 7, stderr
+    _, stderr = fails.communicate(timeout=60)
+    assert latest_step(tmp_path / "fail") is None
     assert "background save of step 7 failed" in stderr and "no space left" in stderr
 
 

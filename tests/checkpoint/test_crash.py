@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -54,14 +55,20 @@ def _retake_step_two(root: Path, *, in_background: bool) -> None:
     _save_steps(root, [2], keep_last=2, in_background=in_background)
 
 
-def _prepare_root(root: Path) -> None:
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a save root with steps 0, 1 and 2, of which 1 is the latest; to be copied."""
+    root = tmp_path_factory.mktemp("prepared")
     _save_steps(root, [2, 0, 1])
+    return root
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_the_listed_points_are_those_of_a_save(tmp_path: Path, in_background: bool) -> None:
+def test_the_listed_points_are_those_of_a_save(
+    prepared: Path, tmp_path: Path, in_background: bool
+) -> None:
     """The fault-injection test visits every point of the protocol, in order."""
-    _prepare_root(tmp_path)
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     seen: list[str] = []
     with mock.patch.object(on_disk, "reached", seen.append):
         _retake_step_two(tmp_path, in_background=in_background)
@@ -70,10 +77,10 @@ def test_the_listed_points_are_those_of_a_save(tmp_path: Path, in_background: bo
 
 @pytest.mark.parametrize(("point", "in_background"), CRASHES)
 def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(
-    tmp_path: Path, point: str, in_background: bool
+    prepared: Path, tmp_path: Path, point: str, in_background: bool
 ) -> None:
     """A process that ends at any point of a save leaves the old or the new step whole."""
-    _prepare_root(tmp_path)
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     _crash_at(point, tmp_path, in_background=in_background)
     is_published = BACKGROUND_POINTS.index(point) >= BACKGROUND_POINTS.index("tracker replaced")
     latest = latest_step(tmp_path)

@@ -114,7 +114,7 @@ def _weights_only(path: str) -> None:
 
 
 def test_a_load_of_weights_alone_refreshes_host_and_device(ranks: Ranks, tmp_path: Path) -> None:
-    """The optimizer is not told; the next forward reads the loaded weights."""
+    """The optimizer is not called; the next forward reads the loaded weights."""
     ranks(2).run(_weights_only, str(tmp_path / "saved"))
 
 

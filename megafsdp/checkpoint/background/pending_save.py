@@ -1,7 +1,11 @@
-"""The background save of this process, if there is one: at most one, never forgotten.
+"""The background save of this process: at most one at a time, and never a silent failure.
 
-Whoever is about to change or to replace what is being saved asks here first. A failure that nobody
-has asked for is reported by the next save, and at the end of the process.
+:class:`PendingSave` is one save: a thread that copies what is saved, then writes and publishes it.
+:class:`BackgroundSaves` is what the process remembers between saves; :data:`SAVES` is the only one.
+Code that changes or replaces what is being saved waits for it first. A failure that no call of
+``result()`` has raised is raised by the next save, and logged at the end of the process.
+
+What to save is decided in checkpoint/async_save.py.
 """
 
 from __future__ import annotations
@@ -11,16 +15,21 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from megafsdp.buffer.comm.agreement import attempt
-from megafsdp.checkpoint.background.staging import Staging
-from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.checkpoint.background.staging import HostSlab, Staging
+from megafsdp.checkpoint.format import save_root
+from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.weight_sync import register_before_load
 
 _log = logging.getLogger("megafsdp.checkpoint")
@@ -44,21 +53,36 @@ class PendingSave:
         self._published: Path | None = None
         self._error: Exception | None = None
         self._is_observed = False
+        self._hooks: list[RemovableHandle] = []
+        self._caller = threading.get_ident()
         # Not a daemon: Python waits for it at the end of the process.
         self._thread = threading.Thread(target=self._run, name=f"megafsdp save of step {step}")
 
-    def start(self) -> None:
-        """Begin to copy, then to write."""
+    def start(self, targets: Iterable[nn.Module | torch.optim.Optimizer]) -> None:
+        """Begin to copy, then to write.
+
+        Args:
+            targets: Modules and optimizers whose ``load_state_dict`` waits for the copies.
+        """
+        # A function of the module, not a method: a model must still be pickled meanwhile.
+        self._hooks = [
+            target.register_load_state_dict_pre_hook(_wait_before_load) for target in targets
+        ]
         self._thread.start()
 
     def wait_staged(self) -> None:
         """Wait until weights and states have been copied, so that they may change.
 
         Steps of any optimizer, ``load_state_dict`` of modules and optimizers, ``checkpoint.load``,
-        ``import_hf`` and ``load_full_state_dict`` call it themselves. Whoever writes to a parameter
-        in place right after ``async_save`` calls it before, and so does whoever has
-        ``torch.distributed.checkpoint.load`` write into ``model.state_dict()``.
+        ``import_hf`` and ``load_full_state_dict`` call it themselves. Call it before edits of
+        parameters in place right after ``async_save``, and before
+        ``torch.distributed.checkpoint.load`` writes into ``model.state_dict()``.
         """
+        self.wait_for_copies()
+        self._remove_hooks()
+
+    def wait_for_copies(self) -> None:
+        """Wait as :meth:`wait_staged` does, from a hook on a module, which stays where it is."""
         self._staging.wait()
 
     def done(self) -> bool:
@@ -76,7 +100,7 @@ class PendingSave:
         Raises:
             CheckpointError: The save failed; what was published before stays.
         """
-        self._thread.join()
+        self._join()
         self._is_observed = True
         if self._error is not None:
             raise CheckpointError(
@@ -87,121 +111,165 @@ class PendingSave:
 
     def unobserved_error(self) -> Exception | None:
         """Return why the save failed, unless :meth:`result` has raised it; waits for the end."""
-        self._thread.join()
+        self._join()
         return None if self._is_observed else self._error
 
-    def disown(self) -> None:
-        """Let nobody wait for it, in a forked process, where the thread does not go on."""
-        self._staging.disown()
+    def detach_from_parent(self) -> None:
+        """End every wait in a forked process, where the thread does not go on."""
+        self._staging.detach_from_parent()
+        self._remove_hooks()
         self._finish = None
         self._is_observed = True
-        self._error = CheckpointError(
-            expected(
-                "the process that began the save",
-                "one forked from it",
-                where=f"the background save of step {self.step}",
-                hint="Ask for the result where async_save() was called",
-            )
+        self._error = CheckpointError.expected(
+            "the process that began the save",
+            "one forked from it",
+            where=f"the background save of step {self.step}",
+            hint="Ask for the result where async_save() was called",
         )
 
+    def _join(self) -> None:
+        self._thread.join()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        # By the thread that saved, which trains. Another one could remove a hook while a
+        # load_state_dict() goes through the hooks of the module.
+        if threading.get_ident() == self._caller:
+            hooks, self._hooks = self._hooks, []
+            for hook in hooks:
+                hook.remove()
+
     def _run(self) -> None:
-        # Held by this frame alone: what is saved need not outlive the save.
+        # A reference of this frame alone: the model is freed with the save, not with this object.
         finish, self._finish = self._finish, None
         assert finish is not None, "a save runs once"
         try:
             _, error = attempt(self._staging.copy)
             if error is not None:
-                self._staging.abandon()
-            on_disk.reached("copies made")
+                # Without copies there is nothing to wait for. The ranks still agree, below.
+                self._staging.release()
+            save_root.reached("copies made")
             self._published = finish(error)
         except Exception as error:
             self._error = error
         finally:
-            self._staging.abandon()
+            self._staging.release()
 
 
-_current: PendingSave | None = None
-_is_watching = False
+class BackgroundSaves:
+    """What a process remembers of its background saves.
 
-
-def set_current(pending: PendingSave) -> None:
-    """Make a save the one in flight; watches over steps, the end of the process and SIGTERM."""
-    global _current, _is_watching
-    if not _is_watching:
-        _is_watching = True
-        os.register_at_fork(after_in_child=_forget_in_child)
-        register_optimizer_step_pre_hook(wait_until_staged)
-        register_before_load(wait_until_staged)
-        atexit.register(_report_at_exit)
-        _flush_on_sigterm()
-    _current = pending
-
-
-def wait_until_staged(*unused: object) -> None:
-    """Wait until nothing that is being saved lies in the model or the optimizer any more; local.
-
-    Args:
-        unused: What a hook is called with.
+    Attributes:
+        slab: Host memory for the copies, used by one save after another.
     """
-    if _current is not None:
-        _current.wait_staged()
 
+    def __init__(self) -> None:
+        self.slab = HostSlab()
+        self._last: PendingSave | None = None
+        self._is_watching = False
+        self._group: tuple[weakref.ref[dist.ProcessGroup], dist.ProcessGroup] | None = None
 
-def wait_for_end() -> None:
-    """Wait for the background save, if there is one; its failure stays to be reported; local."""
-    if _current is not None:
-        _current.unobserved_error()
+    def start(
+        self, pending: PendingSave, targets: Iterable[nn.Module | torch.optim.Optimizer]
+    ) -> None:
+        """Start a save, and watch over steps, loads, the end of the process and SIGTERM.
 
+        Args:
+            pending: The save; the one before has ended.
+            targets: Modules and optimizers whose ``load_state_dict`` waits for the copies.
+        """
+        if not self._is_watching:
+            self._is_watching = True
+            os.register_at_fork(after_in_child=self._forget_in_child)
+            # For any optimizer of the process: which one will step is not known here.
+            register_optimizer_step_pre_hook(self.wait_until_staged)
+            register_before_load(self.wait_until_staged)
+            atexit.register(self._report_at_exit)
+            self._flush_on_sigterm()
+        self._last = pending
+        pending.start(targets)
 
-def surface_failure() -> None:
-    """Wait for the background save, if there is one, and raise its failure, once; local.
+    def group(self) -> dist.ProcessGroup | None:
+        """Return a gloo group of all ranks for the thread; made once, collectively.
 
-    Raises:
-        CheckpointError: It failed and nobody has been told.
-    """
-    if _current is not None and _current.unobserved_error() is not None:
-        _current.result()
+        The thread's collectives would meet those of training in the default group.
+        """
+        if not dist.is_initialized():
+            return None
+        world = dist.group.WORLD
+        assert world is not None, "initialized means there is a default group"
+        # A program may destroy the default group and make another one.
+        if self._group is None or self._group[0]() is not world:
+            self._group = (weakref.ref(world), dist.new_group(backend="gloo"))
+        return self._group[1]
 
+    def wait_until_staged(self, *unused: object) -> None:
+        """Wait until nothing that is being saved lies in model or optimizer any more; local.
 
-def require_idle(step: int) -> int:
-    """Return the step if no save is in flight; for rank 0 to decide, which ends last.
+        Args:
+            unused: What a hook is called with.
+        """
+        if self._last is not None:
+            self._last.wait_staged()
 
-    Raises:
-        CheckpointError: A save is in flight.
-    """
-    if _current is not None and not _current.done():
-        raise CheckpointError(
-            expected(
+    def wait_for_copies(self) -> None:
+        """Wait as :meth:`wait_until_staged` does, and leave all hooks where they are; local."""
+        if self._last is not None:
+            self._last.wait_for_copies()
+
+    def wait_for_end(self) -> None:
+        """Wait for the save, if there is one; its failure stays to be reported; local."""
+        if self._last is not None:
+            self._last.unobserved_error()
+
+    def raise_failure(self) -> None:
+        """Wait for the save, if there is one, and raise its failure, once; local.
+
+        Raises:
+            CheckpointError: It failed, and no call has raised that yet.
+        """
+        if self._last is not None and self._last.unobserved_error() is not None:
+            self._last.result()
+
+    def require_idle(self, step: int) -> int:
+        """Return the step if no save is in flight; for rank 0 to decide, which ends last.
+
+        Raises:
+            CheckpointError: A save is in flight.
+        """
+        if self._last is not None and not self._last.done():
+            raise CheckpointError.expected(
                 "no save in flight",
-                f"the background save of step {_current.step}",
+                f"the background save of step {self._last.step}",
                 where=f"async_save(step={step})",
                 hint="Wait for it with .result(), or let this call wait: when_busy='wait'",
             )
-        )
-    return step
+        return step
+
+    def _forget_in_child(self) -> None:
+        """Forget the save in a forked process, such as a worker of a data loader."""
+        if self._last is not None:
+            self._last.detach_from_parent()
+            self._last = None
+
+    def _report_at_exit(self) -> None:
+        if self._last is not None and (error := self._last.unobserved_error()) is not None:
+            _log.error("the background save of step %d failed: %s", self._last.step, error)
+
+    def _flush_on_sigterm(self) -> None:
+        """Have SIGTERM wait for the save, in a program that does not handle the signal."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._finish_and_end)
+
+    def _finish_and_end(self, number: int, frame: FrameType | None) -> None:
+        self._report_at_exit()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
-def _forget_in_child() -> None:
-    """Forget the save in a forked process, such as a worker of a data loader."""
-    global _current
-    if _current is not None:
-        _current.disown()
-        _current = None
+SAVES = BackgroundSaves()
 
 
-def _report_at_exit() -> None:
-    if _current is not None and (error := _current.unobserved_error()) is not None:
-        _log.error("the background save of step %d failed: %s", _current.step, error)
-
-
-def _flush_on_sigterm() -> None:
-    """Let SIGTERM wait for the save, where nobody else handles the signal."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _finish_and_end)
-
-
-def _finish_and_end(number: int, frame: FrameType | None) -> None:
-    _report_at_exit()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+def _wait_before_load(*unused: object) -> None:
+    SAVES.wait_for_copies()

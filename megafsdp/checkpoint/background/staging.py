@@ -1,9 +1,10 @@
 """Copies of what a background save writes, in host memory that later saves use again.
 
-Fresh memory costs a page fault every few kilobytes, more than the copy itself; so one slab is kept
-and grows when it must. On CUDA it is pinned, the copies run on a side stream behind the work queued
-so far, and who changes the originals makes its own stream wait; the host waits for nothing. On the
-CPU the background thread copies, and who changes the originals waits for it.
+Fresh memory costs a page fault every few kilobytes, more than the copy itself; so there is one
+slab, which grows when it must. On CUDA it is pinned, the copies run on a side stream behind the
+work that was queued before, and code that changes the originals makes its own stream wait; the host
+waits for nothing. On the CPU the background thread copies, and code that changes the originals
+waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megafsdp.device.streams import device_handle
 
 
 class HostSlab:
-    """Host memory that is kept from save to save."""
+    """Host memory for the copies of one save after another; grows, and is pinned once it must."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -61,10 +62,10 @@ class Staging:
 
     Args:
         tensors: Plain tensors on any device; must not change until :meth:`wait` has returned.
-        slab: Holds the copies until the next save.
+        slab: Memory of the copies, until the next save.
 
     Attributes:
-        copies: Host tensors, valid once :meth:`copy` has returned; none after :meth:`abandon`.
+        copies: Host tensors, valid once :meth:`copy` has returned; none after :meth:`release`.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], slab: HostSlab) -> None:
@@ -77,6 +78,7 @@ class Staging:
         if on_device:
             self._handle = device_handle("cuda")
             stream = self._handle.stream()
+            # Steps that are queued already must have run before their results are copied.
             self._handle.wait_stream(stream, self._handle.current_stream())
             with self._handle.use(stream):
                 for copy, tensor in on_device:
@@ -93,18 +95,18 @@ class Staging:
         if self._event is not None:
             self._event.synchronize()
 
-    def abandon(self) -> None:
-        """Let nobody wait, and forget the copies, as the save has ended."""
+    def release(self) -> None:
+        """End every wait and drop the copies: the save has ended, or has no copies."""
         self._on_host.clear()
         self.copies.clear()
         self._is_copied.set()
 
-    def disown(self) -> None:
-        """Let nobody wait, in a forked process: no thread of it would ever end the wait."""
+    def detach_from_parent(self) -> None:
+        """End every wait in a forked process: it has no thread that would."""
         # The lock inside the old event may have been held when the process was forked.
         self._is_copied = threading.Event()
         self._event = None
-        self.abandon()
+        self.release()
 
     def wait(self) -> None:
         """Return when the originals may change: by the host, or by work queued after this call."""

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, readable without unpickling anything.
+"""The manifest: the contents of a checkpoint, readable without unpickling anything.
 
 ``manifest.json`` lists every tensor with its global shape, dtype and the place of each stored
 chunk, which tensors are the parts of a fused one, every non-tensor object, the size of every file,
@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megafsdp.checkpoint.format.regions import Region
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.checkpoint.format.regions import Region, with_extent
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 from megafsdp.mesh.torch_private import StorageInfo
 
@@ -126,6 +126,28 @@ class Manifest:
             else:
                 yield self.objects[key]
 
+    def places(self, keys: Iterable[str]) -> list[tuple[Record, str]]:
+        """List the records of some keys, each with its key, in the order of the files."""
+        places = ((record, key) for key in keys for record in self.records([key]))
+        return sorted(places, key=lambda place: (place[0].file, place[0].offset))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def joining(parts: list[str], dim: int, num_groups: int = 1) -> dict[str, Any]:
+    """Return the entry of a fused tensor in ``fused_into``.
+
+    Args:
+        parts: Keys of the parts, in their order along ``dim``.
+        dim: The dimension along which they are joined.
+        num_groups: How often pieces of all parts follow each other in the whole.
+    """
+    groups = {"num_groups": num_groups} if num_groups > 1 else {}
+    return {"parts": parts, "dim": dim} | groups
+
 
 def section_of(key: str) -> str:
     """Return the first part of a key: model, optimizer, lr_scheduler, rng, extra, and so on."""
@@ -192,13 +214,11 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _untrusted(path, "a manifest in JSON", f"{type(error).__name__}: {error}") from error
     if version != FORMAT_VERSION:
-        raise CheckpointError(
-            expected(
-                f"format version {FORMAT_VERSION}",
-                version,
-                where=f"'{path}'",
-                hint="Load it with the megafsdp release that wrote it",
-            )
+        raise CheckpointError.expected(
+            f"format version {FORMAT_VERSION}",
+            version,
+            where=f"'{path}'",
+            hint="Load it with the megafsdp release that wrote it",
         )
     found = zlib.crc32(_canonical(body).encode())
     if found != checksum:
@@ -312,8 +332,7 @@ def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
             offsets[dim] += extent
             chunks.append(Chunk(Region(tuple(offsets), chunk.region.sizes), chunk.record))
         extent += part.shape[dim]
-    shape = (*first.shape[:dim], extent, *first.shape[dim + 1 :])
-    return TensorEntry(shape, first.dtype, tuple(chunks))
+    return TensorEntry(with_extent(first.shape, dim, extent), first.dtype, tuple(chunks))
 
 
 def _reduce_place(place: StorageInfo) -> tuple[Any, tuple[Any, ...], Any]:
@@ -343,11 +362,9 @@ def _canonical(body: dict) -> str:
 
 
 def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            what,
-            got,
-            where=f"'{path}'",
-            hint=f"The checkpoint is half-written or damaged: {ANOTHER_STEP}",
-        )
+    return CheckpointError.expected(
+        what,
+        got,
+        where=f"'{path}'",
+        hint=f"The checkpoint is half-written or damaged: {ANOTHER_STEP}",
     )

@@ -1,4 +1,4 @@
-"""Plain values: what a checkpoint stores beside tensors, because anybody can load it.
+"""Plain values: what a checkpoint stores beside tensors, loadable without any class of ours.
 
 ``torch.load(weights_only=True)`` decides what that is. What it would refuse is refused here, before
 it is stored, with its place.
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# torch.load(weights_only=True) does not know pickle's opcode for integers above 255 bytes.
+# torch.load(weights_only=True) has no opcode of pickle for integers above 255 bytes.
 _MAX_BITS = 255 * 8 - 1
 
 
@@ -52,16 +52,14 @@ def plain(where: str, value: object) -> object:
         return copies if isinstance(value, list) else tuple(copies)
     else:
         problem = f"a {type(value).__module__}.{type(value).__qualname__}"
-    raise CheckpointError(
-        expected(
-            "plain values (numbers, strings, plain tensors, lists, tuples, dicts)",
-            problem,
-            where=f"'{where}'",
-            hint="Store its plain content instead; a sharded tensor as its full_tensor()",
-        )
+    raise CheckpointError.expected(
+        "plain values (numbers, strings, plain tensors, lists, tuples, dicts)",
+        problem,
+        where=f"'{where}'",
+        hint="Store its plain content instead; a sharded tensor as its full_tensor()",
     )
 
 
 def _is_python_scalar(value: np.generic) -> bool:
-    """Tell whether a scalar has a plain form: dates in nanoseconds become mere integers."""
+    """Return whether a scalar has a plain form: dates in nanoseconds become mere integers."""
     return value.dtype.kind not in "mM" and type(value.item()) in _PLAIN_TYPES

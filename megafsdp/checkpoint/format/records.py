@@ -1,12 +1,12 @@
 """Records: payloads one after another in a rank's file, each in the form of ``torch.save``.
 
-This is the format of torch DCP's file-system storage (``__<rank>_0.distcp``). A record holds a
-plain tensor or a structure of plain values and loads with ``weights_only=True``. What a record
-means is the manifest's.
+This is the format of torch DCP's file-system storage (``__<rank>_0.distcp``). A record is a plain
+tensor or a structure of plain values, and loads with ``weights_only=True``. Which tensor a record
+is part of stands in the manifest.
 
 ``torch.save`` writes whole storages, and a shard is a view of a flat buffer; it also reads every
-byte twice more to sum it up. So large tensors are written here, as views, and summed once: a record
-of them is the same zip archive with the same entries.
+byte twice more for checksums. So large tensors are written here, as views, and summed up once: such
+a record is the same zip archive with the same entries.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
 
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record
 from megafsdp.device.torch_private import tensor_rebuilder
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, listed
+from megafsdp.mesh.torch_private import file_view
 
 # A checksum is made in pieces of this size, so that verifying needs no memory to speak of.
 _PIECE_NBYTES = 1 << 24
@@ -39,11 +39,10 @@ _STORAGE_CLASSES = {
     torch.bfloat16: torch.BFloat16Storage,
     torch.float16: torch.HalfStorage,
 }
-_MAX_NAMED = 20
 
 
 class RecordWriter:
-    """Append records to one rank's file; leaving the context makes the file durable.
+    """Append records to one rank's file; leaving the context without error makes it durable.
 
     Args:
         directory: Where the file goes.
@@ -62,15 +61,14 @@ class RecordWriter:
         """Return the writer."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Flush to the disk and close."""
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        """Close the file."""
+        self.close(is_durable=kind is None)
+
+    def close(self, *, is_durable: bool) -> None:
+        """Close the file, after waiting until it is on the disk if it will be published."""
         with self._stream:
-            if error is None:
+            if is_durable:
                 os.fsync(self._stream.fileno())
 
     def append_tensor(self, tensor: torch.Tensor) -> Record:
@@ -133,28 +131,26 @@ class RecordWriter:
         """Do nothing: the file is made durable once, at the end."""
 
 
+_Reader = TypeVar("_Reader", bound="RecordReader")
+
+
 class RecordReader:
-    """Read records of one checkpoint, keeping one file open at a time.
+    """Read records of one directory; a context manager, which has one file open at a time.
 
     Args:
-        directory: The checkpoint.
+        directory: The checkpoint's own directory.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._name = ""
         self._stream: BinaryIO | None = None
 
-    def __enter__(self) -> RecordReader:
+    def __enter__(self: _Reader) -> _Reader:
         """Return the reader."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         """Close the open file."""
         if self._stream is not None:
             self._stream.close()
@@ -163,10 +159,18 @@ class RecordReader:
         if self._stream is None or self._name != record.file:
             if self._stream is not None:
                 self._stream.close()
-            self._stream = (self._directory / record.file).open("rb")
+            self._stream = (self.directory / record.file).open("rb")
             self._name = record.file
         self._stream.seek(record.offset)
         return self._stream
+
+    def checksum(self, record: Record) -> tuple[int, int]:
+        """Return the CRC-32 of a record's bytes, read in pieces, and how many the file lacks."""
+        stream, num_left, found = self._at(record), record.nbytes, 0
+        while num_left and (piece := stream.read(min(num_left, _PIECE_NBYTES))):
+            found = zlib.crc32(piece, found)
+            num_left -= len(piece)
+        return found, num_left
 
     def verify(self, key: str, record: Record) -> None:
         """Compare a record's bytes with its checksum.
@@ -174,18 +178,13 @@ class RecordReader:
         Raises:
             CheckpointError: They differ.
         """
-        stream, left, found = self._at(record), record.nbytes, 0
-        while left and (piece := stream.read(min(left, _PIECE_NBYTES))):
-            found = zlib.crc32(piece, found)
-            left -= len(piece)
-        if left or found != record.crc32:
-            raise CheckpointError(
-                expected(
-                    f"checksum {record.crc32}",
-                    f"{found} at byte {record.offset}",
-                    where=f"'{key}' in file '{self._directory / record.file}'",
-                    hint=f"The file is damaged: {ANOTHER_STEP}",
-                )
+        found, num_left = self.checksum(record)
+        if num_left or found != record.crc32:
+            raise CheckpointError.expected(
+                f"checksum {record.crc32}",
+                f"{found} at byte {record.offset}",
+                where=f"'{key}' in file '{self.directory / record.file}'",
+                hint=f"The file is damaged: {ANOTHER_STEP}",
             )
 
     def read_tensor(self, record: Record) -> torch.Tensor:
@@ -197,9 +196,15 @@ class RecordReader:
         self.verify(key, record)
         return self._read(record)
 
+    def read_description(self, record: Record) -> object:
+        """Read a record with its tensors on the meta device, which reads none of their elements."""
+        # A BinaryIO is an IOBase, and the view of one a BinaryIO; the stubs say neither.
+        view = file_view(self._at(record), record.offset, record.nbytes)  # type: ignore[arg-type]
+        return torch.load(view, weights_only=True, map_location="meta")  # type: ignore[arg-type]
+
     def _read(self, record: Record) -> torch.Tensor:
         payload = io.BytesIO(self._at(record).read(record.nbytes))
-        # Who gets a tensor made in inference mode could never write to it outside of it.
+        # A tensor that is made in inference mode could never be written to outside of it.
         with torch.inference_mode(False):
             return torch.load(payload, weights_only=True, map_location="cpu")
 
@@ -272,13 +277,11 @@ def require_files(manifest: Manifest, directory: Path, names: Iterable[str]) -> 
         path = directory / name
         found = path.stat().st_size if path.is_file() else None
         if found != manifest.files[name]:
-            raise CheckpointError(
-                expected(
-                    f"a file of {manifest.files[name]} bytes",
-                    "no such file" if found is None else f"{found} bytes",
-                    where=f"'{path}'{_lost(manifest, name, found or 0)}",
-                    hint=f"The checkpoint is incomplete: {ANOTHER_STEP}",
-                )
+            raise CheckpointError.expected(
+                f"a file of {manifest.files[name]} bytes",
+                "no such file" if found is None else f"{found} bytes",
+                where=f"'{path}'{_lost(manifest, name, found or 0)}",
+                hint=f"The checkpoint is incomplete: {ANOTHER_STEP}",
             )
 
 
@@ -294,5 +297,4 @@ def _lost(manifest: Manifest, name: str, nbytes: int) -> str:
     ]
     if not keys:
         return ""
-    more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
-    return f", which lacks {', '.join(repr(key) for key in keys[:_MAX_NAMED])}{more}"
+    return f", which lacks {listed(list(map(repr, keys)))}"

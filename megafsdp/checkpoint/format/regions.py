@@ -1,18 +1,13 @@
-"""Regions: the axis-aligned part of a global tensor that a rank holds or a file stores.
+"""Regions: axis-aligned parts of a global tensor, which ranks have and chunks on disk store.
 
 Every tensor of a checkpoint is described by regions, whatever its placement: an uneven DTensor
 publishes the rows it owns, a replicated one the whole tensor, an empty shard nothing. Where a
 stored tensor is only a part of a tensor in memory, or the other way round, :class:`TensorPart`
-shifts the regions. This file translates between tensors and regions and decides which replica
-writes a region; what the parts are is ``fused``'s and ``experts``' business. All of it is local
-arithmetic.
+shifts the regions. :class:`ReplicaBalance` chooses which replica writes a region, and
+:func:`odd_cells` finds what regions leave out or meet twice.
 
-
-Coverage: how often regions meet each element of a tensor, without an array of its elements.
-
-The bounds of the regions cut the tensor into a grid of cells, each of which lies wholly inside or
-wholly outside of every region; counting is done by cell. What a gap or an overlap means is the
-caller's to say.
+All of it is local arithmetic. Which parts a parameter has is decided in state/fused.py and
+state/experts.py; what a gap or an overlap means, by the caller.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.torch_private import local_of
 
 
@@ -58,8 +53,13 @@ class Region(NamedTuple):
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Region(starts, sizes) if all(size > 0 for size in sizes) else None
 
+    def moved(self, origin: Region, target: Region) -> Region:
+        """Return where this region is once ``origin`` lies at the place of ``target``."""
+        places = zip(self.offsets, origin.offsets, target.offsets, strict=True)
+        return Region(tuple(own - old + new for own, old, new in places), self.sizes)
+
     def slices_in(self, outer: Region) -> tuple[slice, ...]:
-        """Return the index that selects this region in a tensor that holds ``outer``."""
+        """Return the index that selects this region in a tensor whose elements are ``outer``."""
         return tuple(
             slice(start - base, start - base + size)
             for start, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
@@ -69,200 +69,6 @@ class Region(NamedTuple):
 def whole(shape: tuple[int, ...]) -> Region:
     """Return the region of a whole tensor."""
     return Region((0,) * len(shape), shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A region of a tensor in memory that lies in the stored tensor at another place.
-
-    Attributes:
-        region: The region, in the indices of the tensor in memory.
-        offsets: Where it starts in the stored tensor.
-    """
-
-    region: Region
-    offsets: tuple[int, ...]
-
-    def outward(self, held: Region) -> Region | None:
-        """Return what the stored tensor has of a region in memory, None if nothing."""
-        common = held.intersect(self.region)
-        return None if common is None else _moved(common, self.region.offsets, self.offsets)
-
-    def inward(self, stored: Region) -> Region:
-        """Return where a region of the stored tensor that lies in this window is in memory."""
-        return _moved(stored, self.offsets, self.region.offsets)
-
-    def holds(self, stored: Region) -> bool:
-        """Return whether a region of the stored tensor lies in this window."""
-        return stored.intersect(Region(self.offsets, self.region.sizes)) == stored
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorPart:
-    """A stored tensor that is in memory in another tensor, sharded or not; it copies nothing.
-
-    Example: with windows of one region, rows 5 to 9 of a (10, 6) tensor at offsets (0, 0), it is
-    the lower half as a (5, 6) tensor. A rank that holds rows 4 to 6 of the whole has its rows 0 and
-    1; one that holds rows 0 to 3 has none.
-
-    Attributes:
-        tensor: What is in memory.
-        shape: Shape of the stored tensor.
-        windows: What of ``tensor`` it consists of; they do not meet in the stored tensor.
-        ranks: Global ranks that hold the same, if ``tensor`` is plain and these are not all ranks.
-    """
-
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    windows: tuple[Window, ...]
-    ranks: tuple[int, ...] | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the elements."""
-        return self.tensor.dtype
-
-    @property
-    def is_meta(self) -> bool:
-        """Return whether the tensor in memory has no memory yet."""
-        return self.tensor.is_meta
-
-
-Stored: TypeAlias = torch.Tensor | TensorPart
-"""A tensor as checkpoints hold it: by itself, or as a part of one in memory."""
-
-
-def underlying(stored: Stored) -> torch.Tensor:
-    """Return the tensor in memory of which a stored tensor is a part."""
-    return stored.tensor if isinstance(stored, TensorPart) else stored
-
-
-def local_regions(key: str, stored: Stored) -> list[Region]:
-    """List the regions of a stored tensor that this rank holds; never an empty region.
-
-    Args:
-        key: Name in the checkpoint, for the message.
-        stored: A plain tensor, a DTensor, anything with DCP's ``__create_chunk_list__``, or a part.
-
-    Raises:
-        CheckpointError: The regions do not describe the local tensor. torch's own DTensor guesses
-            equal chunks, and trusting it for uneven rows would lose data silently. Or a tensor is
-            sparse or quantized.
-    """
-    if isinstance(stored, TensorPart):
-        held = _regions_of_tensor(key, stored.tensor)
-        found = (window.outward(region) for window in stored.windows for region in held)
-        return [region for region in found if region is not None]
-    return _regions_of_tensor(key, stored)
-
-
-def local_view(stored: Stored, region: Region) -> torch.Tensor:
-    """Return the plain tensor behind one of :func:`local_regions`; it shares memory.
-
-    It is contiguous if the region is whole along all dims but the first.
-    """
-    if not isinstance(stored, TensorPart):
-        return _view_of_tensor(stored, region)
-    window = next(window for window in stored.windows if window.holds(region))
-    inner = window.inward(region)
-    for held in _regions_of_tensor("", stored.tensor):
-        if held.intersect(inner) == inner:
-            return _view_of_tensor(stored.tensor, held)[inner.slices_in(held)]
-    raise AssertionError(f"{region} is none of this rank's regions")
-
-
-def _moved(region: Region, origin: tuple[int, ...], target: tuple[int, ...]) -> Region:
-    offsets = (o - a + b for o, a, b in zip(region.offsets, origin, target, strict=True))
-    return Region(tuple(offsets), region.sizes)
-
-
-def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
-    if not isinstance(tensor, DTensor):
-        _require_dense(key, tensor)
-        return [whole(tuple(tensor.shape))] if tensor.numel() else []
-    if tensor.device_mesh.get_coordinate() is None:
-        return []
-    chunks = [Region(tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__()]
-    regions = [region for region in chunks if region.numel]
-    local = local_of(tensor)
-    if any(p.is_partial() for p in tensor.placements) or local.numel() != sum(
-        region.numel for region in regions
-    ):
-        raise CheckpointError(
-            expected(
-                "a DTensor whose local elements are those of its chunks",
-                f"local shape {tuple(local.shape)}, {tensor.placements}, chunks {regions}",
-                where=f"'{key}'",
-                hint="Shard with megafsdp.fully_shard, or reduce the tensor before saving it",
-            )
-        )
-    return regions
-
-
-def _require_dense(key: str, tensor: torch.Tensor) -> None:
-    if tensor.layout is torch.strided and not tensor.is_quantized:
-        return
-    kind = "quantized" if tensor.is_quantized else tensor.layout
-    raise CheckpointError(
-        expected(
-            "a dense tensor",
-            f"a tensor of {tensor.dtype}, {kind}",
-            where=f"'{key}'",
-            hint="Keep its dense parts in buffers, such as indices and values, or register it with "
-            "persistent=False",
-        )
-    )
-
-
-def _view_of_tensor(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    return tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(region.offsets))).detach()
-
-
-class ReplicaBalance:
-    """Choose which of several equal replicas writes a region, alike on all of them.
-
-    Replicas see the same regions in the same order, so a running count of bytes for each set of
-    replicas spreads the work with no communication: the rank with the fewest bytes so far writes
-    the next region.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks, all of which hold every plain tensor.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world = tuple(range(world_size))
-        self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        self._ranks_by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...]] = {}
-
-    def is_mine(self, stored: Stored, region: Region) -> bool:
-        """Return whether this rank writes a region that it holds."""
-        tensor = underlying(stored)
-        declared = stored.ranks if isinstance(stored, TensorPart) else None
-        replicas = self._replicas(tensor, declared)
-        loads = self._loads.setdefault(replicas, [(0, rank) for rank in replicas])
-        nbytes, rank = loads[0]
-        # A 0-d tensor costs a record like any other, hence at least a few bytes.
-        heapq.heapreplace(loads, (nbytes + max(64, region.numel * tensor.element_size()), rank))
-        return rank == self._rank
-
-    def _replicas(self, tensor: torch.Tensor, declared: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the ranks that hold the same region of this tensor as this rank, in order."""
-        if not isinstance(tensor, DTensor):
-            return self._world if declared is None else declared
-        mesh = tensor.device_mesh
-        axes = tuple(i for i, p in enumerate(tensor.placements) if isinstance(p, Replicate))
-        found = self._ranks_by_axes.get((mesh, axes))
-        if found is None:
-            coordinate = mesh.get_coordinate()
-            assert coordinate is not None, "local_regions is empty outside the mesh"
-            index = tuple(slice(None) if i in axes else c for i, c in enumerate(coordinate))
-            found = tuple(mesh.mesh[index].reshape(-1).tolist())
-            self._ranks_by_axes[mesh, axes] = found
-        return found
 
 
 def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[Region, int]]:
@@ -295,11 +101,12 @@ def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[R
     wanted = np.zeros_like(counts)
     wanted[tuple(slice(of_dim[0], of_dim[n]) for of_dim, n in zip(index, shape, strict=True))] = 1
     odd = []
-    for cell in zip(*np.nonzero(counts != wanted), strict=True) if shape else _odd_scalar(counts):
+    # Unlike nonzero(), argwhere() has an answer for a 0-d tensor: its one cell has no index.
+    for cell in np.argwhere(counts != wanted):
         starts = tuple(of_dim[i] for of_dim, i in zip(bounds, cell, strict=True))
         ends = tuple(of_dim[i + 1] for of_dim, i in zip(bounds, cell, strict=True))
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        odd.append((Region(starts, sizes), int(counts[cell])))
+        odd.append((Region(starts, sizes), int(counts[tuple(cell)])))
     return odd
 
 
@@ -307,14 +114,177 @@ def is_filled(region: Region, pieces: Sequence[Region]) -> bool:
     """Return whether pieces inside a region meet each of its elements exactly once."""
     if len(pieces) == 1:
         return pieces[0] == region
-    offsets = region.offsets
-    moved = [
-        Region(tuple(at - by for at, by in zip(piece.offsets, offsets, strict=True)), piece.sizes)
-        for piece in pieces
+    origin = whole(region.sizes)
+    return not odd_cells(region.sizes, [piece.moved(region, origin) for piece in pieces])
+
+
+def with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ...]:
+    """Return a shape with another extent along one dimension."""
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPart:
+    """A stored tensor that consists of regions of a tensor in memory, sharded or not; no copy.
+
+    Example: the lower half of a (10, 6) tensor, stored as a (5, 6) tensor, is the one pair (rows 5
+    to 9, rows 0 to 4). A rank that has rows 4 to 6 in memory has rows 0 and 1 of the stored tensor;
+    a rank that has rows 0 to 3 has none.
+
+    Attributes:
+        tensor: The tensor in memory.
+        shape: Shape of the stored tensor.
+        regions: Pairs of equal sizes: a region of ``tensor``, and the region of the stored tensor
+            that it is. Those of the stored tensor do not meet.
+        ranks: Global ranks that have the same values, if ``tensor`` is plain and these are not all
+            ranks.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    regions: tuple[tuple[Region, Region], ...]
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the elements."""
+        return self.tensor.dtype
+
+    @property
+    def is_meta(self) -> bool:
+        """Return whether the tensor in memory has no memory yet."""
+        return self.tensor.is_meta
+
+
+Stored: TypeAlias = torch.Tensor | TensorPart
+"""A tensor as checkpoints store it: by itself, or as a part of one in memory."""
+
+
+def underlying(stored: Stored) -> torch.Tensor:
+    """Return the tensor in memory of which a stored tensor is a part."""
+    return stored.tensor if isinstance(stored, TensorPart) else stored
+
+
+def local_regions(key: str, stored: Stored) -> list[Region]:
+    """List the regions of a stored tensor that this rank has; never an empty region.
+
+    Args:
+        key: Name in the checkpoint, for the message.
+        stored: A plain tensor, a DTensor, anything with DCP's ``__create_chunk_list__``, or a part.
+
+    Raises:
+        CheckpointError: The regions do not describe the local tensor. torch's own DTensor guesses
+            equal chunks, and trusting it for uneven rows would lose data silently. Or a tensor is
+            sparse or quantized.
+    """
+    if not isinstance(stored, TensorPart):
+        return _regions_of_tensor(key, stored)
+    own = _regions_of_tensor(key, stored.tensor)
+    return [
+        common.moved(inner, outer)
+        for inner, outer in stored.regions
+        for region in own
+        if (common := region.intersect(inner)) is not None
     ]
-    return not odd_cells(region.sizes, moved)
 
 
-def _odd_scalar(counts: np.ndarray) -> list[tuple[()]]:
-    """Return the one cell of a 0-d tensor if it is not met once; numpy has no indices for it."""
-    return [] if int(counts) == 1 else [()]
+def local_view(stored: Stored, region: Region) -> torch.Tensor:
+    """Return the plain tensor behind one of :func:`local_regions`; it shares memory.
+
+    It is contiguous if the region is whole along all dims but the first.
+    """
+    if not isinstance(stored, TensorPart):
+        return _view_of_tensor(stored, region)
+    for inner, outer in stored.regions:
+        if region.intersect(outer) != region:
+            continue
+        place = region.moved(outer, inner)
+        for own in _regions_of_tensor("", stored.tensor):
+            if own.intersect(place) == place:
+                return _view_of_tensor(stored.tensor, own)[place.slices_in(own)]
+    raise AssertionError(f"{region} is none of this rank's regions")
+
+
+def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
+    if not isinstance(tensor, DTensor):
+        _require_dense(key, tensor)
+        return [whole(tuple(tensor.shape))] if tensor.numel() else []
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    chunks = [Region(tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__()]
+    regions = [region for region in chunks if region.numel]
+    local = local_of(tensor)
+    if any(p.is_partial() for p in tensor.placements) or local.numel() != sum(
+        region.numel for region in regions
+    ):
+        raise CheckpointError.expected(
+            "a DTensor whose local elements are those of its chunks",
+            f"local shape {tuple(local.shape)}, {tensor.placements}, chunks {regions}",
+            where=f"'{key}'",
+            hint="Shard with megafsdp.fully_shard, or reduce the tensor before saving it",
+        )
+    return regions
+
+
+def _require_dense(key: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is torch.strided and not tensor.is_quantized:
+        return
+    kind = "quantized" if tensor.is_quantized else tensor.layout
+    raise CheckpointError.expected(
+        "a dense tensor",
+        f"a tensor of {tensor.dtype}, {kind}",
+        where=f"'{key}'",
+        hint="Keep its dense parts in buffers, such as indices and values, or register it with "
+        "persistent=False",
+    )
+
+
+def _view_of_tensor(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(region.offsets))).detach()
+
+
+class ReplicaBalance:
+    """Choose which of several equal replicas writes a region, alike on all of them.
+
+    Replicas see the same regions in the same order, so a running count of bytes for each set of
+    replicas spreads the work with no communication: the rank with the fewest bytes so far writes
+    the next region.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks; all of them have every plain tensor.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world = tuple(range(world_size))
+        self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        self._ranks_by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...]] = {}
+
+    def is_mine(self, stored: Stored, region: Region) -> bool:
+        """Return whether this rank writes a region that it has."""
+        tensor = underlying(stored)
+        declared = stored.ranks if isinstance(stored, TensorPart) else None
+        replicas = self._replicas(tensor, declared)
+        loads = self._loads.setdefault(replicas, [(0, rank) for rank in replicas])
+        nbytes, rank = loads[0]
+        # A 0-d tensor costs a record like any other, hence at least a few bytes.
+        heapq.heapreplace(loads, (nbytes + max(64, region.numel * tensor.element_size()), rank))
+        return rank == self._rank
+
+    def _replicas(self, tensor: torch.Tensor, declared: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Return the ranks that have the same region of a tensor as this rank, in order."""
+        if not isinstance(tensor, DTensor):
+            return self._world if declared is None else declared
+        mesh = tensor.device_mesh
+        axes = tuple(i for i, p in enumerate(tensor.placements) if isinstance(p, Replicate))
+        found = self._ranks_by_axes.get((mesh, axes))
+        if found is None:
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None, "local_regions is empty outside the mesh"
+            index = tuple(slice(None) if i in axes else c for i, c in enumerate(coordinate))
+            found = tuple(mesh.mesh[index].reshape(-1).tolist())
+            self._ranks_by_axes[mesh, axes] = found
+        return found

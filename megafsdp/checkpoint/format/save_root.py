@@ -24,8 +24,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megafsdp.checkpoint.format.manifest import MANIFEST_FILE, TRACKER_FILE
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.checkpoint.format.manifest import (
+    MANIFEST_FILE,
+    TRACKER_FILE,
+    Manifest,
+    write_dcp_metadata,
+    write_manifest,
+)
+from megafsdp.errors import CheckpointError
 
 _log = logging.getLogger("megafsdp.checkpoint")
 
@@ -49,7 +55,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         directory: The save root.
 
     Raises:
-        CheckpointError: The tracker file does not hold a step.
+        CheckpointError: The text of the tracker file is no step.
     """
     path = Path(directory) / TRACKER_FILE
     try:
@@ -57,13 +63,11 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(
-            expected(
-                "one step number",
-                repr(text[:40]),
-                where=f"'{path}'",
-                hint=f"Write the step to use, one of {published_steps(path.parent)}",
-            )
+        raise CheckpointError.expected(
+            "one step number",
+            repr(text[:40]),
+            where=f"'{path}'",
+            hint=f"Write the step to use, one of {published_steps(path.parent)}",
         )
     return int(text)
 
@@ -76,28 +80,29 @@ def published_steps(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def find(directory: str | os.PathLike[str], step: int | None) -> Path:
+def find(
+    directory: str | os.PathLike[str], step: int | None, *, marker: str = MANIFEST_FILE
+) -> Path:
     """Return the checkpoint to read.
 
     Args:
         directory: A save root, or one checkpoint's own directory.
         step: A published step; None means the tracker's.
+        marker: Name of a file by which a checkpoint's own directory is known.
 
     Raises:
         CheckpointError: There is none.
     """
     root = Path(directory)
-    if step is None and (root / MANIFEST_FILE).is_file():
+    if step is None and (root / marker).is_file():
         return root
     chosen = latest_step(root) if step is None else step
     if chosen is None or not step_directory(root, chosen).is_dir():
-        raise CheckpointError(
-            expected(
-                f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
-                f"published steps {published_steps(root)}",
-                where=f"'{root}'",
-                hint="Give the directory that was passed to save(), or an existing step",
-            )
+        raise CheckpointError.expected(
+            f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
+            f"published steps {published_steps(root)}",
+            where=f"'{root}'",
+            hint="Give the directory that was passed to save(), or an existing step",
         )
     return step_directory(root, chosen)
 
@@ -112,22 +117,18 @@ def prepare(root: Path, step: int) -> Path:
         CheckpointError: The step is the published one already, or the root is a file.
     """
     if root.exists() and not root.is_dir():
-        raise CheckpointError(
-            expected(
-                "a directory to save in",
-                "a file",
-                where=f"'{root}'",
-                hint="Give another path, or remove the file",
-            )
+        raise CheckpointError.expected(
+            "a directory to save in",
+            "a file",
+            where=f"'{root}'",
+            hint="Give another path, or remove the file",
         )
     if latest_step(root) == step and step_directory(root, step).is_dir():
-        raise CheckpointError(
-            expected(
-                "a step that is not the latest published one",
-                f"step {step}",
-                where=f"'{root}'",
-                hint=f"Skip this save, or delete '{root / TRACKER_FILE}' to have it replaced",
-            )
+        raise CheckpointError.expected(
+            "a step that is not the latest published one",
+            f"step {step}",
+            where=f"'{root}'",
+            hint=f"Skip this save, or delete '{root / TRACKER_FILE}' to have it replaced",
         )
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root, _is_of_saves)
@@ -137,11 +138,26 @@ def prepare(root: Path, step: int) -> Path:
     return temporary
 
 
+def write_descriptions(manifest: Manifest, temporary: Path) -> None:
+    """Write ``.metadata`` and, last, the manifest, and wait until both are on the disk.
+
+    Args:
+        manifest: What the checkpoint has; its ``files`` receive ``.metadata``.
+        temporary: The directory, with the records in it.
+    """
+    described = write_dcp_metadata(manifest, temporary)
+    sync_file(described)
+    manifest.files[described.name] = described.stat().st_size
+    reached("DCP metadata written")
+    sync_file(write_manifest(manifest, temporary))
+    reached("manifest written")
+
+
 def publish(temporary: Path, root: Path, step: int) -> Path:
     """Make a fully written temporary directory the checkpoint of a step, and the latest one.
 
     Args:
-        temporary: Holds the checkpoint; every file in it is durable.
+        temporary: The directory of the checkpoint; every file in it is durable.
         root: The save root.
         step: The step.
 
@@ -187,18 +203,18 @@ def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[
     if latest is None or (keep_last is None and keep_every is None):
         return []
     steps = [step for step in published_steps(root) if step <= latest]
-    kept = {latest, *steps[-(keep_last or 1) :]}
+    staying = {latest, *steps[-(keep_last or 1) :]}
     if keep_every is not None:
-        kept.update(step for step in steps if step % keep_every == 0)
+        staying.update(step for step in steps if step % keep_every == 0)
     removed = []
-    for step in (step for step in steps if step not in kept):
+    for step in (step for step in steps if step not in staying):
         path = step_directory(root, step)
         # Renamed first, so that a crash cannot leave a half-removed directory that looks published.
         away = temporary_beside(path)
         try:
             path.rename(away)
         except OSError as error:
-            _log.warning("'%s' is kept, as it cannot be removed: %s", path, error)
+            _log.warning("'%s' stays, as it cannot be removed: %s", path, error)
             continue
         reached("retired directory renamed")
         remove(away)
@@ -254,7 +270,7 @@ def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:
 
     Args:
         folder: Where to look.
-        is_own: Tells from the name of the final path whether nobody else may be writing it.
+        is_own: Returns, for the name of the final path, whether no other process may write it.
     """
     for path in list(folder.iterdir()):
         match = _TEMPORARY.fullmatch(path.name)
@@ -267,7 +283,7 @@ def _is_of_saves(name: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or directory that nobody needs; warn if it stays, which is no reason to fail.
+    """Remove an unneeded file or directory; warn if it stays, which is no reason to fail.
 
     A reader of an old checkpoint is enough for a network file system to keep its directory.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
-from megafsdp.checkpoint.background import pending_save as in_flight
+from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format.regions import Region, local_regions, local_view, whole
 from megafsdp.checkpoint.huggingface.mapping import Entry, expect_names, full_names
 from megafsdp.checkpoint.huggingface.plan import (
@@ -75,7 +75,7 @@ def _plan(
 def _fill(
     model: nn.Module, reader: SafetensorsReader, plan: HubPlan, stored: Mapping[str, str]
 ) -> None:
-    in_flight.wait_until_staged()
+    SAVES.wait_until_staged()
     names = {entry.ours for entry in plan.entries}
     give_memory_to_meta_tensors(
         model, device_below(model), is_wanted=lambda name: canonical_name(name) in names

@@ -1,4 +1,4 @@
-"""Canonical state: what a model and its optimizer hold, under names free of mesh and wrappers.
+"""Canonical state: the tensors of a model and its optimizer, under names free of mesh and wrappers.
 
 The name of a parameter is its FQN in the user's module. Keys are ``model.<fqn>``,
 ``optimizer.state.<fqn>.<state>``, ``optimizer.param_groups`` and so on; a fused parameter has a key
@@ -9,13 +9,14 @@ copied or gathered here, and a sharded tensor is listed as the DTensor it is.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megafsdp.checkpoint.format.manifest import joining
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.regions import Stored
 from megafsdp.checkpoint.state.experts import name_of_group_member, names_elsewhere
@@ -37,7 +38,7 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 @runtime_checkable
 class HasCanonicalState(Protocol):
-    """An optimizer that keeps states or weights in another form than checkpoints hold them."""
+    """An optimizer that keeps states or weights in another form than checkpoints do."""
 
     def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's states in the form of checkpoints; local."""
@@ -46,7 +47,7 @@ class HasCanonicalState(Protocol):
         """Return a parameter's weight in the form of checkpoints, or the parameter; local."""
 
     def load_canonical(self, parameter: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        """Take over loaded states, which are in ``state``, and a loaded weight; local."""
+        """Accept loaded states, which are in ``state``, and a loaded weight; local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class CanonicalState:
             names: key -> key in ``tensors``.
         rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are
             stored.
-        own: Keys that not all ranks have -> the ranks that have them.
+        ranks_of: Keys that not all ranks have -> the ranks that have them.
         elsewhere: Names of parameters that other ranks have and this one has not.
     """
 
@@ -74,24 +75,18 @@ class CanonicalState:
     aliases: dict[str, str] = field(default_factory=dict)
     fused_into: dict[str, dict] = field(default_factory=dict)
     rank_zero: set[str] = field(default_factory=set)
-    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ranks_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     elsewhere: set[str] = field(default_factory=set)
 
     def update(self, other: CanonicalState) -> None:
-        """Take over what another state lists, the optimizer's beside the model's."""
-        self.tensors.update(other.tensors)
-        self.objects.update(other.objects)
-        self.fused.update(other.fused)
-        self.aliases.update(other.aliases)
-        self.fused_into.update(other.fused_into)
-        self.rank_zero.update(other.rank_zero)
-        self.own.update(other.own)
-        self.elsewhere.update(other.elsewhere)
+        """Add what another state lists, the optimizer's beside the model's."""
+        for kind in fields(self):
+            getattr(self, kind.name).update(getattr(other, kind.name))
 
-    def claim(self, keys: Iterable[str], form: StoredForm) -> None:
-        """Note that only the ranks of a parameter have these keys, if that is so."""
+    def note_ranks(self, keys: Iterable[str], form: StoredForm) -> None:
+        """Record the ranks of keys that not all ranks have."""
         if form.is_own and form.ranks is not None:
-            self.own.update(dict.fromkeys(keys, form.ranks))
+            self.ranks_of.update(dict.fromkeys(keys, form.ranks))
 
 
 def canonical_name(fqn: str) -> str:
@@ -149,10 +144,12 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         keys = [f"model.{part}" for part in form.parts]
         for key in keys:
             _require_new(key, state)
-        state.claim(keys, form)
+        state.note_ranks(keys, form)
         state.elsewhere.update(_names_elsewhere(name, parameter))
         if form.fused is not None:
-            state.fused_into[f"model.{form.name}"] = _joining(keys, form.fused)
+            state.fused_into[f"model.{form.name}"] = joining(
+                keys, form.fused.dim, form.fused.num_groups
+            )
         if parameter in keys_by_parameter:
             state.aliases.update(zip(keys, keys_by_parameter[parameter], strict=True))
             continue
@@ -181,7 +178,7 @@ def optimizer_state(
         names: Canonical names of the model's parameters.
 
     Raises:
-        CheckpointError: It holds a parameter that is not the model's, a state that exists per rank,
+        CheckpointError: It has a parameter that is not the model's, a state that exists per rank,
             or a state of no parameter.
     """
     state = CanonicalState()
@@ -191,13 +188,15 @@ def optimizer_state(
             form = stored_form(name, parameter)
             for state_name, value in states_of(optimizer, parameter).items():
                 keys = [state_key(part, state_name) for part in form.parts]
-                state.claim(keys, form)
+                state.note_ranks(keys, form)
                 if isinstance(value, torch.Tensor):
                     _require_global(keys[0], value, parameter)
                     state.tensors.update(zip(keys, form.pieces(value), strict=True))
                     if form.fused is not None and (form.is_split(value) or value.ndim == 0):
                         whole_key = state_key(form.name, state_name)
-                        state.fused_into[whole_key] = _joining(keys, form.fused)
+                        state.fused_into[whole_key] = joining(
+                            keys, form.fused.dim, form.fused.num_groups
+                        )
                 else:
                     state.objects.update(dict.fromkeys(keys, plain(keys[0], value)))
     state.objects["optimizer.param_groups"] = [
@@ -239,13 +238,11 @@ def _groups_of_all_ranks(
         groups.append((member_names(group, names), group))
         for name in groups[-1][0]:
             if found.setdefault(name, index) != index:
-                raise CheckpointError(
-                    expected(
-                        "all experts of a layer in one parameter group",
-                        f"some in group {found[name]} and some in group {index}",
-                        where=f"'{name}'",
-                        hint="Give the experts of a layer the same hyperparameters",
-                    )
+                raise CheckpointError.expected(
+                    "all experts of a layer in one parameter group",
+                    f"some in group {found[name]} and some in group {index}",
+                    where=f"'{name}'",
+                    hint="Give the experts of a layer the same hyperparameters",
                 )
     return groups
 
@@ -283,13 +280,11 @@ def named_groups(
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in names:
-                raise CheckpointError(
-                    expected(
-                        "an optimizer over parameters of the model",
-                        f"one of shape {tuple(parameter.shape)} that the model does not have",
-                        where=f"position {position} of optimizer.param_groups[{index}]",
-                        hint="Build the optimizer from model.parameters() after fully_shard()",
-                    )
+                raise CheckpointError.expected(
+                    "an optimizer over parameters of the model",
+                    f"one of shape {tuple(parameter.shape)} that the model does not have",
+                    where=f"position {position} of optimizer.param_groups[{index}]",
+                    hint="Build the optimizer from model.parameters() after fully_shard()",
                 )
     return [([names[p] for p in group["params"]], group) for group in optimizer.param_groups]
 
@@ -301,24 +296,17 @@ def state_key(name: str, state_name: object) -> str:
         CheckpointError: The state's name is no plain word.
     """
     if not isinstance(state_name, str) or not state_name or "." in state_name:
-        raise CheckpointError(
-            expected(
-                "optimizer states named by words without a dot",
-                repr(state_name),
-                where=f"the optimizer state of '{name}'",
-                hint="Rename the state in the optimizer",
-            )
+        raise CheckpointError.expected(
+            "optimizer states named by words without a dot",
+            repr(state_name),
+            where=f"the optimizer state of '{name}'",
+            hint="Rename the state in the optimizer",
         )
     return f"optimizer.state.{name}.{state_name}"
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def _joining(keys: list[str], fused: FusedParts) -> dict[str, object]:
-    joining: dict[str, object] = {"parts": keys, "dim": fused.dim}
-    return joining if fused.num_groups == 1 else joining | {"num_groups": fused.num_groups}
 
 
 def _names_elsewhere(name: str, parameter: torch.Tensor) -> Iterator[str]:
@@ -328,13 +316,11 @@ def _names_elsewhere(name: str, parameter: torch.Tensor) -> Iterator[str]:
 
 def _require_new(key: str, state: CanonicalState) -> None:
     if key in state.tensors or key in state.aliases:
-        raise CheckpointError(
-            expected(
-                "a name for each stored tensor",
-                "two tensors of this name",
-                where=f"'{key}'",
-                hint="Rename the parameter, or declare other stored_as templates or experts",
-            )
+        raise CheckpointError.expected(
+            "a name for each stored tensor",
+            "two tensors of this name",
+            where=f"'{key}'",
+            hint="Rename the parameter, or declare other stored_as templates or experts",
         )
 
 
@@ -342,13 +328,11 @@ def _require_at_rest(model: nn.Module) -> None:
     shown = {id(parameter) for parameter in model.parameters()}
     for name, unit in units_below([model]).items():
         if any(id(p.unsharded) in shown for group in unit.groups for p in group.parameters):
-            raise CheckpointError(
-                expected(
-                    "sharded parameters",
-                    "unsharded ones",
-                    where=f"unit '{name}'",
-                    hint="Save and load outside of forward and backward, and after reshard()",
-                )
+            raise CheckpointError.expected(
+                "sharded parameters",
+                "unsharded ones",
+                where=f"unit '{name}'",
+                hint="Save and load outside of forward and backward, and after reshard()",
             )
         for group in unit.groups:
             group.wait_for_step()
@@ -365,7 +349,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tens
 
 
 def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what has no name on disk: an empty entry is nobody's loss."""
+    """Refuse states that have no name on disk; an empty entry loses nothing."""
     members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strange = [k for k, states in optimizer.state.items() if k not in members and states != {}]
     if strange:
@@ -373,24 +357,20 @@ def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
             f"a tensor of shape {tuple(k.shape)}" if isinstance(k, torch.Tensor) else repr(k)
             for k in strange[:4]
         )
-        raise CheckpointError(
-            expected(
-                "states of parameters of the optimizer's groups",
-                f"{len(strange)} of something else: {got}",
-                where=f"the state of {type(optimizer).__name__}",
-                hint="Keep what belongs to no parameter in a parameter group, or in extra=",
-            )
+        raise CheckpointError.expected(
+            "states of parameters of the optimizer's groups",
+            f"{len(strange)} of something else: {got}",
+            where=f"the state of {type(optimizer).__name__}",
+            hint="Keep what belongs to no parameter in a parameter group, or in extra=",
         )
 
 
 def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
     """Refuse a rank's own plain tensor beside a sharded parameter: its global form is unknown."""
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
-        raise CheckpointError(
-            expected(
-                f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",
-                f"a plain tensor of shape {tuple(value.shape)}",
-                where=f"'{key}'",
-                hint="Create the state with torch.zeros_like(parameter)",
-            )
+        raise CheckpointError.expected(
+            f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",
+            f"a plain tensor of shape {tuple(value.shape)}",
+            where=f"'{key}'",
+            hint="Create the state with torch.zeros_like(parameter)",
         )

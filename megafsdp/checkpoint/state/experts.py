@@ -2,8 +2,8 @@
 
 A stack of experts is stored as this rank's rows of the layer's stack, a parameter of a single
 expert under a name with the index in the layer. Both follow from what the layer declared
-(:class:`~megafsdp.mesh.annotation.ExpertRange`); nothing is exchanged. This file knows nothing of
-fused parts.
+(:class:`~megafsdp.mesh.annotation.ExpertRange`); nothing is exchanged. Fused parts are cut in
+state/fused.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megafsdp.checkpoint.format.regions import Region
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import ExpertRange
 
 # Stands for the index of an expert in the names that parameter groups list.
@@ -77,13 +77,11 @@ def stack_in_layer(
     if experts is None or experts.name_component is not None:
         return shape, Region((0,) * len(shape), shape)
     if shape[:1] != (experts.count,):
-        raise CheckpointError(
-            expected(
-                f"a stack of {experts.count} experts along dim 0",
-                f"shape {shape}",
-                where=f"'{name}'",
-                hint="Declare the ExpertRange that the layer has on this rank",
-            )
+        raise CheckpointError.expected(
+            f"a stack of {experts.count} experts along dim 0",
+            f"shape {shape}",
+            where=f"'{name}'",
+            hint="Declare the ExpertRange that the layer has on this rank",
         )
     inner = shape[1:]
     return (experts.total, *inner), Region((experts.first, *[0] * len(inner)), shape)
@@ -104,13 +102,11 @@ def holders(
     if experts.ranks is None:
         return None if experts.count == experts.total else (dist.get_rank(),)
     if dist.get_rank() not in experts.ranks:
-        raise CheckpointError(
-            expected(
-                f"rank {dist.get_rank()} among the ranks that hold these experts",
-                experts.ranks,
-                where=f"the ExpertRange of '{name}'",
-                hint="Declare global ranks, this one among them",
-            )
+        raise CheckpointError.expected(
+            f"rank {dist.get_rank()} among the ranks that hold these experts",
+            experts.ranks,
+            where=f"the ExpertRange of '{name}'",
+            hint="Declare global ranks, this one among them",
         )
     return tuple(sorted(experts.ranks))
 
@@ -121,14 +117,12 @@ def _local_index(name: str, experts: ExpertRange) -> int:
     position = len(components) + experts.name_component
     component = components[position] if position >= 0 else ""
     if not component.isdecimal() or int(component) >= experts.count:
-        raise CheckpointError(
-            expected(
-                f"the index of one of {experts.count} experts in component "
-                f"{experts.name_component} of the name",
-                repr(component),
-                where=f"'{name}'",
-                hint="Give ExpertRange the position of the index, counted from the end",
-            )
+        raise CheckpointError.expected(
+            f"the index of one of {experts.count} experts in component "
+            f"{experts.name_component} of the name",
+            repr(component),
+            where=f"'{name}'",
+            hint="Give ExpertRange the position of the index, counted from the end",
         )
     return int(component)
 

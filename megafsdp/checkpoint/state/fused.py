@@ -3,7 +3,7 @@
 A fused parameter whose layer names its parts is stored as these parts, each a tensor of its own;
 experts by their index in the layer. Weights, gradients and optimizer states go through the same
 :class:`StoredForm`, sharded or plain: to save is to read its pieces, to load is to write into them,
-so a load joins the parts in place. Which rank holds what of a piece is ``regions``' arithmetic.
+so a load joins the parts in place. Which rank has what of a piece follows from format/regions.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megafsdp.checkpoint.format.regions import Region, Stored, TensorPart, Window, whole
+from megafsdp.checkpoint.format.regions import Region, Stored, TensorPart, whole, with_extent
 from megafsdp.checkpoint.state.experts import (
     holders,
     is_named_by_expert,
@@ -21,7 +21,7 @@ from megafsdp.checkpoint.state.experts import (
     name_in_layer,
     stack_in_layer,
 )
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import ExpertRange, annotation_of
 from megafsdp.mesh.fused_parts import FusedParts
 
@@ -36,8 +36,8 @@ class StoredForm:
         shape: The parameter's shape in memory.
         fused: The parts, if it is split.
         grouping: The parts, if it is stored whole.
-        experts: Which experts it holds.
-        ranks: Ranks that hold the same of a plain tensor; None means all.
+        experts: Which experts it has.
+        ranks: Ranks that have the same values of a plain tensor; None means all.
         is_own: True if only ``ranks`` have it under this name.
     """
 
@@ -53,7 +53,7 @@ class StoredForm:
     def as_in(self, stored: Container[str], section: str = "") -> StoredForm:
         """Return this form, or the undivided one if a checkpoint has the parameter whole.
 
-        Who writes a checkpoint without the model, a converter say, may know nothing of parts.
+        A program that writes without the model, such as a converter, may have no parts.
 
         Args:
             stored: Names in the checkpoint.
@@ -87,13 +87,12 @@ class StoredForm:
         if self.fused is None:
             if self.ranks is None and place == whole(self.shape) and shape == self.shape:
                 return [tensor]
-            window = Window(whole(self.shape), place.offsets)
-            return [TensorPart(tensor, shape, (window,), self.ranks)]
+            return [TensorPart(tensor, shape, ((whole(self.shape), place),), self.ranks)]
         return [
             TensorPart(
                 tensor,
-                _with_extent(shape, self.fused.dim, size * self.fused.num_groups),
-                tuple(self._windows(self.fused, index, place)),
+                with_extent(shape, self.fused.dim, size * self.fused.num_groups),
+                self._regions(self.fused, index, place),
                 self.ranks,
             )
             for index, size in enumerate(self.fused.sizes)
@@ -101,33 +100,34 @@ class StoredForm:
 
     def _beside(self, tensor: torch.Tensor) -> Stored:
         if is_partial_stack(self.experts) and tensor.ndim:
-            raise CheckpointError(
-                expected(
-                    f"states of shape {self.shape} or scalars beside a stack of experts",
-                    f"shape {tuple(tensor.shape)}",
-                    where=f"a state of '{self.name}'",
-                    hint="Use an optimizer whose states are like the parameter",
-                )
+            raise CheckpointError.expected(
+                f"states of shape {self.shape} or scalars beside a stack of experts",
+                f"shape {tuple(tensor.shape)}",
+                where=f"a state of '{self.name}'",
+                hint="Use an optimizer whose states are like the parameter",
             )
         if not self.is_own:
             return tensor
-        shape = tuple(tensor.shape)
-        return TensorPart(tensor, shape, (Window(whole(shape), (0,) * len(shape)),), self.ranks)
+        everything = whole(tuple(tensor.shape))
+        return TensorPart(tensor, everything.sizes, ((everything, everything),), self.ranks)
 
-    def _windows(self, fused: FusedParts, index: int, place: Region) -> list[Window]:
-        """Return where one part is in memory, a window for each group.
+    def _regions(
+        self, fused: FusedParts, index: int, place: Region
+    ) -> tuple[tuple[Region, Region], ...]:
+        """Return where one part is in memory and in the stored tensor, a pair for each group.
 
         With groups [gate0; up0; gate1; up1], as a tensor cut for two tensor-parallel ranks has
-        them, the part ``up`` is two windows that lie one after another on disk.
+        them, the part ``up`` is two regions that lie one after another on disk.
         """
         dim, size = fused.dim, fused.sizes[index]
-        windows = []
+        pairs = []
         for group in range(fused.num_groups):
             start = group * sum(fused.sizes) + sum(fused.sizes[:index])
             offsets, sizes, target = [0] * len(self.shape), [*self.shape], [*place.offsets]
             offsets[dim], sizes[dim], target[dim] = start, size, target[dim] + group * size
-            windows.append(Window(Region(tuple(offsets), tuple(sizes)), tuple(target)))
-        return windows
+            inner = Region(tuple(offsets), tuple(sizes))
+            pairs.append((inner, Region(tuple(target), inner.sizes)))
+        return tuple(pairs)
 
 
 def stored_form(name: str, parameter: torch.Tensor) -> StoredForm:
@@ -159,10 +159,6 @@ def stored_form(name: str, parameter: torch.Tensor) -> StoredForm:
     )
 
 
-def _with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ...]:
-    return (*shape[:dim], extent, *shape[dim + 1 :])
-
-
 def wholes_by_part(fused_into: dict[str, dict]) -> dict[str, str]:
     """Return the key of the whole by the key of each part, from a manifest's map."""
     return {part: key for key, fused in fused_into.items() for part in fused["parts"]}
@@ -185,13 +181,11 @@ def _require_fit(
     is_stack = experts is not None and experts.name_component is None
     is_inside = (1 if is_stack else 0) <= fused.dim < len(shape)
     if not is_inside or shape[fused.dim] != fused.extent:
-        declared = f"shape {_with_extent(shape, fused.dim, fused.extent)} for" if is_inside else ""
-        raise CheckpointError(
-            expected(
-                f"{declared} the parts {fused.names} of sizes {fused.sizes} along dim {fused.dim}",
-                f"shape {shape}",
-                where=f"'{name}'",
-                hint="Declare sizes that add up to the parameter's extent, along a dim that does "
-                "not count experts",
-            )
+        declared = f"shape {with_extent(shape, fused.dim, fused.extent)} for" if is_inside else ""
+        raise CheckpointError.expected(
+            f"{declared} the parts {fused.names} of sizes {fused.sizes} along dim {fused.dim}",
+            f"shape {shape}",
+            where=f"'{name}'",
+            hint="Declare sizes that add up to the parameter's extent, along a dim that does "
+            "not count experts",
         )

@@ -1,4 +1,9 @@
-"""Match what a load asks for with what a checkpoint holds, strictly both ways by default."""
+"""Match the keys that a load requests with the keys of a checkpoint, strictly both ways by default.
+
+A requested key must be stored, with equal shape and dtype, and a stored key of the requested
+sections must be used; :class:`Rules` says what may differ. All that differs is listed in one error.
+Nothing is read or written here.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,9 @@ from fnmatch import fnmatchcase
 
 from megafsdp.checkpoint.format.manifest import Manifest, path_of, section_of
 from megafsdp.checkpoint.format.regions import Stored
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, expected, listed
 
 STRICTNESS = ("all", "model", "none")
-_MAX_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class Rules:
         ignore: Patterns of keys that are left alone on both sides.
         allow_missing: Patterns of requested keys that the checkpoint need not have.
         whole_of: Key of a part of a fused tensor -> key of the whole, which patterns match too.
-        hint: What an error tells the user to do; None names the arguments of ``load``.
+        hint: What an error advises; None names the arguments of ``load``.
     """
 
     strict: str
@@ -31,19 +35,6 @@ class Rules:
     allow_missing: tuple[str, ...]
     whole_of: Mapping[str, str] = field(default_factory=dict)
     hint: str | None = None
-
-    @classmethod
-    def of(
-        cls, strict: str, *, ignore: Sequence[str], allow_missing: Sequence[str], hint: str | None
-    ) -> Rules:
-        """Return the rules that arguments of ``load`` ask for.
-
-        Raises:
-            ValueError: ``strict`` is none of the choices, or a single string was given for
-                patterns.
-        """
-        patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
-        return cls(strict, *patterns, hint=hint)
 
     def __post_init__(self) -> None:
         """Check the choice.
@@ -84,12 +75,12 @@ class Match:
 
     Attributes:
         sources: Requested key -> stored key to read, tied names resolved.
-        kept: Requested keys that keep their own values.
+        skipped: Requested keys whose targets stay as they are.
         unused: Stored keys of the requested sections that nothing asked for.
     """
 
     sources: dict[str, str]
-    kept: list[str]
+    skipped: list[str]
     unused: list[str]
 
 
@@ -142,9 +133,9 @@ def match(
     for key in (*tensors, *sorted(objects)):
         source = stored.get(key)
         if rules.is_ignored(key):
-            result.kept.append(key)
+            result.skipped.append(key)
         elif source is None or (source in manifest.tensors) != (key in tensors):
-            result.kept.append(key)
+            result.skipped.append(key)
             if not rules.may_be_missing(key):
                 problems.setdefault("missing in the checkpoint", []).append(key)
         else:
@@ -185,13 +176,10 @@ def _compare(
 
 
 def _message(problems: dict[str, list[str]], where: str, hint: str | None) -> str:
-    listed = []
-    for kind, names in problems.items():
-        rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        listed.append(f"{len(names)} {kind}: {', '.join(names[:_MAX_NAMED])}{rest}")
+    by_kind = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items()]
     return expected(
         "the names, shapes and dtypes of the checkpoint",
-        "; ".join(listed),
+        "; ".join(by_kind),
         where=where,
         hint=hint
         or (

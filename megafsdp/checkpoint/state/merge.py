@@ -1,13 +1,11 @@
-"""What the ranks wrote, merged into the manifest of a save.
+"""What each rank wrote, merged into the manifest of a save.
 
-Each rank tells what it wrote as a :class:`Written`; rank 0 compares the ranks and puts the chunks
-of every tensor together. Nothing is communicated or written here.
+A rank describes what it wrote as :class:`Written`: chunks with their places, and a :class:`Table`
+of the keys that not all ranks have, such as a single expert's. The other keys are the same on all
+ranks, which a checksum proves. Rank 0 compares the ranks, unites the tables and puts the chunks of
+every tensor together in :func:`describe`.
 
-
-Tables: what the ranks store, by key, before it is known where each chunk lies.
-
-Most keys are the same on all ranks, which a checksum proves. Keys that some ranks have alone, a
-single expert's, are told to rank 0, which unites all. Arithmetic; the exchange is ``save``'s.
+All of it is local; the exchange is in checkpoint/save.py.
 """
 
 from __future__ import annotations
@@ -15,16 +13,16 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry
+from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry, dtype_name
 from megafsdp.checkpoint.format.regions import whole
 from megafsdp.checkpoint.state.canonical import CanonicalState
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,87 +40,55 @@ class Table:
     fused_into: dict[str, dict]
 
 
-def checksum_of_common(state: CanonicalState) -> int:
-    """Return a checksum of the names, shapes and dtypes that all ranks must have alike; local."""
-    table = [
-        (key, tuple(stored.shape), str(stored.dtype))
-        for key, stored in state.tensors.items()
-        if key not in state.own
-    ]
-    return zlib.crc32(repr(table).encode())
-
-
-def table_of(state: CanonicalState) -> Table:
-    """Return everything that this rank has; local."""
-    return Table(_entries(state, state.tensors), state.aliases, state.fused_into)
-
-
-def own_table(state: CanonicalState) -> Table:
-    """Return what this rank has and not all ranks have; local."""
-    return Table(
-        _entries(state, state.own),
-        {alias: key for alias, key in state.aliases.items() if alias in state.own},
-        {k: v for k, v in state.fused_into.items() if not state.own.keys().isdisjoint(v["parts"])},
-    )
-
-
-def unite(own: Table, others: Iterable[Table]) -> Table:
-    """Return what all ranks have together.
-
-    Args:
-        own: All that rank 0 has.
-        others: What each rank has and not all ranks have.
-
-    Raises:
-        CheckpointError: Two ranks mean different tensors by one name.
-    """
-    united = Table(dict(own.tensors), dict(own.aliases), dict(own.fused_into))
-    for table in others:
-        for key, entry in table.tensors.items():
-            if united.tensors.setdefault(key, entry) != entry:
-                raise CheckpointError(
-                    expected(
-                        f"shape {united.tensors[key].shape} and {united.tensors[key].dtype}",
-                        f"shape {entry.shape} and {entry.dtype} on another rank",
-                        where=f"'{key}'",
-                        hint="Declare the experts of each rank (ExpertRange) as they are",
-                    )
-                )
-        united.aliases.update(table.aliases)
-        united.fused_into.update(table.fused_into)
-    return united
-
-
-def _entries(state: CanonicalState, keys: Iterable[str]) -> dict[str, TensorEntry]:
-    return {
-        key: TensorEntry(
-            tuple(stored.shape),
-            str(stored.dtype).removeprefix("torch."),
-            (),
-            state.fused.get(key),
-        )
-        for key in keys
-        if (stored := state.tensors.get(key)) is not None
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Written:
     """What one rank wrote, for rank 0.
 
     Attributes:
         table_crc32: Checksum of the names, shapes and dtypes that are alike on all ranks.
-        own: What this rank has and not all ranks have.
+        table: What this rank has and not all ranks have.
         chunks: Key and chunk of each tensor region.
         objects: Records of non-tensor objects by key.
         files: Size in bytes of each file.
     """
 
     table_crc32: int
-    own: Table
+    table: Table
     chunks: list[tuple[str, Chunk]] = field(default_factory=list)
     objects: dict[str, Record] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
+
+
+def checksum_of_common(state: CanonicalState) -> int:
+    """Return a checksum of the names, shapes and dtypes that all ranks must have alike; local."""
+    table = [
+        (key, tuple(stored.shape), str(stored.dtype))
+        for key, stored in state.tensors.items()
+        if key not in state.ranks_of
+    ]
+    return zlib.crc32(repr(table).encode())
+
+
+def table_of(state: CanonicalState, keys: Collection[str] | None = None) -> Table:
+    """List what this rank stores, or what of it has some keys; local."""
+    chosen = state.tensors if keys is None else keys
+    entries = {
+        key: TensorEntry(
+            tuple(stored.shape),
+            dtype_name(stored.dtype),
+            (),
+            state.fused.get(key),
+        )
+        for key in chosen
+        if (stored := state.tensors.get(key)) is not None
+    }
+    if keys is None:
+        return Table(entries, state.aliases, state.fused_into)
+    return Table(
+        entries,
+        {alias: key for alias, key in state.aliases.items() if alias in keys},
+        {k: v for k, v in state.fused_into.items() if any(part in keys for part in v["parts"])},
+    )
 
 
 def library_versions() -> dict[str, str]:
@@ -139,23 +105,31 @@ def library_versions() -> dict[str, str]:
     }
 
 
+def common_facts(step: int, world_size: int) -> dict[str, object]:
+    """Return the object ``common`` of a checkpoint: its step, number of ranks and versions."""
+    return {"step": step, "world_size": world_size, "versions": library_versions()}
+
+
 def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest:
-    """Merge the ranks' parts into the manifest.
+    """Merge what the ranks wrote into the manifest; rank 0 alone.
+
+    Args:
+        step: Training step.
+        state: What rank 0 stores.
+        parts: What each rank wrote, in rank order.
 
     Raises:
-        CheckpointError: The ranks hold different models, or the chunks do not fill a tensor.
+        CheckpointError: The ranks have different models, or the chunks do not fill a tensor.
     """
     odd = [rank for rank, part in enumerate(parts) if part.table_crc32 != parts[0].table_crc32]
     if odd:
-        raise CheckpointError(
-            expected(
-                "the same tensor names, shapes and dtypes on all ranks",
-                f"others on ranks {odd[:8]} than on rank 0",
-                where="checkpoint.save()",
-                hint="Build the same model and optimizer, in the same order, on every rank",
-            )
+        raise CheckpointError.expected(
+            "the same tensor names, shapes and dtypes on all ranks",
+            f"others on ranks {odd[:8]} than on rank 0",
+            where="checkpoint.save()",
+            hint="Build the same model and optimizer, in the same order, on every rank",
         )
-    table = unite(table_of(state), (part.own for part in parts))
+    table = _unite(table_of(state), (part.table for part in parts))
     chunks: dict[str, list[Chunk]] = {key: [] for key in table.tensors}
     for part in parts:
         for key, chunk in part.chunks:
@@ -179,16 +153,39 @@ def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest
     )
 
 
+def _unite(own: Table, others: Iterable[Table]) -> Table:
+    """Return what all ranks have together.
+
+    Args:
+        own: All that rank 0 has.
+        others: What each rank has and not all ranks have.
+
+    Raises:
+        CheckpointError: Two ranks mean different tensors by one name.
+    """
+    united = Table(dict(own.tensors), dict(own.aliases), dict(own.fused_into))
+    for table in others:
+        for key, entry in table.tensors.items():
+            if united.tensors.setdefault(key, entry) != entry:
+                raise CheckpointError.expected(
+                    f"shape {united.tensors[key].shape} and {united.tensors[key].dtype}",
+                    f"shape {entry.shape} and {entry.dtype} on another rank",
+                    where=f"'{key}'",
+                    hint="Declare the experts of each rank (ExpertRange) as they are",
+                )
+        united.aliases.update(table.aliases)
+        united.fused_into.update(table.fused_into)
+    return united
+
+
 def _require_filled(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
     stored_numel = sum(chunk.region.numel for chunk in chunks)
     numel = whole(shape).numel
     if stored_numel != numel or len({chunk.region.offsets for chunk in chunks}) != len(chunks):
-        raise CheckpointError(
-            expected(
-                f"chunks that fill the {numel} elements of shape {shape} once",
-                f"{[chunk.region for chunk in chunks][:8]}",
-                where=f"'{key}'",
-                hint="Save from all ranks that hold the tensor, in one call; declare which ranks "
-                "hold the same experts (ExpertRange)",
-            )
+        raise CheckpointError.expected(
+            f"chunks that fill the {numel} elements of shape {shape} once",
+            f"{[chunk.region for chunk in chunks][:8]}",
+            where=f"'{key}'",
+            hint="Save from all ranks that hold the tensor, in one call; declare which ranks "
+            "hold the same experts (ExpertRange)",
         )

@@ -21,6 +21,7 @@ from megafsdp.checkpoint.format.regions import Stored, underlying
 from megafsdp.checkpoint.state.canonical import (
     EXECUTION_FLAGS,
     GROUP_MEMBERS,
+    MEMBER_NAMES,
     HasCanonicalState,
     member_names,
     named_groups,
@@ -29,13 +30,12 @@ from megafsdp.checkpoint.state.canonical import (
 )
 from megafsdp.checkpoint.state.fused import StoredForm, stored_form
 from megafsdp.checkpoint.state.matching import Rules
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import MAX_NAMED, CheckpointError, expected
 
 GROUPS_KEY = "optimizer.param_groups"
 # Where they are 0-d, scalars even beside a 0-d parameter; torch keeps the first two on the CPU.
 _CPU_SCALARS = frozenset({"step", "mu_product"})
 _SCALARS = _CPU_SCALARS | {"eta", "mu"}
-_MAX_NAMED = 20
 # Options that only some forms of Adam have, with what the others do.
 _NEUTRAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
 # Some optimizers' class, not their group, says which decay they mean.
@@ -54,7 +54,7 @@ class OptimizerLoad:
         left_alone: Names of states that are not stored and that the caller chose to keep.
         groups: Each parameter group with the stored hyperparameters it takes.
         whole_of: Key of a part -> key of the whole state.
-        own: Keys that only some ranks load -> these ranks.
+        ranks_of: Keys that only some ranks load -> these ranks.
     """
 
     optimizer: torch.optim.Optimizer
@@ -64,7 +64,7 @@ class OptimizerLoad:
     left_alone: dict[nn.Parameter, list[str]] = field(default_factory=dict)
     groups: list[tuple[dict, dict]] = field(default_factory=list)
     whole_of: dict[str, str] = field(default_factory=dict)
-    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ranks_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def commit(self, objects: Mapping[str, object], *, skipped: Collection[str]) -> None:
         """Give the optimizer its states and hyperparameters; the tensors have been read.
@@ -76,16 +76,18 @@ class OptimizerLoad:
         for parameter, keys_by_name in self.state.items():
             current = self.optimizer.state.get(parameter, {})
             loaded: dict[str, object] = {}
-            kept: dict[str, object] = {name: current[name] for name in self.left_alone[parameter]}
+            unchanged: dict[str, object] = {
+                name: current[name] for name in self.left_alone[parameter]
+            }
             for name, keys in keys_by_name.items():
                 taken = [key for key in keys if key not in skipped]
                 if taken:
                     tensor = self.tensors.get(taken[0])
                     loaded[name] = objects[taken[0]] if tensor is None else underlying(tensor)
                 elif name in current:
-                    kept[name] = current[name]
-            if loaded or kept:
-                self.optimizer.state[parameter] = loaded | kept
+                    unchanged[name] = current[name]
+            if loaded or unchanged:
+                self.optimizer.state[parameter] = loaded | unchanged
             else:
                 self.optimizer.state.pop(parameter, None)
             if isinstance(self.optimizer, HasCanonicalState):
@@ -108,10 +110,10 @@ def plan_optimizer_load(
         optimizer: The optimizer to load into.
         names: Canonical names of the model's parameters.
         manifest: What is stored.
-        is_ignored: Tells which keys the caller chose to leave alone.
+        is_ignored: Returns whether the caller chose to leave a key alone.
 
     Raises:
-        CheckpointError: The optimizer holds parameters that are not the model's.
+        CheckpointError: The optimizer has parameters that are not the model's.
     """
     stored: dict[str, dict[str, str]] = {}
     for key in (*manifest.tensors, *manifest.objects):
@@ -136,7 +138,7 @@ def plan_optimizer_load(
                 if len(keys) > 1:
                     load.whole_of.update(dict.fromkeys(keys, state_key(form.name, state_name)))
                 if form.is_own and form.ranks is not None:
-                    load.own.update(dict.fromkeys(keys, form.ranks))
+                    load.ranks_of.update(dict.fromkeys(keys, form.ranks))
                 if any(key in manifest.objects for key in keys):
                     load.objects.update(keys)
                     continue
@@ -146,7 +148,7 @@ def plan_optimizer_load(
 
 
 def _is_left_alone(state_name: str, form: StoredForm, is_ignored: Callable[[str], bool]) -> bool:
-    """Tell whether a state is ignored by its parameter's name or by those of all parts."""
+    """Return whether a state is ignored by its parameter's name or by those of all parts."""
     keys = [f"optimizer.state.{part}.{state_name}" for part in form.parts]
     return is_ignored(f"optimizer.state.{form.name}.{state_name}") or all(map(is_ignored, keys))
 
@@ -217,13 +219,11 @@ def require_equal_copies(
             reader.verify(key, chunk.record)
             values[key] = reader.read_tensor(chunk.record)
         if any(not torch.equal(value, values[copies[0]]) for value in values.values()):
-            raise CheckpointError(
-                expected(
-                    "one value in all parts of a parameter",
-                    {key: value.item() for key, value in values.items()},
-                    where="the checkpoint's optimizer states",
-                    hint=rules.hint or "Leave parts out with ignore=[patterns]",
-                )
+            raise CheckpointError.expected(
+                "one value in all parts of a parameter",
+                {key: value.item() for key, value in values.items()},
+                where="the checkpoint's optimizer states",
+                hint=rules.hint or "Leave parts out with ignore=[patterns]",
             )
 
 
@@ -242,7 +242,7 @@ def plan_param_groups(
         names: Canonical names of the model's parameters.
         stored_groups: Names and hyperparameters of the stored groups, in any order.
         rules: Whether to raise where something does not fit, or to keep the optimizer's own values.
-        warn: Told what was kept.
+        warn: Called with what stays as it is.
 
     Raises:
         CheckpointError: Groups or hyperparameters differ.
@@ -275,23 +275,33 @@ def plan_param_groups(
                 index,
             )
             continue
-        left = {"names"} | GROUP_MEMBERS | EXECUTION_FLAGS | _settled_by_class(load.optimizer)
-        taken = {k: v for k, v in found.items() if k not in left}
-        unknown = set(load.optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
-        lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])
-        kind = type(load.optimizer).__name__
-        if lacking:
-            complain(f"the hyperparameters of {kind}", f"a stored group without {lacking}", index)
-        foreign = {k for k in taken if k in _NEUTRAL and k not in load.optimizer.defaults}
-        changing = [f"{k}={taken[k]}" for k in sorted(foreign) if taken[k] != _NEUTRAL[k]]
-        if changing:
-            complain(f"options of {kind}", f"{', '.join(changing)}, which it ignores", index)
-        taken = {k: v for k, v in taken.items() if k not in foreign}
+        taken, misfits = _hyperparameters(load.optimizer, group, found)
+        for what, got in misfits:
+            complain(what, got, index)
         load.groups.append((group, taken))
 
 
+def _hyperparameters(
+    optimizer: torch.optim.Optimizer, group: dict, stored: dict
+) -> tuple[dict[str, object], list[tuple[str, str]]]:
+    """Return what a group takes from a stored one; and what does not fit: expected, found."""
+    kind = type(optimizer).__name__
+    left = {MEMBER_NAMES} | GROUP_MEMBERS | EXECUTION_FLAGS | _settled_by_class(optimizer)
+    taken = {k: v for k, v in stored.items() if k not in left}
+    misfits = []
+    unknown = set(optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
+    lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])
+    if lacking:
+        misfits.append((f"the hyperparameters of {kind}", f"a stored group without {lacking}"))
+    foreign = {k for k in taken if k in _NEUTRAL and k not in optimizer.defaults}
+    changing = [f"{k}={taken[k]}" for k in sorted(foreign) if taken[k] != _NEUTRAL[k]]
+    if changing:
+        misfits.append((f"options of {kind}", f"{', '.join(changing)}, which it ignores"))
+    return {k: v for k, v in taken.items() if k not in foreign}, misfits
+
+
 def _settled_by_class(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Return the options that an optimizer shows or ignores, but does not let a group choose."""
+    """Return the options that an optimizer shows or ignores, but no group can choose."""
     has_choice = not isinstance(optimizer, torch.optim.AdamW)
     return frozenset(n for n in _OF_THE_CLASS if not (has_choice and n in optimizer.defaults))
 
@@ -304,8 +314,8 @@ def _difference(group_names: list[str], stored_groups: list[dict]) -> str:
     )
     added, lacking = sorted(own - nearest), sorted(nearest - own)
     return (
-        f"{len(added)} that the nearest stored group has not ({', '.join(added[:_MAX_NAMED])}) "
-        f"and {len(lacking)} that it has besides ({', '.join(lacking[:_MAX_NAMED])})"
+        f"{len(added)} that the nearest stored group has not ({', '.join(added[:MAX_NAMED])}) "
+        f"and {len(lacking)} that it has besides ({', '.join(lacking[:MAX_NAMED])})"
     )
 
 

@@ -1,24 +1,30 @@
 """Read any directory that torch DCP wrote, tensor by tensor, in one process, running no code of it.
 
-``.metadata`` and the records of non-tensors are pickles; both are read as data by ``plain_pickle``,
-tensors with ``weights_only=True``. What the keys mean is the caller's business.
+``.metadata`` and the records of non-tensors are pickles of any program; both are read as data by
+tools/safe_pickle.py. Tensors load with ``weights_only=True``. What the keys mean is not decided
+here: for those of Megatron-LM, see checkpoint/megatron.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, Chunk, Record, TensorEntry
-from megafsdp.checkpoint.format.records import RecordReader
-from megafsdp.checkpoint.format.regions import Region, odd_cells, whole
+from megafsdp.checkpoint.format import save_root
+from megafsdp.checkpoint.format.manifest import (
+    DCP_METADATA_FILE,
+    Chunk,
+    Record,
+    TensorEntry,
+    dtype_name,
+)
+from megafsdp.checkpoint.format.regions import Region
+from megafsdp.checkpoint.tools.reader import ChunkReader
 from megafsdp.checkpoint.tools.safe_pickle import Foreign, read_pickle, read_record
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # Arguments of the classes that ``write_dcp_metadata`` has called rather than filled.
@@ -29,11 +35,11 @@ _FIELDS = {
 }
 
 
-class DCPDirectory:
-    """The tensors and objects of one directory; a context manager that closes its file.
+class DCPDirectory(ChunkReader):
+    """The tensors and objects of one directory of torch DCP; closes its file as a context manager.
 
     Args:
-        directory: The directory that holds ``.metadata``, or a save root with a tracker file and
+        directory: The directory with ``.metadata``, or a save root with a tracker file and
             directories ``iter_<step>``.
         step: The step of a save root; None means the one that the tracker names.
 
@@ -42,29 +48,17 @@ class DCPDirectory:
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
-        self.directory = _find(Path(directory), step)
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: dict[str, Record] = {}
-        path = self.directory / DCP_METADATA_FILE
+        found = save_root.find(Path(directory), step, marker=DCP_METADATA_FILE)
+        super().__init__(found, self.tensors)
+        path = found / DCP_METADATA_FILE
         try:
-            self._describe(read_pickle(path.read_bytes()))
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            self._describe(read_metadata(path))
+        # The facts may be of any shape: another program wrote them.
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise _untrusted(path, "torch DCP's metadata", error) from error
-        self._records = RecordReader(self.directory)
         self._require_files()
-
-    def __enter__(self) -> DCPDirectory:
-        """Return the reader."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the open file."""
-        self._records.__exit__(kind, error, trace)
 
     def keys(self) -> list[str]:
         """List all keys, tensors first."""
@@ -76,22 +70,7 @@ class DCPDirectory:
         Raises:
             CheckpointError: Its chunks do not fill it, or a record is damaged.
         """
-        entry = self.tensors[key]
-        odd = odd_cells(entry.shape, [chunk.region for chunk in entry.chunks])
-        if odd:
-            raise CheckpointError(
-                expected(
-                    f"chunks that fill shape {entry.shape} once",
-                    f"{odd[0][1]} chunks at {odd[0][0]}",
-                    where=f"'{key}' of '{self.directory}'",
-                    hint="The directory is incomplete: use another checkpoint",
-                )
-            )
-        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
-        for chunk in entry.chunks:
-            piece = self._chunk(key, chunk, entry.torch_dtype)
-            tensor[chunk.region.slices_in(whole(entry.shape))] = piece
-        return tensor
+        return self.join_chunks(key)
 
     def value(self, key: str) -> Any:
         """Read what is no tensor: plain values, with ``Foreign`` for what is none.
@@ -100,36 +79,24 @@ class DCPDirectory:
             CheckpointError: The record is damaged.
         """
         record = self.objects[key]
-        with (self.directory / record.file).open("rb") as stream:
-            stream.seek(record.offset)
-            data = stream.read(record.nbytes)
         try:
-            return read_record(data)
+            return read_record(self._at(record).read(record.nbytes))
         except ValueError as error:
             where = self.directory / record.file
             raise _untrusted(where, f"a record of '{key}'", error) from error
 
-    def _chunk(self, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    def read_chunk(self, key: str, record: Record) -> torch.Tensor:
+        """Read the record of one chunk, which has no checksum."""
         try:
-            piece = self._records.read_tensor(chunk.record)
+            return self.read_tensor(record)
         # torch.load raises many classes on damaged input.
         except Exception as error:
-            where = self.directory / chunk.record.file
+            where = self.directory / record.file
             raise _untrusted(where, f"a record of '{key}'", error) from error
-        if (piece.dtype, tuple(piece.shape)) != (dtype, chunk.region.sizes):
-            found = f"{piece.dtype} {tuple(piece.shape)}"
-            where = self.directory / chunk.record.file
-            raise _untrusted(where, f"{dtype} {chunk.region.sizes} for '{key}'", found)
-        return piece
 
-    def _describe(self, metadata: object) -> None:
-        """Take the entries out of torch's metadata object."""
-        facts = _attributes(metadata, "Metadata")
-        places: dict[tuple[str, tuple[int, ...] | None], Record] = {}
-        for index, place in facts["storage_data"].items():
-            at = _attributes(index, "MetadataIndex")
-            offset = at.get("offset")
-            places[at["fqn"], None if offset is None else tuple(offset)] = _record(place)
+    def _describe(self, facts: dict[str, Any]) -> None:
+        """Take the entries out of the facts of torch's metadata object."""
+        places = {key: _record(place) for key, place in places_of(facts).items()}
         for key, described in facts["state_dict_metadata"].items():
             if described.name == f"{_METADATA}.BytesStorageMetadata":
                 self.objects[key] = places[key, None]
@@ -142,7 +109,7 @@ class DCPDirectory:
             dtype = next(v for v in entry["properties"].state if isinstance(v, torch.dtype))
             self.tensors[key] = TensorEntry(
                 tuple(entry["size"]),
-                str(dtype).removeprefix("torch."),
+                dtype_name(dtype),
                 # A rank without rows may have written an empty chunk, or none.
                 tuple(Chunk(r, places[key, r.offsets]) for r in regions if r.numel),
             )
@@ -162,22 +129,26 @@ class DCPDirectory:
                 raise _untrusted(path, f"a file of at least {end} bytes", found)
 
 
-def _find(directory: Path, step: int | None) -> Path:
-    if step is None and (directory / DCP_METADATA_FILE).is_file():
-        return directory
-    chosen = on_disk.latest_step(directory) if step is None else step
-    found = None if chosen is None else on_disk.step_directory(directory, chosen)
-    if found is None or not (found / DCP_METADATA_FILE).is_file():
-        what = f"a '{DCP_METADATA_FILE}' file or a '{on_disk.TRACKER_FILE}'"
-        raise CheckpointError(
-            expected(
-                what if chosen is None else f"a torch DCP directory of step {chosen}",
-                f"steps {on_disk.published_steps(directory)}",
-                where=f"'{directory}'",
-                hint="Give the directory of one step, or the root with the right step",
-            )
-        )
-    return found
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read a ``.metadata`` file as data.
+
+    Returns:
+        The attributes of torch's ``Metadata``; objects among their values are ``Foreign``.
+
+    Raises:
+        ValueError: It is no pickle, or one of something else.
+    """
+    return _attributes(read_pickle(path.read_bytes()), "Metadata")
+
+
+def places_of(facts: dict[str, Any]) -> dict[tuple[str, tuple[int, ...] | None], object]:
+    """Return where each record lies, by its key and, for a chunk, the offsets of its region."""
+    places = {}
+    for index, place in facts["storage_data"].items():
+        at = _attributes(index, "MetadataIndex")
+        offset = at.get("offset")
+        places[at["fqn"], None if offset is None else tuple(offset)] = place
+    return places
 
 
 def _attributes(value: Any, name: str) -> dict[str, Any]:
@@ -210,11 +181,9 @@ def _record(place: object) -> Record:
 
 
 def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            what,
-            got,
-            where=f"'{path}'",
-            hint="The directory is damaged, or another program's: use another checkpoint",
-        )
+    return CheckpointError.expected(
+        what,
+        got,
+        where=f"'{path}'",
+        hint="The directory is damaged, or another program's: use another checkpoint",
     )

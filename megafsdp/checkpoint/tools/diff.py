@@ -8,17 +8,18 @@ in parts.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 
+from megafsdp.checkpoint.format.manifest import dtype_name
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
+from megafsdp.checkpoint.tools.report import Report
 
 # Temporary memory of a comparison: a few arrays of as many elements.
 _PIECE_NUMEL = 1 << 20
@@ -67,7 +68,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class DiffReport:
+class DiffReport(Report):
     """Everything in which two checkpoints differ.
 
     Attributes:
@@ -93,20 +94,20 @@ class DiffReport:
         """Return whether nothing differs."""
         return not (self.only_left or self.only_right or self.tensors or self.objects)
 
-    def to_json(self) -> str:
-        """Return the report as one JSON object; what JSON has no number for is a string."""
-        return json.dumps(_for_json(asdict(self) | {"is_equal": self.is_equal}), indent=2)
+    def verdict(self) -> dict[str, bool]:
+        """Return what JSON says beside the fields."""
+        return {"is_equal": self.is_equal}
 
-    def describe(self) -> str:
-        """Return the report as text, one line a difference."""
+    def lines(self) -> list[str]:
+        """Return one line for each difference, and a last one that sums up."""
         lines = [f"only in A: {key}" for key in self.only_left]
         lines += [f"only in B: {key}" for key in self.only_right]
         lines += [tensor.describe() for tensor in self.tensors]
         lines += [f"{key}: {how}" for key, how in self.objects.items()]
         num = len(lines)
         summary = f"{num} difference{'s' if num > 1 else ''}" if num else "equal"
-        lines.append(f"A {self.left}, B {self.right}: {summary}; {self.num_equal} keys are equal")
-        return "\n".join(lines)
+        last = f"A {self.left}, B {self.right}: {summary}; {self.num_equal} keys are equal"
+        return [*lines, last]
 
 
 def diff(
@@ -168,9 +169,7 @@ def _names(side: CheckpointReader, other: CheckpointReader, ignore: Sequence[str
 
 def _nbytes(reader: CheckpointReader, key: str) -> int:
     record = reader.manifest.objects.get(key)
-    if record is not None:
-        return record.nbytes
-    return math.prod(reader.shape(key)) * reader.dtype(key).itemsize
+    return reader.nbytes(key) if record is None else record.nbytes
 
 
 def _difference(
@@ -188,7 +187,7 @@ def _difference(
         # Its target is compared.
         return None
     if a.shape(key) != b.shape(key):
-        dtypes = _name(a.dtype(key)), _name(b.dtype(key))
+        dtypes = dtype_name(a.dtype(key)), dtype_name(b.dtype(key))
         return TensorDifference(key, (a.shape(key), b.shape(key)), dtypes)
     return compare(key, a.tensor(key), b.tensor(key), rtol=rtol, atol=atol)
 
@@ -230,7 +229,7 @@ def compare(
     return TensorDifference(
         key,
         shapes=(shape, shape),
-        dtypes=(_name(a.dtype), _name(b.dtype)),
+        dtypes=(dtype_name(a.dtype), dtype_name(b.dtype)),
         num_different=num_different,
         numel=a.numel(),
         max_abs_difference=largest,
@@ -257,10 +256,6 @@ def _index(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _value(element: torch.Tensor) -> float | complex:
     return element.item() if not element.is_floating_point() else element.double().item()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _object_difference(a: object, b: object, path: str) -> str | None:
@@ -295,17 +290,6 @@ def _first(differences: Iterator[str | None]) -> str | None:
 
 def _short(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a {_name(value.dtype)} tensor of shape {list(value.shape)}"
+        return f"a {dtype_name(value.dtype)} tensor of shape {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _for_json(value: object) -> object:
-    """Replace the numbers that JSON lacks by their names."""
-    if isinstance(value, dict):
-        return {key: _for_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_for_json(item) for item in value]
-    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
-        return str(value)
-    return value

@@ -1,6 +1,6 @@
 """Read pickles as data: nothing that they name is imported, called or given attributes.
 
-Checkpoints of other programs hold pickles whose classes need not exist here, and a pickle may name
+Checkpoints of other programs have pickles whose classes need not exist here, and a pickle may name
 any function to be called while it is read. Here every name becomes a stand-in made for this one
 read, which notes what it would have been called with. Plain values come back as they are, tensors
 and numpy arrays are built from their bytes afterwards, and everything else is a ``Foreign`` to look

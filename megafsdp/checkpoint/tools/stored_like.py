@@ -1,7 +1,7 @@
 """Store whole tensors as another checkpoint stores those of the same names: in parts, or whole.
 
 A file of whole tensors does not say which of them are fused. Another checkpoint of the same model
-does, and its manifest alone is read. Splitting for ``save``, which knows the model, is not here.
+does, and its manifest alone is read. ``save`` splits by the model itself, in state/fused.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from megafsdp.checkpoint.format.manifest import path_of, read_manifest, section_of
+from megafsdp.checkpoint.format.regions import with_extent
 from megafsdp.checkpoint.state.canonical import state_key
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 STATE_PREFIX = "optimizer.state."
 
@@ -82,20 +83,18 @@ class FusedLike:
         shapes = [self._like.tensors[aliases.get(part, part)].shape for part in fused["parts"]]
         dim = fused["dim"]
         sizes = [shape[dim] for shape in shapes]
-        whole = (*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :])
+        whole = with_extent(shapes[0], dim, sum(sizes))
         if tuple(tensor.shape) == whole:
             num_groups = fused.get("num_groups", 1)
             groups = tensor.unflatten(dim, (num_groups, -1))
             in_group = [size // num_groups for size in sizes]
             return [p.flatten(dim, dim + 1) for p in groups.split(in_group, dim + 1)], True
         if _is_model(key):
-            raise CheckpointError(
-                expected(
-                    f"the shape {whole} of its parts {fused['parts']}",
-                    f"{tuple(tensor.shape)}",
-                    where=f"'{key}', to be split as in {self._where}",
-                    hint="Give a checkpoint of the same model as --fused-like, or none",
-                )
+            raise CheckpointError.expected(
+                f"the shape {whole} of its parts {fused['parts']}",
+                f"{tuple(tensor.shape)}",
+                where=f"'{key}', to be split as in {self._where}",
+                hint="Give a checkpoint of the same model as --fused-like, or none",
             )
         return [tensor] * len(shapes), False
 

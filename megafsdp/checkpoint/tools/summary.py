@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest, section_of
 from megafsdp.checkpoint.format.records import require_files
+from megafsdp.checkpoint.tools.report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class SectionSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointSummary:
+class CheckpointSummary(Report):
     """A checkpoint at a glance.
 
     Attributes:
@@ -75,7 +75,7 @@ class CheckpointSummary:
         versions: Library versions by name.
         nbytes: Bytes on disk, the manifest aside.
         num_files: Number of files, the manifest aside.
-        sections: What each section of the keys holds, all keys counted.
+        sections: Counts and sizes of each section, all keys counted.
         tensors: The tensors that were asked for.
         objects: The non-tensor values that were asked for, with their size on disk.
         aliases: Further names of tied tensors.
@@ -94,12 +94,8 @@ class CheckpointSummary:
     aliases: dict[str, str]
     fused_into: dict[str, list[str]]
 
-    def to_json(self) -> str:
-        """Return the summary as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def describe(self) -> str:
-        """Return the summary as text, one line a tensor."""
+    def lines(self) -> list[str]:
+        """Return the summary line by line, one for each tensor."""
         lines = [
             f"{self.directory}: step {self.step}, saved by {self.world_size} rank(s)",
             f"{self.nbytes:,} bytes in {self.num_files} files; "
@@ -117,7 +113,7 @@ class CheckpointSummary:
         lines += [
             f"fused: {whole} = {' | '.join(parts)}" for whole, parts in self.fused_into.items()
         ]
-        return "\n".join(lines)
+        return lines
 
 
 def inspect(

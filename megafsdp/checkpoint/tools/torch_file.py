@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import path_of, section_of
 from megafsdp.checkpoint.state.canonical import (
     EXTRA_STATE,
@@ -31,7 +31,7 @@ from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.stored_like import STATE_PREFIX, FusedLike
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError
 
 
 def to_torch(
@@ -59,51 +59,50 @@ def to_torch(
             or the disk is full; nothing is left behind.
     """
     file = Path(destination)
+    _require_folder(file)
+    with CheckpointReader(source, step) as reader, save_root.scratch_beside(file) as scratch:
+        by_key: dict[str, object] = {}
+        total_nbytes = sum(map(reader.nbytes, reader.whole_keys()))
+        with bytes_bar("convert", total_nbytes, is_wanted=show_progress) as bar:
+            for number, key in enumerate(reader.whole_keys()):
+                mapped = _mapped(Path(scratch, str(number)), reader.shape(key), reader.dtype(key))
+                reader.read_into(mapped, key)
+                by_key[key] = mapped
+                bar.update(mapped.nbytes)
+        # A tied tensor is one tensor of two names, which torch.save stores once.
+        by_key.update((alias, by_key[key]) for alias, key in reader.whole_aliases().items())
+        by_key.update(_objects(reader))
+        scratch_file = Path(scratch, "whole")
+        try:
+            torch.save(_nested(by_key), scratch_file)
+        except (OSError, RuntimeError) as error:
+            # torch's writer has an error of its own for a full disk.
+            raise _cannot_write(scratch_file, total_nbytes, error) from error
+        # Durable before it takes the file's name: a crash leaves the old file or the new one.
+        save_root.sync_file(scratch_file)
+        scratch_file.replace(file)
+        save_root.sync_directory(file.parent)
+    return file
+
+
+def _require_folder(file: Path) -> None:
+    """Make the folder of a file that is to be written."""
     if file.is_dir():
-        raise CheckpointError(
-            expected(
-                "a file to write",
-                "a directory",
-                where=f"'{file}'",
-                hint="Give a file name, such as model.pt",
-            )
+        raise CheckpointError.expected(
+            "a file to write",
+            "a directory",
+            where=f"'{file}'",
+            hint="Give a file name, such as model.pt",
         )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(
-            expected(
-                "a folder for the file",
-                f"{type(error).__name__}: {error}",
-                where=f"'{file.parent}'",
-                hint="Give a path whose folder is there or can be made",
-            )
+        raise CheckpointError.expected(
+            "a folder for the file",
+            f"{type(error).__name__}: {error}",
+            where=f"'{file.parent}'",
+            hint="Give a path whose folder is there or can be made",
         ) from error
-    with CheckpointReader(source, step) as reader, on_disk.scratch_beside(file) as scratch:
-        nbytes = {
-            key: math.prod(reader.shape(key)) * reader.dtype(key).itemsize
-            for key in reader.whole_keys()
-        }
-        by_key: dict[str, object] = {}
-        with bytes_bar("convert", sum(nbytes.values()), is_wanted=show_progress) as bar:
-            for number, key in enumerate(nbytes):
-                mapped = _mapped(Path(scratch, str(number)), reader.shape(key), reader.dtype(key))
-                reader.read_into(mapped, key)
-                by_key[key] = mapped
-                bar.update(nbytes[key])
-        # A tied tensor is one tensor of two names, which torch.save stores once.
-        by_key.update((alias, by_key[key]) for alias, key in reader.whole_aliases().items())
-        by_key.update(_objects(reader))
-        whole = Path(scratch, "whole")
-        try:
-            torch.save(_nested(by_key), whole)
-        except (OSError, RuntimeError) as error:
-            # torch's writer has an error of its own for a full disk.
-            raise _cannot_write(whole, sum(nbytes.values()), error) from error
-        on_disk.sync_file(whole)
-        whole.replace(file)
-        on_disk.sync_directory(file.parent)
-    return file
 
 
 def _objects(reader: CheckpointReader) -> dict[str, object]:
@@ -146,7 +145,7 @@ def _nested(by_key: dict[str, object]) -> dict[str, object]:
         branch = tree
         for name in outer:
             inner = branch.setdefault(name, {})
-            assert isinstance(inner, dict), "a section holds no values of its own"
+            assert isinstance(inner, dict), "a section has no value of its own"
             branch = inner
         branch[last] = _with_params(value) if key == GROUPS_KEY else value
     return tree
@@ -189,7 +188,7 @@ def from_torch(
         CheckpointError: The file is no such state dict, or its shapes are not those of the parts.
     """
     entries = read_torch_file(Path(source))
-    like = FusedLike(None if fused_like is None else on_disk.find(fused_like, None))
+    like = FusedLike(None if fused_like is None else save_root.find(fused_like, None))
     tensors = {
         key: value
         for key, value in entries.items()
@@ -201,7 +200,7 @@ def from_torch(
     if step is None:
         stored_step = common.get("step") if isinstance(common, dict) else None
         step = stored_step if isinstance(stored_step, int) else 0
-    # Random states of another form are kept, but none that a rank could continue with.
+    # Random states of another form are stored, but no rank could continue with them.
     num_states = sum(section_of(key) == "rng" for key in objects)
     num_ranks = num_states if all(f"rng.{rank}" in objects for rank in range(num_states)) else 0
     total_nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -260,7 +259,7 @@ def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, ob
     for index, group in enumerate(groups):
         if MEMBER_NAMES in group:
             raise CheckpointError(reserved_option(f"param_groups[{index}] of '{path}'"))
-        # torch numbers parameters, and lists their names beside if the optimizer knows them.
+        # torch numbers parameters, and lists their names beside if the optimizer has them.
         own = group.get("param_names", group["params"])
         names.update(zip(group["params"], own, strict=True))
     if not all(isinstance(name, str) for name in names.values()):
@@ -281,23 +280,19 @@ def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, ob
 
 
 def _cannot_write(path: Path, nbytes: int, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            f"room for {nbytes} bytes",
-            f"{type(error).__name__}: {str(error)[:200]}",
-            where=f"'{path.parent.parent}'",
-            hint="A conversion needs twice the bytes of the tensors there: make room, or write to "
-            "another disk",
-        )
+    return CheckpointError.expected(
+        f"room for {nbytes} bytes",
+        f"{type(error).__name__}: {str(error)[:200]}",
+        where=f"'{path.parent.parent}'",
+        hint="A conversion needs twice the bytes of the tensors there: make room, or write to "
+        "another disk",
     )
 
 
 def _refused(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            'a state dict {"model": {name: tensor}, "optimizer": ...} written by torch.save',
-            got,
-            where=f"'{path}'",
-            hint="Save plain tensors by name, the optimizer with get_optimizer_state_dict()",
-        )
+    return CheckpointError.expected(
+        'a state dict {"model": {name: tensor}, "optimizer": ...} written by torch.save',
+        got,
+        where=f"'{path}'",
+        hint="Save plain tensors by name, the optimizer with get_optimizer_state_dict()",
     )

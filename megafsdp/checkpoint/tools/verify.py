@@ -1,4 +1,4 @@
-"""Verify a checkpoint: everything that can be known of it without a model, every fault listed.
+"""Verify a checkpoint: everything that can be checked without a model, every fault listed.
 
 Looked at are the manifest's own checksum, the files and their sizes, the checksum and the content
 of every record, that the records fill their files, that the chunks of every tensor cover each
@@ -9,79 +9,38 @@ is not attempted.
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import tempfile
-import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 from tqdm import tqdm
 
-from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import (
     DCP_METADATA_FILE,
     MANIFEST_FILE,
-    Chunk,
     Manifest,
     Record,
+    dtype_name,
     read_manifest,
     write_dcp_metadata,
 )
-from megafsdp.checkpoint.format.regions import odd_cells
+from megafsdp.checkpoint.format.records import RecordReader
+from megafsdp.checkpoint.format.regions import odd_cells, whole
+from megafsdp.checkpoint.tools.dcp_reader import places_of, read_metadata
 from megafsdp.checkpoint.tools.progress import bytes_bar
+from megafsdp.checkpoint.tools.report import Problem, Report
 from megafsdp.errors import CheckpointError
-from megafsdp.mesh.torch_private import file_view
 
-_PIECE_NBYTES = 1 << 24
 # Of a tensor cut into many chunks, as many odd places are worth naming.
 _MAX_ODD_CELLS = 8
-_METADATA_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One fault.
-
-    Attributes:
-        file: Name of the file inside the checkpoint; empty where none is to blame.
-        key: Key of the tensor or object; empty where the fault is the file's.
-        problem: What is wrong.
-    """
-
-    file: str
-    key: str
-    problem: str
-
-    def describe(self) -> str:
-        """Return the fault as one line."""
-        return ": ".join(filter(None, (self.file, self.key, self.problem)))
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What was looked at, and every fault that was found.
 
     Attributes:
@@ -96,26 +55,26 @@ class VerifyReport:
     num_tensors: int
     num_records: int
     nbytes: int
-    findings: tuple[Finding, ...]
+    findings: tuple[Problem, ...]
 
     @property
     def is_sound(self) -> bool:
         """Return whether nothing is wrong."""
         return not self.findings
 
-    def to_json(self) -> str:
-        """Return the report as one JSON object."""
-        return json.dumps(asdict(self) | {"is_sound": self.is_sound}, indent=2)
+    def verdict(self) -> dict[str, bool]:
+        """Return what JSON says beside the fields."""
+        return {"is_sound": self.is_sound}
 
-    def describe(self) -> str:
-        """Return the report as text, one line a fault."""
+    def lines(self) -> list[str]:
+        """Return one line for each fault, and a last one that sums up."""
         num_faults = len(self.findings)
         verdict = f"{num_faults} fault{'s' if num_faults > 1 else ''}" if num_faults else "sound"
         summary = (
             f"{self.directory}: {verdict}; {self.num_tensors} tensors, "
             f"{self.num_records} records, {self.nbytes:,} bytes read"
         )
-        return "\n".join([*(finding.describe() for finding in self.findings), summary])
+        return [*(finding.describe() for finding in self.findings), summary]
 
 
 def verify(
@@ -131,15 +90,12 @@ def verify(
     Raises:
         CheckpointError: There is no such checkpoint.
     """
-    path = on_disk.find(Path(directory), step)
+    path = save_root.find(Path(directory), step)
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return VerifyReport(str(path), 0, 0, 0, (Finding(MANIFEST_FILE, "", str(error)),))
-    places = sorted(
-        ((record, key) for key in _keys(manifest) for record in manifest.records([key])),
-        key=lambda place: (place[0].file, place[0].offset),
-    )
+        return VerifyReport(str(path), 0, 0, 0, (Problem(MANIFEST_FILE, "", str(error)),))
+    places = manifest.places([*manifest.tensors, *manifest.objects])
     # A record that two entries name is read for both: each says something else about it.
     nbytes = sum(record.nbytes for record, _ in places)
     findings = list(_odd_files(path, manifest))
@@ -153,23 +109,19 @@ def verify(
     return VerifyReport(str(path), len(manifest.tensors), len(places), nbytes, tuple(findings))
 
 
-def _keys(manifest: Manifest) -> list[str]:
-    return [*manifest.tensors, *manifest.objects]
-
-
-def _odd_files(path: Path, manifest: Manifest) -> Iterator[Finding]:
+def _odd_files(path: Path, manifest: Manifest) -> Iterator[Problem]:
     for name, nbytes in manifest.files.items():
         file = path / name
         if not file.is_file():
-            yield Finding(name, "", f"missing; {nbytes} bytes in the manifest")
+            yield Problem(name, "", f"missing; {nbytes} bytes in the manifest")
         elif file.stat().st_size != nbytes:
-            yield Finding(name, "", f"{file.stat().st_size} bytes; {nbytes} in the manifest")
+            yield Problem(name, "", f"{file.stat().st_size} bytes; {nbytes} in the manifest")
     for file in sorted(path.glob("*.distcp")):
         if file.name not in manifest.files:
-            yield Finding(file.name, "", "not in the manifest")
+            yield Problem(file.name, "", "not in the manifest")
 
 
-def _odd_layout(manifest: Manifest, places: list[tuple[Record, str]]) -> Iterator[Finding]:
+def _odd_layout(manifest: Manifest, places: list[tuple[Record, str]]) -> Iterator[Problem]:
     """Find bytes of a file of records that belong to no record, or to two."""
     ends = {record.file: 0 for record, _ in places}
     for record, key in places:
@@ -177,50 +129,39 @@ def _odd_layout(manifest: Manifest, places: list[tuple[Record, str]]) -> Iterato
         if record.offset != end:
             fault = "in two records" if record.offset < end else "in no record"
             low, high = sorted((record.offset, end))
-            yield Finding(record.file, key, f"bytes {low} to {high} before it are {fault}")
+            yield Problem(record.file, key, f"bytes {low} to {high} before it are {fault}")
         ends[record.file] = max(end, record.offset + record.nbytes)
     for file, end in ends.items():
         if (size := manifest.files.get(file)) != end:
-            yield Finding(file, "", f"records end at byte {end}; the manifest says {size} bytes")
+            yield Problem(file, "", f"records end at byte {end}; the manifest says {size} bytes")
 
 
 def _odd_records(
     path: Path, manifest: Manifest, places: list[tuple[Record, str]], bar: tqdm
-) -> Iterator[Finding]:
+) -> Iterator[Problem]:
     """Compare every record's checksum and content with the manifest, file by file."""
-    name, stream = "", None
-    try:
+    missing = {
+        file for file in {record.file for record, _ in places} if not (path / file).is_file()
+    }
+    with RecordReader(path) as reader:
         for record, key in places:
-            if record.file != name:
-                if stream is not None:
-                    stream.close()
-                name, file = record.file, path / record.file
-                stream = file.open("rb") if file.is_file() else None
-            if stream is None:
-                yield Finding(name, key, "its file is missing")
-            elif (problem := _fault_of_record(stream, record, manifest, key)) is not None:
-                yield Finding(name, key, f"record at byte {record.offset}: {problem}")
+            if record.file in missing:
+                yield Problem(record.file, key, "its file is missing")
+            elif (problem := _fault_of_record(reader, record, manifest, key)) is not None:
+                yield Problem(record.file, key, f"record at byte {record.offset}: {problem}")
             bar.update(record.nbytes)
-    finally:
-        if stream is not None:
-            stream.close()
 
 
-def _fault_of_record(stream: BinaryIO, record: Record, manifest: Manifest, key: str) -> str | None:
-    stream.seek(record.offset)
-    left, found = record.nbytes, 0
-    while left and (piece := stream.read(min(left, _PIECE_NBYTES))):
-        found = zlib.crc32(piece, found)
-        left -= len(piece)
-    if left:
-        return f"the file ends {left} bytes before it does"
+def _fault_of_record(
+    reader: RecordReader, record: Record, manifest: Manifest, key: str
+) -> str | None:
+    found, num_left = reader.checksum(record)
+    if num_left:
+        return f"the file ends {num_left} bytes before it does"
     if found != record.crc32:
         return f"checksum {found}; {record.crc32} in the manifest"
-    # The view of a BinaryIO is one too; the stubs do not say so.
-    view = file_view(stream, record.offset, record.nbytes)
     try:
-        # On the meta device only the description of a tensor is read, not its elements.
-        value = torch.load(view, weights_only=True, map_location="meta")  # type: ignore[arg-type]
+        value = reader.read_description(record)
     except Exception as error:
         # What torch raises on a stream that it did not write has no common type.
         return f"not loadable: {type(error).__name__}: {error}"
@@ -230,66 +171,53 @@ def _fault_of_record(stream: BinaryIO, record: Record, manifest: Manifest, key: 
     wanted = [(entry.dtype, chunk.region.sizes) for chunk in entry.chunks if chunk.record == record]
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}; a tensor in the manifest"
-    content = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    content = (dtype_name(value.dtype), tuple(value.shape))
     return None if content in wanted else f"{content}; {wanted[0]} in the manifest"
 
 
-def _odd_chunks(manifest: Manifest) -> Iterator[Finding]:
+def _odd_chunks(manifest: Manifest) -> Iterator[Problem]:
     for key, entry in manifest.tensors.items():
         odd = odd_cells(entry.shape, [chunk.region for chunk in entry.chunks])
         for cell, count in odd[:_MAX_ODD_CELLS]:
-            is_inside = all(
-                start < extent for start, extent in zip(cell.offsets, entry.shape, strict=True)
-            )
+            # A cell lies wholly inside of the tensor, and of each chunk, or wholly outside.
+            files = [c.record.file for c in entry.chunks if cell.intersect(c.region) is not None]
+            is_inside = cell.intersect(whole(entry.shape)) is not None
             stored = "never" if not count else "once" if count == 1 else f"{count} times"
             wanted = "once" if is_inside else "never: they lie outside"
-            yield Finding(
-                _files_at(entry.chunks, cell.offsets),
+            yield Problem(
+                ", ".join(dict.fromkeys(files)) or MANIFEST_FILE,
                 key,
                 f"elements of sizes {list(cell.sizes)} at {list(cell.offsets)} of shape "
                 f"{list(entry.shape)} are stored {stored} instead of {wanted}",
             )
         if len(odd) > _MAX_ODD_CELLS:
-            yield Finding("", key, f"{len(odd) - _MAX_ODD_CELLS} more such places")
+            yield Problem("", key, f"{len(odd) - _MAX_ODD_CELLS} more such places")
 
 
-def _files_at(chunks: tuple[Chunk, ...], index: tuple[int, ...]) -> str:
-    """Name the files of the chunks that hold one element."""
-    holders = [
-        chunk.record.file
-        for chunk in chunks
-        if all(
-            start <= i < start + size
-            for i, start, size in zip(index, chunk.region.offsets, chunk.region.sizes, strict=True)
-        )
-    ]
-    return ", ".join(dict.fromkeys(holders)) or MANIFEST_FILE
-
-
-def _odd_names(manifest: Manifest) -> Iterator[Finding]:
+def _odd_names(manifest: Manifest) -> Iterator[Problem]:
     for alias, target in manifest.aliases.items():
         if target not in manifest.tensors:
-            yield Finding(MANIFEST_FILE, alias, f"tied to '{target}', which is not stored")
+            yield Problem(MANIFEST_FILE, alias, f"tied to '{target}', which is not stored")
     for key in sorted(
         (manifest.tensors.keys() & manifest.objects.keys())
-        | (manifest.aliases.keys() & {*_keys(manifest)})
+        | (manifest.aliases.keys() & (manifest.tensors.keys() | manifest.objects.keys()))
     ):
-        yield Finding(MANIFEST_FILE, key, "stored twice")
+        yield Problem(MANIFEST_FILE, key, "stored twice")
     for key in ("extra", "common"):
         if key not in manifest.objects:
-            yield Finding(MANIFEST_FILE, key, "not stored, but every checkpoint has it")
+            yield Problem(MANIFEST_FILE, key, "not stored, but every checkpoint has it")
 
 
-def _odd_parts(manifest: Manifest) -> Iterator[Finding]:
+def _odd_parts(manifest: Manifest) -> Iterator[Problem]:
     """Find fused parameters whose parts are not stored, or could not be joined."""
     for key, fused in manifest.fused_into.items():
         parts = [manifest.aliases.get(part, part) for part in fused["parts"]]
         entries = [manifest.tensors[part] for part in parts if part in manifest.tensors]
         for part in parts:
             if part not in manifest.tensors:
-                yield Finding(MANIFEST_FILE, key, f"its part '{part}' is not stored")
+                yield Problem(MANIFEST_FILE, key, f"its part '{part}' is not stored")
         if key in manifest.tensors:
-            yield Finding(MANIFEST_FILE, key, "stored both whole and in parts")
+            yield Problem(MANIFEST_FILE, key, "stored both whole and in parts")
         dim = fused["dim"]
         others = {
             (entry.dtype, entry.shape[:dim], entry.shape[dim + 1 :], len(entry.shape))
@@ -297,55 +225,42 @@ def _odd_parts(manifest: Manifest) -> Iterator[Finding]:
         }
         if len(others) > 1 or any(0 < len(entry.shape) <= dim for entry in entries):
             shapes = [[entry.dtype, list(entry.shape)] for entry in entries]
-            yield Finding(MANIFEST_FILE, key, f"parts {shapes} cannot be joined along dim {dim}")
+            yield Problem(MANIFEST_FILE, key, f"parts {shapes} cannot be joined along dim {dim}")
 
 
-def _odd_metadata(path: Path, manifest: Manifest) -> Iterator[Finding]:
+def _odd_metadata(path: Path, manifest: Manifest) -> Iterator[Problem]:
     """Compare ``.metadata`` with what the manifest would have written."""
     if not (path / DCP_METADATA_FILE).is_file():
         if DCP_METADATA_FILE not in manifest.files:
-            yield Finding(DCP_METADATA_FILE, "", "missing")
-        return
-    try:
-        found = _read_metadata(path / DCP_METADATA_FILE)
-    except Exception as error:
-        # A damaged pickle raises anything.
-        yield Finding(DCP_METADATA_FILE, "", f"unreadable: {type(error).__name__}: {error}")
+            yield Problem(DCP_METADATA_FILE, "", "missing")
         return
     with tempfile.TemporaryDirectory() as folder:
-        wanted = _read_metadata(write_dcp_metadata(manifest, Path(folder)))
-    for what, left, right in (
-        ("shape, dtype and chunks", wanted.state_dict_metadata, found.state_dict_metadata),
-        ("nested names", wanted.planner_data, found.planner_data),
-        ("places of records", _by_key(wanted), _by_key(found)),
-    ):
-        for key in dict.fromkeys([*left, *right]):
-            if left.get(key) != right.get(key):
-                yield Finding(DCP_METADATA_FILE, key, f"{what} differ from the manifest's")
+        wanted = _metadata_facts(write_dcp_metadata(manifest, Path(folder)))
+    try:
+        found = _metadata_facts(path / DCP_METADATA_FILE)
+    except Exception as error:
+        # A damaged pickle raises anything.
+        yield Problem(DCP_METADATA_FILE, "", f"unreadable: {type(error).__name__}: {error}")
+        return
+    for what in wanted:
+        for key in dict.fromkeys([*wanted[what], *found[what]]):
+            if wanted[what].get(key) != found[what].get(key):
+                yield Problem(DCP_METADATA_FILE, key, f"{what} differ from the manifest's")
 
 
-def _by_key(metadata: Metadata) -> dict[str, dict]:
-    """Return the place of each chunk by key and offset; an index's hint is no part of it."""
+def _metadata_facts(path: Path) -> dict[str, dict[str, str]]:
+    """Return what a ``.metadata`` file says of each key, as texts to compare."""
+    facts = read_metadata(path)
+    # An index has a hint too, where its chunk stands in a list, which is no part of it.
     places: dict[str, dict] = {}
-    for index, place in metadata.storage_data.items():
-        places.setdefault(index.fqn, {})[index.offset] = place
-    return places
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Read the classes of torch's metadata and nothing else, so that no code can run."""
-
-    def find_class(self, module: str, name: str) -> object:
-        """Return an allowed name."""
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _METADATA_NAMES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"'{module}.{name}' has no place in a {DCP_METADATA_FILE}")
-
-
-def _read_metadata(path: Path) -> Metadata:
-    with path.open("rb") as stream:
-        metadata = _MetadataUnpickler(stream).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-    return metadata
+    for (key, offsets), place in places_of(facts).items():
+        places.setdefault(key, {})[offsets] = place
+    by_subject = {
+        "shape, dtype and chunks": facts["state_dict_metadata"],
+        "nested names": facts["planner_data"],
+        "places of records": places,
+    }
+    return {
+        subject: {key: repr(value) for key, value in by_key.items()}
+        for subject, by_key in by_subject.items()
+    }

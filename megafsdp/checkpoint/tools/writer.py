@@ -1,8 +1,9 @@
 """Write a checkpoint in one process, tensor by tensor, with neither a model nor a process group.
 
 Converters and imports write through this file. It leaves the files that ``save`` leaves: records in
-``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published by one rename. Each tensor goes to
-the disk when it is added and can then be let go. Gathering a model's state is ``save``'s.
+``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published by one rename. Each tensor is
+written when it is added, so its memory can be freed. The state of a model is saved by
+checkpoint/save.py.
 """
 
 from __future__ import annotations
@@ -10,27 +11,19 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.manifest import (
-    Chunk,
-    Manifest,
-    Record,
-    TensorEntry,
-    write_dcp_metadata,
-    write_manifest,
-)
+from megafsdp.checkpoint.format import save_root
+from megafsdp.checkpoint.format.manifest import Chunk, Manifest, TensorEntry, dtype_name, joining
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import Region
-from megafsdp.checkpoint.state.merge import library_versions
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.checkpoint.state.merge import common_facts, library_versions
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 
-# A reader holds a chunk beside the tensor that it fills.
+# A reader has a chunk in memory beside the tensor that it fills.
 _CHUNK_NBYTES = 1 << 28
 
 
@@ -56,41 +49,28 @@ class CheckpointWriter:
     ) -> None:
         self._root = Path(directory)
         if not isinstance(step, int) or step < 0:
-            raise CheckpointError(
-                expected(
-                    "a step of at least 0",
-                    repr(step),
-                    where=f"'{self._root}'",
-                    hint="Give the step that the checkpoint is to be published as",
-                )
+            raise CheckpointError.expected(
+                "a step of at least 0",
+                repr(step),
+                where=f"'{self._root}'",
+                hint="Give the step that the checkpoint is to be published as",
             )
-        self._step = step
-        self._world_size = world_size
-        self._tensors: dict[str, TensorEntry] = {}
-        self._objects: dict[str, Record] = {}
-        self._aliases: dict[str, str] = {}
-        self._fused_into: dict[str, dict] = {}
-        self._published = False
-        self._temporary = on_disk.prepare(self._root, step)
+        self._manifest = Manifest(step, world_size, library_versions(), {}, {}, {}, {})
+        self._is_published = False
+        self._temporary = save_root.prepare(self._root, step)
         self._records = RecordWriter(self._temporary, 0)
 
     def __enter__(self) -> CheckpointWriter:
         """Return the writer."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         """Discard what was not published."""
-        if self._published:
+        if self._is_published:
             return
-        # With an error of any kind the records close without waiting for the disk.
-        self._records.__exit__(CheckpointError, CheckpointError("not published"), None)
+        self._records.close(is_durable=False)
         if self._temporary.exists():
-            on_disk.remove(self._temporary)
+            save_root.remove(self._temporary)
 
     def add_tensor(
         self,
@@ -116,8 +96,9 @@ class CheckpointWriter:
         for region in _row_slabs(tensor, chunk_rows):
             rows = tensor[region.slices_in(Region((0,) * tensor.ndim, tuple(tensor.shape)))]
             chunks.append(Chunk(region, self._records.append_tensor(rows)))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._tensors[key] = TensorEntry(tuple(tensor.shape), dtype, tuple(chunks), fused)
+        self._manifest.tensors[key] = TensorEntry(
+            tuple(tensor.shape), dtype_name(tensor.dtype), tuple(chunks), fused
+        )
 
     def add_object(self, key: str, value: object) -> None:
         """Write a structure of plain values and small tensors.
@@ -128,15 +109,13 @@ class CheckpointWriter:
         """
         self._require_new(key)
         if key == "extra" and not isinstance(value, dict):
-            raise CheckpointError(
-                expected(
-                    "a dict of the caller's values",
-                    repr(value)[:80],
-                    where=f"'extra' of '{self._root}'",
-                    hint="Give the value a name: {'name': value}",
-                )
+            raise CheckpointError.expected(
+                "a dict of the caller's values",
+                repr(value)[:80],
+                where=f"'extra' of '{self._root}'",
+                hint="Give the value a name: {'name': value}",
             )
-        self._objects[key] = self._records.append_object(plain(key, value))
+        self._manifest.objects[key] = self._records.append_object(plain(key, value))
 
     def alias(self, key: str, target: str) -> None:
         """Give a written tensor a further name, as a tied parameter has.
@@ -145,8 +124,8 @@ class CheckpointWriter:
             CheckpointError: The key is taken, or there is no such tensor.
         """
         self._require_new(key)
-        self._require_tensors(key, [target], self._tensors)
-        self._aliases[key] = target
+        self._require_tensors(key, [target], self._manifest.tensors)
+        self._manifest.aliases[key] = target
 
     def fuse(self, key: str, parts: Sequence[str], *, dim: int = 0, num_groups: int = 1) -> None:
         """Say that written tensors are the parts of one fused parameter.
@@ -162,10 +141,8 @@ class CheckpointWriter:
         """
         self._require_new(key)
         # The parts of a tied parameter are tied names themselves.
-        self._require_tensors(key, parts, self._tensors.keys() | self._aliases.keys())
-        self._fused_into[key] = {"parts": list(parts), "dim": dim}
-        if num_groups > 1:
-            self._fused_into[key]["num_groups"] = num_groups
+        self._require_tensors(key, parts, self._manifest.stored())
+        self._manifest.fused_into[key] = joining(list(parts), dim, num_groups)
 
     def publish(self) -> Path:
         """Make the files durable and the directory the checkpoint of its step, and the latest.
@@ -173,52 +150,36 @@ class CheckpointWriter:
         Returns:
             The published directory.
         """
-        if "extra" not in self._objects:
+        manifest = self._manifest
+        if "extra" not in manifest.objects:
             self.add_object("extra", {})
-        if "common" not in self._objects:
-            facts = {"step": self._step, "world_size": self._world_size}
-            self.add_object("common", facts | {"versions": library_versions()})
-        self._records.__exit__(None, None, None)
-        manifest = Manifest(
-            step=self._step,
-            world_size=self._world_size,
-            versions=library_versions(),
-            tensors=self._tensors,
-            objects=self._objects,
-            aliases=self._aliases,
-            files={self._records.file_name: self._records.nbytes},
-            fused_into=self._fused_into,
-        )
-        described = write_dcp_metadata(manifest, self._temporary)
-        on_disk.sync_file(described)
-        manifest.files[described.name] = described.stat().st_size
-        on_disk.sync_file(write_manifest(manifest, self._temporary))
-        final = on_disk.publish(self._temporary, self._root, self._step)
-        self._published = True
+        if "common" not in manifest.objects:
+            self.add_object("common", common_facts(manifest.step, manifest.world_size))
+        self._records.close(is_durable=True)
+        manifest.files[self._records.file_name] = self._records.nbytes
+        save_root.write_descriptions(manifest, self._temporary)
+        final = save_root.publish(self._temporary, self._root, manifest.step)
+        self._is_published = True
         return final
 
     def _require_new(self, key: str) -> None:
-        taken = (self._tensors, self._objects, self._aliases, self._fused_into)
-        if any(key in keys for keys in taken):
-            raise CheckpointError(
-                expected(
-                    "each key once",
-                    f"'{key}' again",
-                    where=f"'{self._root}'",
-                    hint="Give every tensor and object a key of its own",
-                )
+        own = self._manifest
+        if key in own.stored() or key in own.objects or key in own.fused_into:
+            raise CheckpointError.expected(
+                "each key once",
+                f"'{key}' again",
+                where=f"'{self._root}'",
+                hint="Give every tensor and object a key of its own",
             )
 
     def _require_tensors(self, key: str, targets: Sequence[str], known: Container[str]) -> None:
         missing = [target for target in targets if target not in known]
         if missing:
-            raise CheckpointError(
-                expected(
-                    f"tensors for '{key}' to stand for",
-                    f"no tensors {missing[:20]}",
-                    where=f"'{self._root}'",
-                    hint="Add the tensors first",
-                )
+            raise CheckpointError.expected(
+                f"tensors for '{key}' to stand for",
+                f"no tensors {missing[:20]}",
+                where=f"'{self._root}'",
+                hint="Add the tensors first",
             )
 
 

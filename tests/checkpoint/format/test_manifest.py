@@ -54,7 +54,7 @@ def test_a_manifest_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_a_whole_that_lacks_a_part_is_not_described(tmp_path: Path) -> None:
-    """What is there is told to torch; the rest of a damaged manifest stays readable."""
+    """Torch finds what is there; the rest of a damaged manifest stays readable."""
     path = write_dcp_metadata(_manifest(), tmp_path)
     described = pickle.loads(path.read_bytes()).state_dict_metadata
     assert "model.a" in described and "model.c" not in described

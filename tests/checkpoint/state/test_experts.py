@@ -302,7 +302,7 @@ def _save_undeclared(root: Path) -> str:
 
 
 def test_undeclared_replicas_of_plain_experts_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks that both claim to hold experts alone are told to say who holds the same."""
+    """Two ranks that both declare the same experts must declare all ranks that have them."""
     for message in ranks(4).run(_save_undeclared, tmp_path):
         assert "ExpertRange" in message and "stacked.up_w" in message
 

@@ -121,5 +121,5 @@ def test_a_step_is_chosen_by_the_tracker_or_by_number(tmp_path: Path) -> None:
     for place in (DCPDirectory(tmp_path), DCPDirectory(tmp_path, toy.STEP)):
         with place as directory:
             assert directory.directory == tmp_path / f"iter_{toy.STEP:07d}"
-    with pytest.raises(CheckpointError, match="step 9, got steps \\[2\\]"):
+    with pytest.raises(CheckpointError, match="step 9, got published steps \\[2\\]"):
         DCPDirectory(tmp_path, 9)

@@ -307,7 +307,7 @@ def test_fused_parameters_are_whole_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_alone_is_stored_whole(tmp_path: Path) -> None:
-    """Nothing is split that nobody declared; the values are the same under the whole names."""
+    """Nothing is split without a declaration; the values are the same under the whole names."""
     tensors = save_fused(tmp_path / "a")
     path = from_torch(to_torch(tmp_path / "a", tmp_path / "a.pt"), tmp_path / "whole")
     with CheckpointReader(path) as reader:

@@ -20,7 +20,8 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
     write_manifest,
 )
-from megafsdp.checkpoint.tools.verify import Finding, verify
+from megafsdp.checkpoint.tools.report import Problem
+from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import Toy, fill, make_optimizer, shard, train, whole_mesh
@@ -227,7 +228,7 @@ def test_a_tie_to_nothing_is_found(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     _untied(manifest)
     write_manifest(manifest, path)
-    finding = Finding("manifest.json", "model.head.weight", "tied to 'model.nothing', which is not")
+    finding = Problem("manifest.json", "model.head.weight", "tied to 'model.nothing', which is not")
     assert any(
         f.key == finding.key and f.problem.startswith(finding.problem)
         for f in verify(path).findings
@@ -250,6 +251,22 @@ def test_metadata_that_says_something_else_is_found(tmp_path: Path) -> None:
     findings = verify(path).findings
     assert {f.file for f in findings} == {".metadata"}
     assert {f.key for f in findings} == {KEY, "model.head.weight", "model.norm.weight", "rng.0"}
+
+
+def test_any_property_of_metadata_is_compared(tmp_path: Path) -> None:
+    """Not only what this package reads of ``.metadata``: torch reads the rest."""
+    path = _save(tmp_path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.norm.weight"].properties.pin_memory = True
+    metadata.planner_data["extra"] = ("other", "extra")
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest = read_manifest(path)
+    manifest.files[".metadata"] = (path / ".metadata").stat().st_size
+    write_manifest(manifest, path)
+    found = {f.key: f.problem for f in verify(path).findings}
+    assert set(found) == {"model.norm.weight", "extra"}
+    assert "shape, dtype and chunks" in found["model.norm.weight"]
+    assert "nested names" in found["extra"]
 
 
 class _Dangerous:
@@ -287,7 +304,7 @@ def test_a_file_of_nobody_is_found(tmp_path: Path) -> None:
     assert verify(path).is_sound
     (path / "__7_0.distcp").write_bytes(b"")
     (finding,) = verify(path).findings
-    assert finding == Finding("__7_0.distcp", "", "not in the manifest")
+    assert finding == Problem("__7_0.distcp", "", "not in the manifest")
 
 
 def test_the_report_is_text_and_json(tmp_path: Path) -> None:
