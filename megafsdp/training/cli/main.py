@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _configure_logging()
     try:
         if words[:1] == ["train"]:
-            # Its options are jsonargparse's, unabridged and with its own --help.
+            # Its options are those of the configuration, with a --help of their own.
             _train(words[1:])
         else:
             options = _parser().parse_args(words)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megafsdp.optimizer.loss_scaler import ScaleRule
 
-# jsonargparse reads the instances' __dict__, so these classes have no slots.
-
+_DecayRate = Annotated[float, Field(ge=0, lt=1)]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 _STATE_DTYPES = {
     "fp32": torch.float32,
@@ -58,19 +58,19 @@ class OptimizerSection:
     """
 
     kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
-    lr: float = 3e-4
-    lr_multipliers: dict[str, float] = field(default_factory=dict)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.9
-    weight_decay: float = 0.1
+    lr: PositiveFloat = 3e-4
+    lr_multipliers: dict[str, NonNegativeFloat] = field(default_factory=dict)
+    betas: tuple[_DecayRate, _DecayRate] = (0.9, 0.95)
+    eps: NonNegativeFloat = 1e-8
+    momentum: NonNegativeFloat = 0.9
+    weight_decay: NonNegativeFloat = 0.1
     decay_vectors: bool = False
     implementation: Literal["megafsdp", "fused", "foreach", "loop"] | None = None
     exp_avg_dtype: StateDtype = "fp32"
     exp_avg_sq_dtype: StateDtype = "fp32"
     store_param_remainders: bool = False
-    clip_norm: float | None = 1.0
-    offload_fraction: float | Literal["auto"] = 0.0
+    clip_norm: PositiveFloat | None = 1.0
+    offload_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
     offload_overlap: bool = True
     speculate: bool | Literal["auto"] = "auto"
 
@@ -117,14 +117,14 @@ class MuonSection:
     """
 
     adamw: list[str] = field(default_factory=lambda: ["*embedding*", "*output_layer*"])
-    momentum: float = 0.95
+    momentum: _DecayRate = 0.95
     nesterov: bool = True
-    ns_steps: int = 5
+    ns_steps: PositiveInt = 5
     ns_dtype: Literal["fp32", "bf16"] | None = None
-    eps: float = 1e-7
+    eps: NonNegativeFloat = 1e-7
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     split_fused: Literal["parts", "groups", "none"] = "parts"
-    bucket_numel: int = 1 << 26
+    bucket_numel: PositiveInt = 1 << 26
 
 
 @dataclass(frozen=True)
