@@ -1,14 +1,15 @@
-"""What a run keeps in its checkpoints beside weights and optimizer, and how it goes on from them.
+"""Save a run in checkpoints, with its position and configuration, and resume it from them.
 
-A position is a number of consumed samples, so any number of ranks can go on: the same global
+A position is a number of consumed samples, so any number of ranks can resume: the same global
 batches follow. Where configuration and checkpoint disagree the configuration wins, and the log says
-so.
+so. The format of checkpoints is in ``megafsdp.checkpoint``; when to save is in
+``megafsdp.training.loop``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -89,45 +90,107 @@ class Restorable:
     loss_scaler: LossScaler | None = None
 
 
-def save(
-    config: Config,
-    state: RunState,
-    targets: Restorable,
-    *,
-    order: Mapping[str, object],
-    in_background: bool,
-) -> checkpoint.PendingSave | None:
-    """Save a checkpoint of the run, or begin to; collective over all ranks.
+class Saver:
+    """Save checkpoints of a run, at most one at a time in the background.
 
     Args:
         config: The run.
-        state: Where it stands.
+        state: Where it stands; it changes with every step.
         targets: What to store.
         order: What decides the order of samples.
-        in_background: Return before it is written.
-
-    Returns:
-        The save in flight, if it goes on in the background.
-
-    Raises:
-        CheckpointError: It could not be written, or a save before it; on all ranks.
+        say: Prints a line.
     """
-    begun = (checkpoint.async_save if in_background else checkpoint.save)(
-        config.checkpoint_directory,
-        step=state.step,
-        model=targets.model,
-        optimizer=targets.optimizer,
-        lr_scheduler=targets.learning_rate,
-        loss_scaler=targets.loss_scaler,
-        extra={
-            "run": asdict(state),
-            "config": config.to_dict(),
-            "order": dict(order),
-        },
-        keep_last=config.checkpoint.keep_last,
-        keep_every=config.checkpoint.keep_every,
-    )
-    return begun if isinstance(begun, checkpoint.PendingSave) else None
+
+    def __init__(
+        self,
+        config: Config,
+        state: RunState,
+        targets: Restorable,
+        *,
+        order: Mapping[str, object],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._targets = targets
+        self._order = order
+        self._say = say
+        self._saved_step = state.step
+        self._pending: checkpoint.PendingSave | None = None
+
+    def save(self) -> None:
+        """Save the state unless it is saved, or begin to; collective over all ranks.
+
+        Raises:
+            CheckpointError: It could not be written, or a save before it; on all ranks.
+        """
+        if self._state.step != self._saved_step:
+            self.wait()
+            self._begin(in_background=self._config.checkpoint.in_background)
+
+    def save_before_error(self) -> str:
+        """Save the state before an error ends the run; return a sentence on how that went.
+
+        Collective over all ranks. A save that fails is part of the sentence.
+        """
+        step = self._state.step
+        try:
+            self.wait()
+            if step != self._saved_step:
+                self._begin(in_background=False)
+        except CheckpointError as failure:
+            # The run ends by the error that came first.
+            return f"A save failed as well: {failure}"
+        if not step:
+            return "No step came before it."
+        return f"Step {step}, the one before, is saved in '{self._config.checkpoint_directory}'."
+
+    def poll(self) -> None:
+        """Report a background save that is complete; its failure waits until all ranks ask."""
+        if self._pending is not None and self._pending.published is not None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the background save, if there is one; collective over all ranks.
+
+        Raises:
+            CheckpointError: It failed; on all ranks. The present state is saved first: it may be
+                many steps further, and the cause may be gone.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            try:
+                pending.result()
+            except CheckpointError:
+                self._begin(in_background=False)
+                raise
+            self._say_saved()
+
+    def _begin(self, *, in_background: bool) -> None:
+        config, targets = self._config, self._targets
+        begun = (checkpoint.async_save if in_background else checkpoint.save)(
+            config.checkpoint_directory,
+            step=self._state.step,
+            model=targets.model,
+            optimizer=targets.optimizer,
+            lr_scheduler=targets.learning_rate,
+            loss_scaler=targets.loss_scaler,
+            extra={
+                "run": asdict(self._state),
+                "config": config.to_dict(),
+                "order": dict(self._order),
+            },
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+        )
+        self._saved_step = self._state.step
+        if isinstance(begun, checkpoint.PendingSave):
+            self._pending = begun
+        else:
+            self._say_saved()
+
+    def _say_saved(self) -> None:
+        self._say(f"saved step {self._saved_step} in {self._config.checkpoint_directory}")
 
 
 def require_writable(config: Config) -> None:
@@ -248,14 +311,14 @@ def restore(
         ignore=[GROUPS_KEY] if _is_grouped_anew(config, stored) else [],
         # A run that goes on in fp16 from another dtype begins with the first scale.
         allow_missing=["loss_scaler"],
-        hint=_mend_of_a_mismatch(config, stored),
+        hint=_mismatch_hint(config, stored),
     )
     apply_hyperparameters(targets.optimizer, targets.model, config.optimizer, config.muon)
     _report_differences(config, order, stored)
 
 
-def _mend_of_a_mismatch(config: Config, stored: StoredRun) -> str:
-    """Say what a user of the configuration can do where the checkpoint does not fit it."""
+def _mismatch_hint(config: Config, stored: StoredRun) -> str:
+    """Return what a user can do where the checkpoint does not fit the configuration."""
     changed = [
         line
         for line in differences(stored.config, config.to_dict())
@@ -269,10 +332,10 @@ def _mend_of_a_mismatch(config: Config, stored: StoredRun) -> str:
 
 
 def _is_grouped_anew(config: Config, stored: StoredRun) -> bool:
-    """Tell whether nothing but the grouping of parameters keeps an optimizer from going on.
+    """Return whether the states fit, and only the grouping of parameters differs.
 
-    Where the kind of optimizer changes, or which parameters Muon steps, the states themselves do
-    not fit; what the groups say then decides.
+    Where the kind of optimizer changes, or which parameters Muon steps, the states do not fit, and
+    the load refuses them by the groups' options.
     """
     before, after = stored.config.get("optimizer"), config.to_dict()["optimizer"]
     if not isinstance(before, Mapping) or not stored.has_groups:

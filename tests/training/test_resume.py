@@ -22,7 +22,7 @@ from megafsdp.checkpoint.format import save_root as directory
 from megafsdp.data import Batch, IndexedDatasetWriter, Loader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
-from megafsdp.training import Config, RunSummary, loop, resume, train
+from megafsdp.training import Config, RunSummary, train
 from megafsdp.training.resume import Restorable, RunState, find_stored, restore
 from megafsdp.training.step.lr import LearningRate, Schedule
 from megafsdp.training.step.optimizers import build_optimizer
@@ -579,14 +579,14 @@ def test_data_that_was_prepared_again_is_a_warning(
             for length in lengths:
                 writer.add_document([7] * length)
 
-    def save_older(*arguments: Any, order: dict[str, object], **keywords: Any) -> object:
-        order = {name: value for name, value in order.items() if name != "lengths_sha256"}
-        return resume.save(*arguments, order=order, **keywords)
+    def save_older(*arguments: Any, extra: dict[str, Any], **keywords: Any) -> object:
+        del extra["order"]["lengths_sha256"]
+        return save(*arguments, extra=extra, **keywords)
 
     write([400, 300, 500])
     with monkeypatch.context() as patch:
         if not is_known:
-            patch.setattr(loop, "save", save_older)
+            patch.setattr("megafsdp.checkpoint.save", save_older)
         train(tiny(tmp_path, train={"steps": 1}, data={"validation": []}))
     for lengths, is_warned in (([400, 300, 500], False), ([300, 400, 500], is_known)):
         write(lengths)
