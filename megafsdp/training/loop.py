@@ -53,14 +53,14 @@ StepObserver = Callable[[int, StepResult], None]
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         step: Steps taken, those before a resume included.
         consumed_samples: Samples trained on.
-        is_finished: False if a signal stopped it; the same command goes on.
+        is_finished: False if a signal stopped it; the same command resumes it.
         evaluation: The last evaluation of this process; None if there was none.
-        text: What the model wrote; None if it was not asked.
+        text: The text sample; None if none is configured.
     """
 
     step: int
@@ -71,7 +71,7 @@ class RunSummary:
 
 
 def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
-    """Train as configured, going on from the latest checkpoint; collective over all ranks.
+    """Train as configured, resuming from the latest checkpoint; collective over all ranks.
 
     Runs under torchrun, in a single process, or in a process group that is open already. SIGTERM
     and SIGINT end it after the running step or evaluation batch, with a checkpoint. A finished run
@@ -157,7 +157,11 @@ class _Run:
         )
         self.report = Report(config, world, meter=self.meter, state=self.state)
         self.saver = Saver(
-            config, self.state, self.targets, order=datasets.order, say=self.report.say
+            config,
+            self.state,
+            self.targets,
+            order=datasets.order,
+            print_line=self.report.print_line,
         )
 
     @property
@@ -258,7 +262,7 @@ class _Run:
             device=self.world.device,
             seed=self.config.run.seed,
         )
-        self.report.say(f"---- sample ----\n{text}\n----------------")
+        self.report.print_line(f"---- sample ----\n{text}\n----------------")
         return text
 
 

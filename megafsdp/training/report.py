@@ -63,7 +63,7 @@ class Report:
         if self._trackers is not None:
             self._trackers.close()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line; a full disk or a closed pipe loses it and does not end the run."""
         if not self._world.is_first:
             return
@@ -78,20 +78,20 @@ class Report:
     def start(self, num_parameters: int, state: RunState, last_step: int) -> None:
         """Print what is about to run."""
         config, world = self._config, self._world
-        self.say(
+        self.print_line(
             f"{config.run_name}: {config.model.preset} with {num_parameters:,} parameters on"
             f" {world.size} {world.device.type} rank(s), {config.parallel.strategy}, compute in"
             f" {config.precision.param_dtype}; global batch {config.train.global_batch_size} x"
             f" {config.data.sequence_length} tokens"
         )
         if state.step:
-            self.say(f"resumed from step {state.step} of {last_step}")
+            self.print_line(f"resumed from step {state.step} of {last_step}")
 
     def log_step(self, position: Position, result: StepResult, lr: float) -> None:
         """Print a step's progress line and log its row."""
         rates = self._meter.read(position.num_steps - position.step)
         line = megatron_line if self._config.logging.style == "megatron" else progress_line
-        self.say(line(position, result, lr, rates))
+        self.print_line(line(position, result, lr, rates))
         if self._trackers is not None:
             norms = {f"grad_norm/{i}": n for i, n in enumerate(result.statistics.group_norms)}
             self._trackers.log(
@@ -115,7 +115,7 @@ class Report:
     def log_evaluation(self, step: int, result: EvaluationResult) -> None:
         """Print an evaluation and log its row."""
         bits = "" if result.bits_per_byte is None else f"  {result.bits_per_byte:.4f} bits/byte"
-        self.say(
+        self.print_line(
             f"evaluation at step {step}: {result.loss:.4f} nats/token{bits}"
             f"  ({result.num_tokens:,} tokens)"
         )
@@ -137,4 +137,4 @@ class Report:
         command = shlex.join([python, *words])
         state = "finished; evaluate again" if is_finished else "stopped; resume"
         where = "" if is_one_machine else " on every machine, its rendezvous options added,"
-        self.say(f"{state}{where} with: {command}")
+        self.print_line(f"{state}{where} with: {command}")

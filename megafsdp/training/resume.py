@@ -1,8 +1,8 @@
 """Save a run in checkpoints, with its position and configuration, and resume it from them.
 
 A position is a number of consumed samples, so any number of ranks can resume: the same global
-batches follow. Where configuration and checkpoint disagree the configuration wins, and the log says
-so. The format of checkpoints is in ``megafsdp.checkpoint``; when to save is in
+batches follow. Where configuration and checkpoint differ the configuration holds, and the log
+lists the differences. The format of checkpoints is in ``megafsdp.checkpoint``; when to save is in
 ``megafsdp.training.loop``.
 """
 
@@ -33,13 +33,13 @@ from megafsdp.training.step.optimizers import apply_hyperparameters
 _LOGGER = logging.getLogger("megafsdp.training")
 # Sections that decide which tensors a checkpoint has.
 _DECIDE_TENSORS = ("model", "precision", "optimizer", "muon")
-# Kinds of optimizers that go on from each other's states share a value.
+# Kinds of optimizers that can load each other's states share a value.
 _STATES_OF = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
 
 @dataclass(slots=True)
 class RunState:
-    """Where a run stands; changes at every step, alike on all ranks.
+    """The position and counters of a run; they change at every step, alike on all ranks.
 
     Attributes:
         step: Steps taken, skipped ones included.
@@ -47,7 +47,7 @@ class RunState:
         evaluated_step: Step of the last evaluation; -1 before the first.
         num_skipped: Steps skipped since the run began.
         num_skips_in_a_row: Steps skipped since the last one that was taken, but for overflows that
-            a smaller loss scale may mend.
+            a smaller loss scale may avoid.
         skipped_samples: Samples of skipped steps, which the learning rate does not count.
         wandb_id: Identity of the run in W&B; None without it.
     """
@@ -63,11 +63,11 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """What a checkpoint says of its run.
+    """What a checkpoint stores of its run.
 
     Attributes:
         step: The checkpoint's.
-        state: Where the run stood; the run that goes on changes it.
+        state: Position and counters; the resumed run changes them.
         config: Its configuration as plain values; empty if it is not known.
         order: What decided its order of samples; empty if it is not known.
         has_groups: Whether the checkpoint has the optimizer's parameter groups.
@@ -98,7 +98,7 @@ class Saver:
         state: Where it stands; it changes with every step.
         targets: What to store.
         order: What decides the order of samples.
-        say: Prints a line.
+        print_line: Prints a line of progress.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Saver:
         targets: Restorable,
         *,
         order: Mapping[str, object],
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self._config = config
         self._state = state
         self._targets = targets
         self._order = order
-        self._say = say
+        self._print_line = print_line
         self._saved_step = state.step
         self._pending: checkpoint.PendingSave | None = None
 
@@ -164,7 +164,7 @@ class Saver:
             except CheckpointError:
                 self._begin(in_background=False)
                 raise
-            self._say_saved()
+            self._report_saved()
 
     def _begin(self, *, in_background: bool) -> None:
         config, targets = self._config, self._targets
@@ -187,10 +187,10 @@ class Saver:
         if isinstance(begun, checkpoint.PendingSave):
             self._pending = begun
         else:
-            self._say_saved()
+            self._report_saved()
 
-    def _say_saved(self) -> None:
-        self._say(f"saved step {self._saved_step} in {self._config.checkpoint_directory}")
+    def _report_saved(self) -> None:
+        self._print_line(f"saved step {self._saved_step} in {self._config.checkpoint_directory}")
 
 
 def require_writable(config: Config) -> None:
@@ -223,17 +223,16 @@ def require_writable(config: Config) -> None:
 
 
 def find_stored(config: Config) -> StoredRun | None:
-    """Read what the latest checkpoint says of its run; collective over all ranks.
+    """Read what the latest checkpoint stores of its run; collective over all ranks.
 
     Args:
         config: The run.
 
     Returns:
-        What a run that goes on from it must know before it builds anything; None if there is no
-        checkpoint.
+        What a resumed run needs before it builds anything; None if there is no checkpoint.
 
     Raises:
-        ConfigError: There are checkpoints, and the configuration says not to resume, or the latest
+        ConfigError: There are checkpoints and checkpoint.resume is false, or the latest
             is not of a training run.
         CheckpointError: The latest cannot be read.
     """

@@ -1,7 +1,7 @@
-"""The sections of a configuration that say how gradients become steps of the weights.
+"""The sections of a configuration for the optimizer, for Muon, and for the loss scale of fp16.
 
-The optimizer, Muon's own options, and the loss scale of fp16. The learning rate over time is
-``schedule``'s; checks across values are in ``megafsdp.training.config.validate``.
+The schedule of the learning rate is in ``megafsdp.training.config.sections``; checks across values
+are in ``megafsdp.training.config.validate``.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class OptimizerSection:
 
     @property
     def is_fused_adam(self) -> bool:
-        """Tell whether FusedAdam takes the steps."""
+        """Return whether FusedAdam takes the steps."""
         return self.kind in ("adamw", "adam") and self.form == "megafsdp"
 
     @property
     def max_grad_norm(self) -> float:
-        """Return the clipping of an optimizer that clips by itself, which measures in any case."""
+        """Return clip_norm as an optimizer that clips by itself takes it; infinite for null."""
         return math.inf if self.clip_norm is None else self.clip_norm
 
     @property

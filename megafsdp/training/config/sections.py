@@ -31,6 +31,24 @@ from megafsdp.training.config.optimizer_sections import (
 _MAX_TIMEOUT_S = 10**9
 
 
+def require(is_sound: bool, path: str, what: str, got: object, hint: str) -> None:
+    """Check a value of the configuration.
+
+    Args:
+        is_sound: Whether it can be used.
+        path: Its ``section.field``.
+        what: What it must be.
+        got: What it is.
+        hint: What the user can do.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    if not is_sound:
+        where = f"the training configuration, {path}"
+        raise ConfigError(expected(what, got, where=where, hint=hint))
+
+
 @dataclass(frozen=True)
 class ParallelSection:
     """How ranks share the model.
@@ -46,7 +64,7 @@ class ParallelSection:
             which needs dp_outer above 1 and strategy optim_grads_params.
         prefetch: Units gathered ahead of the running one.
         reshard_after_forward: Free gathered parameters between forward and backward; null frees all
-            but those needed again at once; a divisor of dp_shard keeps them divided among that
+            but those needed again at once; a divisor of dp_shard leaves them divided among that
             many neighbours.
         offload_parameters: Keep main weights, gradients and optimizer states on the host and step
             there; unlike optimizer.offload_fraction for any optimizer, and without overlap.
@@ -112,10 +130,10 @@ class PrecisionSection:
 
 @dataclass(frozen=True)
 class ActivationCheckpointingSection:
-    """What backward recomputes instead of keeping it; losses stay the same in every bit.
+    """What backward recomputes instead of saving it; losses stay the same in every bit.
 
     Attributes:
-        mode: none keeps all activations, full the input of a layer only, selective the outputs of
+        mode: none saves all activations, full the input of a layer only, selective the outputs of
             matrix products and attention too.
         every: Checkpoint layers 0, every, 2 * every and so on.
         use_reentrant: torch's older implementation, for full only.
@@ -196,15 +214,13 @@ class ModelSection:
         Raises:
             ConfigError: There is no such preset, or the values do not make a model.
         """
-        if self.preset not in presets:
-            raise ConfigError(
-                expected(
-                    f"one of {', '.join(presets)}",
-                    repr(self.preset),
-                    where="the training configuration, model.preset",
-                    hint="Name one of these and override what differs",
-                )
-            )
+        require(
+            self.preset in presets,
+            "model.preset",
+            f"one of {', '.join(presets)}",
+            repr(self.preset),
+            "Name one of these and override what differs",
+        )
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
         overrides = {name: value for name, value in given.items() if value is not None}
         return replace(presets[self.preset], **overrides)
@@ -306,7 +322,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """Checkpoints; one is always saved at the end, whether SIGTERM, SIGINT or a NaN brings it.
+    """Checkpoints; one is always saved at the end, also by SIGTERM, SIGINT or a NaN.
 
     Attributes:
         directory: Where, for one job at a time; null for checkpoints in the run's directory.
@@ -328,13 +344,13 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class LoggingSection:
-    """What is told, and to whom; metrics.jsonl is always written.
+    """Progress lines and trackers; metrics.jsonl is always written.
 
-    What cannot be written while the run goes on, on a full disk say, is left out with a warning.
+    A line or row that cannot be written, on a full disk for example, is left out with a warning.
 
     Attributes:
         interval_steps: Steps between progress lines and metrics rows; the first and the last step
-            are always told.
+            are always logged.
         style: Progress lines in our form or in Megatron-LM's.
         wandb: Log to Weights & Biases; offline unless WANDB_API_KEY or WANDB_MODE is set.
         wandb_project: Project in Weights & Biases.

@@ -12,13 +12,19 @@ import math
 
 import torch
 
-from megafsdp.errors import ConfigError, expected
+from megafsdp.errors import ConfigError
 from megafsdp.fsdp.grouping import find_units, policies_by_module
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.config import ModelConfig
 from megafsdp.training.config.optimizer_sections import LossScaleSection, MuonSection
 from megafsdp.training.config.parse import config_from_dict
-from megafsdp.training.config.sections import Config, DataSection, ParallelSection, TrainSection
+from megafsdp.training.config.sections import (
+    Config,
+    DataSection,
+    ParallelSection,
+    TrainSection,
+    require,
+)
 
 
 def validate(config: Config, *, world_size: int) -> None:
@@ -51,7 +57,7 @@ def validate_schedule(config: Config, *, num_samples: int) -> None:
     schedule = config.schedule
     if schedule.kind != "wsd" or schedule.decay_samples is None:
         return
-    _require(
+    require(
         schedule.warmup_samples + schedule.decay_samples <= num_samples,
         "schedule",
         f"warm-up and decay within the run's {num_samples} samples",
@@ -77,7 +83,7 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
     # torch's generators take 64 bits, and each rank has a seed of its own.
     largest, seed = 2**64 - world_size, config.run.seed
     what = f"at most {largest} for {world_size} ranks"
-    _require(seed <= largest, "run.seed", what, seed, "Choose a smaller one")
+    require(seed <= largest, "run.seed", what, seed, "Choose a smaller one")
     _check_parallel(config.parallel, world_size)
     _check_batch(config, world_size)
     _check_optimizer(config)
@@ -93,14 +99,14 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if parallel.outer_strategy == "optim":
-        _require(
+        require(
             dims.dp_outer > 1,
             "parallel.outer_strategy",
             "a parallel.dp_outer above 1 for optim",
             dims.dp_outer,
             "Set parallel.dp_outer to the number of nodes, or leave outer_strategy at no_shard",
         )
-        _require(
+        require(
             parallel.strategy == "optim_grads_params",
             "parallel.outer_strategy",
             "the parallel.strategy optim_grads_params for optim",
@@ -108,7 +114,7 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
             "Divide everything over dp_shard, or leave outer_strategy at no_shard",
         )
     reshard = parallel.reshard_after_forward
-    _require(
+    require(
         reshard is None or isinstance(reshard, bool) or dims.dp_shard % reshard == 0,
         "parallel.reshard_after_forward",
         f"true, false, null, or a divisor of the {dims.dp_shard} ranks of dp_shard",
@@ -122,7 +128,7 @@ def _check_optimizer(config: Config) -> None:
     forms = {"sgd": ("fused", "foreach", "loop"), "muon": ("megafsdp",)}.get(
         optimizer.kind, (form,)
     )
-    _require(
+    require(
         form in forms,
         "optimizer.implementation",
         f"null or {' or '.join(forms)} for {optimizer.kind}",
@@ -131,7 +137,7 @@ def _check_optimizer(config: Config) -> None:
     )
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         dtype = getattr(optimizer, name)
-        _require(
+        require(
             dtype == "fp32" or optimizer.is_fused_adam,
             f"optimizer.{name}",
             f"fp32 for {optimizer.kind} in its {form} form",
@@ -139,7 +145,7 @@ def _check_optimizer(config: Config) -> None:
             "Use adamw or adam with implementation megafsdp for narrower states",
         )
     main = config.precision.main_params_dtype
-    _require(
+    require(
         not optimizer.store_param_remainders or (optimizer.is_fused_adam and main == "bf16"),
         "optimizer.store_param_remainders",
         "false, or bf16 main weights with adamw or adam in the megafsdp form",
@@ -151,7 +157,7 @@ def _check_optimizer(config: Config) -> None:
     _check_offload(config)
     is_muon = optimizer.kind == "muon" or config.muon == MuonSection()
     what = "its defaults, or optimizer.kind muon"
-    _require(is_muon, "muon", what, optimizer.kind, "Leave it out")
+    require(is_muon, "muon", what, optimizer.kind, "Leave it out")
 
 
 def _check_fused_sgd(config: Config) -> None:
@@ -162,7 +168,7 @@ def _check_fused_sgd(config: Config) -> None:
     is_replicated = parallel.strategy == "no_shard"
     # torch's kernel leaves out whole vectors of narrow weights on a CPU, without an error.
     is_incomplete = config.precision.main_params_dtype != "fp32" and is_on_host
-    _require(
+    require(
         not (is_replicated or is_incomplete),
         "optimizer.implementation",
         "null, foreach or loop for sgd under the parallel.strategy no_shard, or of narrow main"
@@ -175,7 +181,7 @@ def _check_fused_sgd(config: Config) -> None:
 def _check_offload(config: Config) -> None:
     optimizer, main = config.optimizer, config.precision.main_params_dtype
     fraction = optimizer.offload_fraction
-    _require(
+    require(
         optimizer.speculate is not True or bool(fraction and optimizer.offload_overlap),
         "optimizer.speculate",
         "auto or false, or an offload_fraction above 0 with offload_overlap",
@@ -184,7 +190,7 @@ def _check_offload(config: Config) -> None:
     )
     if not fraction:
         return
-    _require(
+    require(
         not config.parallel.offload_parameters,
         "optimizer.offload_fraction",
         "0 where parallel.offload_parameters is true",
@@ -193,7 +199,7 @@ def _check_offload(config: Config) -> None:
     )
     is_plain = optimizer.state_dtypes == (torch.float32, torch.float32)
     is_built = optimizer.is_fused_adam and optimizer.kind == "adamw" and is_plain
-    _require(
+    require(
         is_built and main == "fp32" and not optimizer.store_param_remainders,
         "optimizer.offload_fraction",
         "0, or adamw in the megafsdp form with fp32 states and fp32 main weights",
@@ -212,7 +218,7 @@ def _check_names(config: Config) -> None:
         model = build_model(config.model.resolve())
     names = [name for name, _ in model.named_parameters()]
     idle = [pattern for pattern in multipliers if not fnmatch.filter(names, pattern)]
-    _require(
+    require(
         not idle,
         "optimizer.lr_multipliers",
         f"patterns of parameter names such as '{names[0]}'",
@@ -232,7 +238,7 @@ def _check_dtypes(config: Config) -> None:
     is_narrow = optimizer.form == "fused" or (
         optimizer.kind in ("adamw", "adam") and not optimizer.is_fused_adam
     )
-    _require(
+    require(
         precision.main_grads_dtype in (None, precision.main_params_dtype) or not is_narrow,
         "precision.main_grads_dtype",
         f"main_params_dtype, {precision.main_params_dtype}, for {optimizer.kind} in its"
@@ -240,7 +246,7 @@ def _check_dtypes(config: Config) -> None:
         precision.main_grads_dtype,
         "Leave it null, or use implementation megafsdp, or foreach or loop for sgd",
     )
-    _require(
+    require(
         precision.param_dtype == "fp16" or config.loss_scale == LossScaleSection(),
         "loss_scale",
         "its defaults, or precision.param_dtype fp16",
@@ -255,7 +261,7 @@ def _check_dtypes(config: Config) -> None:
 
 def _check_batch(config: Config, world_size: int) -> None:
     size, micro = config.train.global_batch_size, config.train.micro_batch_size
-    _require(
+    require(
         size % world_size == 0,
         "train.global_batch_size",
         f"a multiple of the {world_size} ranks",
@@ -265,7 +271,7 @@ def _check_batch(config: Config, world_size: int) -> None:
     share = size // world_size
     is_divisor = micro is None or share % micro == 0
     fitting = [] if is_divisor else [str(n) for n in range(1, share + 1) if share % n == 0]
-    _require(
+    require(
         is_divisor,
         "train.micro_batch_size",
         f"a divisor of the {share} samples of a rank",
@@ -275,14 +281,14 @@ def _check_batch(config: Config, world_size: int) -> None:
 
 
 def _check_length(train: TrainSection) -> None:
-    _require(
+    require(
         (train.steps is None) != (train.samples is None),
         "train",
         "either steps or samples",
         f"steps {train.steps} and samples {train.samples}",
         "Set one of train.steps and train.samples, and leave the other null",
     )
-    _require(
+    require(
         train.samples is None or train.samples >= train.global_batch_size,
         "train.samples",
         f"at least one global batch, {train.global_batch_size},",
@@ -292,21 +298,21 @@ def _check_length(train: TrainSection) -> None:
 
 
 def _check_data(data: DataSection, model: ModelConfig) -> None:
-    _require(
+    require(
         bool(data.train),
         "data.train",
         "at least one prefix of token files",
         "none",
         "Write files with `megafsdp prep` and give their path without .bin",
     )
-    _require(
+    require(
         data.weights is None or len(data.weights) == len(data.train),
         "data.weights",
         f"one weight for each of {len(data.train)} prefixes",
         data.weights,
         "Leave it null to weigh prefixes by their tokens",
     )
-    _require(
+    require(
         not data.validation or data.split is None,
         "data",
         "either validation prefixes or a split",
@@ -315,7 +321,7 @@ def _check_data(data: DataSection, model: ModelConfig) -> None:
     )
     if data.split is not None:
         split_shares(data.split)
-    _require(
+    require(
         data.sequence_length <= model.max_sequence_length,
         "data.sequence_length",
         f"at most the model's max_sequence_length, {model.max_sequence_length},",
@@ -335,7 +341,7 @@ def split_shares(split: str) -> list[float]:
     except ValueError:
         shares = []
     is_sound = len(shares) in (2, 3) and all(0 <= s < math.inf for s in shares)
-    _require(
+    require(
         is_sound and min(shares[:2]) > 0,
         "data.split",
         "shares for training and validation",
@@ -343,10 +349,3 @@ def split_shares(split: str) -> list[float]:
         'Write it like "99,1", in percent or any other unit',
     )
     return shares
-
-
-def _require(is_sound: bool, path: str, what: str, got: object, hint: str) -> None:
-    """Raise a ConfigError on the value at ``section.field`` unless it is sound."""
-    if not is_sound:
-        where = f"the training configuration, {path}"
-        raise ConfigError(expected(what, got, where=where, hint=hint))

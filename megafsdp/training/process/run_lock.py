@@ -35,7 +35,7 @@ def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> 
         folder: The run's.
         world: Its processes.
         checkpoints: The folder of its checkpoints, if it is set apart; whether it can be written to
-            is asked when there is something to write.
+            is checked before the first step.
 
     Raises:
         ConfigError: Another job holds a lock, or the run's folder cannot be written to; on all

@@ -34,7 +34,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did, alike on all ranks except for the sample ids.
+    """The result of a step, alike on all ranks except for the sample ids.
 
     Attributes:
         loss: Mean loss over the global batch, in nats per token.

@@ -95,7 +95,7 @@ def test_statistics_are_of_unscaled_unclipped_gradients(
         assert found_zeros == zeros
 
 
-def test_nothing_is_measured_that_nobody_reads(ranks: Ranks) -> None:
+def test_nothing_is_measured_that_is_not_logged(ranks: Ranks) -> None:
     """Unless asked, a step has no statistics."""
     for _, norms, zeros in ranks(2).run(_statistics, "FusedAdam", None, "optim", False):
         assert (norms, zeros) == ([], None)
