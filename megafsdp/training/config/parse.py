@@ -192,15 +192,15 @@ def _text(word: str) -> str | None:
 
 def _value(word: str) -> object:
     value = yaml.load(word, _Loader)
-    # YAML takes more than the word null for nothing.
-    return word if value is None and word != "null" else value
+    # YAML reads empty words and comments as null too.
+    return word if value is None and word.lower() not in ("null", "~") else value
 
 
 def _read_file(path: str) -> dict[str, dict[str, Any]]:
     """Return the values of a YAML file, each of them checked."""
     where = f"file '{path}'"
     try:
-        values = yaml.load(Path(path).read_text(), _Loader) or {}
+        values = yaml.load(Path(path).read_text(), _Loader)
     # ValueError: text that is not UTF-8.
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise _unreadable(str(error), where) from error
@@ -222,7 +222,8 @@ def _checked(values: object, where: str) -> Config:
     first = found[0]
     # A value that may be of several types fails as each of them.
     same = [each for each in found if each["loc"][:2] == first["loc"][:2]]
-    path = ".".join(map(str, first["loc"] if len(same) == 1 else first["loc"][:2]))
+    parts = first["loc"] if len(same) == 1 else first["loc"][:2]
+    path = ".".join(map(str, parts)) or "the values"
     what = " or ".join(re.sub(r"^\w+ should ", "", each["msg"]) for each in same)
     got = repr(first["input"])
     raise ConfigError(expected(f"{path} to {what}", got, where=where, hint=_HINT))

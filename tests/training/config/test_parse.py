@@ -206,6 +206,7 @@ def test_null_is_none(tmp_path: Path, null: str) -> None:
     path = _write(tmp_path, "evaluation: {sample_prompt: a}")
     more = tmp_path / "more.yaml"
     more.write_text(f"evaluation:\n  sample_prompt: {null}\n")
+    assert parse_config([f"--train.steps={null}"] if null else []).train.steps is None
     for words in (["--config", str(more)], ["--evaluation.sample_prompt", "null"]):
         assert parse_config(["--config", path]).evaluation.sample_prompt == "a"
         assert parse_config(["--config", path, *words]).evaluation.sample_prompt is None
@@ -218,9 +219,9 @@ def test_text_that_begins_with_dashes_is_no_option() -> None:
     assert config.evaluation.sample_prompt == "-- a = b"
 
 
-@pytest.mark.parametrize("text", ["a: {b: [}", "- a\n- b\n", "optimizer: 3\n"])
+@pytest.mark.parametrize("text", ["a: {b: [}", "- a\n- b\n", "optimizer: 3\n", "", "# a"])
 def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
-    """Broken YAML, a list, and a value in a section's place are errors."""
+    """Broken YAML, a list, a value in a section's place, and an empty file are errors."""
     with pytest.raises(ConfigError):
         parse_config(["--config", _write(tmp_path, text)])
 
@@ -246,6 +247,9 @@ def test_help_describes_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         parse_config(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--schedule.warmup_samples" in text
+    for section, values in config_from_dict({}).to_dict().items():
+        assert all(f"--{section}.{name} VALUE" in text for name in values)
+    assert "(float; default 0.1)" in text
     assert "Length of the linear rise from 0." in text
 
 
