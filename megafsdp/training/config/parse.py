@@ -88,13 +88,10 @@ def parse_config(arguments: Sequence[str]) -> Config:
         given, unknown = _parser().parse_known_args(arguments)
     except (argparse.ArgumentError, yaml.YAMLError) as error:
         raise _unreadable(str(error), _COMMAND_LINE) from error
+    if unknown and unknown[0].startswith("--"):
+        raise _unknown(unknown[0][2:].partition("=")[0], _COMMAND_LINE)
     if unknown:
-        name, is_option = unknown[0].partition("=")[0], unknown[0].startswith("--")
-        raise (
-            _unknown(name[2:], _COMMAND_LINE)
-            if is_option
-            else _unreadable(repr(name), _COMMAND_LINE)
-        )
+        raise _unreadable(repr(unknown[0]), _COMMAND_LINE)
     values: dict[str, dict[str, Any]] = {}
     for path in given.config:
         for section, content in _read_file(path).items():
@@ -165,7 +162,8 @@ def _parser() -> argparse.ArgumentParser:
         usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False, exit_on_error=False
     )
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help=_CONFIG_HELP)
-    parser.add_argument("--print-config", "--print_config", action="store_true", help="Print YAML.")
+    names, text = ("--print-config", "--print_config"), "Print the values as YAML and exit."
+    parser.add_argument(*names, action="store_true", help=text)
     parser.set_defaults(options=[])
     defaults = _known_names()
     for section, cls in ((f.name, f.default_factory) for f in fields(Config)):
