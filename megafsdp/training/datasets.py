@@ -16,8 +16,8 @@ from megafsdp.data import (
     split_ranges,
     token_range,
 )
-from megafsdp.errors import ConfigError, DataError, expected
-from megafsdp.training.config.sections import Config
+from megafsdp.errors import DataError, expected
+from megafsdp.training.config.sections import Config, require
 from megafsdp.training.config.validate import split_shares
 
 _Part = tuple[IndexedDataset, range]
@@ -25,7 +25,7 @@ _Part = tuple[IndexedDataset, range]
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """What a run reads.
+    """The samples that a run reads.
 
     Attributes:
         train: Samples of at least the run's length.
@@ -50,7 +50,7 @@ def build_datasets(
     Args:
         config: The run.
         vocab_size: Rows of the model's embedding.
-        tokenizer: What the run turns tokens into text with.
+        tokenizer: Turns the run's tokens into text.
         num_samples: Length of the run; None for that of a run of one batch size.
 
     Raises:
@@ -114,7 +114,7 @@ def _parts(
 
 
 def _check_not_empty(part: _Part) -> None:
-    """Refuse a file that has no part in the training: a blend could not weigh it."""
+    """Refuse a file without tokens to train on, which has no weight in a blend."""
     indexed, sequences = part
     if not indexed.sequence_lengths[sequences.start : sequences.stop].any():
         raise DataError(
@@ -128,17 +128,15 @@ def _check_not_empty(part: _Part) -> None:
 
 
 def _check_tokenizer(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | None) -> None:
-    """Refuse a tokenizer that cannot have made a file: its bits per byte would be wrong."""
+    """Refuse a tokenizer with fewer tokens than a file has: bits per byte would be wrong."""
     _, largest = token_range(indexed)
-    if largest >= tokenizer.vocab_size:
-        raise ConfigError(
-            expected(
-                f"the tokenizer of the data, where '{spec}' has {tokenizer.vocab_size} tokens",
-                f"token {largest} in file '{indexed.data_path}'",
-                where="the training configuration, data.tokenizer",
-                hint="Set it to the tokenizer that the data was prepared with, or to null",
-            )
-        )
+    require(
+        largest < tokenizer.vocab_size,
+        "data.tokenizer",
+        f"the tokenizer of the data, where '{spec}' has {tokenizer.vocab_size} tokens",
+        f"token {largest} in file '{indexed.data_path}'",
+        "Set it to the tokenizer that the data was prepared with, or to null",
+    )
 
 
 def _samples(config: Config, part: _Part, *, num_samples: int | None) -> SampleDataset:

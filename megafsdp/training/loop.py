@@ -1,8 +1,8 @@
 """The training loop: one function from a configuration to a trained model on disk.
 
-It joins the parts and decides when each acts; what they do is their own business. Between two
-collectives all ranks follow the same path: a rank's signal, full disk or missing file becomes
-everybody's at the next agreement.
+It builds the parts of a run and decides when each acts; what they do is in their own modules.
+Between two collectives all ranks take the same path: a signal, a full disk or a missing file of one
+rank takes effect on all ranks at the next agreement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import nn
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import attempt, raise_together
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
-from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.optimizer.loss_scaler import LossScaler
@@ -32,10 +31,10 @@ from megafsdp.training.report import Report
 from megafsdp.training.resume import (
     Restorable,
     RunState,
+    Saver,
     find_stored,
     require_writable,
     restore,
-    save,
 )
 from megafsdp.training.step.evaluation import (
     EvaluationResult,
@@ -54,14 +53,14 @@ StepObserver = Callable[[int, StepResult], None]
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         step: Steps taken, those before a resume included.
         consumed_samples: Samples trained on.
-        is_finished: False if a signal stopped it; the same command goes on.
+        is_finished: False if a signal stopped it; the same command resumes it.
         evaluation: The last evaluation of this process; None if there was none.
-        text: What the model wrote; None if it was not asked.
+        text: The text sample; None if none is configured.
     """
 
     step: int
@@ -72,7 +71,7 @@ class RunSummary:
 
 
 def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
-    """Train as configured, going on from the latest checkpoint; collective over all ranks.
+    """Train as configured, resuming from the latest checkpoint; collective over all ranks.
 
     Runs under torchrun, in a single process, or in a process group that is open already. SIGTERM
     and SIGINT end it after the running step or evaluation batch, with a checkpoint. A finished run
@@ -128,40 +127,27 @@ class _Run:
         num_samples = consumed_samples + num_left * config.train.global_batch_size
         if num_left and (stored is None or not config.schedule.from_checkpoint):
             validate_schedule(config, num_samples=num_samples)
-        self.saved_step = step
         self.last_step = step + num_left
         model_config = config.model.resolve()
         datasets, self.tokenizer = _read_data(config, model_config, num_samples)
-        self.order = datasets.order
         self.loader = _loader(config, world, datasets.train)
         self.held_out: Loader | None = None
         if datasets.validation is not None:
             self.held_out = _loader(config, world, datasets.validation, pad_last=True)
-        self.model = _build_sharded(config, model_config, world)
-        optimizer = build_optimizer(self.model, config.optimizer, config.muon)
-        self.learning_rate = LearningRate(
-            optimizer,
-            Schedule.of(config, num_samples=num_samples),
-            follows_checkpoint=config.schedule.from_checkpoint,
-        )
-        scaler = None
-        if config.precision.param_dtype == "fp16":
-            scaler = LossScaler(config.loss_scale.rule())
-        self.restorable = Restorable(self.model, optimizer, self.learning_rate, scaler)
+        self.targets = _build(config, model_config, world, num_samples=num_samples)
         if stored is not None:
-            restore(config, self.restorable, stored, order=datasets.order)
-        self.pending: checkpoint.PendingSave | None = None
-        self.step = TrainStep(
-            self.model,
-            optimizer,
+            restore(config, self.targets, stored, order=datasets.order)
+        self.train_step = TrainStep(
+            self.targets.model,
+            self.targets.optimizer,
             device=world.device,
             clip_norm=config.optimizer.clip_norm,
             skips_nonfinite=config.train.nan_policy == "skip",
             max_skips=config.train.max_skips,
             stop=stop,
-            scaler=scaler,
+            scaler=self.targets.loss_scaler,
         )
-        self.step.num_skips_in_a_row = self.state.num_skips_in_a_row
+        self.train_step.num_skips_in_a_row = self.state.num_skips_in_a_row
         self.evaluation: EvaluationResult | None = None
         self.meter = Meter(
             world.device,
@@ -170,6 +156,13 @@ class _Run:
             num_devices=world.size,
         )
         self.report = Report(config, world, meter=self.meter, state=self.state)
+        self.saver = Saver(
+            config,
+            self.state,
+            self.targets,
+            order=datasets.order,
+            print_line=self.report.print_line,
+        )
 
     @property
     def _is_complete(self) -> bool:
@@ -186,7 +179,7 @@ class _Run:
         state = self.state
         if not self._is_complete:
             require_writable(self.config)
-        num_parameters = sum(p.numel() for p in self.model.parameters())
+        num_parameters = sum(p.numel() for p in self.targets.model.parameters())
         self.report.start(num_parameters, state, self.last_step)
         if self._is_evaluation_due and not self._is_complete:
             self._evaluate()
@@ -194,19 +187,19 @@ class _Run:
             try:
                 self._train_step()
             except NonFiniteError as error:
-                raise NonFiniteError(f"{error} {self._save_before_error()}") from error
-            self._tell_saved()
+                raise NonFiniteError(f"{error} {self.saver.save_before_error()}") from error
+            self.saver.poll()
             if _is_due(self.config.checkpoint.interval_steps, state.step):
-                self._save()
+                self.saver.save()
             if self._is_evaluation_due and not self.stop.is_agreed:
                 self._evaluate()
-        self._save()
+        self.saver.save()
         text = None
         if not self.stop.agreed():
             if state.evaluated_step != state.step or self.evaluation is None:
                 self._evaluate()
             text = None if self.stop.is_agreed else self._sample()
-        self._finish_save()
+        self.saver.wait()
         is_finished = self._is_complete and not self.stop.is_agreed
         self.report.end(is_finished=is_finished)
         return RunSummary(state.step, state.consumed_samples, is_finished, self.evaluation, text)
@@ -215,26 +208,28 @@ class _Run:
         state, size = self.state, self.config.train.global_batch_size
         self.meter.start_step()
         batches = self.loader.step_batch(state.consumed_samples)
-        lr = self.learning_rate.set_for(state.consumed_samples - state.skipped_samples + size)
+        num_scheduled = state.consumed_samples - state.skipped_samples + size
+        lr = self.targets.learning_rate.set_for(num_scheduled)
         next_step, logging = state.step + 1, self.config.logging
         is_logged = next_step in (1, self.last_step) or _is_due(logging.interval_steps, next_step)
-        look = (
-            GradStatsRequest(logging.group_grad_norms, logging.num_zero_grads)
-            if is_logged
-            else GradStatsRequest()
+        result = self.train_step(
+            batches,
+            wanted=GradStatsRequest(
+                group_norms=is_logged and logging.group_grad_norms,
+                num_zeros=is_logged and logging.num_zero_grads,
+            ),
         )
-        result = self.step(batches, look=look)
         self.meter.end_step()
         state.step = next_step
         state.consumed_samples += size
         state.num_skipped += result.is_skipped
         state.skipped_samples += size * result.is_skipped
-        state.num_skips_in_a_row = self.step.num_skips_in_a_row
+        state.num_skips_in_a_row = self.train_step.num_skips_in_a_row
         if is_logged or self.stop.is_agreed:
             position = Position(
                 state.step, self.last_step, state.consumed_samples, size, state.num_skipped
             )
-            self.report.step(position, result, lr)
+            self.report.log_step(position, result, lr)
         if self.on_step is not None:
             self.on_step(state.step, result)
 
@@ -242,7 +237,7 @@ class _Run:
         if self.held_out is None:
             return
         result = evaluate(
-            self.model,
+            self.targets.model,
             self.held_out,
             device=self.world.device,
             tokenizer=self.tokenizer,
@@ -251,69 +246,14 @@ class _Run:
         )
         if result is not None:
             self.evaluation, self.state.evaluated_step = result, self.state.step
-            self.report.evaluation(self.state.step, result)
-
-    def _save(self) -> None:
-        if self.state.step == self.saved_step:
-            return
-        self._finish_save()
-        self._begin_save(in_background=self.config.checkpoint.in_background)
-
-    def _save_before_error(self) -> str:
-        """Save the state that a step has left as it was; return a sentence on how that went."""
-        step = self.state.step
-        try:
-            self._finish_save()
-            if step != self.saved_step:
-                self._begin_save(in_background=False)
-        except CheckpointError as failure:
-            # The run ends by the error that came first.
-            return f"A save failed as well: {failure}"
-        if not step:
-            return "No step came before it."
-        return f"Step {step}, the one before, is saved in '{self.config.checkpoint_directory}'."
-
-    def _begin_save(self, *, in_background: bool) -> None:
-        self.pending = save(
-            self.config,
-            self.state,
-            self.restorable,
-            order=self.order,
-            in_background=in_background,
-        )
-        self.saved_step = self.state.step
-        if self.pending is None:
-            self._say_saved()
-
-    def _tell_saved(self) -> None:
-        """Say that the background save is there, if so; failures wait until all ranks ask."""
-        if self.pending is not None and self.pending.published is not None:
-            self._finish_save()
-
-    def _finish_save(self) -> None:
-        """Wait for the background save, if there is one, and raise what went wrong.
-
-        The present state is saved before the error ends the run: it may be many steps further, and
-        what failed then may do well at this moment.
-        """
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            try:
-                pending.result()
-            except CheckpointError:
-                self._begin_save(in_background=False)
-                raise
-            self._say_saved()
-
-    def _say_saved(self) -> None:
-        self.report.say(f"saved step {self.saved_step} in {self.config.checkpoint_directory}")
+            self.report.log_evaluation(self.state.step, result)
 
     def _sample(self) -> str | None:
         wanted = self.config.evaluation
         if wanted.sample_prompt is None or self.tokenizer is None or not wanted.sample_tokens:
             return None
         text = sample_text(
-            self.model,
+            self.targets.model,
             self.tokenizer,
             prompt=wanted.sample_prompt,
             num_tokens=wanted.sample_tokens,
@@ -322,7 +262,7 @@ class _Run:
             device=self.world.device,
             seed=self.config.run.seed,
         )
-        self.report.say(f"---- sample ----\n{text}\n----------------")
+        self.report.print_line(f"---- sample ----\n{text}\n----------------")
         return text
 
 
@@ -363,6 +303,20 @@ def _loader(
         dp_size=world.size,
         pad_last=pad_last,
     )
+
+
+def _build(
+    config: Config, model_config: ModelConfig, world: World, *, num_samples: int
+) -> Restorable:
+    """Build what a checkpoint fills: model, optimizer, schedule and loss scaler; collective."""
+    model = _build_sharded(config, model_config, world)
+    optimizer = build_optimizer(model, config.optimizer, config.muon)
+    schedule = Schedule.of(config, num_samples=num_samples)
+    follows_checkpoint = config.schedule.from_checkpoint
+    learning_rate = LearningRate(optimizer, schedule, follows_checkpoint=follows_checkpoint)
+    is_scaled = config.precision.param_dtype == "fp16"
+    scaler = LossScaler(config.loss_scale.rule()) if is_scaled else None
+    return Restorable(model, optimizer, learning_rate, scaler)
 
 
 def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> nn.Module:

@@ -1,4 +1,7 @@
-"""What a run says: progress lines for people, rows for trackers. The one place that prints."""
+"""Print a run's progress lines and log its rows to the trackers.
+
+No other module of a training run prints.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ CONFIG_FILE = "config.yaml"
 
 
 class Report:
-    """Tell where a run stands; only the first rank speaks and writes.
+    """Report where a run stands, on the first rank only.
 
-    Making one is collective: it writes the run's config.yaml and opens the trackers, and every rank
-    raises if the first cannot. Later a line or a row that cannot be written is left out, with one
-    warning, and the run goes on.
+    The constructor is collective: it writes the run's config.yaml and opens the trackers, and every
+    rank raises if the first cannot. Later a line or a row that cannot be written is left out, with
+    one warning, and the run goes on.
 
     Args:
         config: The run.
         world: Its processes.
         meter: Times the steps.
-        state: Where the run stands now; learns the identity of the run in W&B.
+        state: Where the run stands now; its wandb_id is set.
     """
 
     def __init__(self, config: Config, world: World, *, meter: Meter, state: RunState) -> None:
@@ -60,8 +63,8 @@ class Report:
         if self._trackers is not None:
             self._trackers.close()
 
-    def say(self, line: str) -> None:
-        """Print a line, or go on without: a full disk or a closed pipe does not end the run."""
+    def print_line(self, line: str) -> None:
+        """Print a line; a full disk or a closed pipe loses it and does not end the run."""
         if not self._world.is_first:
             return
         try:
@@ -73,22 +76,22 @@ class Report:
                 _LOGGER.warning("lines are lost: %s: %s", type(error).__name__, error)
 
     def start(self, num_parameters: int, state: RunState, last_step: int) -> None:
-        """Say what is about to run."""
+        """Print what is about to run."""
         config, world = self._config, self._world
-        self.say(
+        self.print_line(
             f"{config.run_name}: {config.model.preset} with {num_parameters:,} parameters on"
             f" {world.size} {world.device.type} rank(s), {config.parallel.strategy}, compute in"
             f" {config.precision.param_dtype}; global batch {config.train.global_batch_size} x"
             f" {config.data.sequence_length} tokens"
         )
         if state.step:
-            self.say(f"resumed from step {state.step} of {last_step}")
+            self.print_line(f"resumed from step {state.step} of {last_step}")
 
-    def step(self, position: Position, result: StepResult, lr: float) -> None:
-        """Tell a step."""
+    def log_step(self, position: Position, result: StepResult, lr: float) -> None:
+        """Print a step's progress line and log its row."""
         rates = self._meter.read(position.num_steps - position.step)
         line = megatron_line if self._config.logging.style == "megatron" else progress_line
-        self.say(line(position, result, lr, rates))
+        self.print_line(line(position, result, lr, rates))
         if self._trackers is not None:
             norms = {f"grad_norm/{i}": n for i, n in enumerate(result.statistics.group_norms)}
             self._trackers.log(
@@ -109,10 +112,10 @@ class Report:
                 }
             )
 
-    def evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Tell an evaluation."""
+    def log_evaluation(self, step: int, result: EvaluationResult) -> None:
+        """Print an evaluation and log its row."""
         bits = "" if result.bits_per_byte is None else f"  {result.bits_per_byte:.4f} bits/byte"
-        self.say(
+        self.print_line(
             f"evaluation at step {step}: {result.loss:.4f} nats/token{bits}"
             f"  ({result.num_tokens:,} tokens)"
         )
@@ -121,7 +124,7 @@ class Report:
             self._trackers.log(row)
 
     def end(self, *, is_finished: bool) -> None:
-        """Say how the run ended and which command goes on with it."""
+        """Print how the run ended and which command resumes it."""
         config, world = self._config, self._world
         words = ["-m", "megafsdp", "train", "--config", str(config.run_directory / CONFIG_FILE)]
         is_one_machine = world.size == world.local_size
@@ -134,4 +137,4 @@ class Report:
         command = shlex.join([python, *words])
         state = "finished; evaluate again" if is_finished else "stopped; resume"
         where = "" if is_one_machine else " on every machine, its rendezvous options added,"
-        self.say(f"{state}{where} with: {command}")
+        self.print_line(f"{state}{where} with: {command}")

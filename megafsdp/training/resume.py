@@ -1,14 +1,15 @@
-"""What a run keeps in its checkpoints beside weights and optimizer, and how it goes on from them.
+"""Save a run in checkpoints, with its position and configuration, and resume it from them.
 
-A position is a number of consumed samples, so any number of ranks can go on: the same global
-batches follow. Where configuration and checkpoint disagree the configuration wins, and the log says
-so.
+A position is a number of consumed samples, so any number of ranks can resume: the same global
+batches follow. Where configuration and checkpoint differ the configuration holds, and the log
+lists the differences. The format of checkpoints is in ``megafsdp.checkpoint``; when to save is in
+``megafsdp.training.loop``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ from megafsdp.training.step.optimizers import apply_hyperparameters
 _LOGGER = logging.getLogger("megafsdp.training")
 # Sections that decide which tensors a checkpoint has.
 _DECIDE_TENSORS = ("model", "precision", "optimizer", "muon")
-# Kinds of optimizers that go on from each other's states share a value.
+# Kinds of optimizers that can load each other's states share a value.
 _STATES_OF = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
 
 @dataclass(slots=True)
 class RunState:
-    """Where a run stands; changes at every step, alike on all ranks.
+    """The position and counters of a run; they change at every step, alike on all ranks.
 
     Attributes:
         step: Steps taken, skipped ones included.
@@ -46,7 +47,7 @@ class RunState:
         evaluated_step: Step of the last evaluation; -1 before the first.
         num_skipped: Steps skipped since the run began.
         num_skips_in_a_row: Steps skipped since the last one that was taken, but for overflows that
-            a smaller loss scale may mend.
+            a smaller loss scale may avoid.
         skipped_samples: Samples of skipped steps, which the learning rate does not count.
         wandb_id: Identity of the run in W&B; None without it.
     """
@@ -62,11 +63,11 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """What a checkpoint says of its run.
+    """What a checkpoint stores of its run.
 
     Attributes:
         step: The checkpoint's.
-        state: Where the run stood; the run that goes on changes it.
+        state: Position and counters; the resumed run changes them.
         config: Its configuration as plain values; empty if it is not known.
         order: What decided its order of samples; empty if it is not known.
         has_groups: Whether the checkpoint has the optimizer's parameter groups.
@@ -89,45 +90,107 @@ class Restorable:
     loss_scaler: LossScaler | None = None
 
 
-def save(
-    config: Config,
-    state: RunState,
-    targets: Restorable,
-    *,
-    order: Mapping[str, object],
-    in_background: bool,
-) -> checkpoint.PendingSave | None:
-    """Save a checkpoint of the run, or begin to; collective over all ranks.
+class Saver:
+    """Save checkpoints of a run, at most one at a time in the background.
 
     Args:
         config: The run.
-        state: Where it stands.
+        state: Where it stands; it changes with every step.
         targets: What to store.
         order: What decides the order of samples.
-        in_background: Return before it is written.
-
-    Returns:
-        The save in flight, if it goes on in the background.
-
-    Raises:
-        CheckpointError: It could not be written, or a save before it; on all ranks.
+        print_line: Prints a line of progress.
     """
-    begun = (checkpoint.async_save if in_background else checkpoint.save)(
-        config.checkpoint_directory,
-        step=state.step,
-        model=targets.model,
-        optimizer=targets.optimizer,
-        lr_scheduler=targets.learning_rate,
-        loss_scaler=targets.loss_scaler,
-        extra={
-            "run": asdict(state),
-            "config": config.to_dict(),
-            "order": dict(order),
-        },
-        keep_last=config.checkpoint.keep_last,
-        keep_every=config.checkpoint.keep_every,
-    )
-    return begun if isinstance(begun, checkpoint.PendingSave) else None
+
+    def __init__(
+        self,
+        config: Config,
+        state: RunState,
+        targets: Restorable,
+        *,
+        order: Mapping[str, object],
+        print_line: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._targets = targets
+        self._order = order
+        self._print_line = print_line
+        self._saved_step = state.step
+        self._pending: checkpoint.PendingSave | None = None
+
+    def save(self) -> None:
+        """Save the state unless it is saved, or begin to; collective over all ranks.
+
+        Raises:
+            CheckpointError: It could not be written, or a save before it; on all ranks.
+        """
+        if self._state.step != self._saved_step:
+            self.wait()
+            self._begin(in_background=self._config.checkpoint.in_background)
+
+    def save_before_error(self) -> str:
+        """Save the state before an error ends the run; return a sentence on how that went.
+
+        Collective over all ranks. A save that fails is part of the sentence.
+        """
+        step = self._state.step
+        try:
+            self.wait()
+            if step != self._saved_step:
+                self._begin(in_background=False)
+        except CheckpointError as failure:
+            # The run ends by the error that came first.
+            return f"A save failed as well: {failure}"
+        if not step:
+            return "No step came before it."
+        return f"Step {step}, the one before, is saved in '{self._config.checkpoint_directory}'."
+
+    def poll(self) -> None:
+        """Report a background save that is complete; its failure waits until all ranks ask."""
+        if self._pending is not None and self._pending.published is not None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the background save, if there is one; collective over all ranks.
+
+        Raises:
+            CheckpointError: It failed; on all ranks. The present state is saved first: it may be
+                many steps further, and the cause may be gone.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            try:
+                pending.result()
+            except CheckpointError:
+                self._begin(in_background=False)
+                raise
+            self._report_saved()
+
+    def _begin(self, *, in_background: bool) -> None:
+        config, targets = self._config, self._targets
+        begun = (checkpoint.async_save if in_background else checkpoint.save)(
+            config.checkpoint_directory,
+            step=self._state.step,
+            model=targets.model,
+            optimizer=targets.optimizer,
+            lr_scheduler=targets.learning_rate,
+            loss_scaler=targets.loss_scaler,
+            extra={
+                "run": asdict(self._state),
+                "config": config.to_dict(),
+                "order": dict(self._order),
+            },
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+        )
+        self._saved_step = self._state.step
+        if isinstance(begun, checkpoint.PendingSave):
+            self._pending = begun
+        else:
+            self._report_saved()
+
+    def _report_saved(self) -> None:
+        self._print_line(f"saved step {self._saved_step} in {self._config.checkpoint_directory}")
 
 
 def require_writable(config: Config) -> None:
@@ -160,17 +223,16 @@ def require_writable(config: Config) -> None:
 
 
 def find_stored(config: Config) -> StoredRun | None:
-    """Read what the latest checkpoint says of its run; collective over all ranks.
+    """Read what the latest checkpoint stores of its run; collective over all ranks.
 
     Args:
         config: The run.
 
     Returns:
-        What a run that goes on from it must know before it builds anything; None if there is no
-        checkpoint.
+        What a resumed run needs before it builds anything; None if there is no checkpoint.
 
     Raises:
-        ConfigError: There are checkpoints, and the configuration says not to resume, or the latest
+        ConfigError: There are checkpoints and checkpoint.resume is false, or the latest
             is not of a training run.
         CheckpointError: The latest cannot be read.
     """
@@ -248,14 +310,14 @@ def restore(
         ignore=[GROUPS_KEY] if _is_grouped_anew(config, stored) else [],
         # A run that goes on in fp16 from another dtype begins with the first scale.
         allow_missing=["loss_scaler"],
-        hint=_mend_of_a_mismatch(config, stored),
+        hint=_mismatch_hint(config, stored),
     )
     apply_hyperparameters(targets.optimizer, targets.model, config.optimizer, config.muon)
     _report_differences(config, order, stored)
 
 
-def _mend_of_a_mismatch(config: Config, stored: StoredRun) -> str:
-    """Say what a user of the configuration can do where the checkpoint does not fit it."""
+def _mismatch_hint(config: Config, stored: StoredRun) -> str:
+    """Return what a user can do where the checkpoint does not fit the configuration."""
     changed = [
         line
         for line in differences(stored.config, config.to_dict())
@@ -269,10 +331,10 @@ def _mend_of_a_mismatch(config: Config, stored: StoredRun) -> str:
 
 
 def _is_grouped_anew(config: Config, stored: StoredRun) -> bool:
-    """Tell whether nothing but the grouping of parameters keeps an optimizer from going on.
+    """Return whether the states fit, and only the grouping of parameters differs.
 
-    Where the kind of optimizer changes, or which parameters Muon steps, the states themselves do
-    not fit; what the groups say then decides.
+    Where the kind of optimizer changes, or which parameters Muon steps, the states do not fit, and
+    the load refuses them by the groups' options.
     """
     before, after = stored.config.get("optimizer"), config.to_dict()["optimizer"]
     if not isinstance(before, Mapping) or not stored.has_groups:

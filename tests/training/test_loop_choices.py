@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,24 @@ from megafsdp.training.step.lr import Schedule
 from tests.ranks import Ranks
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
 
+Row = dict[str, Any]
+Straight = Callable[..., list[Row]]
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Return a function for the rows of a run that tests compare with; each is trained once."""
+    folder, found = tmp_path_factory.mktemp("straight"), dict[str, list[Row]]()
+    write_corpus(folder)
+
+    def rows_of(num_ranks: int, **sections: dict[str, Any]) -> list[Row]:
+        key = json.dumps([num_ranks, sections])
+        if key not in found:
+            found[key] = _rows_of(ranks, num_ranks, folder, **sections)
+        return found[key]
+
+    return rows_of
+
 
 def _losses(ranks: Ranks, num_ranks: int, folder: Path, **sections: dict[str, Any]) -> list[float]:
     """Train the tiny run in a folder of its own beside the shared corpus; return its losses."""
@@ -37,19 +56,19 @@ def _losses(ranks: Ranks, num_ranks: int, folder: Path, **sections: dict[str, An
     return losses
 
 
-def test_number_of_ranks_does_not_change_the_losses(ranks: Ranks, tmp_path: Path) -> None:
+def test_number_of_ranks_does_not_change_the_losses(straight: Straight) -> None:
     """One, two and three ranks begin with the same weights and read the same batches.
 
     The tolerance is that of fp32 sums in another order over six steps of Adam with eps 1e-5.
     """
-    write_corpus(tmp_path)
-    one, *more = [_losses(ranks, size, tmp_path) for size in (1, 2, 3)]
+    one, *more = [[row["loss"] for row in straight(size)] for size in (1, 2, 3)]
     for losses in more:
         assert losses == pytest.approx(one, rel=1e-5)
 
 
-def _mesh_of_run(config: Config) -> tuple[tuple[int, ...], float]:
-    """Train, and return the shape of the mesh with the share of the model that this rank holds."""
+def _mesh_of_run(config: Config) -> tuple[tuple[int, ...], float, list[float]]:
+    """Train; return the shape of the mesh, this rank's share of the model, and the losses."""
+    losses: list[float] = []
     found: list[nn.Module] = []
     plain = fully_shard_model
 
@@ -60,12 +79,12 @@ def _mesh_of_run(config: Config) -> tuple[tuple[int, ...], float]:
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr("megafsdp.training.loop.fully_shard_model", watched)
     try:
-        train(config)
+        train(config, on_step=lambda _, result: losses.append(result.loss))
     finally:
         monkeypatch.undo()
     parameters = [p for p in found[0].parameters() if isinstance(p, DTensor)]
     local = sum(p.to_local().numel() for p in parameters)
-    return parameters[0].device_mesh.shape, local / sum(p.numel() for p in parameters)
+    return parameters[0].device_mesh.shape, local / sum(p.numel() for p in parameters), losses
 
 
 # Ranks, options, and the part of the main weights that one rank holds.
@@ -92,28 +111,27 @@ STRATEGIES = [
 
 @pytest.mark.parametrize(("num_ranks", "parallel", "share"), STRATEGIES)
 def test_way_to_divide_does_not_change_the_losses(
-    ranks: Ranks, tmp_path: Path, num_ranks: int, parallel: dict[str, Any], share: float
+    ranks: Ranks,
+    tmp_path: Path,
+    straight: Straight,
+    num_ranks: int,
+    parallel: dict[str, Any],
+    share: float,
 ) -> None:
-    """Every strategy on every mesh trains as one rank does, and holds the share that it should.
+    """Every strategy on every mesh trains as one rank does, with the right share on each rank.
 
     The tolerance is that of fp32 sums in another order over six steps of Adam with eps 1e-5.
     """
     write_corpus(tmp_path)
-    alone = _losses(ranks, 1, tmp_path)
-    assert _losses(ranks, num_ranks, tmp_path, parallel=parallel) == pytest.approx(alone, rel=1e-5)
-    short = tiny(
-        tmp_path,
-        run={"directory": str(tmp_path / "short")},
-        train={"steps": 1},
-        schedule={"kind": "constant"},
-        parallel=parallel,
-    )
-    found = ranks(num_ranks).run(_mesh_of_run, short)
+    found = ranks(num_ranks).run(_mesh_of_run, tiny(tmp_path, parallel=parallel))
+    alone = [row["loss"] for row in straight(1)]
+    for _, _, losses in found:
+        assert losses == pytest.approx(alone, rel=1e-5)
     outer = parallel.get("dp_outer", 1)
     shape = (num_ranks,) if outer == 1 else (outer, num_ranks // outer)
-    assert [s for s, _ in found] == [shape] * num_ranks
+    assert [s for s, _, _ in found] == [shape] * num_ranks
     # Rows of other tensors may lie on the other side of a cut.
-    assert [part for _, part in found] == pytest.approx([share] * num_ranks, rel=0.2)
+    assert [part for _, part, _ in found] == pytest.approx([share] * num_ranks, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +145,12 @@ def test_way_to_divide_does_not_change_the_losses(
 )
 @pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
 def test_recomputation_does_not_change_the_losses(
-    ranks: Ranks, tmp_path: Path, choice: dict[str, Any], param_dtype: str
+    ranks: Ranks, tmp_path: Path, straight: Straight, choice: dict[str, Any], param_dtype: str
 ) -> None:
     """Six steps on two ranks have the same losses to the last bit."""
     write_corpus(tmp_path)
     sections = {"precision": {"param_dtype": param_dtype}}
-    wanted = _losses(ranks, 2, tmp_path, **sections)
+    wanted = [row["loss"] for row in straight(2, **sections)]
     assert _losses(ranks, 2, tmp_path, activation_checkpointing=choice, **sections) == wanted
 
 
@@ -252,35 +270,30 @@ TIED = {"embedding.word_embeddings", "output_layer"}
 
 @pytest.mark.parametrize("architecture", ["gpt", "qwen3"])
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_in_fp32_is_what_is_named(
-    tmp_path: Path, name: str, is_tied: bool, architecture: str
+    tmp_path: Path, is_tied: bool, architecture: str
 ) -> None:
     """Weights of the named modules, and no others, and they do change the losses."""
     write_corpus(tmp_path)
     model = {"architecture": architecture, "tie_embeddings": is_tied}
     # Outputs of an embedding are rounded in any case: the first step differs in gradients alone.
     sections = {"model": model, "train": {"steps": 4}, "data": {"validation": []}}
-    runs = [
-        _kept_in_fp32(
-            tiny(
-                tmp_path,
-                run={"directory": str(tmp_path / f"run{len(names)}")},
-                precision={"param_dtype": "bf16", "keep_fp32": names},
-                **sections,
-            )
-        )
-        for names in ([], [name])
-    ]
-    (none, losses), (kept, others) = runs
-    with torch.device("meta"):
-        modules = {
-            n for n, _ in build_model(tiny(tmp_path, model=model).model.resolve()).named_modules()
-        }
-    wanted = KEPT[name] | (TIED if is_tied and KEPT[name] & TIED else set())
+
+    def run(number: int, *names: str) -> tuple[set[str], list[float]]:
+        directory = {"directory": str(tmp_path / f"run{number}")}
+        precision = {"param_dtype": "bf16", "keep_fp32": list(names)}
+        return _kept_in_fp32(tiny(tmp_path, run=directory, precision=precision, **sections))
+
+    none, losses = run(0)
     assert none == set()
-    assert kept == wanted & modules
-    assert losses != others
+    with torch.device("meta"):
+        whole = build_model(tiny(tmp_path, model=model).model.resolve())
+    modules = {name for name, _ in whole.named_modules()}
+    for number, (name, expected) in enumerate(KEPT.items(), 1):
+        kept, others = run(number, name)
+        wanted = expected | (TIED if is_tied and expected & TIED else set())
+        assert kept == wanted & modules, name
+        assert losses != others, name
 
 
 def test_bf16_run_learns(ranks: Ranks, tmp_path: Path) -> None:
@@ -408,11 +421,13 @@ def test_implementations_of_adamw_train_alike(ranks: Ranks, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_offload_changes_no_bit_of_a_run(ranks: Ranks, tmp_path: Path, overlap: bool) -> None:
+def test_offload_changes_no_bit_of_a_run(
+    ranks: Ranks, tmp_path: Path, straight: Straight, overlap: bool
+) -> None:
     """Losses and norms of a run that clips, whatever the fraction; evaluation reads weights too."""
     write_corpus(tmp_path)
     options = {"precision": {"param_dtype": "bf16"}}
-    wanted = _rows_of(ranks, 2, tmp_path, optimizer={"clip_norm": 0.3}, **options)
+    wanted = straight(2, optimizer={"clip_norm": 0.3}, **options)
     for fraction in (0.5, 1.0):
         section = {"clip_norm": 0.3, "offload_fraction": fraction, "offload_overlap": overlap}
         found = _rows_of(ranks, 2, tmp_path, optimizer=section, **options)
@@ -434,7 +449,7 @@ def test_parameters_on_the_host_change_no_bit_of_a_run(
 
 
 def test_a_run_is_resumed_at_another_fraction(ranks: Ranks, tmp_path: Path) -> None:
-    """C12: saved in the background with all on the host, gone on with half of it there."""
+    """Saved in the background with all on the host, resumed with half of it there."""
     write_corpus(tmp_path)
 
     def run(name: str, fraction: float, steps: int) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import re
+import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,44 @@ from megafsdp.checkpoint.format import save_root as directory
 from megafsdp.data import Batch, IndexedDatasetWriter, Loader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
-from megafsdp.training import Config, RunSummary, loop, resume, train
+from megafsdp.training import Config, RunSummary, train
 from megafsdp.training.resume import Restorable, RunState, find_stored, restore
 from megafsdp.training.step.lr import LearningRate, Schedule
 from megafsdp.training.step.optimizers import build_optimizer
 from megafsdp.training.step.train_step import StepResult, TrainStep
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
+
+Finished = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def finished_runs() -> dict[str, Path]:
+    """Return the folders of runs that tests of this file share, by their configuration."""
+    return {}
+
+
+@pytest.fixture
+def finished(
+    finished_runs: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    ranks: Ranks,
+) -> Finished:
+    """Return a function that puts a finished run into ``tmp_path``; each is trained once."""
+
+    def put(num_ranks: int = 1, **sections: dict[str, Any]) -> Config:
+        key = json.dumps([num_ranks, sections])
+        if key not in finished_runs:
+            folder = tmp_path_factory.mktemp("finished")
+            write_corpus(folder)
+            config = tiny(folder, **sections)
+            ranks(num_ranks).run(train, config) if num_ranks > 1 else train(config)
+            finished_runs[key] = folder
+        shutil.copytree(finished_runs[key], tmp_path, dirs_exist_ok=True)
+        return tiny(tmp_path, **sections)
+
+    return put
 
 
 def _restore(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> RunState:
@@ -52,16 +85,13 @@ def _restored(config: Config) -> tuple[RunState, dict[str, torch.Tensor], dict[s
     return state, full_state_dict(model), moments
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_any_number_of_ranks_loads_exactly_what_two_saved(
-    ranks: Ranks, tmp_path: Path, num_ranks: int
-) -> None:
+def test_any_number_of_ranks_loads_exactly_what_two_saved(ranks: Ranks, finished: Finished) -> None:
     """Weights and moments are equal bit for bit, and the position is the saved one."""
-    write_corpus(tmp_path)
-    config = tiny(tmp_path, train={"steps": 2})
-    ranks(2).run(train, config)
+    config = finished(num_ranks=2, train={"steps": 2})
     stored = stored_tensors(config.checkpoint_directory, 2)
-    for state, weights, moments in ranks(num_ranks).run(_restored, config):
+    restored = [each for num_ranks in (1, 2, 3) for each in ranks(num_ranks).run(_restored, config)]
+    assert len(restored) == 6
+    for state, weights, moments in restored:
         assert (state.step, state.consumed_samples) == (2, 24)
         for name, weight in weights.items():
             if f"model.{name}" in stored:
@@ -72,10 +102,11 @@ def test_any_number_of_ranks_loads_exactly_what_two_saved(
             assert moment.any()
 
 
-def test_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(
+    ranks: Ranks, tmp_path: Path, finished: Finished
+) -> None:
     """On every rank, naming the tensors that differ; the checkpoint stays."""
-    write_corpus(tmp_path)
-    ranks(2).run(train, tiny(tmp_path, train={"steps": 1}))
+    finished(train={"steps": 1})
     other = tiny(tmp_path, model={"ffn_hidden_size": 64})
     with pytest.raises(RanksError, match=r"mlp\.linear_fc1\.weight") as failure:
         ranks(2).run(train, other)
@@ -173,16 +204,18 @@ def _train_to_a_nan(config: Config, at_step: int, failing_file: int | None = Non
     ],
 )
 def test_a_loss_that_is_not_finite_loses_one_step(
-    ranks: Ranks, tmp_path: Path, checkpoints: dict[str, Any], optimizer: dict[str, Any]
+    ranks: Ranks,
+    tmp_path: Path,
+    finished: Finished,
+    checkpoints: dict[str, Any],
+    optimizer: dict[str, Any],
 ) -> None:
     """The step before is on disk as a straight run has it, and the run that goes on ends alike."""
-    write_corpus(tmp_path)
     every = {"interval_steps": 3, "keep_last": None}
-    apart = {"directory": str(tmp_path / "straight")}
-    straight = tiny(tmp_path, run=apart, optimizer=optimizer, checkpoint=every)
-    ranks(2).run(train, straight)
+    straight = finished(num_ranks=2, optimizer=optimizer, checkpoint=every)
     checkpoints = {"keep_last": None, **checkpoints}
-    config = tiny(tmp_path, optimizer=optimizer, checkpoint=checkpoints)
+    apart = {"directory": str(tmp_path / "apart")}
+    config = tiny(tmp_path, run=apart, optimizer=optimizer, checkpoint=checkpoints)
     for error in ranks(2).run(_train_to_a_nan, config, 4):
         where = f"'{config.checkpoint_directory}'"
         assert error.endswith(f". Step 3, the one before, is saved in {where}.")
@@ -207,7 +240,7 @@ def test_a_first_loss_that_is_not_finite_saves_nothing(tmp_path: Path) -> None:
 def test_a_failing_save_does_not_hide_a_loss_that_is_not_finite(
     ranks: Ranks, tmp_path: Path, in_background: bool
 ) -> None:
-    """Both are told; a background save that failed is made up for at the same moment."""
+    """Both are reported; a background save that failed is made again at the same moment."""
     write_corpus(tmp_path)
     section = {"interval_steps": 2, "in_background": True} if in_background else {}
     config = tiny(tmp_path, checkpoint=section)
@@ -233,21 +266,20 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(
     assert rows(tmp_path) == []
 
 
-def test_a_finished_run_needs_no_place_for_checkpoints(tmp_path: Path) -> None:
+def test_a_finished_run_needs_no_place_for_checkpoints(finished: Finished) -> None:
     """It is evaluated again beside checkpoints that it could not replace."""
-    write_corpus(tmp_path)
-    config = tiny(tmp_path, train={"steps": 1})
-    train(config)
+    config = finished(train={"steps": 1})
     folder = config.checkpoint_directory
     before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
     assert train(config).is_finished
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def _changed(folder: Path, caplog: pytest.LogCaptureFixture, **sections: dict[str, Any]) -> str:
-    """Train one step, then one more with other values; return what was logged."""
-    write_corpus(folder)
-    train(tiny(folder, train={"steps": 1}, schedule={"warmup_samples": 0}))
+def _changed(
+    finished: Finished, folder: Path, caplog: pytest.LogCaptureFixture, **sections: dict[str, Any]
+) -> str:
+    """Train one step more than a finished run with other values; return what was logged."""
+    finished(train={"steps": 1}, schedule={"warmup_samples": 0})
     with caplog.at_level(logging.INFO, logger="megafsdp.training"):
         sections.setdefault("schedule", {}).setdefault("warmup_samples", 0)
         train(tiny(folder, **sections))
@@ -255,10 +287,12 @@ def _changed(folder: Path, caplog: pytest.LogCaptureFixture, **sections: dict[st
 
 
 def test_differences_from_the_checkpoint_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: Finished
 ) -> None:
     """Each changed value with both of its values; the order of samples is not questioned."""
-    text = _changed(tmp_path, caplog, train={"steps": 2}, optimizer={"weight_decay": 0.25})
+    text = _changed(
+        finished, tmp_path, caplog, train={"steps": 2}, optimizer={"weight_decay": 0.25}
+    )
     assert "optimizer.weight_decay: 0.1 -> 0.25" in text
     assert "train.steps: 1 -> 2" in text
     assert "order of samples" not in text
@@ -272,10 +306,9 @@ def _restored_weight_decay(config: Config) -> float:
     return optimizer.param_groups[0]["weight_decay"]
 
 
-def test_configured_hyperparameters_win(ranks: Ranks, tmp_path: Path) -> None:
+def test_configured_hyperparameters_win(ranks: Ranks, tmp_path: Path, finished: Finished) -> None:
     """The optimizer goes on with the configuration's weight decay, not the checkpoint's."""
-    write_corpus(tmp_path)
-    train(tiny(tmp_path, train={"steps": 1}))
+    finished(train={"steps": 1})
     config = tiny(tmp_path, optimizer={"weight_decay": 0.25})
     assert ranks(1).run(_restored_weight_decay, config) == [0.25]
 
@@ -300,11 +333,10 @@ def _loss_scales(config: Config) -> list[float | None]:
     return scales
 
 
-def test_runs_change_to_fp16_and_back(tmp_path: Path) -> None:
+def test_runs_change_to_fp16_and_back(tmp_path: Path, finished: Finished) -> None:
     """Without a stored scale the first one is taken; a stored one is left where it is not asked."""
-    write_corpus(tmp_path)
+    finished(train={"steps": 1})
     fp16 = {"precision": {"param_dtype": "fp16"}, "loss_scale": {"initial": 256.0, "window": 1}}
-    assert _loss_scales(tiny(tmp_path, train={"steps": 1})) == [None]
     assert _loss_scales(tiny(tmp_path, train={"steps": 3}, **fp16)) == [256.0, 512.0]
     assert _loss_scales(tiny(tmp_path, train={"steps": 4}, **fp16)) == [1024.0]
     constant = fp16 | {"loss_scale": {"constant": 64.0}}
@@ -411,12 +443,13 @@ REGROUPED = {
 
 
 @pytest.mark.parametrize("change", REGROUPED)
-def test_parameters_are_grouped_as_configured(ranks: Ranks, tmp_path: Path, change: str) -> None:
+def test_parameters_are_grouped_as_configured(
+    ranks: Ranks, tmp_path: Path, finished: Finished, change: str
+) -> None:
     """Each parameter keeps its states, bit for bit, in whichever group it is."""
-    write_corpus(tmp_path)
     before, after = REGROUPED[change]
     num_ranks = 2 if change == "no decay" else 1
-    ranks(num_ranks).run(train, tiny(tmp_path, train={"steps": 2}, optimizer=before))
+    finished(train={"steps": 2}, optimizer=before)
     config = tiny(tmp_path, train={"steps": 3}, optimizer=after)
     for restored, configured, num_states in ranks(num_ranks).run(_regrouped, config):
         assert restored == configured
@@ -435,13 +468,12 @@ def test_parameters_are_grouped_as_configured(ranks: Ranks, tmp_path: Path, chan
     ],
 )
 def test_states_of_another_optimizer_are_refused(
-    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+    tmp_path: Path, finished: Finished, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """Whatever else changes: they would be lost without a word."""
-    write_corpus(tmp_path)
-    train(tiny(tmp_path, train={"steps": 1}, optimizer=before))
+    """Whatever else changes: they would be lost without a message."""
+    finished(train={"steps": 2}, optimizer=before)
     with pytest.raises(CheckpointError, match="group") as caught:
-        train(tiny(tmp_path, train={"steps": 2}, **after))
+        train(tiny(tmp_path, train={"steps": 3}, **after))
     assert re.search(r"Set back .*\((muon|optimizer)\.\w+: .* -> ", str(caught.value))
     assert "strict=" not in str(caught.value)
 
@@ -538,10 +570,11 @@ def test_schedule_must_fit_the_samples_of_all_batches(
     assert train(long).is_finished
 
 
-def test_followed_schedule_of_a_checkpoint_is_not_measured(tmp_path: Path) -> None:
+def test_followed_schedule_of_a_checkpoint_is_not_measured(
+    tmp_path: Path, finished: Finished
+) -> None:
     """What the configuration has in its place decides nothing."""
-    write_corpus(tmp_path)
-    train(tiny(tmp_path, train={"steps": 1}, schedule={"warmup_samples": 0}))
+    finished(train={"steps": 1}, schedule={"warmup_samples": 0})
     schedule = {"decay_samples": 100, "from_checkpoint": True}
     assert train(tiny(tmp_path, train={"steps": 2}, schedule=schedule)).step == 2
 
@@ -557,10 +590,10 @@ def test_samples_count_whatever_the_batch_was(tmp_path: Path) -> None:
 
 
 def test_another_order_of_samples_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: Finished
 ) -> None:
     """Some samples would be seen again, which no other message would tell."""
-    text = _changed(tmp_path, caplog, train={"steps": 2}, data={"seed": 7})
+    text = _changed(finished, tmp_path, caplog, train={"steps": 2}, data={"seed": 7})
     assert "order of samples is not the checkpoint's" in text
     assert "seed: 1234 -> 7" in text
 
@@ -579,14 +612,14 @@ def test_data_that_was_prepared_again_is_a_warning(
             for length in lengths:
                 writer.add_document([7] * length)
 
-    def save_older(*arguments: Any, order: dict[str, object], **keywords: Any) -> object:
-        order = {name: value for name, value in order.items() if name != "lengths_sha256"}
-        return resume.save(*arguments, order=order, **keywords)
+    def save_older(*arguments: Any, extra: dict[str, Any], **keywords: Any) -> object:
+        del extra["order"]["lengths_sha256"]
+        return save(*arguments, extra=extra, **keywords)
 
     write([400, 300, 500])
     with monkeypatch.context() as patch:
         if not is_known:
-            patch.setattr(loop, "save", save_older)
+            patch.setattr("megafsdp.checkpoint.save", save_older)
         train(tiny(tmp_path, train={"steps": 1}, data={"validation": []}))
     for lengths, is_warned in (([400, 300, 500], False), ([300, 400, 500], is_known)):
         write(lengths)
@@ -595,21 +628,18 @@ def test_data_that_was_prepared_again_is_a_warning(
         assert ("order of samples is not the checkpoint's" in caplog.text) == is_warned
 
 
-def test_fresh_run_over_checkpoints_is_refused(tmp_path: Path) -> None:
-    """Nothing is overwritten by a run that was told not to resume."""
-    write_corpus(tmp_path)
-    train(tiny(tmp_path, train={"steps": 1}))
+def test_fresh_run_over_checkpoints_is_refused(tmp_path: Path, finished: Finished) -> None:
+    """Nothing is overwritten by a run with checkpoint.resume false."""
+    finished(train={"steps": 1})
     config = tiny(tmp_path, checkpoint={"resume": False})
     with pytest.raises(ConfigError, match=r"checkpoint\.resume.*step 1"):
         train(config)
     assert stored_tensors(config.checkpoint_directory, 1)
 
 
-def test_half_written_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_half_written_checkpoint_is_refused(finished: Finished) -> None:
     """A checkpoint without one of its files is an error that names it, not a fresh start."""
-    write_corpus(tmp_path)
-    config = tiny(tmp_path, train={"steps": 1})
-    train(config)
+    config = finished(train={"steps": 1})
     (data_file,) = config.checkpoint_directory.glob("iter_*/*.distcp")
     data_file.unlink()
     with pytest.raises(CheckpointError, match=f"{data_file.name}.*number into latest_checkpointed"):

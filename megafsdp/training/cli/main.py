@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from megafsdp.data import PrepOptions, prepare
 from megafsdp.errors import CheckpointError, ConfigError, DataError
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _configure_logging()
     try:
         if words[:1] == ["train"]:
-            # Its options are jsonargparse's, unabridged and with its own --help.
+            # Its options are those of the configuration, with a --help of their own.
             _train(words[1:])
         else:
             options = _parser().parse_args(words)
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="pretrain a model; see megafsdp train --help", add_help=False)
     _add_prep(commands.add_parser("prep", help="turn text into token files"))
-    doctor = commands.add_parser("doctor", help="say what works on this machine and what is lost")
+    doctor = commands.add_parser("doctor", help="list what works on this machine and what is lost")
     doctor.set_defaults(run=_doctor)
     add_ckpt_commands(commands.add_parser("ckpt", help="look at checkpoints and convert them"))
     return parser
@@ -79,7 +80,12 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
     add("--json-key", default=default.json_key, help="key of the text in a JSON line")
     add("--encoding-errors", choices=("strict", "replace"), default=default.encoding_errors)
     add("--tokenizer", default=default.tokenizer, help="byte, or a tokenizers JSON file")
-    add("--no-eod", action="store_true", help="do not end documents with a token")
+    add(
+        "--no-eod",
+        dest="append_eod",
+        action="store_false",
+        help="do not end documents with a token",
+    )
     add(
         "--validation-every",
         type=int,
@@ -93,23 +99,9 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
 
 
 def _prep(options: argparse.Namespace) -> None:
-    record = prepare(
-        PrepOptions(
-            output=options.output,
-            inputs=tuple(options.inputs),
-            stdlib=options.stdlib,
-            docstrings=options.docstrings,
-            suffixes=tuple(options.suffixes),
-            json_key=options.json_key,
-            encoding_errors=options.encoding_errors,
-            tokenizer=options.tokenizer,
-            append_eod=not options.no_eod,
-            validation_every=options.validation_every,
-            seed=options.seed,
-            no_progress=options.no_progress,
-            force=options.force,
-        )
-    )
+    given = {f.name: getattr(options, f.name) for f in fields(PrepOptions)}
+    lists = {name: tuple(given[name]) for name in ("inputs", "suffixes")}
+    record = prepare(PrepOptions(**{**given, **lists}))
     print(f"{options.output}: {record.describe()}")
 
 
@@ -120,7 +112,7 @@ def _doctor(options: argparse.Namespace) -> None:
 
 def _configure_logging() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    # What all ranks have to say, one of them says.
+    # A message of all ranks is logged by the first one.
     is_first = os.environ.get("RANK", "0") == "0"
     logging.getLogger("megafsdp").setLevel(logging.WARNING if is_first else logging.ERROR)
     logging.getLogger("megafsdp.training").setLevel(logging.INFO if is_first else logging.ERROR)

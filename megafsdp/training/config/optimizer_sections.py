@@ -1,21 +1,21 @@
-"""The sections of a configuration that say how gradients become steps of the weights.
+"""The sections of a configuration for the optimizer, for Muon, and for the loss scale of fp16.
 
-The optimizer, Muon's own options, and the loss scale of fp16. The learning rate over time is
-``schedule``'s; checks across values are in ``megafsdp.training.config.validate``.
+The schedule of the learning rate is in ``megafsdp.training.config.sections``; checks across values
+are in ``megafsdp.training.config.validate``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megafsdp.optimizer.loss_scaler import ScaleRule
 
-# jsonargparse reads the instances' __dict__, so these classes have no slots.
-
+_DecayRate = Annotated[float, Field(ge=0, lt=1)]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 _STATE_DTYPES = {
     "fp32": torch.float32,
@@ -58,19 +58,19 @@ class OptimizerSection:
     """
 
     kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
-    lr: float = 3e-4
-    lr_multipliers: dict[str, float] = field(default_factory=dict)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.9
-    weight_decay: float = 0.1
+    lr: PositiveFloat = 3e-4
+    lr_multipliers: dict[str, NonNegativeFloat] = field(default_factory=dict)
+    betas: tuple[_DecayRate, _DecayRate] = (0.9, 0.95)
+    eps: NonNegativeFloat = 1e-8
+    momentum: NonNegativeFloat = 0.9
+    weight_decay: NonNegativeFloat = 0.1
     decay_vectors: bool = False
     implementation: Literal["megafsdp", "fused", "foreach", "loop"] | None = None
     exp_avg_dtype: StateDtype = "fp32"
     exp_avg_sq_dtype: StateDtype = "fp32"
     store_param_remainders: bool = False
-    clip_norm: float | None = 1.0
-    offload_fraction: float | Literal["auto"] = 0.0
+    clip_norm: PositiveFloat | None = 1.0
+    offload_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
     offload_overlap: bool = True
     speculate: bool | Literal["auto"] = "auto"
 
@@ -81,12 +81,12 @@ class OptimizerSection:
 
     @property
     def is_fused_adam(self) -> bool:
-        """Tell whether FusedAdam takes the steps."""
+        """Return whether FusedAdam takes the steps."""
         return self.kind in ("adamw", "adam") and self.form == "megafsdp"
 
     @property
     def max_grad_norm(self) -> float:
-        """Return the clipping of an optimizer that clips by itself, which measures in any case."""
+        """Return clip_norm as an optimizer that clips by itself takes it; infinite for null."""
         return math.inf if self.clip_norm is None else self.clip_norm
 
     @property
@@ -117,14 +117,14 @@ class MuonSection:
     """
 
     adamw: list[str] = field(default_factory=lambda: ["*embedding*", "*output_layer*"])
-    momentum: float = 0.95
+    momentum: _DecayRate = 0.95
     nesterov: bool = True
-    ns_steps: int = 5
+    ns_steps: PositiveInt = 5
     ns_dtype: Literal["fp32", "bf16"] | None = None
-    eps: float = 1e-7
+    eps: NonNegativeFloat = 1e-7
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     split_fused: Literal["parts", "groups", "none"] = "parts"
-    bucket_numel: int = 1 << 26
+    bucket_numel: PositiveInt = 1 << 26
 
 
 @dataclass(frozen=True)

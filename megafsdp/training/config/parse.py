@@ -1,22 +1,26 @@
 """From YAML files and command lines to a :class:`Config`, and back to YAML.
 
-jsonargparse does the parsing and the types; here stand the names: an unknown one is answered with
-the nearest known ones, wherever it was written.
+pydantic checks each value alone, by the types and bounds of the sections; the options of the
+command line and their help are the sections' fields and docstrings. Here are what YAML and pydantic
+lack: numbers such as ``1e3``, keys that stand twice, and the known names nearest to an unknown one.
+Checks across values are in ``megafsdp.training.config.validate``.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import itertools
+import functools
+import inspect
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, get_type_hints
 
-import jsonargparse
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config.sections import Config
@@ -26,36 +30,42 @@ _DESCRIPTION = (
     "Pretrain a model. Every value of the configuration can stand in a YAML file (--config) and be "
     "overridden on the command line (--section.field value). With --dry-run [RANKS] nothing is "
     "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON). "
-    "Text arrives as it is written; the bare word null on the command line stands for no value."
+    "Text arrives as it is written; the bare word null on the command line stands for no value; "
+    "--section.field+=value appends to a list."
 )
+_USAGE = "megafsdp train [--config FILE] [--section.field VALUE] [--print-config]"
 _CONFIG_HELP = "YAML file; of several a later one overrides, and options override them all."
-_MODE = "megafsdp"
-_T = TypeVar("_T")
+_HINT = "See --help for names and types, and --print-config for an example"
+_COMMAND_LINE = "the command line"
 
 
-class _Text(str):
-    """Text that a file or a caller has given as text.
+class _Loader(yaml.SafeLoader):
+    """Refuse a key that stands twice, of which YAML would take the last."""
 
-    jsonargparse reads a plain str as YAML once more, where "null" and "# Title" are no value.
-    """
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if (first := lines.get((key.tag, key.value))) is not None:
+                    raise yaml.YAMLError(f"'{key.value}' twice, in lines {first} and {line}")
+                lines[key.tag, key.value] = line
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that jsonargparse's YAML reads as a number, and PyYAML's does not."""
+    """Quote text that :class:`_Loader` reads as a number."""
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
-class _Parser(jsonargparse.ArgumentParser):
-    """Raises ConfigError in place of printing usage and exiting."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise _unreadable("the training configuration", message) from ex
+# PyYAML reads 1e3 as text. A date is text here, as no field is one.
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
 
 
 def parse_config(arguments: Sequence[str]) -> Config:
@@ -72,27 +82,46 @@ def parse_config(arguments: Sequence[str]) -> Config:
 
     Raises:
         ConfigError: A file cannot be read, a name is unknown (the nearest are named), or a value
-            has the wrong type.
+            has the wrong type or is out of its range.
     """
-    words = ["--print_config" if w == "--print-config" else w for w in arguments]
-    _check_options(words)
-    ordered = _files_first(words)
-    return _instantiate(lambda parser: parser.parse_args(ordered))
+    try:
+        given, unknown = _parser().parse_known_args(arguments)
+    except (argparse.ArgumentError, yaml.YAMLError) as error:
+        raise _unreadable(str(error), _COMMAND_LINE) from error
+    if unknown and unknown[0].startswith("--"):
+        raise _unknown(unknown[0][2:].partition("=")[0], _COMMAND_LINE)
+    if unknown:
+        raise _unreadable(repr(unknown[0]), _COMMAND_LINE)
+    values: dict[str, dict[str, Any]] = {}
+    for path in given.config:
+        for section, content in _read_file(path).items():
+            values.setdefault(section, {}).update(content)
+    for option, value in given.options:
+        section, _, name = option.strip("-+").partition(".")
+        into = values.setdefault(section, {})
+        if option.endswith("+"):
+            before = into.get(name, _known_names()[f"{section}.{name}"]) or []
+            value = [*before, *(value if isinstance(value, list) else [value])]
+        into[name] = value
+    config = _checked(values, _COMMAND_LINE)
+    if given.print_config:
+        print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
     """Build a configuration from nested dicts, as YAML has them.
 
     Raises:
-        ConfigError: A name is unknown, or a value has the wrong type.
+        ConfigError: A name is unknown, or a value has the wrong type or is out of its range.
     """
-    _check_names(values, "the given values")
-    return _instantiate(lambda parser: parser.parse_object(_marked(dict(values))))
+    return _checked(values, "the training configuration")
 
 
 def to_yaml(config: Config) -> str:
     """Return the whole configuration as YAML that ``--config`` reads."""
-    return _dump(config.to_dict())
+    return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -106,137 +135,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _instantiate(parse: Callable[[_Parser], jsonargparse.Namespace]) -> Config:
-    jsonargparse.set_loader(_MODE, _load, (yaml.YAMLError,))
-    jsonargparse.set_dumper(_MODE, _dump)
-    parser = _Parser(prog="megafsdp train", description=_DESCRIPTION, parser_mode=_MODE)
-    parser.add_argument("--config", action="config", help=_CONFIG_HELP)
-    parser.add_class_arguments(Config)
-    try:
-        parsed = parse(parser)
-        for name, value in list(parsed.items()):
-            parsed[name] = _unmarked(value)
-        parsed = parser.instantiate(parsed)
-    except (argparse.ArgumentError, TypeError) as error:
-        raise _unreadable("the training configuration", str(error)) from error
-    return Config(**{f.name: parsed[f.name] for f in fields(Config)})
-
-
-def _load(text: str) -> object:
-    """Read a file, or a value of the command line; what YAML takes for nothing is that text."""
-    _check_keys(text)
-    value = jsonargparse.get_loader("yaml")(text)
-    return text if value is None else _marked(value)
-
-
-def _dump(values: object) -> str:
-    return yaml.dump(_unmarked(values), Dumper=_Dumper, sort_keys=False, width=100)
-
-
-def _marked(value: _T) -> _T:
-    return _map_text(_Text, value)
-
-
-def _unmarked(value: _T) -> _T:
-    return _map_text(str, value)
-
-
-def _map_text(convert: Callable[[str], str], value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _map_text(convert, each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map_text(convert, each) for each in value)
-    return convert(value) if isinstance(value, str) else value
-
-
-def _check_options(words: Sequence[str]) -> None:
-    known = set(_known_names()) | {"config", "print_config", "help"}
-    for index, word in enumerate(words):
-        if not word.startswith("--") or word == "--":
-            continue
-        name, equals, value = word[2:].partition("=")
-        if " " in name:
-            # Text, which argparse takes for a value too.
-            continue
-        if name.removesuffix("+") not in known:
-            raise _unknown(name, "the command line", known)
-        if name == "config":
-            path = value if equals else next(iter(words[index + 1 :]), "")
-            _check_names(_read_yaml(path), f"file '{path}'")
-
-
-def _files_first(words: Sequence[str]) -> list[str]:
-    """Return words with the files before the options, which jsonargparse applies in order."""
-    files: list[str] = []
-    others: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word == "--config":
-            files += [word, *itertools.islice(rest, 1)]
-        else:
-            (files if word.startswith("--config=") else others).append(word)
-    return files + others
-
-
-def _check_names(values: object, where: str) -> None:
-    known = set(_known_names())
-    if not isinstance(values, Mapping):
-        raise _unreadable(where, f"a {type(values).__name__}")
-    for section, content in values.items():
-        if section not in known:
-            raise _unknown(str(section), where, known)
-        if content is None:
-            raise _unreadable(where, f"section '{section}' without a value")
-        for name in content if isinstance(content, Mapping) else ():
-            if f"{section}.{name}" not in known:
-                raise _unknown(f"{section}.{name}", where, known)
-
-
-def _read_yaml(path: str) -> object:
-    try:
-        text = Path(path).read_text()
-        _check_keys(text)
-        return yaml.safe_load(text) or {}
-    # ValueError: text that is not UTF-8, or a date that no calendar has.
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise _unreadable(f"file '{path}'", str(error)) from error
-
-
-def _check_keys(text: str) -> None:
-    """Check that no mapping in YAML has a key twice, of which YAML would take the last.
-
-    Raises:
-        yaml.YAMLError: One has, or the text is not YAML.
-    """
-    root = yaml.compose(text, yaml.SafeLoader)
-    left, seen = [root] if root else [], set()
-    while left:
-        node = left.pop()
-        # Aliases lead to one node again and again.
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            left += node.value
-        elif isinstance(node, yaml.MappingNode):
-            lines: dict[tuple[str, str], int] = {}
-            for key, value in node.value:
-                left.append(value)
-                if isinstance(key, yaml.ScalarNode):
-                    line = key.start_mark.line + 1
-                    if (first := lines.get((key.tag, key.value))) is not None:
-                        raise yaml.YAMLError(f"'{key.value}' twice, in lines {first} and {line}")
-                    lines[key.tag, key.value] = line
-
-
-def _known_names() -> Iterator[str]:
-    for section in fields(Config):
-        yield section.name
-        cls = section.default_factory
-        if is_dataclass(cls):
-            yield from (f"{section.name}.{f.name}" for f in fields(cls))
-
-
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -245,22 +143,106 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def _unknown(name: str, where: str, known: set[str]) -> ConfigError:
+def _known_names() -> dict[str, Any]:
+    """Return the default of each field by its ``section.field``."""
+    sections = Config().to_dict().items()
+    return {f"{name}.{field}": value for name, s in sections for field, value in s.items()}
+
+
+class _Option(argparse.Action):
+    """Keep an option's spelling and value, in the order of the command line."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        namespace.options = [*namespace.options, (option_string, values)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return a parser with an option for each field of each section."""
+    parser = argparse.ArgumentParser(
+        usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False, exit_on_error=False
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help=_CONFIG_HELP)
+    names, text = ("--print-config", "--print_config"), "Print the values as YAML and exit."
+    parser.add_argument(*names, action="store_true", help=text)
+    parser.set_defaults(options=[])
+    defaults = _known_names()
+    for section, cls in ((f.name, f.default_factory) for f in fields(Config)):
+        text = inspect.cleandoc(cls.__doc__ or "")
+        docs = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE))
+        group = parser.add_argument_group(section, text.partition("\n")[0])
+        for name, hint in get_type_hints(cls).items():
+            path = f"{section}.{name}"
+            kind, default = inspect.formatannotation(hint), json.dumps(defaults[path])
+            group.add_argument(
+                *(f"--{path}{sign}" for sign in ("", "+")[: 1 + ("list" in kind)]),
+                action=_Option,
+                dest="options",
+                type=_text if hint in (str, str | None) else _value,
+                metavar="VALUE",
+                help=f"{docs[name]} ({kind}; default {default})".replace("%", "%%"),
+            )
+    return parser
+
+
+def _text(word: str) -> str | None:
+    return None if word == "null" else word
+
+
+def _value(word: str) -> object:
+    value = yaml.load(word, _Loader)
+    # YAML reads empty words and comments as null too.
+    return word if value is None and word.lower() not in ("null", "~") else value
+
+
+def _read_file(path: str) -> dict[str, dict[str, Any]]:
+    """Return the values of a YAML file, each of them checked."""
+    where = f"file '{path}'"
+    try:
+        values = yaml.load(Path(path).read_text(), _Loader)
+    # ValueError: text that is not UTF-8.
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _unreadable(str(error), where) from error
+    _checked(values, where)
+    return dict(values)
+
+
+def _checked(values: object, where: str) -> Config:
+    """Return the configuration of nested dicts, each value by itself within its bounds."""
+    try:
+        return _adapter().validate_json(json.dumps(values))
+    except ValidationError as error:
+        found = error.errors()
+    except (TypeError, ValueError) as error:
+        raise _unreadable(str(error), where) from error
+    for each in found:
+        if each["type"] == "unexpected_keyword_argument":
+            raise _unknown(".".join(map(str, each["loc"])), where)
+    first = found[0]
+    # A value that may be of several types fails as each of them.
+    same = [each for each in found if each["loc"][:2] == first["loc"][:2]]
+    parts = first["loc"] if len(same) == 1 else first["loc"][:2]
+    path = ".".join(map(str, parts)) or "the values"
+    what = " or ".join(re.sub(r"^\w+ should ", "", each["msg"]) for each in same)
+    got = repr(first["input"])
+    raise ConfigError(expected(f"{path} to {what}", got, where=where, hint=_HINT))
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
+def _unknown(name: str, where: str) -> ConfigError:
     # The last part alone finds a right name in the wrong section.
-    last = {k: k.rpartition(".")[2] for k in sorted(known)}
-    similar = difflib.get_close_matches(name, sorted(known), n=_NUM_SUGGESTIONS, cutoff=0.6)
+    known = sorted([*_known_names(), *(field.name for field in fields(Config))])
+    last = {k: k.rpartition(".")[2] for k in known}
+    similar = difflib.get_close_matches(name, known, n=_NUM_SUGGESTIONS, cutoff=0.6)
     namesakes = difflib.get_close_matches(name.rpartition(".")[2], last.values(), cutoff=0.8)
     nearest = list(dict.fromkeys([*similar, *(k for k in last if last[k] in namesakes)]))
     hint = f"Did you mean {' or '.join(nearest[:_NUM_SUGGESTIONS])}" if nearest else "See --help"
     return ConfigError(expected("a known name", repr(name), where=where, hint=hint))
 
 
-def _unreadable(where: str, got: str) -> ConfigError:
-    return ConfigError(
-        expected(
-            "YAML or options of sections and fields",
-            got.replace("\n", " "),
-            where=where,
-            hint="See --help for names and types, and --print-config for an example",
-        )
-    )
+def _unreadable(got: str, where: str) -> ConfigError:
+    what, got = "YAML or options of sections and fields", got.replace("\n", " ")
+    return ConfigError(expected(what, got, where=where, hint=_HINT))

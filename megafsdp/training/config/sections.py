@@ -1,22 +1,19 @@
-"""The one tree of dataclasses that describes a training run.
+"""The one tree of dataclasses that describes a training run, with the bounds of each value.
 
-Values are plain, so YAML, a command line and a checkpoint can spell them;
-``megafsdp.training.config.parse`` reads them and ``megafsdp.training.config.validate`` checks them.
-
-
-The sections of a configuration that say how the model is run, not what is trained.
-
-How ranks share it, in which dtypes it computes, and what backward recomputes. Checks across values
-are in ``megafsdp.training.config.validate``.
+Values are plain, so YAML, a command line and a checkpoint can spell them. The types and bounds are
+pydantic's, but building a section by code checks nothing: ``megafsdp.training.config.parse`` checks
+each value alone, and ``megafsdp.training.config.validate`` all of them together. The sections of
+the optimizer are in ``megafsdp.training.config.optimizer_sections``.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megafsdp.errors import ConfigError, expected
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
@@ -30,7 +27,26 @@ from megafsdp.training.config.optimizer_sections import (
     OptimizerSection,
 )
 
-# jsonargparse reads the instances' __dict__, so these classes have no slots.
+# 31 years; torch counts a clock's nanoseconds in 64 bits.
+_MAX_TIMEOUT_S = 10**9
+
+
+def require(is_sound: bool, path: str, what: str, got: object, hint: str) -> None:
+    """Check a value of the configuration.
+
+    Args:
+        is_sound: Whether it can be used.
+        path: Its ``section.field``.
+        what: What it must be.
+        got: What it is.
+        hint: What the user can do.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    if not is_sound:
+        where = f"the training configuration, {path}"
+        raise ConfigError(expected(what, got, where=where, hint=hint))
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class ParallelSection:
             which needs dp_outer above 1 and strategy optim_grads_params.
         prefetch: Units gathered ahead of the running one.
         reshard_after_forward: Free gathered parameters between forward and backward; null frees all
-            but those needed again at once; a divisor of dp_shard keeps them divided among that
+            but those needed again at once; a divisor of dp_shard leaves them divided among that
             many neighbours.
         offload_parameters: Keep main weights, gradients and optimizer states on the host and step
             there; unlike optimizer.offload_fraction for any optimizer, and without overlap.
@@ -63,8 +79,8 @@ class ParallelSection:
         "optim_grads_params"
     )
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
-    prefetch: int = 1
-    reshard_after_forward: bool | int | None = None
+    prefetch: NonNegativeInt = 1
+    reshard_after_forward: bool | PositiveInt | None = None
     offload_parameters: bool = False
 
     def dims(self) -> ParallelDims:
@@ -114,10 +130,10 @@ class PrecisionSection:
 
 @dataclass(frozen=True)
 class ActivationCheckpointingSection:
-    """What backward recomputes instead of keeping it; losses stay the same in every bit.
+    """What backward recomputes instead of saving it; losses stay the same in every bit.
 
     Attributes:
-        mode: none keeps all activations, full the input of a layer only, selective the outputs of
+        mode: none saves all activations, full the input of a layer only, selective the outputs of
             matrix products and attention too.
         every: Checkpoint layers 0, every, 2 * every and so on.
         use_reentrant: torch's older implementation, for full only.
@@ -136,9 +152,6 @@ class ActivationCheckpointingSection:
         return ActivationCheckpointing(self.mode, self.every, self.use_reentrant)
 
 
-# jsonargparse reads the instances' __dict__, so these classes have no slots.
-
-
 @dataclass(frozen=True)
 class RunSection:
     """What the run is called and where it lives.
@@ -152,11 +165,11 @@ class RunSection:
         timeout_s: How long a collective may wait for another rank.
     """
 
-    directory: str = "runs/default"
+    directory: Annotated[str, Field(min_length=1)] = "runs/default"
     name: str = ""
-    seed: int = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 1234
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = 1800.0
+    timeout_s: Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)] = 1800.0
 
 
 @dataclass(frozen=True)
@@ -201,15 +214,13 @@ class ModelSection:
         Raises:
             ConfigError: There is no such preset, or the values do not make a model.
         """
-        if self.preset not in presets:
-            raise ConfigError(
-                expected(
-                    f"one of {', '.join(presets)}",
-                    repr(self.preset),
-                    where="the training configuration, model.preset",
-                    hint="Name one of these and override what differs",
-                )
-            )
+        require(
+            self.preset in presets,
+            "model.preset",
+            f"one of {', '.join(presets)}",
+            repr(self.preset),
+            "Name one of these and override what differs",
+        )
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
         overrides = {name: value for name, value in given.items() if value is not None}
         return replace(presets[self.preset], **overrides)
@@ -234,13 +245,13 @@ class DataSection:
     """
 
     train: list[str] = field(default_factory=list)
-    weights: list[float] | None = None
+    weights: list[PositiveFloat] | None = None
     validation: list[str] = field(default_factory=list)
     split: str | None = None
     tokenizer: str | None = "byte"
-    sequence_length: int = 1024
-    seed: int = 1234
-    num_samples: int | None = None
+    sequence_length: PositiveInt = 1024
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
+    num_samples: PositiveInt | None = None
     cache: str | None = None
 
 
@@ -259,10 +270,10 @@ class ScheduleSection:
     """
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_samples: int = 0
-    decay_samples: int | None = None
+    warmup_samples: NonNegativeInt = 0
+    decay_samples: PositiveInt | None = None
     decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     from_checkpoint: bool = False
 
 
@@ -282,12 +293,12 @@ class TrainSection:
         max_skips: Steps that may be skipped in a row.
     """
 
-    steps: int | None = None
+    steps: PositiveInt | None = None
     samples: int | None = None
-    global_batch_size: int = 32
-    micro_batch_size: int | None = None
+    global_batch_size: PositiveInt = 32
+    micro_batch_size: PositiveInt | None = None
     nan_policy: Literal["raise", "skip"] = "raise"
-    max_skips: int = 10
+    max_skips: PositiveInt = 10
 
 
 @dataclass(frozen=True)
@@ -302,16 +313,16 @@ class EvaluationSection:
         sample_temperature: 0 takes the likeliest token.
     """
 
-    interval_steps: int | None = None
-    batches: int | None = None
+    interval_steps: PositiveInt | None = None
+    batches: PositiveInt | None = None
     sample_prompt: str | None = None
-    sample_tokens: int = 120
-    sample_temperature: float = 0.8
+    sample_tokens: NonNegativeInt = 120
+    sample_temperature: NonNegativeFloat = 0.8
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """Checkpoints; one is always saved at the end, whether SIGTERM, SIGINT or a NaN brings it.
+    """Checkpoints; one is always saved at the end, also by SIGTERM, SIGINT or a NaN.
 
     Attributes:
         directory: Where, for one job at a time; null for checkpoints in the run's directory.
@@ -324,22 +335,22 @@ class CheckpointSection:
     """
 
     directory: str | None = None
-    interval_steps: int | None = None
-    keep_last: int | None = 2
-    keep_every: int | None = None
+    interval_steps: PositiveInt | None = None
+    keep_last: PositiveInt | None = 2
+    keep_every: PositiveInt | None = None
     resume: bool = True
     in_background: bool = False
 
 
 @dataclass(frozen=True)
 class LoggingSection:
-    """What is told, and to whom; metrics.jsonl is always written.
+    """Progress lines and trackers; metrics.jsonl is always written.
 
-    What cannot be written while the run goes on, on a full disk say, is left out with a warning.
+    A line or row that cannot be written, on a full disk for example, is left out with a warning.
 
     Attributes:
         interval_steps: Steps between progress lines and metrics rows; the first and the last step
-            are always told.
+            are always logged.
         style: Progress lines in our form or in Megatron-LM's.
         wandb: Log to Weights & Biases; offline unless WANDB_API_KEY or WANDB_MODE is set.
         wandb_project: Project in Weights & Biases.
@@ -349,7 +360,7 @@ class LoggingSection:
         num_zero_grads: Log how many elements of all gradients are zero.
     """
 
-    interval_steps: int = 10
+    interval_steps: PositiveInt = 10
     style: Literal["megafsdp", "megatron"] = "megafsdp"
     wandb: bool = False
     wandb_project: str = "megafsdp"
@@ -378,6 +389,9 @@ class Config:
         checkpoint: Checkpoints.
         logging: Progress lines and trackers.
     """
+
+    # For the sections too. Text is not read as a number, nor true as 1.
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)

@@ -1,4 +1,4 @@
-"""How fast and how large a run is, and the lines that say so.
+"""Measure the speed and memory of a run, and format its progress lines.
 
 A :class:`Meter` times steps and nothing else: evaluations and checkpoints are left out of its
 rates. Floating-point operations are those of the model's mathematics; the peak is the device's for

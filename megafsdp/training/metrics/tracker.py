@@ -1,4 +1,4 @@
-"""Where a run's figures go: ``metrics.jsonl`` always, W&B and TensorBoard when asked for.
+"""Write a run's metrics to ``metrics.jsonl``, and to W&B and TensorBoard if configured.
 
 Only the first rank has trackers. A row is a flat dict of numbers with its ``step``.
 """
@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megafsdp.errors import ConfigError, expected
-from megafsdp.training.config.sections import Config
+from megafsdp.training.config.sections import Config, require
 from megafsdp.training.process.doctor import is_installed
 
 if TYPE_CHECKING:
@@ -31,23 +30,22 @@ Row = Mapping[str, float | int | None]
 
 
 class Tracker(Protocol):
-    """Something that keeps rows."""
+    """A destination of rows."""
 
     def log(self, row: Row) -> None:
-        """Keep one row."""
+        """Write one row."""
 
     def close(self) -> None:
         """Write out what is buffered."""
 
 
 class JsonlTracker:
-    """Append rows to a file of JSON lines, each on disk's way when ``log`` returns.
+    """Append rows to a file of JSON lines; each is flushed when ``log`` returns.
 
     Args:
         path: The file; its folder is there.
-        last_step: Rows of later steps are cut off: the run starts again behind this step and will
-            write them anew. An evaluation of this very step takes the place of the one that is
-            there. 0 starts a new file.
+        last_step: Rows of later steps are removed: the run resumes after this step and writes them
+            anew. An evaluation of this very step replaces the one in the file. 0 starts a new file.
     """
 
     def __init__(self, path: Path, *, last_step: int) -> None:
@@ -122,7 +120,7 @@ class WandbTracker:
 
     @property
     def run_id(self) -> str:
-        """Return the run's identity, which checkpoints keep."""
+        """Return the run's identity, which checkpoints save."""
         return self._run.id
 
     def log(self, row: Row) -> None:
@@ -139,7 +137,7 @@ class TensorBoardTracker:
 
     Args:
         directory: Folder of the event files.
-        last_step: Events of later steps are hidden: the run will write them anew.
+        last_step: Events of later steps are hidden: the run writes them anew.
     """
 
     def __init__(self, directory: Path, *, last_step: int) -> None:
@@ -184,7 +182,7 @@ class Trackers:
             self._trackers.append(to_wandb)
 
     def log(self, row: Row) -> None:
-        """Give a row to every tracker, also when one fails: that one goes without the row."""
+        """Log a row in every tracker, also when one of them fails and loses the row."""
         for tracker in self._trackers:
             self._attempt(tracker, functools.partial(tracker.log, row))
 
@@ -218,17 +216,12 @@ def check_trackers(config: Config) -> None:
     Raises:
         ConfigError: One is not.
     """
-    for package, is_wanted in (
-        ("wandb", config.logging.wandb),
-        ("tensorboard", config.logging.tensorboard),
-    ):
-        if is_wanted and not is_installed(package):
-            raise ConfigError(
-                expected(
-                    f"the package {package}",
-                    "no such package",
-                    where=f"the training configuration, logging.{package}",
-                    hint=f"Run `pip install 'megafsdp[{package}]'`, or set logging.{package} to"
-                    " false",
-                )
-            )
+    wanted = {"wandb": config.logging.wandb, "tensorboard": config.logging.tensorboard}
+    for package, is_wanted in wanted.items():
+        require(
+            not is_wanted or is_installed(package),
+            f"logging.{package}",
+            f"the package {package}",
+            "no such package",
+            f"Run `pip install 'megafsdp[{package}]'`, or set logging.{package} to false",
+        )

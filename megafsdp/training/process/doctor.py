@@ -1,4 +1,7 @@
-"""Say what works on this machine, and what is lost where something does not."""
+"""List what works on this machine, and what is lost where something does not.
+
+Printed by `megafsdp doctor`. Nothing is changed or installed.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,12 @@ _OPTIONAL = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was examined.
 
     Attributes:
         name: What.
         state: What was found.
-        loss: What cannot be done for want of it; empty if it works.
+        loss: What cannot be done without it; empty if it works.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything that megafsdp can use; local, changes nothing."""
+    """Examine everything that megafsdp can use; local, changes nothing."""
     return [
         Finding("python", f"{platform.python_version()} on {platform.machine()}"),
         Finding("torch", f"{torch.__version__}, {os.cpu_count()} CPU cores"),
@@ -66,26 +69,28 @@ def examine() -> list[Finding]:
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether a package can be imported, which a folder of its name without files cannot."""
+    """Return whether a package can be imported; a folder of its name without files cannot."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _backends() -> Iterator[Finding]:
-    if dist.is_gloo_available():
-        yield Finding("gloo", "available")
-    else:
-        yield Finding("gloo", "missing in this torch", "no training on CPU ranks")
-    if dist.is_nccl_available():
-        yield Finding("nccl", "available")
-    else:
-        yield Finding("nccl", "missing in this torch", "no training on GPUs")
+    for name, is_available, loss in (
+        ("gloo", dist.is_gloo_available(), "no training on CPU ranks"),
+        ("nccl", dist.is_nccl_available(), "no training on GPUs"),
+    ):
+        yield (
+            Finding(name, "available")
+            if is_available
+            else Finding(name, "missing in this torch", loss)
+        )
 
 
 def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding("GPUs", "none", "training runs on CPU")
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        return
+    for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         yield Finding(f"GPU {index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
 

@@ -1,15 +1,18 @@
-"""One job at a time in a run's folders: a lock that ends with the process that holds it."""
+"""One job at a time in a run's folders: a lock of the operating system that ends with its process.
+
+Commands that only read take no lock.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+
+from filelock import lock_descriptor
 
 from megafsdp.buffer.comm.collectives import broadcast_object
 from megafsdp.errors import ConfigError, expected
@@ -24,15 +27,15 @@ LOCK_FILE = "run.lock"
 def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> Iterator[None]:
     """Keep other jobs out of a run's folders; collective over all ranks on entry.
 
-    The first rank makes the folders and holds the lock on a file in each. The system takes the lock
-    back when that process ends, by whatever signal, so the file that stays means nothing. Where
-    files cannot be locked the run goes on with a warning. Commands that only read take no lock.
+    The first rank makes the folders and locks a file in each. The lock ends with that process, also
+    when it is killed, so a file that is left behind means nothing. Where files cannot be locked the
+    run goes on with a warning.
 
     Args:
         folder: The run's.
         world: Its processes.
         checkpoints: The folder of its checkpoints, if it is set apart; whether it can be written to
-            is asked when there is something to write.
+            is checked before the first step.
 
     Raises:
         ConfigError: Another job holds a lock, or the run's folder cannot be written to; on all
@@ -42,10 +45,10 @@ def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> 
     with contextlib.ExitStack() as files:
         if world.is_first:
             try:
-                _hold(files, folder, "run.directory")
+                _lock(files, folder, "run.directory")
                 # A process cannot lock one file twice.
                 if checkpoints and checkpoints.resolve() != folder.resolve():
-                    _hold(files, checkpoints, "checkpoint.directory")
+                    _lock(files, checkpoints, "checkpoint.directory")
             except ConfigError as error:
                 refusal = str(error)
         refusal = broadcast_object(refusal)
@@ -54,8 +57,8 @@ def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> 
         yield
 
 
-def _hold(files: contextlib.ExitStack, folder: Path, option: str) -> None:
-    """Hold a folder while a stack is open."""
+def _lock(files: contextlib.ExitStack, folder: Path, option: str) -> None:
+    """Lock a folder until a stack is closed."""
     where = f"the training configuration, {option} '{folder}'"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,14 +72,19 @@ def _hold(files: contextlib.ExitStack, folder: Path, option: str) -> None:
         hint = "Make it a folder that this user may write to, or name another"
         raise ConfigError(expected(what, found, where=where, hint=hint)) from error
     try:
-        holder = _lock(file)
+        is_ours = lock_descriptor(file.fileno(), blocking=False)
+        if is_ours:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
     except OSError as error:
         _warn(folder, error)
         return
-    if holder is not None:
-        what = "a folder in which no other job runs"
+    if not is_ours:
+        file.seek(0)
+        what, holder = "a folder in which no other job runs", file.read().strip()
         hint = "Wait until that job has ended or end it, or choose another folder"
-        raise ConfigError(expected(what, holder, where=where, hint=hint))
+        raise ConfigError(expected(what, holder or "another process", where=where, hint=hint))
 
 
 def _warn(folder: Path, error: OSError) -> None:
@@ -87,20 +95,3 @@ def _warn(folder: Path, error: OSError) -> None:
         type(error).__name__,
         error,
     )
-
-
-def _lock(file: TextIO) -> str | None:
-    """Lock an open file; return who holds it already, if someone does.
-
-    Raises:
-        OSError: The file system has no locks, or the file cannot be written.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        return file.read().strip() or "another process"
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return None

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a request that all ranks honour together, at the next safe moment."""
+"""Turn SIGTERM and SIGINT into a request to stop, which all ranks follow at the same step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Remember that a signal asked for the end of the run.
+    """Record a request to end the run.
 
-    Ranks get signals at different moments, or only some of them do, so a rank acts on
+    Ranks receive signals at different moments, or only some of them do, so a rank acts on
     :meth:`agreed` alone. Further signals change nothing: launchers send several.
 
     Args:
@@ -32,7 +32,7 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
-        """Return whether this rank got a signal; other ranks may not have."""
+        """Return whether this rank received a signal; other ranks may not have."""
         return self._is_requested
 
     @property
@@ -45,11 +45,11 @@ class StopRequest:
         self._is_requested = True
 
     def record_agreement(self, num_requests: float) -> None:
-        """Take over an agreement made elsewhere: how many ranks have a request, on all ranks."""
+        """Record the number of ranks with a request, which a collective elsewhere has summed."""
         self._is_agreed = self._is_agreed or num_requests > 0
 
     def agreed(self) -> bool:
-        """Return whether any rank got a signal; one small collective, called by all ranks."""
+        """Return whether any rank received a signal; one small collective, called by all ranks."""
         if not self._is_agreed:
             flag = torch.tensor(float(self._is_requested), device=self._device)
             all_reduce(flag, op="max", label="stop request")

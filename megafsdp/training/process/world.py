@@ -1,4 +1,4 @@
-"""The processes of a run: how many they are, their device, and their process group."""
+"""The processes of a run: their number, their device, and their process group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the process that prints and writes files."""
+        """Return whether this process prints and writes files."""
         return self.rank == 0
 
 
@@ -92,7 +92,7 @@ def _launched() -> tuple[int, int]:
     has_rank, has_size = "RANK" in os.environ, "WORLD_SIZE" in os.environ
     if has_rank and not has_size:
         raise _wrong_launch("WORLD_SIZE beside RANK", f"RANK {rank} alone", "RANK")
-    # This process would train on the first rank's share, and nobody on the other ranks'.
+    # This process would train on the first rank's share, and no process on the other ranks'.
     if size > 1 and not has_rank:
         raise _wrong_launch("RANK beside WORLD_SIZE", f"WORLD_SIZE {size} alone", "WORLD_SIZE")
     if not rank < size:

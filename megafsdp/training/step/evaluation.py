@@ -1,4 +1,4 @@
-"""The loss on held-out data, each token counting once, and a sample of what the model writes."""
+"""Evaluate the loss on held-out data, each token once, and sample a text from the model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import nn
 
 from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.data import Loader, Tokenizer
-from megafsdp.errors import ConfigError, expected
 from megafsdp.models import sample
-from megafsdp.training.config.sections import Config
+from megafsdp.training.config.sections import Config, require
 
 _LOGGER = logging.getLogger("megafsdp.training")
 
@@ -36,7 +35,7 @@ class EvaluationResult:
 
 
 def warn_of_idle_options(config: Config) -> None:
-    """Say which wishes for evaluation and text come to nothing, for want of data; local."""
+    """Warn of options for evaluation and text that have no effect without data; local."""
     data, wanted = config.data, config.evaluation
     if wanted.interval_steps is not None and not data.validation and data.split is None:
         _LOGGER.warning(
@@ -68,9 +67,9 @@ def evaluate(
         model: Returns the mean loss over unmasked tokens when it is given labels and a mask.
         loader: Pads its last global batch.
         device: What the model computes on.
-        tokenizer: Says how many bytes of text the tokens are.
+        tokenizer: Counts the bytes of text of the tokens.
         num_batches: Global batches to read; None for all.
-        should_stop: Asked before each global batch; must answer alike on all ranks.
+        should_stop: Called before each global batch; must return the same on all ranks.
 
     Returns:
         The result, alike on all ranks; None if it was stopped.
@@ -110,16 +109,14 @@ def check_prompt(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> None:
         ConfigError: One is not less than ``vocab_size``.
     """
     largest = max(_prompt_tokens(tokenizer, prompt))
-    if largest >= vocab_size:
-        raise ConfigError(
-            expected(
-                f"a prompt of tokens below the model's vocab_size {vocab_size}",
-                f"token {largest}",
-                where="the training configuration, evaluation.sample_prompt",
-                hint="Raise model.vocab_size, set data.tokenizer to the one of the data, or"
-                " sample_prompt to null",
-            )
-        )
+    require(
+        largest < vocab_size,
+        "evaluation.sample_prompt",
+        f"a prompt of tokens below the model's vocab_size {vocab_size}",
+        f"token {largest}",
+        "Raise model.vocab_size, set data.tokenizer to the one of the data, or sample_prompt to"
+        " null",
+    )
 
 
 def _prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -137,7 +134,10 @@ def sample_text(
     device: torch.device,
     seed: int,
 ) -> str:
-    """Let the model go on from a prompt; collective over all ranks, which get the same text."""
+    """Return a text that the model continues from a prompt; collective over all ranks.
+
+    All ranks return the same text.
+    """
     was_training = model.training
     model.eval()
     try:

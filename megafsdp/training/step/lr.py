@@ -1,6 +1,7 @@
-"""Learning rates as pure functions of consumed samples, and the thin object that applies them.
+"""Learning rates as pure functions of consumed samples, and the object that applies them.
 
-Counting samples, not steps, keeps a schedule in place when a run goes on with another batch size::
+Samples are counted, not steps, so a schedule stays in place when a run resumes with another batch
+size::
 
     wsd, peak 3e-4, minimum 3e-5, 1,000 samples, warm-up 100, decay 200
 
@@ -100,14 +101,14 @@ def _remaining(shape: str, progress: float) -> float:
 
 
 class LearningRate:
-    """Set an optimizer's learning rate from consumed samples; goes into checkpoints.
+    """Set an optimizer's learning rate from consumed samples; checkpoints save its schedule.
 
     Args:
         optimizer: All its parameter groups get the rate, times their ``lr_multiplier`` if they have
             one.
         schedule: The rate over samples.
-        follows_checkpoint: Take a loaded checkpoint's schedule over where it differs; otherwise the
-            own one stays. Either way the log says what differs.
+        follows_checkpoint: Use the schedule of a loaded checkpoint where it differs, instead of the
+            configured one. Either way the differences are logged.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class LearningRate:
         return asdict(self.schedule)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Compare the schedule with a stored one, keep the one that was asked for, log the rest."""
+        """Use the stored schedule if ``follows_checkpoint`` is set; log what differs."""
         own = asdict(self.schedule)
         differing = [f.name for f in fields(Schedule) if state_dict.get(f.name) != own[f.name]]
         if not differing:

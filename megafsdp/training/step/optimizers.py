@@ -1,4 +1,4 @@
-"""Build the configured optimizer, over parameters of any sharding."""
+"""Build the configured optimizer over parameters of any sharding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megafsdp.optimizer.muon.muon import Muon
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.training.config.optimizer_sections import MuonSection, OptimizerSection
 
-LR_MULTIPLIER = "lr_multiplier"  # Key of a parameter group; the schedule's rate is times this.
+# Key of a parameter group; the schedule's rate is multiplied by its value.
+LR_MULTIPLIER = "lr_multiplier"
 
 _MUON = MuonSection()
 _NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -107,7 +108,7 @@ def _common_options(section: OptimizerSection, muon: MuonSection) -> dict[str, A
 
 
 def is_for_muon(name: str, ndim: int, muon: MuonSection) -> bool:
-    """Tell whether Muon, not its AdamW, steps a parameter."""
+    """Return whether Muon, not its AdamW, steps a parameter."""
     return ndim > 1 and _first_match(name, muon.adamw) is None
 
 
@@ -127,7 +128,7 @@ def apply_hyperparameters(
     section: OptimizerSection,
     muon: MuonSection = _MUON,
 ) -> None:
-    """Write the configured hyperparameters into the groups, over those that a checkpoint brought.
+    """Write the configured hyperparameters into the groups, over those of a loaded checkpoint.
 
     The learning rate is not among them: its schedule sets it at every step.
     """

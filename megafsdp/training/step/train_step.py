@@ -25,7 +25,7 @@ from megafsdp.training.step.update import GradStatistics, GradStatsRequest, Weig
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _MAX_IDS = 64
-_NO_LOOK, _NOTHING = GradStatsRequest(), GradStatistics()
+_UNWANTED, _NO_STATISTICS = GradStatsRequest(), GradStatistics()
 
 
 class NonFiniteError(RuntimeError):
@@ -34,7 +34,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did, alike on all ranks except for the sample ids.
+    """The result of a step, alike on all ranks except for the sample ids.
 
     Attributes:
         loss: Mean loss over the global batch, in nats per token.
@@ -42,7 +42,7 @@ class StepResult:
         is_skipped: True if the weights were left alone because a number was not finite.
         sample_ids: This rank's samples.
         loss_scale: Factor on the loss in this step; None without loss scaling.
-        statistics: What else was asked about its gradients.
+        statistics: What else was asked of its gradients.
     """
 
     loss: float
@@ -50,7 +50,7 @@ class StepResult:
     is_skipped: bool
     sample_ids: tuple[int, ...]
     loss_scale: float | None = None
-    statistics: GradStatistics = _NOTHING
+    statistics: GradStatistics = _NO_STATISTICS
 
 
 class TrainStep:
@@ -62,9 +62,9 @@ class TrainStep:
         device: What the model computes on.
         clip_norm: Largest norm of all gradients; None does not clip.
         skips_nonfinite: Skip steps whose loss or gradient norm is not finite, instead of raising.
-        max_skips: Steps that may be skipped in a row; overflows that a smaller loss scale may mend
+        max_skips: Steps that may be skipped in a row; overflows that a smaller loss scale may avoid
             do not count.
-        stop: Its flag travels with the loss, so that stopping costs no collective of its own.
+        stop: Its flag is reduced with the loss, so that stopping costs no collective of its own.
         scaler: Scales the loss for fp16; None for none.
     """
 
@@ -89,13 +89,13 @@ class TrainStep:
         self.num_skips_in_a_row = 0
 
     def __call__(
-        self, batches: Sequence[Batch], *, look: GradStatsRequest = _NO_LOOK
+        self, batches: Sequence[Batch], *, wanted: GradStatsRequest = _UNWANTED
     ) -> StepResult:
         """Train on this rank's microbatches of a global batch; collective over all ranks.
 
         Args:
             batches: The microbatches.
-            look: What else to find out about the gradients, alike on all ranks.
+            wanted: What else to compute of the gradients, alike on all ranks.
 
         Raises:
             NonFiniteError: A loss or the gradient norm is not finite, and the policy is to raise or
@@ -104,14 +104,14 @@ class TrainStep:
         loss_scale = self._update.loss_scale
         losses = self._accumulate(batches)
         self._update.unscale()
-        statistics = self._update.look(look)
+        statistics = self._update.statistics(wanted)
         grad_norm = self._update.measure()
         loss, is_finite = self._reduce(losses, has_finite_grads=math.isfinite(grad_norm))
-        is_mendable = math.isfinite(loss) and self._update.is_scale_movable
+        is_recoverable = math.isfinite(loss) and self._update.can_lower_scale
         self._update.finish(is_finite=is_finite)
         if is_finite:
             self.num_skips_in_a_row = 0
-        elif is_mendable:
+        elif is_recoverable:
             _LOGGER.info("skipped a step: gradients overflow at loss scale %g", loss_scale)
         else:
             self._report_nonfinite(batches, losses, loss, grad_norm)
@@ -136,7 +136,7 @@ class TrainStep:
     def _reduce(self, losses: torch.Tensor, *, has_finite_grads: bool) -> tuple[float, bool]:
         """Return the mean loss over all ranks and whether it and all gradients are finite.
 
-        Learns with it whether any rank is asked to stop.
+        The same all-reduce agrees on a request to stop.
         """
         one = torch.ones((), dtype=torch.float64, device=self._device)
         flags = (self._stop.is_requested, not has_finite_grads)

@@ -1,7 +1,7 @@
-"""What becomes of a global batch's gradients: their norm, and one clipped step of the optimizer.
+"""Measure the gradients of a global batch, and take one clipped step of the optimizer.
 
-FusedAdam measures the norm and clips by it: the factors of unscaling and clipping ride in the
-step's own pass over the gradients, which are left as they are. Elsewhere gradients are unscaled and
+FusedAdam measures the norm and clips by it: its step multiplies by the factors of unscaling and
+clipping, and the gradients are left as they are. Elsewhere gradients are unscaled and
 clipped in place first. Both give the same weights, bit for bit where main gradients are fp32 and
 the loss scale a power of two. Whether a step is taken is decided by
 :mod:`megafsdp.training.step.train_step`, between the norm and the step.
@@ -24,15 +24,15 @@ from megafsdp.optimizer.loss_scaler import LossScaler
 
 @dataclass(frozen=True, slots=True)
 class GradStatsRequest:
-    """What to find out about a step's gradients beside their norm.
+    """What to compute of a step's gradients beside their norm.
 
     Attributes:
-        at_groups: The norm of each parameter group.
-        at_zeros: How many elements are zero.
+        group_norms: The norm of each parameter group.
+        num_zeros: How many elements are zero.
     """
 
-    at_groups: bool = False
-    at_zeros: bool = False
+    group_norms: bool = False
+    num_zeros: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class GradStatistics:
 
 
 class WeightUpdate:
-    """The norm of a step's gradients, then the step or nothing.
+    """Measure the norm of a step's gradients, then take the step or skip it.
 
     Args:
         model: Whose gradients are clipped together.
@@ -83,8 +83,8 @@ class WeightUpdate:
         return None if self._scaler is None else self._scaler.current_scale
 
     @property
-    def is_scale_movable(self) -> bool:
-        """Tell whether an overflow may be the scale's fault, which a smaller scale mends."""
+    def can_lower_scale(self) -> bool:
+        """Return whether a smaller loss scale may avoid an overflow."""
         scaler = self._scaler
         if scaler is None:
             return False
@@ -102,17 +102,17 @@ class WeightUpdate:
         if self._scaler is not None and not isinstance(self._optimizer, FusedAdam):
             self._scaler.unscale_(self._optimizer)
 
-    def look(self, wanted: GradStatsRequest) -> GradStatistics:
-        """Return what is wanted to know of gradients between :meth:`unscale` and :meth:`measure`.
+    def statistics(self, wanted: GradStatsRequest) -> GradStatistics:
+        """Return statistics of the gradients; call it between :meth:`unscale` and :meth:`measure`.
 
         Collective over all ranks: one small all-reduce for each of the two that is wanted.
         """
         is_scaled = isinstance(self._optimizer, FusedAdam)
         scale = (self.loss_scale or 1.0) if is_scaled else 1.0
         norms: tuple[float, ...] = ()
-        if wanted.at_groups:
+        if wanted.group_norms:
             norms = tuple((param_group_norms(self._optimizer).double() / scale).tolist())
-        num_zeros = int(num_zero_grads(self._model)) if wanted.at_zeros else None
+        num_zeros = int(num_zero_grads(self._model)) if wanted.num_zeros else None
         return GradStatistics(norms, num_zeros)
 
     def measure(self) -> float:
@@ -125,7 +125,7 @@ class WeightUpdate:
         return float(clip_grad_norm_(self._model, self._max_norm))
 
     def finish(self, *, is_finite: bool) -> None:
-        """Step if all ranks found the step finite, tell the scaler, and drop the gradients."""
+        """Step if all ranks have finite gradients, update the scaler, and drop the gradients."""
         if is_finite:
             self._step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -147,7 +147,7 @@ class WeightUpdate:
 
 
 def _check_clipping(optimizer: FusedAdam, model: nn.Module, max_norm: float) -> None:
-    """Check that an optimizer measures all gradients of a model, and clips as it is told.
+    """Check that an optimizer measures all gradients of a model, and clips by this norm.
 
     Raises:
         ValueError: It does not.

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
+import megafsdp
 from megafsdp.models import ActivationCheckpointing, ModelConfig, presets
 from megafsdp.training.config.sections import ActivationCheckpointingSection, ModelSection
 from tests.training.runs import tiny
+
+
+def test_only_training_imports_the_library_of_the_configuration() -> None:
+    """A loop of one's own needs the parts below, and not pydantic."""
+    package = Path(megafsdp.__file__).parent
+    importers = {
+        path.relative_to(package).parts[0]
+        for path in package.rglob("*.py")
+        if re.search(r"^\s*(import|from) pydantic", path.read_text(), re.MULTILINE)
+    }
+    assert importers == {"training"}
 
 
 def test_model_section_has_every_field_of_the_model() -> None:

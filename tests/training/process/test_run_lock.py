@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(
         assert f"run.directory '{config.run_directory}'" in text
 
 
-def test_a_run_lets_go_of_its_folder_when_it_fails(tmp_path: Path) -> None:
+def test_a_failed_run_unlocks_its_folder(tmp_path: Path) -> None:
     """A process that goes on after an error may train there again."""
     config = tiny(tmp_path)
     with pytest.raises(ValueError, match=r"train\.idx"):
@@ -107,7 +107,7 @@ def test_a_run_lets_go_of_its_folder_when_it_fails(tmp_path: Path) -> None:
         pass
 
 
-def test_a_killed_job_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_job_leaves_no_lock(tmp_path: Path) -> None:
     """Neither its end nor the file that it leaves keeps the next one out."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -141,7 +141,7 @@ def test_commands_that_read_need_no_lock(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run goes on and is told what it lacks."""
+    """The run goes on, with one warning."""
 
     def flock(*unused: object) -> NoReturn:
         raise OSError(errno.ENOSYS, "Function not implemented")

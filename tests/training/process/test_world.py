@@ -57,7 +57,7 @@ def test_launcher_decides_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_environment_that_names_no_rank_is_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:
-    """A share of the data would be nobody's, or a traceback would name no variable."""
+    """No process would train on a share of the data, or a traceback would name no variable."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):

@@ -58,7 +58,7 @@ def _statistics(kind: str, scale: float | None, strategy: str, is_wanted: bool) 
         scaler=None if scale is None else LossScaler(ScaleRule.constant(scale)),
     )
     batches = batches_of(0, dist.get_rank(), dist.get_world_size())
-    result = step(batches, look=GradStatsRequest(at_groups=is_wanted, at_zeros=is_wanted))
+    result = step(batches, wanted=GradStatsRequest(group_norms=is_wanted, num_zeros=is_wanted))
     found = result.statistics
     return result.grad_norm, list(found.group_norms), found.num_zeros
 
@@ -95,7 +95,7 @@ def test_statistics_are_of_unscaled_unclipped_gradients(
         assert found_zeros == zeros
 
 
-def test_nothing_is_measured_that_nobody_reads(ranks: Ranks) -> None:
+def test_nothing_is_measured_that_is_not_logged(ranks: Ranks) -> None:
     """Unless asked, a step has no statistics."""
     for _, norms, zeros in ranks(2).run(_statistics, "FusedAdam", None, "optim", False):
         assert (norms, zeros) == ([], None)

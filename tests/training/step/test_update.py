@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -134,6 +135,7 @@ def _train(
     return results, step.num_skips_in_a_row, full_state_dict(model)
 
 
+@functools.cache
 def _reference(num_ranks: int) -> tuple[list[float], list[float], Weights]:
     """Train in plain fp32 torch on whole batches, leaving out the steps that overflow."""
     model = tiny_model()
