@@ -63,7 +63,7 @@ class RehearsedWeight:
         layout, dtypes, degrees = group.layout, group.dtypes, meter.degrees
         self._meter = meter
         self._is_sharded = group.is_sharded
-        self.is_kept = group.strategy.keeps_compute_weight
+        self.is_kept = group.strategy.has_persistent_compute_weight
         self._full_nbytes = layout.gathered_numel * dtypes.compute.itemsize
         is_cast = dtypes.compute != dtypes.main
         # Cut over both axes, the inner shard is kept and gathered over the outer axis.

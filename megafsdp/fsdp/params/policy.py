@@ -22,7 +22,7 @@ class Strategy(Enum):
     OPTIM_GRADS_PARAMS = "optim_grads_params"  # And compute weights (ZeRO-3).
 
     @property
-    def keeps_compute_weight(self) -> bool:
+    def has_persistent_compute_weight(self) -> bool:
         """Tell whether compute weights stay in full between uses."""
         return self is not Strategy.OPTIM_GRADS_PARAMS
 
