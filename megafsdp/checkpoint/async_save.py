@@ -25,8 +25,9 @@ from megafsdp.checkpoint.save import BegunSave, HasState, begin_save, finish_sav
 from megafsdp.errors import expected
 
 _slab = HostSlab()
-_group: tuple[weakref.ref[dist.ProcessGroup], dist.ProcessGroup] | None = None
-_watched: weakref.WeakSet[nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
+# The group of background collectives for each default group, which a program may make anew.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+_groups = weakref.WeakKeyDictionary()
 
 
 def async_save(
@@ -101,10 +102,7 @@ def async_save(
     staging = _stage(begun)
     pending = PendingSave(step, staging, functools.partial(_finish, begun, group))
     in_flight.set_current(pending)
-    for module in model.modules():
-        _watch(module)
-    if optimizer is not None:
-        _watch(optimizer)
+    pending.guard_loads([*model.modules(), *([] if optimizer is None else [optimizer])])
     pending.start()
     return pending
 
@@ -137,21 +135,12 @@ def _finish(begun: BegunSave, group: dist.ProcessGroup | None, error: Exception 
     return finish_save(begun, group)
 
 
-def _watch(target: nn.Module | torch.optim.Optimizer) -> None:
-    """Let ``load_state_dict`` wait for the copies, once for each object."""
-    if target not in _watched:
-        _watched.add(target)
-        # A function of the module, not a lambda: the model must still be pickled.
-        target.register_load_state_dict_pre_hook(in_flight.wait_until_staged)
-
-
 def _background_group() -> dist.ProcessGroup | None:
     """Return a group of all ranks for the background thread; made once, collectively."""
-    global _group
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD
     assert world is not None, "initialized means there is a default group"
-    if _group is None or _group[0]() is not world:
-        _group = (weakref.ref(world), dist.new_group(backend="gloo"))
-    return _group[1]
+    if world not in _groups:
+        _groups[world] = dist.new_group(backend="gloo")
+    return _groups[world]

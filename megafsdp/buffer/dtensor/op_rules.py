@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -106,18 +107,18 @@ class RowShardedDTensor(DTensor):
         return _run_by_rule(func, name, is_pointwise, args, kwargs or {})
 
 
-_refused = frozenset[str]()
+# Names of operations that are refused beside those that always are.
+_refused: ContextVar[frozenset[str]] = ContextVar("refused", default=frozenset())
 
 
 @contextlib.contextmanager
 def refusing_random_numbers() -> Iterator[None]:
     """Refuse to draw into uneven DTensors: ranks of equal random states would draw equal rows."""
-    global _refused
-    _refused = _RANDOM
+    token = _refused.set(_RANDOM)
     try:
         yield
     finally:
-        _refused = frozenset()
+        _refused.reset(token)
 
 
 def _run_by_rule(
@@ -127,7 +128,7 @@ def _run_by_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if name in _refused:
+    if name in _refused.get():
         refuse(name, (args, kwargs), "Draw each module's own parameters in its own initializer")
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)

@@ -11,11 +11,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from megafsdp.buffer.comm.agreement import attempt
 from megafsdp.checkpoint.background.staging import Staging
@@ -44,8 +46,26 @@ class PendingSave:
         self._published: Path | None = None
         self._error: Exception | None = None
         self._is_observed = False
+        self._load_hooks: list[RemovableHandle] = []
+        self._caller = threading.get_ident()
         # Not a daemon: Python waits for it at the end of the process.
         self._thread = threading.Thread(target=self._run, name=f"megafsdp save of step {step}")
+
+    def guard_loads(self, targets: Iterable[nn.Module | Optimizer]) -> None:
+        """Have ``load_state_dict`` of modules and optimizers wait for the copies.
+
+        Args:
+            targets: Modules, one by one, and optimizers.
+        """
+        # A function of the module, not a lambda: the model must still be pickled.
+        self._load_hooks = [t.register_load_state_dict_pre_hook(wait_until_staged) for t in targets]
+
+    def unguard_loads(self) -> None:
+        """Remove what :meth:`guard_loads` has registered; the save has ended."""
+        # Another thread could come while the caller's walks the hooks of a load.
+        if threading.get_ident() == self._caller:
+            while self._load_hooks:
+                self._load_hooks.pop().remove()
 
     def start(self) -> None:
         """Begin to copy, then to write."""
@@ -77,6 +97,7 @@ class PendingSave:
             CheckpointError: The save failed; what was published before stays.
         """
         self._thread.join()
+        self.unguard_loads()
         self._is_observed = True
         if self._error is not None:
             raise CheckpointError(
@@ -88,6 +109,7 @@ class PendingSave:
     def unobserved_error(self) -> Exception | None:
         """Return why the save failed, unless :meth:`result` has raised it; waits for the end."""
         self._thread.join()
+        self.unguard_loads()
         return None if self._is_observed else self._error
 
     def disown(self) -> None:
@@ -120,21 +142,43 @@ class PendingSave:
             self._staging.abandon()
 
 
-_current: PendingSave | None = None
-_is_watching = False
+class _Process:
+    """The background save of this process, and whether the process watches for one.
+
+    Attributes:
+        current: The save that was begun last; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.current: PendingSave | None = None
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Watch over steps, loads, forks, SIGTERM and the end of the process, from now on."""
+        if not self._is_watching:
+            self._is_watching = True
+            os.register_at_fork(after_in_child=_forget_in_child)
+            register_optimizer_step_pre_hook(_before_change)
+            register_before_load(_before_change)
+            atexit.register(_report_at_exit)
+            _flush_on_sigterm()
+
+
+_process = _Process()
 
 
 def set_current(pending: PendingSave) -> None:
     """Make a save the one in flight; watches over steps, the end of the process and SIGTERM."""
-    global _current, _is_watching
-    if not _is_watching:
-        _is_watching = True
-        os.register_at_fork(after_in_child=_forget_in_child)
-        register_optimizer_step_pre_hook(wait_until_staged)
-        register_before_load(wait_until_staged)
-        atexit.register(_report_at_exit)
-        _flush_on_sigterm()
-    _current = pending
+    _process.watch()
+    _process.current = pending
+
+
+def _before_change(*unused: object) -> None:
+    """Wait for the copies; remove the hooks of loads once the save has ended."""
+    if _process.current is not None:
+        _process.current.wait_staged()
+        if _process.current.done():
+            _process.current.unguard_loads()
 
 
 def wait_until_staged(*unused: object) -> None:
@@ -143,14 +187,14 @@ def wait_until_staged(*unused: object) -> None:
     Args:
         unused: What a hook is called with.
     """
-    if _current is not None:
-        _current.wait_staged()
+    if _process.current is not None:
+        _process.current.wait_staged()
 
 
 def wait_for_end() -> None:
     """Wait for the background save, if there is one; its failure stays to be reported; local."""
-    if _current is not None:
-        _current.unobserved_error()
+    if _process.current is not None:
+        _process.current.unobserved_error()
 
 
 def surface_failure() -> None:
@@ -159,8 +203,8 @@ def surface_failure() -> None:
     Raises:
         CheckpointError: It failed and nobody has been told.
     """
-    if _current is not None and _current.unobserved_error() is not None:
-        _current.result()
+    if _process.current is not None and _process.current.unobserved_error() is not None:
+        _process.current.result()
 
 
 def require_idle(step: int) -> int:
@@ -169,11 +213,11 @@ def require_idle(step: int) -> int:
     Raises:
         CheckpointError: A save is in flight.
     """
-    if _current is not None and not _current.done():
+    if _process.current is not None and not _process.current.done():
         raise CheckpointError(
             expected(
                 "no save in flight",
-                f"the background save of step {_current.step}",
+                f"the background save of step {_process.current.step}",
                 where=f"async_save(step={step})",
                 hint="Wait for it with .result(), or let this call wait: when_busy='wait'",
             )
@@ -183,15 +227,14 @@ def require_idle(step: int) -> int:
 
 def _forget_in_child() -> None:
     """Forget the save in a forked process, such as a worker of a data loader."""
-    global _current
-    if _current is not None:
-        _current.disown()
-        _current = None
+    if _process.current is not None:
+        _process.current.disown()
+        _process.current = None
 
 
 def _report_at_exit() -> None:
-    if _current is not None and (error := _current.unobserved_error()) is not None:
-        _log.error("the background save of step %d failed: %s", _current.step, error)
+    if _process.current is not None and (error := _process.current.unobserved_error()) is not None:
+        _log.error("the background save of step %d failed: %s", _process.current.step, error)
 
 
 def _flush_on_sigterm() -> None:

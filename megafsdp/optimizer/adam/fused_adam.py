@@ -18,15 +18,15 @@ Others see moments in fp32, whatever they are kept in. How they are kept is the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.parameter_group import group_of
-from megafsdp.fsdp.weight_sync import MarksMainWeights, fully_shard_optimizer
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.weight_sync import fully_shard_optimizer
 from megafsdp.optimizer.adam.capturable import CapturablePass
 from megafsdp.optimizer.adam.checks import (
     check_capturable,
@@ -186,7 +186,7 @@ _COPIED = (
 )
 
 
-class FusedAdam(MarksMainWeights, AdamStates):
+class FusedAdam(AdamStates):
     """Adam with decoupled (AdamW) or coupled weight decay, for sharded and plain parameters.
 
     A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, closures, hooks and state
@@ -426,6 +426,9 @@ class FusedAdam(MarksMainWeights, AdamStates):
             for owner in plan.owners():
                 owner.mark_stale()
         adam_pass.finish()
+
+    def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
+        """Do nothing: the step has marked what it changed, with the casts that it wrote."""
 
     @property
     def _attribute(self) -> str:
