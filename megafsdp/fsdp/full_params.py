@@ -116,6 +116,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for unit in units:
+            # First: a pinned unit goes on showing full parameters.
             unit.is_pinned = False
             unit.show_sharded()
             unit.release()

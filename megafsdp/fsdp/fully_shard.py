@@ -42,7 +42,8 @@ from megafsdp.mesh.parallel_dims import default_mesh
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
-_STAGES = tuple(Strategy)  # By ZeRO stage.
+# By ZeRO stage.
+_STAGES = tuple(Strategy)
 
 
 def fully_shard(
@@ -99,6 +100,7 @@ def fully_shard(
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
+    # All arguments are checked before the first module is changed: a refused call can be repeated.
     policy = mixed_precision_of(mp_policy)
     memory = UnitMemory(offload=offload_of(offload_policy))
     chosen = strategy_of(strategy)
@@ -108,9 +110,12 @@ def fully_shard(
     check_placements(found, shard_placement_fn)
     mesh = mesh_of(mesh, device_type_of(found))
     resharding = reshard_of(reshard_after_forward, mesh)
+    # The one place where gradients are averaged: no reduction divides again.
     scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
     is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
+    # Each parameter is there twice from here, until the unit shows the sharded one in its place.
     groups = build_groups(found, policy, Division(mesh, chosen, is_divided, scale), memory)
+    # A later call, or an optimizer of the originals, is refused by these marks.
     claim(found, type(modules[0]).__name__)
     for each in modules:
         mix_in(each)
@@ -152,7 +157,9 @@ def fully_shard_model(
         Exception: Whatever :func:`fully_shard` raises.
     """
     units = find_units(model, fsdp_unit_modules)
+    # Names of the whole model are translated while every parameter still has its place in it.
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
+    # Inner units first: each takes what no unit below it owns.
     for module in [*reversed(units), model]:
         fully_shard(module, mp_policy=policies[module], **options)
     return model
@@ -182,6 +189,7 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
+        # Back to what holds without the context: every backward is complete by itself.
         for context in contexts:
             context.is_last_microbatch, context.optimizer_may_start = True, False
 
@@ -192,6 +200,7 @@ def strategy_of(value: str | int) -> Strategy:
     Raises:
         ValueError: The name is unknown.
     """
+    # As Megatron names them, or by number.
     names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
     if value not in names:
         raise ValueError(
@@ -258,6 +267,7 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
     Raises:
         TypeError: The value is neither.
     """
+    # torch's class for the host is a subclass of its class for the device.
     if isinstance(policy, TorchCPUOffloadPolicy):
         return OffloadPolicy(params=True, pin_memory=policy.pin_memory)
     if isinstance(policy, TorchOffloadPolicy):
@@ -282,6 +292,7 @@ def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: De
             or gradients are not divided over the inner one.
     """
     where = "outer_strategy of fully_shard()"
+    # HSDP, or a mesh of one axis.
     if outer_strategy == "no_shard":
         return False
     if outer_strategy != "optim":
@@ -321,6 +332,7 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int) -> None:
     Raises:
         ValueError: There is none, one is a unit already, or ``prefetch`` is negative.
     """
+    # Two units over one module would each gather, and each end its backward.
     for module in modules:
         if unit_of(module) is not None:
             raise ValueError(
@@ -352,6 +364,7 @@ def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bo
     Raises:
         ValueError: It is a number that does not divide the ranks of the mesh's last axis.
     """
+    # bool first: True is an int too, and would mean one rank.
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     num_ranks = mesh.size(mesh.ndim - 1)
@@ -364,6 +377,7 @@ def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bo
                 hint="Give the number of ranks of one node, or True to free parameters",
             )
         )
+    # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
     return {1: False, num_ranks: True}.get(reshard_after_forward, reshard_after_forward)
 
 
@@ -376,6 +390,7 @@ def check_placements(
         NotImplementedError: One cuts another dimension.
     """
     for item in found:
+        # Of any class with a dimension: torch has several, and users their own.
         placement = None if placement_fn is None else placement_fn(item.parameter)
         if placement is not None and getattr(placement, "dim", 0) != 0:
             raise NotImplementedError(
@@ -405,7 +420,9 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
                     hint="Call torch.distributed.init_process_group() first, or use torchrun",
                 )
             )
+        # Collective: all ranks come here with the same arguments.
         return default_mesh(device_type)
+    # Two sizes do not show which axis is the slow one, and a guess would train slowly.
     if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
         return mesh
     raise ValueError(

@@ -81,11 +81,13 @@ class _StepHooks:
         self._holding_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *unused: object) -> None:
+        # Looked up again: a closure may have changed what the optimizer holds.
         references = self._holding_of(optimizer).groups
         if not references:
             return
         groups = [group for group in (reference() for reference in references) if group is not None]
         if isinstance(optimizer, SelfMarkingOptimizer):
+            # It may have skipped the step, or have written casts that a mark would drop.
             optimizer.mark_stepped(groups)
             return
         # Those without a gradient here too: a refresh may be a collective of all ranks.
@@ -102,8 +104,10 @@ class _StepHooks:
         ids = tuple(map(id, parameters))
         holding = self._holdings.get(optimizer)
         if holding is None or holding.ids != ids:
+            # Before the step: stepping replaced originals would change nothing that forward reads.
             if not isinstance(optimizer, SelfMarkingOptimizer):
                 fully_shard_optimizer(optimizer)
+            # A dict, for an order that all ranks share.
             groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
             holding = _Holding(ids, tuple(map(weakref.ref, groups)))
             self._holdings[optimizer] = holding

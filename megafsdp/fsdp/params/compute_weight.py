@@ -94,6 +94,7 @@ class WeightBuffers:
         index, merged = group.rank(), self._axes.group.size() // group.size()
         merged *= self._axes.num_pieces
         saved = self._new(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, index)
+        # A slice for each sub-buffer: a gather joins the shards of each by itself.
         with torch.no_grad():
             for own, whole in zip(saved.pieces(), full.pieces(), strict=True):
                 own.copy_(whole.narrow(0, index * own.numel(), own.numel()))
@@ -158,6 +159,7 @@ class ComputeWeight:
         is_same = self.can_be_copied and recipe.specs[0].dtype == main_weight.flat.dtype
         is_same = is_same and host_weight is None
         if is_same and not axes.is_sharded:
+            # Forward reads what the optimizer writes: one buffer less.
             self._full = {recipe.specs[0].name: main_weight}
         else:
             category = Category.COMPUTE_WEIGHT if self._is_persistent else Category.UNSHARDED
@@ -236,6 +238,7 @@ class ComputeWeight:
             statistics: The result of :meth:`statistics`, combined over ranks.
         """
         self.is_stale = False
+        # Full buffers with memory are gathered again, too.
         self._outdated = {s.name for s in self.recipe.specs}
         self._slices = None
         # The gather under way reads what is encoded next.

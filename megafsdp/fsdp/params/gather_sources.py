@@ -123,6 +123,7 @@ class PersistentSource(GatherSource):
 
     def refresh(self, statistics: torch.Tensor | None, label: str) -> None:
         """Encode the buffers, unless a step has."""
+        # The mark of a step stays: its encoding is right until the next mark_stale().
         if not self._is_encoded:
             self._encode(self._buffers, statistics)
 
@@ -153,6 +154,7 @@ class TransientBuffers(GatherSource):
 
     def __init__(self, make: Callable[[], Buffers]) -> None:
         self._make = make
+        # Made late: a unit whose steps write no casts never needs them.
         self._buffers: Buffers = {}
         self._is_filled = False
 
@@ -167,6 +169,7 @@ class TransientBuffers(GatherSource):
     def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
         """Return the filled buffers, to be read by one gather."""
         assert self._is_filled, "a gather reads what was encoded"
+        # From here on a true flag says that a step has filled the buffers for the next gather.
         self._is_filled = False
         return [self._buffers[spec.name] for spec in specs]
 
@@ -211,6 +214,7 @@ class TemporarySource(TransientBuffers):
 
     def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
         """Return the buffers; a second gather after one refresh encodes them again."""
+        # The first gather has freed them: the next microbatch pays a copy, not memory between.
         self.refresh(None, "")
         return super().inputs(specs, full)
 
@@ -241,6 +245,7 @@ class CastOnGather(TransientBuffers):
     def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
         """Return the cast of a step if there is one, else the outputs with this rank's part."""
         if self._is_filled:
+            # Read where it lies: a copy into the outputs would cost what the step has saved.
             return super().inputs(specs, full)
         outputs = [full[spec.name] for spec in specs]
         # The writes count as the gather's, which restores the version of its outputs.
@@ -286,6 +291,7 @@ class OuterJoin(GatherSource):
 
     def refresh(self, statistics: torch.Tensor | None, label: str) -> None:
         """Encode this rank's pieces and issue the gather of the others'; collective."""
+        # Not awaited: pieces of all units travel while the first units compute.
         self._pieces.refresh(statistics, label)
         inputs = self._pieces.inputs(self._specs, self._shards)
         with self._on_copy_stream():
@@ -294,6 +300,7 @@ class OuterJoin(GatherSource):
 
     def finish_refresh(self) -> None:
         """Wait for the gather of the pieces and free them."""
+        # The shards may be read, and the pieces written, only after it.
         if self._joining is not None:
             self._joining.wait()
             self._joining = None
@@ -354,6 +361,7 @@ def encode_main_weight(
     """
     with torch.no_grad(), versions_preserved(targets.values()):
         if recipe.is_elementwise:
+            # One call on whole buffers: gaps are encoded along, and read by no tensor.
             outputs = {name: buffer.flat for name, buffer in targets.items()}
             recipe.encode(main_weight.flat, outputs, statistics)
             return

@@ -58,6 +58,7 @@ class HostWeight:
                 memory=memory.arena.take(numel, dtype),
             )
         self._is_current = False
+        # Recorded after the last copy; None once the host has waited for it.
         self._copied: torch.cuda.Event | None = None
 
     def mark_stale(self) -> None:
