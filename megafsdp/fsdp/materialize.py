@@ -272,7 +272,7 @@ class _Walk:
 
     def fingerprint(self) -> str:
         """Return what ranks must have in common for the walk to be the same."""
-        # Who has values counts: it decides which modules are visited, and what is gathered for them.
+        # With who has values, which decides what is visited and gathered.
         parameters = [
             (name, group.layout.fingerprint(), [p.is_initialized for p in group.parameters])
             for name, unit in self.units.items()
