@@ -106,7 +106,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
 
     Forwards inside gather nothing, so ranks may call the module a different number of times, for
     example to generate text. The parameters are for reading: changes are lost when the context
-    closes. Collective on entry; holds the whole model in memory.
+    closes. Collective on entry; the whole model is in memory.
     """
     # Pinned ones belong to a context around this one, which ends later.
     units = [unit for unit in units_below([module]).values() if not unit.is_pinned]

@@ -79,7 +79,7 @@ def fully_shard(
             ZeRO-3 on the inner axis.
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
             all but those needed again at once: the root's and the last unit's. A number of
-            neighbouring ranks, say of one node, keeps them divided among these alone, so that
+            neighbouring ranks, say of one node, divides them among these alone, so that
             backward gathers over fewer ranks.
         shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
             ``Shard(0)``.

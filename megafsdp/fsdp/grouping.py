@@ -232,7 +232,7 @@ def build_groups(
 
 
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
-    """Mark original and full parameters as owned, to recognise them where others hold them."""
+    """Mark original and full parameters as owned, to recognise them elsewhere."""
     for item in found:
         # A dry run has no unsharded parameters.
         for parameter in (item.parameter, getattr(item.record, "unsharded", None)):

@@ -1,7 +1,7 @@
 """What a gather of a compute weight reads on this rank: one class for each way to store it.
 
 A :class:`~megafsdp.fsdp.params.compute_weight.ComputeWeight` has one source for the life of its
-main weight, and slices in front of it where a unit keeps some between forward and backward:
+main weight, and slices in front of it where a unit saves some between forward and backward:
 
 ==================  ============================================  ================================
 class               used where                                    memory between gathers

@@ -87,7 +87,7 @@ class PlainTensor:
 
     Attributes:
         name: FQN within the model.
-        module: The module that holds it.
+        module: The module that it is an attribute of.
         attribute: Its name there.
         original: The tensor that was found.
     """
@@ -101,7 +101,7 @@ class PlainTensor:
         """Replace the meta tensor, unless that was done, by an unfilled one.
 
         Args:
-            made: The replacements by the id of the meta tensor, so that ties are kept; grows.
+            made: The replacements by the id of the meta tensor, so that ties stay; grows.
             device: Where the memory is wanted.
         """
         # Else an initialiser has replaced it, or another module of a tie was here before.

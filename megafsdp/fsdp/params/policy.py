@@ -1,6 +1,6 @@
 """Frozen choices of how a unit is sharded, in which dtypes it computes, and what is offloaded.
 
-This file holds values; :mod:`megafsdp.fsdp.fully_shard` makes them from what users give.
+Values alone; :mod:`megafsdp.fsdp.fully_shard` makes them from what users give.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MixedPrecisionPolicy:
         main_params_dtype: Main weights, which the optimizer sees; fp64 parameters keep fp64.
         main_grads_dtype: Main gradients; None means ``main_params_dtype``.
         keep_fp32: Parameters whose compute weights stay fp32: their names, those of modules above
-            them, patterns (``fnmatch``) of either, or the class names of the modules that hold
+            them, patterns (``fnmatch``) of either, or the class names of the modules that own
             them. ``fully_shard_model`` takes names in the model and in its units, and refuses one
             that matches nothing; ``fully_shard`` takes names in the module it is called on, and a
             unit that has no such name is unchanged. Their modules get inputs in ``param_dtype``.

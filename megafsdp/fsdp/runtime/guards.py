@@ -5,7 +5,7 @@ wrong time. Noted is what a state dict or a load writes into main weights: compu
 after it, and its parameters are initialised.
 
 :class:`~megafsdp.fsdp.fsdp_module.FSDPModule` is in the class of a unit's own modules and calls the
-functions here. The plain modules below them keep their class: each that holds sharded parameters
+functions here. The plain modules below them stay of their class: each with sharded parameters
 gets methods of its own, and the state dict hooks that torch offers.
 """
 
@@ -87,7 +87,7 @@ def guard_parameters(
 
 
 def _guard_part(module: nn.Module) -> None:
-    """Make a plain module that holds sharded parameters refuse what its unit refuses."""
+    """Make a plain module with sharded parameters refuse what its unit refuses."""
     # A strong reference would be a cycle, and a deleted model would wait for the collector.
     reference = weakref.ref(module)
 
