@@ -23,20 +23,37 @@ hypothesis.settings.load_profile("ci")
 
 _NURSERY = pytest.StashKey[Nursery]()
 _NUM_MATRIX_DESELECTED = pytest.StashKey[int]()
+_ALL_PRODUCTS = "all"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--full``."""
-    parser.addoption("--full", action="store_true", help="also run the tests marked matrix")
+    parser.addoption(
+        "--full",
+        nargs="?",
+        const=_ALL_PRODUCTS,
+        metavar="NAME",
+        help="also run the tests marked matrix; with a name run that product of cases alone",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect ``matrix`` tests without ``--full``; skip ``gpu`` tests without a GPU."""
-    if not config.getoption("--full"):
-        matrix = [item for item in items if item.get_closest_marker("matrix")]
-        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
-        config.hook.pytest_deselected(items=matrix)
-        config.stash[_NUM_MATRIX_DESELECTED] = len(matrix)
+    """Select products of cases by ``--full``; skip ``gpu`` tests without a GPU."""
+    chosen = config.getoption("--full")
+    products = {id(i): m.args[0] for i in items if (m := i.get_closest_marker("matrix"))}
+    if chosen is None:
+        selected = [item for item in items if id(item) not in products]
+        config.stash[_NUM_MATRIX_DESELECTED] = len(items) - len(selected)
+    elif chosen == _ALL_PRODUCTS:
+        selected = list(items)
+    else:
+        selected = [item for item in items if products.get(id(item)) == chosen]
+        if not selected:
+            names = ", ".join(sorted(set(products.values())))
+            raise pytest.UsageError(f"--full {chosen}: no such product of cases; there are {names}")
+    kept = set(map(id, selected))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = selected
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -47,6 +64,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the nursery: every test module is imported and no test has started a thread."""
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[_NURSERY] = Nursery()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send a worker's count of deselected tests to the process that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        count = session.config.stash.get(_NUM_MATRIX_DESELECTED, 0)
+        session.config.workeroutput["num_matrix_deselected"] = count
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """Take over the count of a worker; every worker collects the same tests."""
+    output = getattr(node, "workeroutput", {})
+    if count := output.get("num_matrix_deselected", 0):
+        node.config.stash[_NUM_MATRIX_DESELECTED] = count  # type: ignore[attr-defined]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -25,7 +25,8 @@ from typing import Any
 from tests import rank_process
 from tests.rank_process import Answer, BuryRanks, Call, ForkRanks
 
-DEFAULT_TIMEOUT_S = 60.0
+# Far more than a call takes: on a machine with other work the ranks wait for a processor.
+DEFAULT_TIMEOUT_S = 180.0
 # After a first failure the other ranks may hang in a collective that will never be completed.
 GRACE_S = 3.0
 _LOG_TAIL_CHARACTERS = 6000
@@ -47,13 +48,19 @@ class RanksError(RuntimeError):
 class Nursery:
     """A child process with one thread and no CUDA context, from which all ranks are forked.
 
-    Create it before any test runs; :meth:`close` ends it and every rank.
+    Each pytest process has one, made before any test runs; :meth:`close` ends it and all ranks.
     """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
         self._requests, theirs = context.Pipe()
-        self._process_id = os.fork()
+        with warnings.catch_warnings():
+            # A pytest-xdist worker has one more thread, which reads its pipe and holds no lock that
+            # a rank could want; Python 3.12 warns of any second thread.
+            warnings.filterwarnings(
+                "ignore", "This process .* is multi-threaded", DeprecationWarning
+            )
+            self._process_id = os.fork()
         if self._process_id == 0:
             self._requests.close()
             rank_process.serve_nursery(theirs)

@@ -8,6 +8,7 @@ anywhere and fill slack. :func:`plan_layout` gives the rule of choice.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Sequence
@@ -75,6 +76,14 @@ def plan_layout(
                 hint="Leave out parameter groups without tensors",
             )
         )
+    return _plan(tuple(specs), num_shards, itemsize, merge_classes)
+
+
+# Most units of a model are alike: they share one layout.
+@functools.lru_cache(maxsize=64)
+def _plan(
+    specs: tuple[TensorSpec, ...], num_shards: int, itemsize: int, merge_classes: bool
+) -> FlatLayout:
     numel = sum(spec.numel for spec in specs)
     steps = [max(nbytes // itemsize, 1) for nbytes in _ALIGNMENTS]
     tried = {

@@ -21,15 +21,18 @@ _MAPPING_THRESHOLD, _MAPPED_NBYTES = -3, 1 << 25
 _MALLOC_SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
 
 
-def host_bytes(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
+def host_bytes(nbytes: int, *, is_pinned: bool, is_meta: bool = False) -> torch.Tensor:
     """Allocate uninitialised host memory, at least ``nbytes`` as a 1-D uint8 tensor.
 
     Args:
         nbytes: Bytes wanted; rounded up to huge pages unless pinned.
         is_pinned: Lock the pages, so that a CUDA device copies from and to them on its own.
+        is_meta: Return a tensor on the meta device in place of memory.
     """
     # A tensor made in inference mode could never be written outside of it.
     with torch.inference_mode(False):
+        if is_meta:
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
         if is_pinned:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         rounded = -(-nbytes // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
@@ -72,14 +75,16 @@ class HostArena:
         nbytes: Bytes of the tensors that will be taken, each by :func:`aligned_nbytes`. What does
             not fit lies in memory of its own.
         is_pinned: As for :func:`host_bytes`.
+        is_meta: As for :func:`host_bytes`.
 
     Attributes:
         is_pinned: As given.
     """
 
-    def __init__(self, nbytes: int, *, is_pinned: bool) -> None:
+    def __init__(self, nbytes: int, *, is_pinned: bool, is_meta: bool = False) -> None:
         self.is_pinned = is_pinned
-        self._memory = host_bytes(nbytes, is_pinned=is_pinned)
+        self._is_meta = is_meta
+        self._memory = host_bytes(nbytes, is_pinned=is_pinned, is_meta=is_meta)
         self._end = 0
 
     @property
@@ -92,6 +97,7 @@ class HostArena:
         nbytes = numel * dtype.itemsize
         start, stop = self._end, self._end + nbytes
         if stop > self._memory.nbytes:
-            return host_bytes(nbytes, is_pinned=self.is_pinned)[:nbytes].view(dtype)
+            memory = host_bytes(nbytes, is_pinned=self.is_pinned, is_meta=self._is_meta)
+            return memory[:nbytes].view(dtype)
         self._end += aligned_nbytes(nbytes)
         return self._memory[start:stop].view(dtype)

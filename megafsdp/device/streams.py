@@ -39,7 +39,7 @@ class DeviceHandle:
     """Streams and events of one device.
 
     Attributes:
-        device: ``cpu`` or ``cuda:<index>``.
+        device: ``cpu``, ``cuda:<index>`` or ``meta``.
     """
 
     device: torch.device
@@ -124,13 +124,14 @@ def device_handle(device_type: str) -> DeviceHandle:
     """Return the handle of the calling process's device of a type.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``; for CUDA the current device is meant.
+        device_type: ``"cpu"``, ``"cuda"``, or ``"meta"`` for buffers without memory; for CUDA the
+            current device is meant.
 
     Raises:
         NotImplementedError: Any other device type.
     """
-    if device_type == "cpu":
-        return DeviceHandle(torch.device("cpu"))
+    if device_type in ("cpu", "meta"):
+        return DeviceHandle(torch.device(device_type))
     if device_type == "cuda":
         return DeviceHandle(torch.device("cuda", torch.cuda.current_device()))
     raise NotImplementedError(

@@ -234,10 +234,9 @@ def build_groups(
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
     """Mark original and full parameters as owned, to recognise them elsewhere."""
     for item in found:
-        # A dry run has no unsharded parameters.
-        for parameter in (item.parameter, getattr(item.record, "unsharded", None)):
-            if parameter is not None:
-                setattr(parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
+        # The unsharded one too: within summon_full_params() model.parameters() has that.
+        for parameter in (item.parameter, item.record.unsharded):
+            setattr(parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:

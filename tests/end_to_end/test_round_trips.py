@@ -164,7 +164,7 @@ def test_round_trips_are_exact(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("round-trips")
 @pytest.mark.parametrize("mode", MODES)
 def test_all_ordered_pairs_of_places_are_exact(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """Each of a dozen places to each other one, and to itself."""

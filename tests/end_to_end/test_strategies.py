@@ -51,7 +51,7 @@ def test_ten_steps_equal_one_process(
     _check(ranks, (engine, mesh, model, kind, num_microbatches))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("strategies")
 @pytest.mark.parametrize(NAMES, [c for c in PRODUCT if c not in PAIRWISE], ids=case_id)
 def test_ten_steps_of_the_whole_product_equal_one_process(
     ranks: Ranks, engine: str, mesh: MeshShape, model: str, kind: str, num_microbatches: int

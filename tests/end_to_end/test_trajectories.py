@@ -165,7 +165,7 @@ PRODUCT = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("trajectories")
 @pytest.mark.parametrize(("num_ranks", "architecture", "optimizer", "strategy"), PRODUCT)
 def test_twenty_steps_of_the_whole_product(
     ranks: Ranks, num_ranks: int, architecture: str, optimizer: str, strategy: str

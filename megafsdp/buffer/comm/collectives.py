@@ -157,7 +157,8 @@ def all_gather(
         for o, s in zip(output, shards, strict=True)
     ]
     with profiler_range("all_gather", label):
-        if len(pairs) == 1 or is_gloo(group, output[0].device):
+        # On meta tensors, in an estimate, torch has no coalesced gather either.
+        if len(pairs) == 1 or output[0].is_meta or is_gloo(group, output[0].device):
             return Pending([_gather(out, shard, group) for out, shard in pairs])
         with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
             for out, shard in pairs:
@@ -339,7 +340,7 @@ def start_all_reduce(
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
     # Gradients on the host give a figure there, which NCCL alone cannot reduce.
-    is_there = tensor.device.type in backends(everyone)
+    is_there = tensor.is_meta or tensor.device.type in backends(everyone)
     sent = tensor if is_there else tensor.to(small_device(everyone))
     work = dist.all_reduce(sent, op=_REDUCE_OPS[op], group=group, async_op=True)
 

@@ -1,10 +1,10 @@
-"""Bytes and collectives of one training step, from a blueprint: arithmetic, no memory, no ranks.
+"""Bytes and collectives of one training step on each rank, for ranks that need not exist.
 
-:func:`footprint_of` rehearses a step with the real schedule
-(:mod:`megafsdp.fsdp.estimate.rehearsal`), so that peaks follow from it and not from a second
-description of it. With n groups that communicate, r of them in units kept between forward and
-backward (the root and the last one by default), and m microbatches inside ``microbatch()`` (in a
-plain loop every reduction is made m times):
+:func:`footprint_of` runs the third step of the real engine on meta devices
+(:mod:`megafsdp.fsdp.estimate.meta_engine`) and reads its ledger and its counters. With n groups
+that communicate, r of them in units whose storage is reserved for backward (the root and the last
+one by default), and m microbatches inside ``microbatch()`` (in a plain loop every reduction is made
+m times):
 
 ==================  =================  ==============  =====================
 strategy            all-gather         reduce-scatter  all-reduce
@@ -18,9 +18,9 @@ outer optim         (2n - r)m, and n   nm, and n over
                     over the outer     the outer axis
 ==================  =================  ==============  =====================
 
-Counted is what :func:`~megafsdp.buffer.comm.collectives.record_collectives` and the ledger count:
-flat buffers, the full-size side of collectives, a model whose units run one after another inside
-the root. Activations, the backend's own buffers and the allocator's slack are not.
+Counted are flat buffers and the full-size side of collectives, for a model whose units run one
+after another inside the root. Activations, the backend's own buffers and the allocator's slack are
+not.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.memory import Category
-from megafsdp.fsdp.estimate.blueprint import PlannedUnit, ShardDegrees
-from megafsdp.fsdp.estimate.rehearsal import Rehearsal, RehearsedUnit
-from megafsdp.fsdp.estimate.rehearsed_weight import Meter
+from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedUnit
 from megafsdp.mesh.parallel_dims import DP_SHARD
 
+NEIGHBOURS = "neighbours"  # Ranks of the inner axis among which a unit's slices lie.
 _NORM_NBYTES = 8  # One fp64 number.
 
 
@@ -48,8 +48,6 @@ class StepPlan:
     Attributes:
         num_microbatches: Forwards and backwards before the optimizer's step.
         in_microbatch: Whether they run inside ``microbatch()``.
-        prefetch: How many units are gathered ahead.
-        reshard_after_forward: As for ``fully_shard``.
         num_states: Optimizer states of the main weight's shape, without gaps: 2 for Adam.
         state_nbytes: Bytes of optimizer states on the rank that has most, in place of num_states.
         casts_from: Dtype of the main weights that the optimizer casts to the compute dtype as it
@@ -60,8 +58,6 @@ class StepPlan:
 
     num_microbatches: int = 1
     in_microbatch: bool = True
-    prefetch: int = 1
-    reshard_after_forward: bool | int | None = None
     num_states: int = 2
     state_nbytes: int | None = None
     casts_from: torch.dtype | None = None
@@ -100,47 +96,51 @@ class Footprint:
     traffic: dict[tuple[str, str], Traffic]
 
 
-def footprint_of(
-    units: Sequence[PlannedUnit], degrees: ShardDegrees, plan: StepPlan = StepPlan()
-) -> Footprint:
-    """Rehearse the third step of a run and say what it costs; local.
+def footprint_of(engine: MetaEngine, plan: StepPlan = StepPlan()) -> Footprint:
+    """Run the third step of an engine on meta devices and return what it costs; local.
 
     Args:
-        units: The root first, then the others in the order in which they run.
-        degrees: The ranks.
+        engine: The units; each footprint needs a fresh engine.
         plan: How the step is run.
     """
-    meter = Meter(degrees)
-    rehearsed = [
-        RehearsedUnit(
-            unit,
-            meter,
-            prefetch=plan.prefetch,
-            reshard_after_forward=plan.reshard_after_forward,
-        )
-        for unit in units
-    ]
-    rehearsal = Rehearsal(rehearsed, meter)
+    ledger, units = engine.ledger, engine.plan()
     states = plan.state_nbytes
     if states is None:
         states = plan.num_states * _most_owned_nbytes(units)
-    meter.ledger.debit(Category.OPTIMIZER_STATE, states)
-    # One step records the order, the next begins to follow it.
+    ledger.debit(Category.OPTIMIZER_STATE, states)
+    # One step records the order of units, the next begins to follow it.
     for num_microbatches in (1, 1, plan.num_microbatches):
-        meter.start()
-        for index in range(num_microbatches):
-            is_last = not plan.in_microbatch or index == num_microbatches - 1
-            rehearsal.run_microbatch(is_last=is_last)
-        rehearsal.end_step(casts_from=plan.casts_from)
-    if plan.measures_norm and any(g.is_sharded and g.is_trainable for u in units for g in u.groups):
-        meter.count(
-            meter.all_axes if degrees.is_outer_sharded else DP_SHARD, "all_reduce", _NORM_NBYTES
-        )
-    for nbytes in plan.loop_all_reduces:
-        meter.count(meter.all_axes, "all_reduce", nbytes)
-    traffic = {key: Traffic(meter.calls[key], meter.nbytes[key]) for key in sorted(meter.calls)}
-    ledger = meter.ledger
+        ledger.reset_peak()
+        with record_collectives() as record:
+            for index in range(num_microbatches):
+                is_last = not plan.in_microbatch or index == num_microbatches - 1
+                engine.run_microbatch(is_last=is_last)
+        engine.step(plan.casts_from)
+    traffic = _traffic(engine, record, plan)
     return Footprint(dict(ledger.live), dict(ledger.peak), ledger.peak_total, traffic)
+
+
+def _traffic(
+    engine: MetaEngine, record: CollectiveRecord, plan: StepPlan
+) -> dict[tuple[str, str], Traffic]:
+    """Return collectives by (mesh axis, kind), with those that no unit issues."""
+    axes = engine.axes
+    calls: Counter[tuple[str, str]] = Counter()
+    nbytes: Counter[tuple[str, str]] = Counter()
+    for (kind, group_name), count in record.calls_by_group.items():
+        key = axes.names.get(group_name, NEIGHBOURS), kind
+        calls[key] += count
+        nbytes[key] += record.nbytes_by_group[kind, group_name]
+    extra = [(axes.everywhere, size) for size in plan.loop_all_reduces]
+    groups = [group for unit in engine.units for group in unit.groups]
+    sharded = [group for group in groups if group.axes.is_sharded and group.is_trainable]
+    if plan.measures_norm and sharded:
+        axis = axes.everywhere if any(group.axes.is_divided for group in sharded) else DP_SHARD
+        extra.append((axis, _NORM_NBYTES))
+    for axis, size in extra:
+        calls[axis, "all_reduce"] += 1
+        nbytes[axis, "all_reduce"] += size
+    return {key: Traffic(calls[key], nbytes[key]) for key in sorted(calls)}
 
 
 def owned_numels(layout: FlatLayout) -> list[int]:

@@ -47,6 +47,9 @@ def uninitialized_names(module: nn.Module) -> list[str]:
     # A sharded parameter has memory, so is_meta says nothing of it.
     parameters = list(module.named_parameters())
     groups = {group for _, p in parameters if (group := group_of(p)) is not None}
+    # On a mesh of meta devices, a dry run, no tensor ever has values.
+    if any(group.device.type == "meta" for group in groups):
+        return []
     fresh = {id(p.sharded) for group in groups for p in group.parameters if not p.is_initialized}
     names = [name for name, p in parameters if id(p) in fresh or p.is_meta]
     return names + [name for name, buffer in module.named_buffers() if buffer.is_meta]

@@ -1,27 +1,23 @@
-"""What an offloaded optimizer keeps on the host, by arithmetic on planned units; for a dry run.
+"""Bytes of optimizer states on the device and of an offloaded optimizer on the host, by arithmetic.
 
 Which parameter groups are offloaded follows from the rule of the optimizer itself
-(:mod:`megafsdp.optimizer.offload.placement`); this file brings planned groups into its order. Pages
-are not counted: slabs are rounded up to them.
-
-
-Bytes of optimizer states on a rank's device, by arithmetic on planned units; for a dry run.
-
-FusedAdam keeps plain states in flat buffers with gaps and padding, as the main weights lie; all
-other states are tensors of a parameter's own rows. Scalars are not counted.
+(:mod:`megafsdp.optimizer.offload.placement`); this file brings planned groups into its order.
+FusedAdam allocates plain states as flat buffers with gaps and padding, like the main weights. All
+other states are tensors of a parameter's own rows. Not counted: scalars, and the rounding of slabs
+on the host to whole pages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
-from megafsdp.fsdp.estimate.blueprint import PlannedGroup, PlannedUnit
+from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
 from megafsdp.optimizer.states.formats import BLOCK_NUMEL, PLAIN_DTYPES, dtype_for, is_scaled
 from megafsdp.optimizer.states.store import STATES
@@ -71,10 +67,10 @@ def optimizer_order(
     return {name: place for place, name in enumerate(ordered)}
 
 
-def offloaded(
+def groups_to_offload(
     units: Sequence[PlannedUnit], order: dict[str, int], fraction: float
-) -> list[PlannedUnit]:
-    """Return the units with those of their groups marked that the optimizer offloads; local.
+) -> list[tuple[int, int]]:
+    """Return which groups the optimizer offloads, as (index of the unit, index in it); local.
 
     Args:
         units: What the model is divided into, the root first.
@@ -93,17 +89,7 @@ def offloaded(
     movable = [key for key, group in planned.items() if group.dtypes.main == torch.float32]
     numels = [planned[key].layout.shard_numel for key in movable]
     others = sum(group.layout.shard_numel for group in planned.values()) - sum(numels)
-    chosen = set(movable[first_offloaded(numels, others, fraction) :])
-    return [
-        replace(
-            unit,
-            groups=tuple(
-                replace(group, is_offloaded=(number, index) in chosen)
-                for index, group in enumerate(unit.groups)
-            ),
-        )
-        for number, unit in enumerate(units)
-    ]
+    return movable[first_offloaded(numels, others, fraction) :]
 
 
 def host_footprint(units: Sequence[PlannedUnit], section: OptimizerSection) -> HostFootprint:

@@ -1,8 +1,8 @@
 """What a run would cost each rank, said in seconds by one process: layouts, memory, collectives.
 
-A dry run builds the configured model on the meta device and hands it to the search, the planner and
-the schedule that a real run uses (:mod:`megafsdp.fsdp.estimate.footprint`). It reads no data, opens
-no process group and allocates nothing of the model's size; activations are not estimated.
+A dry run builds the configured model on the meta device and runs steps of the real engine on it
+(:mod:`megafsdp.fsdp.estimate.footprint`), as one rank of a process group whose others do not exist.
+It reads no data and allocates nothing of the model's size; activations are not estimated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from megafsdp.device.memory import Category
 from megafsdp.errors import ConfigError, expected
-from megafsdp.fsdp.estimate.blueprint import PlannedGroup, PlannedUnit, ShardDegrees, plan_units
 from megafsdp.fsdp.estimate.footprint import Footprint, StepPlan, footprint_of
-from megafsdp.fsdp.fully_shard import strategy_of
+from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedGroup, PlannedUnit, fake_ranks
+from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES
 from megafsdp.training.config.optimizer_sections import OptimizerSection
@@ -28,8 +28,8 @@ from megafsdp.training.config.validate import validate_sharding
 from megafsdp.training.dry_run.bytes import (
     MOST_OF_AUTO,
     HostFootprint,
+    groups_to_offload,
     host_footprint,
-    offloaded,
     optimizer_order,
     state_nbytes,
 )
@@ -76,7 +76,7 @@ class DryRunReport:
 
     Attributes:
         config: The run.
-        degrees: The ranks.
+        dims: Degrees of parallelism.
         num_microbatches: Microbatches of a step on each rank.
         units: The distinct units, the root first.
         footprint: Bytes and collectives of a step on each rank; bytes of the device.
@@ -85,12 +85,17 @@ class DryRunReport:
     """
 
     config: Config
-    degrees: ShardDegrees
+    dims: ParallelDims
     num_microbatches: int
     units: tuple[DistinctUnit, ...]
     footprint: Footprint
     host: HostFootprint
     duration_s: float
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return self.dims.dp_outer * self.dims.dp_shard
 
     @property
     def num_parameters(self) -> int:
@@ -104,21 +109,21 @@ class DryRunReport:
 
     def to_json(self) -> str:
         """Return everything as JSON, sizes in elements and bytes."""
-        degrees, footprint = self.degrees, self.footprint
+        dims, footprint, parallel = self.dims, self.footprint, self.config.parallel
         content = {
             "model": self.config.model.preset,
             "num_parameters": self.num_parameters,
-            "num_ranks": degrees.num_ranks,
-            "dp_outer_size": degrees.dp_outer,
-            "dp_shard_size": degrees.dp_shard,
-            "strategy": self.config.parallel.strategy,
-            "outer_strategy": self.config.parallel.outer_strategy,
+            "num_ranks": self.num_ranks,
+            "dp_outer_size": dims.dp_outer,
+            "dp_shard_size": dims.dp_shard,
+            "strategy": parallel.strategy,
+            "outer_strategy": parallel.outer_strategy,
             "num_microbatches": self.num_microbatches,
             "units": [
                 {
                     "name": unit.name,
                     "count": unit.count,
-                    "groups": [_group_as_dict(group) for group in unit.groups],
+                    "groups": [_group_as_dict(group, parallel.strategy) for group in unit.groups],
                 }
                 for unit in self.units
             ],
@@ -165,15 +170,15 @@ class DryRunReport:
         return f"activations{exchange} and buffers of the backend"
 
     def _head_lines(self) -> list[str]:
-        degrees, parallel = self.degrees, self.config.parallel
+        dims, parallel = self.dims, self.config.parallel
         precision, train = self.config.precision, self.config.train
-        outer = f", outer {parallel.outer_strategy}" if degrees.dp_outer > 1 else ""
+        outer = f", outer {parallel.outer_strategy}" if dims.dp_outer > 1 else ""
         return [
             f"{self.config.model.preset}: {self.num_parameters:,} parameters on "
-            f"{_count(degrees.num_ranks, 'rank')} ({degrees.dp_outer:,} x {degrees.dp_shard:,}), "
+            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
             f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
-            f"{self.config.micro_batch_size(degrees.num_ranks):,} a rank), "
+            f"{self.config.micro_batch_size(self.num_ranks):,} a rank), "
             f"{self.config.optimizer.kind}, prefetch {parallel.prefetch}",
         ]
 
@@ -280,37 +285,38 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
     size = _world_size(config) if world_size is None else world_size
     validate_sharding(config, world_size=size)
     dims, parallel = config.parallel.dims().resolve(size), config.parallel
-    is_outer_sharded = parallel.outer_strategy == "optim" and dims.dp_outer > 1
-    degrees = ShardDegrees(dims.dp_shard, dims.dp_outer, is_outer_sharded)
     model_config = config.model.resolve()
     with torch.device("meta"):
         model = build_model(model_config)
     fraction = config.optimizer.offload_fraction
     order = optimizer_order(model, config.optimizer, config.muon) if fraction else {}
-    units = plan_units(
-        model,
-        unit_classes(model_config),
-        degrees,
-        strategy=strategy_of(parallel.strategy),
-        policy=config.precision.policy(),
-    )
-    if fraction:
-        units = offloaded(units, order, MOST_OF_AUTO if fraction == "auto" else fraction)
-    share = config.train.global_batch_size // size
-    num_microbatches = share // config.micro_batch_size(size)
-    step = StepPlan(
-        num_microbatches=num_microbatches,
-        prefetch=parallel.prefetch,
-        reshard_after_forward=parallel.reshard_after_forward,
-        state_nbytes=state_nbytes(units, config.optimizer, config.muon),
-        casts_from=_cast_by_step(config.optimizer),
-        loop_all_reduces=_loop_all_reduces(config),
-    )
-    footprint = footprint_of(units, degrees, step)
+    num_microbatches = config.train.global_batch_size // size // config.micro_batch_size(size)
+    with fake_ranks(size):
+        engine = MetaEngine(
+            model,
+            unit_classes(model_config),
+            dims,
+            strategy=parallel.strategy,
+            outer_strategy=parallel.outer_strategy if dims.dp_outer > 1 else "no_shard",
+            mp_policy=config.precision.policy(),
+            prefetch=parallel.prefetch,
+            reshard_after_forward=parallel.reshard_after_forward,
+        )
+        if fraction:
+            most = MOST_OF_AUTO if fraction == "auto" else fraction
+            engine.offload(groups_to_offload(engine.plan(), order, most))
+        units = engine.plan()
+        step = StepPlan(
+            num_microbatches=num_microbatches,
+            state_nbytes=state_nbytes(units, config.optimizer, config.muon),
+            casts_from=_cast_by_step(config.optimizer),
+            loop_all_reduces=_loop_all_reduces(config),
+        )
+        footprint = footprint_of(engine, step)
     host = host_footprint(units, config.optimizer)
     duration_s = time.perf_counter() - start_s
     return DryRunReport(
-        config, degrees, num_microbatches, _distinct(units), footprint, host, duration_s
+        config, dims, num_microbatches, _distinct(units), footprint, host, duration_s
     )
 
 
@@ -345,7 +351,7 @@ def _numel(group: PlannedGroup) -> int:
     return sum(slot.spec.numel for slot in group.layout.slots)
 
 
-def _group_as_dict(group: PlannedGroup) -> dict[str, object]:
+def _group_as_dict(group: PlannedGroup, strategy: str) -> dict[str, object]:
     layout, dtypes = group.layout, group.dtypes
     return {
         "num_tensors": len(layout.slots),
@@ -354,7 +360,7 @@ def _group_as_dict(group: PlannedGroup) -> dict[str, object]:
         "shard_numel": layout.shard_numel,
         "sub_buffer_shard_numels": [sub.shard_numel for sub in layout.sub_buffers],
         "padding_numel": layout.padding_numel,
-        "strategy": group.strategy.value,
+        "strategy": strategy if group.is_sharded else "no_shard",
         "is_trainable": group.is_trainable,
         "is_offloaded": group.is_offloaded,
         "compute_dtype": _name(dtypes.compute),

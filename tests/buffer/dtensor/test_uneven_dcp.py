@@ -128,7 +128,7 @@ def test_asynchronous_save_holds_the_values_of_its_call(ranks: Ranks, tmp_path: 
     ranks(2).run(_load, str(tmp_path), 11)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("uneven-dcp")
 def test_save_in_another_process_holds_the_values_of_its_call(ranks: Ranks, tmp_path: Path) -> None:
     """The layout travels with the tensor to the process that writes."""
     ranks(2).run(_save_asynchronously, str(tmp_path), "PROCESS")

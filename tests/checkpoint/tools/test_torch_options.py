@@ -250,7 +250,7 @@ def test_asynchronous_saves_hold_the_values_of_their_call(
         assert differences(saved[1], loaded[1]) == []
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("torch-tools")
 @pytest.mark.parametrize(("kind", "saved_by", "loaded_by"), _ASYNCHRONOUS[:2])
 def test_saves_by_another_process_hold_the_values_of_their_call(
     ranks: Ranks, tmp_path: Path, kind: str, saved_by: Any, loaded_by: Any

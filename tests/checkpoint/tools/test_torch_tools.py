@@ -90,7 +90,7 @@ _MESHES = [
 _KINDS = ("adamw", "sgd", "adam", "adam-bf16", "adam-fp8", "adam-remainders", "muon")
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("torch-tools")
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("saved_by", _MESHES)
 @pytest.mark.parametrize("loaded_by", _MESHES)

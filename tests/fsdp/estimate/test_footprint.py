@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,17 +18,17 @@ from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
-from megafsdp.fsdp.estimate.blueprint import PlannedUnit, ShardDegrees, plan_units
 from megafsdp.fsdp.estimate.footprint import (
+    NEIGHBOURS,
     Footprint,
     StepPlan,
     Traffic,
     footprint_of,
     owned_numels,
 )
-from megafsdp.fsdp.fully_shard import strategy_of
+from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedUnit, fake_ranks
 from megafsdp.fsdp.runtime.unit import units_below
-from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD
+from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD, ParallelDims
 from tests.fsdp.toy import Block, Net, batches, mine, shard
 from tests.ranks import Ranks
 from tests.strategies import shape_sets, world_sizes
@@ -121,24 +120,34 @@ def _measure(case: Case) -> Measured:
     return Measured(copy.deepcopy(ledger), record, state_nbytes, layouts)
 
 
-def _plan(case: Case, num_ranks: int, *, is_outer_sharded: bool = False) -> list[PlannedUnit]:
+def _engine(case: Case, num_ranks: int, *, is_outer_sharded: bool = False) -> MetaEngine:
     with torch.device("meta"):
         model = case.model()
-    degrees = ShardDegrees(num_ranks // case.dp_outer, case.dp_outer, is_outer_sharded)
-    strategy = strategy_of(case.strategy)
-    return plan_units(model, [Block], degrees, strategy=strategy, policy=case.policy)
+    return MetaEngine(
+        model,
+        [Block],
+        ParallelDims(case.dp_outer, num_ranks // case.dp_outer),
+        strategy=case.strategy,
+        outer_strategy="optim" if is_outer_sharded else "no_shard",
+        mp_policy=case.policy,
+        prefetch=case.prefetch,
+        reshard_after_forward=case.reshard_after_forward,
+    )
+
+
+def _plan(case: Case, num_ranks: int, *, is_outer_sharded: bool = False) -> list[PlannedUnit]:
+    with fake_ranks(num_ranks):
+        return _engine(case, num_ranks, is_outer_sharded=is_outer_sharded).plan()
 
 
 def _predict(case: Case, num_ranks: int, *, is_outer_sharded: bool = False) -> Footprint:
     step = StepPlan(
         num_microbatches=case.num_microbatches,
         in_microbatch=case.in_microbatch,
-        prefetch=case.prefetch,
-        reshard_after_forward=case.reshard_after_forward,
         num_states=case.num_states,
     )
-    degrees = ShardDegrees(num_ranks // case.dp_outer, case.dp_outer, is_outer_sharded)
-    return footprint_of(_plan(case, num_ranks, is_outer_sharded=is_outer_sharded), degrees, step)
+    with fake_ranks(num_ranks):
+        return footprint_of(_engine(case, num_ranks, is_outer_sharded=is_outer_sharded), step)
 
 
 def _by_kind(traffic: dict[tuple[str, str], Traffic]) -> dict[str, tuple[int, int]]:
@@ -252,31 +261,47 @@ def test_slices_kept_among_neighbours_cost_what_was_said(
     _assert_equal(ranks(4).run(_measure, case), case)
 
 
-@pytest.fixture
-def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Be rank 0 of a process group whose other ranks do not exist."""
-    size = request.param
-    dist.init_process_group("fake", rank=0, world_size=size)
-    yield size
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("fake_world", [256], indirect=True)
 @pytest.mark.parametrize("dp_outer", [1, 8])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_a_step_on_256_ranks_costs_what_was_said(
-    fake_world: int, strategy: str, dp_outer: int
-) -> None:
-    """The engine itself runs as one of many ranks; only rows owned differ between them."""
-    case = Case(strategy, num_microbatches=2, policy=BF16, dp_outer=dp_outer)
-    measured = _measure(case)
-    footprint = _predict(case, fake_world)
+def test_a_step_on_256_ranks_costs_what_was_said(strategy: str, dp_outer: int) -> None:
+    """The engine with memory runs as one of many ranks; only rows owned differ between them."""
+    case, num_ranks = Case(strategy, num_microbatches=2, policy=BF16, dp_outer=dp_outer), 256
+    with fake_ranks(num_ranks):
+        measured = _measure(case)
+    footprint = _predict(case, num_ranks)
     for category in ENGINE_CATEGORIES:
         assert footprint.peak[category] == measured.ledger.peak[category], category
         assert footprint.resting[category] == measured.ledger.live[category], category
     calls = {kind: value[0] for kind, value in _by_kind(footprint.traffic).items()}
     assert calls == dict(measured.record.calls)
     assert footprint.resting[Category.OPTIMIZER_STATE] >= measured.state_nbytes
+
+
+def _try_in_a_process_group() -> str:
+    with pytest.raises(RuntimeError, match="Expected no process group") as caught, fake_ranks(4):
+        pass
+    assert dist.get_world_size() == 2, "the group is untouched"
+    return str(caught.value)
+
+
+def test_a_process_group_is_not_replaced(ranks: Ranks) -> None:
+    """Ranks of a job cannot be ranks that do not exist at the same time."""
+    for message in ranks(2).run(_try_in_a_process_group):
+        assert "one of 2 rank(s)" in message and "process of its own" in message
+
+
+def test_neighbours_that_are_all_ranks_are_no_neighbours() -> None:
+    """Two of two ranks reshard as True does; no slices are made."""
+    counts = [
+        {key: item.calls for key, item in _predict(case, 4).traffic.items()}
+        for case in (
+            Case(reshard_after_forward=2, dp_outer=2),
+            Case(reshard_after_forward=True, dp_outer=2),
+        )
+    ]
+    assert counts[0] == counts[1]
+    sliced = _predict(Case(reshard_after_forward=2), 4).traffic
+    assert (NEIGHBOURS, "all_gather") in sliced
 
 
 @pytest.mark.parametrize("in_microbatch", [True, False])

@@ -200,7 +200,7 @@ def test_bytes_are_those_of_the_formula(
     ranks(math.prod(mesh)).run(_check_bytes, engine, mesh, dtype, prefetch, num_blocks)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("memory")
 @pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE])
 def test_bytes_are_those_of_the_formula_in_the_whole_product(
     ranks: Ranks,

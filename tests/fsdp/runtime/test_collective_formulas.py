@@ -238,7 +238,7 @@ def test_a_step_issues_exactly_the_collectives_of_the_formula(
     ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, in_microbatch)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("collective-formulas")
 @pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE])
 def test_a_step_issues_exactly_the_collectives_of_the_formula_in_the_whole_product(
     ranks: Ranks,

@@ -64,7 +64,7 @@ def test_ten_steps_have_torchs_bits(way: str, weight_decay: float) -> None:
         _assert_same_bits(numel, weight_decay)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("adam-bits")
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_ten_steps_have_torchs_bits_at_every_length(way: str, weight_decay: float) -> None:
     """Every length up to two tiles, then every 61st to 10,007, and ten million."""

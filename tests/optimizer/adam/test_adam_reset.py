@@ -124,7 +124,9 @@ def _cases() -> list[object]:
         pytest.param(
             strategy,
             kind,
-            marks=[] if s % len(FORMATS) == k or kind == "remainders" else pytest.mark.matrix,
+            marks=[]
+            if s % len(FORMATS) == k or kind == "remainders"
+            else pytest.mark.matrix("adam-reset"),
         )
         for s, strategy in enumerate(STRATEGIES)
         for k, kind in enumerate(FORMATS)

@@ -103,7 +103,7 @@ def test_work_ahead_of_the_step_changes_no_bit(ranks: Ranks, num_ranks: int, cas
     _check(ranks, num_ranks, case)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("offload")
 @pytest.mark.parametrize(("num_ranks", "case"), PRODUCT, ids=_label)
 def test_every_way_to_work_ahead_changes_no_bit(ranks: Ranks, num_ranks: int, case: Case) -> None:
     """The whole product of fractions, overlap, guessing, microbatches, strategies and loops."""

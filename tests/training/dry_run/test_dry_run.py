@@ -200,6 +200,9 @@ def test_the_loop_adds_no_collective_that_is_not_said(
     assert ranks(4).run(_counts_of_a_step, config) == [(calls, nbytes)] * 4
 
 
+_DIGESTS_NBYTES = 32 * 1024  # Ranks compare digests of their units before the first forward.
+
+
 class _MetaOnly(TorchDispatchMode):
     """Fail where an operator makes a tensor of some size that has memory."""
 
@@ -207,7 +210,7 @@ class _MetaOnly(TorchDispatchMode):
         """Run, then look at the result."""
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.device.type != "meta":
-            assert result.numel() <= 1024, f"{func} made {tuple(result.shape)}"
+            assert result.nbytes <= _DIGESTS_NBYTES, f"{func} made {tuple(result.shape)}"
         return result
 
 
@@ -219,7 +222,7 @@ def test_eight_billion_parameters_take_no_memory() -> None:
     with _MetaOnly():
         assert dry_run(config, 1024).num_parameters == 8_190_735_360
         with pytest.raises(AssertionError, match="made"):
-            torch.zeros(2048)
+            torch.zeros(_DIGESTS_NBYTES // 4 + 1)
 
 
 def test_json_of_eight_billion_parameters_on_1024_ranks(
@@ -297,12 +300,12 @@ def test_number_of_ranks_comes_from_the_degrees_or_the_environment(
     """Given, configured, torchrun's, one: the first that is there."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     degrees = {"dp_outer": 2, "dp_shard": 3}
-    assert dry_run(tiny(tmp_path), 4).degrees.num_ranks == 4
-    assert dry_run(tiny(tmp_path, parallel=degrees)).degrees.num_ranks == 6
-    assert dry_run(tiny(tmp_path)).degrees.num_ranks == 1
-    assert dry_run(tiny(tmp_path, parallel={"dp_outer": 2})).degrees.num_ranks == 2
+    assert dry_run(tiny(tmp_path), 4).dims.num_ranks == 4
+    assert dry_run(tiny(tmp_path, parallel=degrees)).dims.num_ranks == 6
+    assert dry_run(tiny(tmp_path)).dims.num_ranks == 1
+    assert dry_run(tiny(tmp_path, parallel={"dp_outer": 2})).dims.num_ranks == 2
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert dry_run(tiny(tmp_path)).degrees.num_ranks == 3
+    assert dry_run(tiny(tmp_path)).dims.num_ranks == 3
     monkeypatch.setenv("WORLD_SIZE", "x")
     with pytest.raises(ConfigError, match=r"whole number.*got 'x'.*WORLD_SIZE"):
         dry_run(tiny(tmp_path))

@@ -1,0 +1,231 @@
+"""A model's real units on a mesh of meta devices: the engine runs, its memory does not exist.
+
+This process is rank 0 of a ``fake`` process group, whose collectives return at once and whose other
+ranks do not exist. Units, layouts, schedule, reducers and ledgers are those of a training run; only
+the buffers are on the meta device. The model's own operators do not run, since what they do may
+depend on data: each unit's forward is replaced by one autograd function that reads the unsharded
+parameters in forward and returns a gradient for each in backward. What follows from a step is
+counted in :mod:`megafsdp.fsdp.estimate.footprint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafsdp.buffer.layout import FlatLayout
+from megafsdp.device.host_memory import HostArena
+from megafsdp.device.memory import ByteLedger
+from megafsdp.errors import expected
+from megafsdp.fsdp.fully_shard import fully_shard_model, microbatch
+from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
+from megafsdp.fsdp.params.unit_ledger import HostMemory
+from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
+from megafsdp.mesh.parallel_dims import ParallelDims, flat_group
+
+_META = "meta"
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """What a report says of one parameter group.
+
+    Attributes:
+        layout: Its layout; one shard if it is replicated.
+        dtypes: Dtypes of its buffers.
+        is_sharded: Whether it is gathered and reduce-scattered.
+        is_trainable: Whether its parameters require gradients.
+        is_offloaded: Whether the optimizer keeps its main weight and states on the host.
+    """
+
+    layout: FlatLayout
+    dtypes: GroupDtypes
+    is_sharded: bool
+    is_trainable: bool
+    is_offloaded: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """What a report says of one unit.
+
+    Attributes:
+        name: Its FQN; the class's name for the root.
+        groups: Its parameter groups, perhaps none.
+    """
+
+    name: str
+    groups: tuple[PlannedGroup, ...]
+
+
+@dataclass(frozen=True)
+class AxisNames:
+    """What to call the ranks over which collectives run.
+
+    Attributes:
+        names: Name of a mesh axis, or of both together, by the name of its process group.
+        everywhere: Name of all axes together.
+    """
+
+    names: dict[str, str]
+    everywhere: str
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> AxisNames:
+        """Name the process groups of a mesh whose axes have names."""
+        axes = mesh.mesh_dim_names or ()
+        everywhere = " x ".join(axes)
+        # A collective without a group is one over all ranks.
+        names = {"": everywhere, flat_group(mesh).group_name: everywhere}
+        return cls(names | {mesh.get_group(a).group_name: a for a in axes}, everywhere)
+
+
+@contextlib.contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[None]:
+    """Be rank 0 of a process group whose other ranks do not exist; local.
+
+    Raises:
+        RuntimeError: There is a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            expected(
+                "no process group",
+                f"one of {dist.get_world_size()} rank(s)",
+                where="an estimate for ranks that do not exist",
+                hint="Make the estimate in a process of its own, or before init_process_group()",
+            )
+        )
+    dist.init_process_group("fake", rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class MetaEngine:
+    """The units of one model on a mesh of meta devices; use it inside of :func:`fake_ranks`.
+
+    Args:
+        model: A model on the meta device; it is used up.
+        fsdp_unit_modules: As for ``fully_shard_model``.
+        dims: Degrees of parallelism whose product is the number of ranks.
+        **options: Other keyword arguments of ``fully_shard_model``.
+
+    Attributes:
+        units: The units, the root first, then the others in the order of ``modules()``.
+        axes: Names of the process groups of the mesh.
+
+    Raises:
+        Exception: Whatever ``fully_shard_model`` raises.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None,
+        dims: ParallelDims,
+        **options: Any,
+    ) -> None:
+        mesh = dims.build_mesh(_META)
+        self.axes = AxisNames.of(mesh)
+        self._model = fully_shard_model(model, fsdp_unit_modules, mesh=mesh, **options)
+        self.units = list(units_below([model]).values())
+        root, *others = self.units
+        for unit in others:
+            unit.modules[0].forward = _stand_in(unit)
+        model.forward = _stand_in(root, others)
+        # Names of units count within the root from here on.
+        root.require_context()
+
+    @property
+    def ledger(self) -> ByteLedger:
+        """Return the bytes on the device of all units: the root's ledger sums the others."""
+        return self.units[0].ledger
+
+    def plan(self) -> list[PlannedUnit]:
+        """Return what a report says of the units, in their order."""
+        return [PlannedUnit(unit.name, tuple(map(_plan, unit.groups))) for unit in self.units]
+
+    def offload(self, chosen: Collection[tuple[int, int]]) -> None:
+        """Move main weights to the host, as an offloaded optimizer does.
+
+        Args:
+            chosen: Indices of the unit and of the group in it.
+        """
+        for number, index in chosen:
+            memory = HostMemory(HostArena(0, is_pinned=False, is_meta=True), ByteLedger())
+            self.units[number].groups[index].offload_main_weight(memory)
+
+    def run_microbatch(self, *, is_last: bool) -> None:
+        """Run a forward of the root and its backward."""
+        with microbatch(self._model, is_last=is_last):
+            # A token has no gradient: the root's backward ends with the whole backward.
+            output = self._model(torch.empty((), device=_META))
+            output.backward(torch.empty_like(output))
+
+    def step(self, casts_from: torch.dtype | None) -> None:
+        """Do to the units what an optimizer's step and ``zero_grad()`` do.
+
+        Args:
+            casts_from: Dtype of the main weights that the optimizer casts to the compute dtype as
+                it steps; None for none.
+        """
+        for unit in self.units:
+            for group in unit.groups:
+                # An optimizer has no frozen group.
+                if group.is_trainable:
+                    group.mark_stale()
+                    if group.is_moved:
+                        group.compute_weight.start_copy()
+                        group.compute_weight.mark_encoded()
+                    elif group.dtypes.main == casts_from:
+                        is_written = group.compute_weight.start_encoding() is not None
+                        if is_written:
+                            group.compute_weight.mark_encoded()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+
+class _UseParameters(torch.autograd.Function):
+    """Stands for a unit's operators: reads parameters, and gives each a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = parameters
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # On the meta device an alias costs less than a new tensor.
+        return grad, *(p.detach() for p in ctx.parameters)
+
+
+def _stand_in(unit: FSDPUnit, below: Sequence[FSDPUnit] = ()) -> Callable[[torch.Tensor], Any]:
+    """Return a forward that uses a unit's trainable parameters, then runs the units below it."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        unsharded = [p.unsharded for group in unit.groups for p in group.parameters]
+        x = _UseParameters.apply(x, *(p for p in unsharded if p.requires_grad))
+        for each in below:
+            x = each.modules[0](x)
+        return x
+
+    return forward
+
+
+def _plan(group: ParameterGroup) -> PlannedGroup:
+    return PlannedGroup(
+        group.layout,
+        group.dtypes,
+        is_sharded=group.axes.is_sharded,
+        is_trainable=group.is_trainable,
+        is_offloaded=group.is_moved,
+    )
