@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.device.memory import FlatStorage
-from megafsdp.fsdp.params.compute_weight import ComputeWeight
+from megafsdp.fsdp.params.gather_sources import CastOnGather
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer
 from megafsdp.fsdp.runtime import schedule as agreement
 from megafsdp.fsdp.runtime.schedule import FSDPContext
@@ -46,7 +46,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (agreement, "start_all_reduce", _USAGE),
     (collectives, "sum_shards", "summing"),
     (GradientReducer, "_pack", "packing"),
-    (ComputeWeight, "_gather_input", "casting"),
+    (CastOnGather, "inputs", "casting"),
     (FlatStorage, "allocate", "storage"),
     (FlatStorage, "release", "storage"),
     (collectives, "_all_gather_single", ISSUING),

@@ -4,10 +4,9 @@ from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
 from megafsdp.fsdp.full_params import (
     full_state_dict,
     load_full_state_dict,
-    microbatch,
     summon_full_params,
 )
-from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
+from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model, microbatch
 from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer, mark_main_weights_changed

@@ -49,6 +49,7 @@ class FSDPModule:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module; a compiled one within the unit's forward, whose hooks stay outside."""
+        # torch traces the hooks of a module that it compiles, and ours issue collectives.
         assert isinstance(self, nn.Module)
         compiled = compiled_call(self)
         if compiled is None:
@@ -58,6 +59,7 @@ class FSDPModule:
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the module in place, as ``nn.Module.compile``, without the unit's hooks."""
         assert isinstance(self, nn.Module)
+        # From here on __call__ does what they did.
         for handle in self._fsdp_unit().forward_hooks.pop(id(self), ()):
             handle.remove()
         super().compile(*args, **kwargs)  # type: ignore[misc]
@@ -69,6 +71,7 @@ class FSDPModule:
             async_op: Return a handle at once; the parameters are shown by its ``wait()``.
         """
         unit = self._fsdp_unit()
+        # The user may gather before the first forward, which would have found the root.
         unit.require_context()
         unit.start_unshard()
         handle = UnshardHandle(unit)
@@ -86,6 +89,7 @@ class FSDPModule:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally, in full size, while the context is open; local."""
+        # Each unit's own choice comes back, for contexts may be nested.
         units = self._fsdp_units(recurse=True)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -103,12 +107,13 @@ class FSDPModule:
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Tell that more microbatches follow before the step: reductions that can wait do."""
+        """Choose whether the next backward is the step's last; else reductions that can wait do."""
         self._fsdp_unit().require_context().is_last_microbatch = is_last_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether shards are summed over the outer axis, if there is one, from here on."""
         for unit in self._fsdp_units(recurse=recurse):
+            # Without an outer axis the reduction over the inner one is all there is.
             has_outer_axis = any(group.axes.outer_group is not None for group in unit.groups)
             unit.requires_all_reduce = requires_all_reduce or not has_outer_axis
 
@@ -128,6 +133,7 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these units when this one's forward begins, instead of the recorded next."""
+        # An empty list is a choice too: nothing is gathered ahead.
         units = [module._fsdp_unit() for module in modules]
         self._fsdp_unit().set_prefetch(units, is_backward=False)
 
@@ -190,7 +196,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Choose how many reductions may be under way; each keeps one unit's gradients alive.
+        """Choose how many reductions may be under way; each needs one unit's full gradients.
 
         Raises:
             ValueError: The number is not positive.
@@ -214,26 +220,29 @@ class FSDPModule:
         """Forget what is not in ``.grad`` yet; called by all ranks.
 
         That is a forward or backward that an exception cut short, and the sums of microbatches
-        whose last one does not come, which an optimizer's ``zero_grad`` knows nothing of.
+        whose last one does not come, which an optimizer's ``zero_grad`` does not reach.
         """
         self._fsdp_unit().require_context().reset_after_error()
-        self._forget_sums()
+        # After the reset, which ends a backward that would add to them.
+        self._discard_unreduced_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those of microbatches that wait for the last one included."""
-        # Inside of a backward there is nothing to forget.
+        # Inside of a backward, as in a hook that steps, sums of other units are still to come.
         if not is_backward_running():
-            self._forget_sums()
+            self._discard_unreduced_grads()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
-    def _forget_sums(self) -> None:
+    def _discard_unreduced_grads(self) -> None:
         for unit in self._fsdp_units(recurse=True):
+            # Only here, at rest: an exception has cut that backward short.
             if unit.context is not None and unit.context.has_backward_begun:
                 unit.context.reset_after_error()
             unit.discard_unreduced_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Let ``.to()`` and its kin pass where they change nothing, refuse them otherwise."""
+        # Not even where nothing changes is torch's own called: it would swap the parameters.
         assert isinstance(self, nn.Module)
         refuse_changes(self, fn)
         return self
@@ -250,6 +259,7 @@ class FSDPModule:
 def mix_in(module: nn.Module) -> None:
     """Give a module the methods of :class:`FSDPModule` by changing its class."""
     cls = type(module)
+    # A class for each module: register_fsdp_forward_method() sets methods on it.
     module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
 
 
@@ -274,6 +284,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
                 hint="Give the name of a method of the module itself",
             )
         )
+    # Of the class, unbound: a bound one would be a cycle through the module.
     method = getattr(type(module), method_name)
 
     def run(self: nn.Module, *args: object, **kwargs: object) -> object:
@@ -281,5 +292,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         assert unit is not None, "the class was made by fully_shard()"
         return unit.run_as_forward(self, partial(method, self), args, kwargs)
 
-    # The class was made for this module alone, so the method is set on no other.
+    # The class was made by mix_in() for this module alone, so the method is set on no other.
     setattr(type(module), method_name, run)

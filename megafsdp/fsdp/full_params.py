@@ -1,4 +1,8 @@
-"""Whole tensors of a sharded model: full state dicts, and forwards with everything gathered."""
+"""Whole tensors of a sharded model: full state dicts, and forwards with everything gathered.
+
+All are called by every rank of a model at rest, and each rank gets, or gives, every tensor whole.
+Training states are saved piece by piece, by :mod:`megafsdp.checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +54,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then.
     """
     own = model.state_dict()
+    # Nothing is changed before all ranks have agreed that their states fit.
     raise_together(_mismatch(own, state))
+    # A background save may still copy the main weights.
     wait_before_load()
     give_memory_to_meta_tensors(model, device_below(model), is_wanted=own.__contains__)
+    # Again, for tensors of the meta device were replaced.
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in own.items():
@@ -96,9 +103,9 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
 
     Forwards inside gather nothing, so ranks may call the module a different number of times, for
     example to generate text. The parameters are for reading: changes are lost when the context
-    closes. Collective on entry; holds the whole model in memory.
+    closes. Collective on entry; the whole model is in memory.
     """
-    # Those that are pinned belong to a context around this one.
+    # Pinned ones belong to a context around this one, which ends later.
     units = [unit for unit in units_below([module]).values() if not unit.is_pinned]
     for unit in units:
         _unshard(unit)
@@ -106,6 +113,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for unit in units:
+            # First: a pinned unit goes on showing full parameters.
             unit.is_pinned = False
             unit.show_sharded()
             unit.release()
@@ -117,34 +125,3 @@ def _unshard(unit: FSDPUnit) -> None:
     unit.finish_unshard()
     unit.show_unsharded()
     unit.is_pinned = True
-
-
-@contextlib.contextmanager
-def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
-    """Say whether the forward and backward inside are the last before the optimizer step; local.
-
-    Without it every backward is complete by itself, which is always right. Inside
-    ``microbatch(model, is_last=False)`` reductions that can wait do: replicated gradients are
-    summed locally and all-reduced in the last microbatch. Inside
-    ``microbatch(model, is_last=True)`` an optimizer that was told how to clip may begin to step
-    parameters whose gradients are complete: nobody changes them before its ``step``.
-
-    Args:
-        model: The outermost module given to ``fully_shard``, or one that contains such modules.
-        is_last: False for all microbatches of a step but the last.
-    """
-    contexts = {id(c): c for c in (u.require_context() for u in _outermost(model))}.values()
-    for context in contexts:
-        context.is_last_microbatch = context.optimizer_may_start = is_last
-    try:
-        yield
-    finally:
-        for context in contexts:
-            context.is_last_microbatch, context.optimizer_may_start = True, False
-
-
-def _outermost(model: nn.Module) -> list[FSDPUnit]:
-    units = list(units_below([model]).values())
-    if units:
-        units[0].require_context()
-    return units

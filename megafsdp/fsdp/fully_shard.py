@@ -1,18 +1,18 @@
-"""The entry points: make modules into units.
+"""The entry points: make modules into units, and say which microbatch a forward belongs to.
 
 ``fully_shard`` is called on each unit and then on the root, or ``fully_shard_model`` does it for a
 whole model. Both change modules in place and return them; no wrapper, no key prefix.
 
-
-The arguments of ``fully_shard``: made into values, or refused with what, where and how to mend.
-
-torch's own ``MixedPrecisionPolicy`` and ``CPUOffloadPolicy`` are accepted wherever ours are.
-Nothing is changed and no collective issued here, but to build a default mesh.
+The functions below the entry points turn each argument into a value, or refuse it with what, where
+and a hint, before any module is changed. torch's own ``MixedPrecisionPolicy`` and
+``CPUOffloadPolicy`` are accepted wherever ours are. Grouping, buffers and hooks are made elsewhere;
+no collective is issued here, except to build a default mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -36,10 +36,162 @@ from megafsdp.fsdp.grouping import (
 )
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
-from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of
+from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
+from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 from megafsdp.mesh.parallel_dims import default_mesh
 
+M = TypeVar("M", bound=nn.Module | list[nn.Module])
+
+# By ZeRO stage.
 _STAGES = tuple(Strategy)
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: str | int = "optim_grads_params",
+    outer_strategy: str = "no_shard",
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | TorchOffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    average: str = "rank",
+    prefetch: int = 1,
+) -> M:
+    """Make a module, or a list of modules that run one after another, into one unit.
+
+    Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
+    below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights.
+    Parameter values are taken from every rank's own copy: initialise all ranks alike. Parameters on
+    the meta device have none until ``materialize`` or a load. No collective is issued before the
+    first forward, except to build a default mesh.
+
+    Args:
+        module: The module or modules, changed in place.
+        mesh: The ranks: 1-D, or 2-D of an outer axis and of the ranks to divide among (HSDP,
+            HFSDP), with any axis names; None means one axis of all ranks.
+        strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
+            (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
+        outer_strategy: What the first axis of a 2-D mesh divides besides: ``"no_shard"``, nothing
+            (HSDP), or ``"optim"``, main weights and optimizer states (HFSDP); the latter needs
+            ZeRO-3 on the inner axis.
+        reshard_after_forward: Free the gathered parameters between forward and backward. None frees
+            all but those needed again at once: the root's and the last unit's. A number of
+            neighbouring ranks, say of one node, divides them among these alone, so that
+            backward gathers over fewer ranks.
+        shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
+            ``Shard(0)``.
+        mp_policy: Dtypes; torch's policy is accepted.
+        offload_policy: What lives on the host; torch's policy is accepted.
+        ignored_params: Parameters to leave alone: neither cut nor reduced.
+        average: ``"rank"``: gradients are the mean over ranks. ``"token"``: their sum.
+        prefetch: How many units are gathered ahead; at most ``prefetch + 1`` are unsharded.
+
+    Returns:
+        ``module``, whose class is now also an :class:`FSDPModule`.
+
+    Raises:
+        ValueError: A module is a unit already, a parameter is tied to another unit, parameters lie
+            on several devices, or an argument has no meaning.
+        TypeError: A policy is of another type.
+        NotImplementedError: A strategy, mesh or parameter kind that is not built.
+        RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
+    """
+    modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
+    # All arguments are checked before the first module is changed: a refused call can be repeated.
+    policy = mixed_precision_of(mp_policy)
+    memory = UnitMemory(offload=offload_of(offload_policy))
+    chosen = strategy_of(strategy)
+    averaging = average_of(average)
+    check_modules(modules, prefetch)
+    found = find_parameters(modules, ignored_params or (), policy)
+    check_placements(found, shard_placement_fn)
+    mesh = mesh_of(mesh, device_type_of(found))
+    resharding = reshard_of(reshard_after_forward, mesh)
+    # The one place where gradients are averaged: no reduction divides again.
+    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
+    is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
+    # Each parameter is there twice from here, until the unit shows the sharded one in its place.
+    groups = build_groups(found, policy, Division(mesh, chosen, is_divided, scale), memory)
+    # A later call, or an optimizer of the originals, is refused by these marks.
+    claim(found, type(modules[0]).__name__)
+    for each in modules:
+        mix_in(each)
+    FSDPUnit(
+        modules,
+        groups,
+        policy=policy,
+        memory=memory,
+        prefetch=prefetch,
+        reshard_after_forward=resharding,
+    )
+    # After the last sharded parameter is there, which the hooks of steps rely on.
+    watch_optimizer_steps()
+    return module
+
+
+def fully_shard_model(
+    model: nn.Module,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    *,
+    mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    **options: Any,
+) -> nn.Module:
+    """Make every instance of some classes below a model, and then the model, into units.
+
+    Args:
+        model: The model, changed in place.
+        fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None
+            takes the model's ``_no_split_modules``, as Hugging Face models have it.
+        mp_policy: As for :func:`fully_shard`; names in it may be those of the whole model.
+        **options: Other keyword arguments of :func:`fully_shard`, the same for all units.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: No class is named, no module below the model is of a named class, or a name in
+            ``mp_policy.keep_fp32`` matches nothing.
+        Exception: Whatever :func:`fully_shard` raises.
+    """
+    units = find_units(model, fsdp_unit_modules)
+    # Names of the whole model are translated while every parameter still has its place in it.
+    policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
+    # Inner units first: each takes what no unit below it owns.
+    for module in [*reversed(units), model]:
+        fully_shard(module, mp_policy=policies[module], **options)
+    return model
+
+
+@contextlib.contextmanager
+def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
+    """Say whether the forward and backward inside are the last before the optimizer step; local.
+
+    Without it every backward is complete by itself, which is always right. Inside
+    ``microbatch(model, is_last=False)`` reductions that can wait do: replicated gradients are
+    summed locally and all-reduced in the last microbatch. Inside
+    ``microbatch(model, is_last=True)`` an optimizer that was told how to clip may begin to step
+    parameters whose gradients are complete: they must not change before its ``step``.
+
+    Args:
+        model: The outermost module given to ``fully_shard``, or one that contains such modules.
+        is_last: False for all microbatches of a step but the last.
+    """
+    units = list(units_below([model]).values())
+    if units:
+        # The outermost unit adopts those below it: first, or each would become a root of its own.
+        units[0].require_context()
+    contexts = dict.fromkeys(unit.require_context() for unit in units)
+    for context in contexts:
+        context.is_last_microbatch = context.optimizer_may_start = is_last
+    try:
+        yield
+    finally:
+        # Back to what holds without the context: every backward is complete by itself.
+        for context in contexts:
+            context.is_last_microbatch, context.optimizer_may_start = True, False
 
 
 def strategy_of(value: str | int) -> Strategy:
@@ -48,6 +200,7 @@ def strategy_of(value: str | int) -> Strategy:
     Raises:
         ValueError: The name is unknown.
     """
+    # As Megatron names them, or by number.
     names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
     if value not in names:
         raise ValueError(
@@ -114,6 +267,7 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
     Raises:
         TypeError: The value is neither.
     """
+    # torch's class for the host is a subclass of its class for the device.
     if isinstance(policy, TorchCPUOffloadPolicy):
         return OffloadPolicy(params=True, pin_memory=policy.pin_memory)
     if isinstance(policy, TorchOffloadPolicy):
@@ -138,6 +292,7 @@ def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: De
             or gradients are not divided over the inner one.
     """
     where = "outer_strategy of fully_shard()"
+    # HSDP, or a mesh of one axis.
     if outer_strategy == "no_shard":
         return False
     if outer_strategy != "optim":
@@ -177,6 +332,7 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int) -> None:
     Raises:
         ValueError: There is none, one is a unit already, or ``prefetch`` is negative.
     """
+    # Two units over one module would each gather, and each end its backward.
     for module in modules:
         if unit_of(module) is not None:
             raise ValueError(
@@ -208,6 +364,7 @@ def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bo
     Raises:
         ValueError: It is a number that does not divide the ranks of the mesh's last axis.
     """
+    # bool first: True is an int too, and would mean one rank.
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     num_ranks = mesh.size(mesh.ndim - 1)
@@ -220,6 +377,7 @@ def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bo
                 hint="Give the number of ranks of one node, or True to free parameters",
             )
         )
+    # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
     return {1: False, num_ranks: True}.get(reshard_after_forward, reshard_after_forward)
 
 
@@ -232,6 +390,7 @@ def check_placements(
         NotImplementedError: One cuts another dimension.
     """
     for item in found:
+        # Of any class with a dimension: torch has several, and users their own.
         placement = None if placement_fn is None else placement_fn(item.parameter)
         if placement is not None and getattr(placement, "dim", 0) != 0:
             raise NotImplementedError(
@@ -261,7 +420,9 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
                     hint="Call torch.distributed.init_process_group() first, or use torchrun",
                 )
             )
+        # Collective: all ranks come here with the same arguments.
         return default_mesh(device_type)
+    # Two sizes do not show which axis is the slow one, and a guess would train slowly.
     if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
         return mesh
     raise ValueError(
@@ -272,117 +433,3 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
             hint="Give the named data-parallel axes, for example mesh['dp_outer', 'dp_shard']",
         )
     )
-
-
-M = TypeVar("M", bound=nn.Module | list[nn.Module])
-
-
-def fully_shard(
-    module: M,
-    *,
-    mesh: DeviceMesh | None = None,
-    strategy: str | int = "optim_grads_params",
-    outer_strategy: str = "no_shard",
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
-    mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy | TorchOffloadPolicy = OffloadPolicy(),  # noqa: B008
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    average: str = "rank",
-    prefetch: int = 1,
-) -> M:
-    """Make a module, or a list of modules that run one after another, into one unit.
-
-    Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
-    below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights.
-    Parameter values are taken from every rank's own copy: initialise all ranks alike. Parameters on
-    the meta device have none until ``materialize`` or a load. No collective is issued before the
-    first forward, except to build a default mesh.
-
-    Args:
-        module: The module or modules, changed in place.
-        mesh: The ranks: 1-D, or 2-D of an outer axis and of the ranks to divide among (HSDP,
-            HFSDP), with any axis names; None means one axis of all ranks.
-        strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
-            (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
-        outer_strategy: What the first axis of a 2-D mesh divides besides: ``"no_shard"``, nothing
-            (HSDP), or ``"optim"``, main weights and optimizer states (HFSDP); the latter needs
-            ZeRO-3 on the inner axis.
-        reshard_after_forward: Free the gathered parameters between forward and backward. None frees
-            all but those needed again at once: the root's and the last unit's. A number of
-            neighbouring ranks, say of one node, keeps them divided among these alone, so that
-            backward gathers over fewer ranks.
-        shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
-            ``Shard(0)``.
-        mp_policy: Dtypes; torch's policy is accepted.
-        offload_policy: What lives on the host; torch's policy is accepted.
-        ignored_params: Parameters to leave alone: neither cut nor reduced.
-        average: ``"rank"``: gradients are the mean over ranks. ``"token"``: their sum.
-        prefetch: How many units are gathered ahead; at most ``prefetch + 1`` are unsharded.
-
-    Returns:
-        ``module``, whose class is now also an :class:`FSDPModule`.
-
-    Raises:
-        ValueError: A module is a unit already, a parameter is tied to another unit, parameters lie
-            on several devices, or an argument has no meaning.
-        TypeError: A policy is of another type.
-        NotImplementedError: A strategy, mesh or parameter kind that is not built.
-        RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
-    """
-    modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
-    policy = mixed_precision_of(mp_policy)
-    memory = UnitMemory(offload=offload_of(offload_policy))
-    chosen = strategy_of(strategy)
-    averaging = average_of(average)
-    check_modules(modules, prefetch)
-    found = find_parameters(modules, ignored_params or (), policy)
-    check_placements(found, shard_placement_fn)
-    mesh = mesh_of(mesh, device_type_of(found))
-    resharding = reshard_of(reshard_after_forward, mesh)
-    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
-    is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
-    groups = build_groups(found, policy, Division(mesh, chosen, is_divided, scale), memory)
-    claim(found, type(modules[0]).__name__)
-    for each in modules:
-        mix_in(each)
-    FSDPUnit(
-        modules,
-        groups,
-        policy=policy,
-        memory=memory,
-        prefetch=prefetch,
-        reshard_after_forward=resharding,
-    )
-    return module
-
-
-def fully_shard_model(
-    model: nn.Module,
-    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
-    *,
-    mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    **options: Any,
-) -> nn.Module:
-    """Make every instance of some classes below a model, and then the model, into units.
-
-    Args:
-        model: The model, changed in place.
-        fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None
-            takes the model's ``_no_split_modules``, as Hugging Face models have it.
-        mp_policy: As for :func:`fully_shard`; names in it may be those of the whole model.
-        **options: Other keyword arguments of :func:`fully_shard`, the same for all units.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        ValueError: No class is named, no module below the model is of a named class, or a name in
-            ``mp_policy.keep_fp32`` matches nothing.
-        Exception: Whatever :func:`fully_shard` raises.
-    """
-    units = find_units(model, fsdp_unit_modules)
-    policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
-    for module in [*reversed(units), model]:
-        fully_shard(module, mp_policy=policies[module], **options)
-    return model

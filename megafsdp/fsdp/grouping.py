@@ -1,16 +1,14 @@
-"""Which modules are units, which parameters a unit owns, and into which groups they fall.
+"""Which modules become units, which parameters a unit owns, and into which groups they fall.
 
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
 by whether they require a gradient, and by whether they can be cut at all: parameters without
-dimensions or elements, and frozen integers, are kept whole on every rank. Everything that would
-make the engine wrong later is refused here, before anything is changed.
+dimensions or elements, and frozen integers, are whole on every rank. Parameters that
+``MixedPrecisionPolicy.keep_fp32`` names compute in fp32, hence are grouped apart. A name counts
+within the module that is made a unit; ``fully_shard_model`` first translates names that count in
+the whole model to each unit's own.
 
-
-MERGED fsdp/kept_fp32: Which parameters ``MixedPrecisionPolicy.keep_fp32`` names.
-
-A name counts within the module that is made a unit. Whoever sees the whole model
-(``fully_shard_model``) translates names that count in the model to each unit's own
-first. This file matches names; it changes nothing.
+Whatever would make the engine wrong later is refused here, before anything is changed. No buffer is
+laid out here: that is a :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
 """
 
 from __future__ import annotations
@@ -39,78 +37,19 @@ from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import units_below
 
-
-def matching_names(fqn: str, owner: nn.Module, policy: MixedPrecisionPolicy) -> set[str]:
-    """Return the names of a policy that a parameter, a module above it, or its class answers to.
-
-    Args:
-        fqn: The parameter's name.
-        owner: The module that holds it.
-        policy: Holds names, or patterns (``fnmatch``) of names.
-    """
-    if not policy.keep_fp32:
-        return set()
-    parts = fqn.split(".")
-    names = {".".join(parts[:k]) for k in range(1, len(parts) + 1)} | {type(owner).__name__}
-    return {
-        wanted
-        for wanted in policy.keep_fp32
-        if wanted in names or any(fnmatch.fnmatchcase(name, wanted) for name in names)
-    }
-
-
-def policies_by_module(
-    model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy
-) -> dict[nn.Module, MixedPrecisionPolicy]:
-    """Return the policies of a model and of units below it, names translated to each one's own.
-
-    A name counts in the model and in each of the units.
-
-    Raises:
-        ValueError: A name matches nothing.
-    """
-    if not policy.keep_fp32:
-        return dict.fromkeys([model, *units], policy)
-    idle, kept = set(policy.keep_fp32), set()
-    for root in (model, *units):
-        for fqn, owner, parameter in _parameters_of(root):
-            matching = matching_names(fqn, owner, policy)
-            idle -= matching
-            if matching:
-                kept.add(id(parameter))
-    if idle:
-        first = next((fqn for fqn, _, _ in _parameters_of(model)), "")
-        raise ValueError(
-            expected(
-                f"names of parameters such as '{first}', of modules or their classes, or patterns",
-                f"{sorted(idle)} that match none",
-                where=f"keep_fp32 for {type(model).__name__}",
-                hint="Correct or remove them",
-            )
-        )
-    return {
-        root: dataclasses.replace(
-            policy,
-            keep_fp32=tuple(fqn for fqn, _, p in _parameters_of(root) if id(p) in kept),
-        )
-        for root in (model, *units)
-    }
-
-
-def _parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield name, owner and parameter, tied ones under each of their names."""
-    for prefix, module in root.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{prefix}.{attribute}" if prefix else attribute, module, parameter
-
-
+# On full parameters: the name of the unit that owns the sharded form, and the FQN in that unit.
 _OWNER_ATTRIBUTE = "_megafsdp_owner"
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one group have in common."""
+    """The properties that the parameters of one group have in common.
+
+    Attributes:
+        dtypes: Dtypes of the group's buffers.
+        requires_grad: Whether they get gradients.
+        is_whole: Whether they are whole on every rank, whatever the strategy.
+    """
 
     dtypes: GroupDtypes
     requires_grad: bool
@@ -119,11 +58,17 @@ class GroupKey:
 
 @dataclass
 class FoundParameter:
-    """A parameter that a unit will own."""
+    """A parameter that a unit will own.
+
+    Attributes:
+        parameter: The parameter as the user made it.
+        record: What the engine will record of it.
+        computes_in_fp32: Whether ``keep_fp32`` names it, by any of the names of a tie.
+    """
 
     parameter: nn.Parameter
     record: ManagedParameter
-    is_kept_fp32: bool
+    computes_in_fp32: bool
 
 
 def find_units(
@@ -141,6 +86,7 @@ def find_units(
     wanted = fsdp_unit_modules
     if wanted is None:
         wanted = sorted(getattr(model, "_no_split_modules", None) or ())
+    # The model itself becomes the root, whatever its class.
     units = [m for m in model.modules() if m is not model and _is_one_of(m, wanted)]
     if not units:
         present = sorted({type(m).__name__ for m in model.modules() if m is not model})
@@ -156,6 +102,7 @@ def find_units(
 
 
 def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bool:
+    # By base classes too: a module that is a unit already has a class of its own.
     for cls in type(module).__mro__:
         names = {cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"}
         if any(cls is each or each in names for each in wanted):
@@ -175,13 +122,15 @@ def find_parameters(
 
     Raises:
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
-            outer unit was made first), or has gradient hooks that its sharded face would not have.
+            outer unit was made first), or has gradient hooks that its sharded form would not have.
             Or the policy names in fp32 only parameters of inner units, which compute otherwise.
         NotImplementedError: A parameter is a DTensor, complex, or floating-point of 8 bits.
     """
+    # By id: comparing tensors compares their elements.
     ignored_ids = {id(parameter) for parameter in ignored}
     owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}
     found: dict[int, FoundParameter] = {}
+    # A name that only parameters of inner units match would be without effect.
     applied: set[str] = set()
     missed: dict[str, str] = {}
     for root in modules:
@@ -196,12 +145,13 @@ def find_parameters(
                     if parameter.is_floating_point() and group.dtypes.compute != torch.float32:
                         missed |= dict.fromkeys(matching_names(name, module, policy), name)
                     continue
+                # A tied parameter is found again under each of its names: one record, all owners.
                 if id(parameter) not in found:
                     _check(name, parameter)
                     record = ManagedParameter(name, [], parameter.shape)
-                    found[id(parameter)] = FoundParameter(parameter, record, is_kept_fp32=False)
+                    found[id(parameter)] = FoundParameter(parameter, record, computes_in_fp32=False)
                 item, matching = found[id(parameter)], matching_names(name, module, policy)
-                item.is_kept_fp32 |= bool(matching)
+                item.computes_in_fp32 |= bool(matching)
                 applied |= matching
                 item.record.owners.append((weakref.ref(module), attribute))
     _check_kept_fp32({wanted: name for wanted, name in missed.items() if wanted not in applied})
@@ -215,16 +165,20 @@ def group_parameters(
     groups: dict[GroupKey, list[FoundParameter]] = {}
     for item in found:
         parameter = item.parameter
+        # There are no rows to cut.
         is_whole = parameter.ndim == 0 or parameter.numel() == 0
         if parameter.is_floating_point():
             grad = policy.grad_dtype(parameter.dtype)
             dtypes = GroupDtypes(
-                compute=policy.compute_dtype(parameter.dtype, is_kept_fp32=item.is_kept_fp32),
+                compute=policy.compute_dtype(
+                    parameter.dtype, computes_in_fp32=item.computes_in_fp32
+                ),
                 main=policy.main_dtype(parameter.dtype),
                 grad=grad,
                 reduce=policy.reduce_dtype or grad,
             )
         else:
+            # Integers have no gradient and no sum over ranks that would be right.
             dtypes, is_whole = GroupDtypes(*[parameter.dtype] * 4), True
         key = GroupKey(dtypes, parameter.requires_grad, is_whole)
         groups.setdefault(key, []).append(item)
@@ -270,6 +224,7 @@ def build_groups(
             axes=division.axes(is_whole=key.is_whole),
             dtypes=key.dtypes,
             memory=memory,
+            # A whole group is never gathered: its buffers are those of a replica.
             strategy=Strategy.NO_SHARD if key.is_whole else division.strategy,
             gradient_scale=division.gradient_scale,
         )
@@ -278,19 +233,87 @@ def build_groups(
 
 
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
-    """Mark original and full parameters as owned, to recognise them where others hold them."""
+    """Mark original and full parameters as owned, to recognise them elsewhere."""
     for item in found:
-        for face in (item.parameter, getattr(item.record, "unsharded", None)):
-            if face is not None:
-                setattr(face, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
+        # The unsharded one too: within summon_full_params() model.parameters() has that.
+        for parameter in (item.parameter, item.record.unsharded):
+            setattr(parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:
-    """Tell whether this is a full parameter in whose stead ``fully_shard`` has a sharded one."""
+    """Tell whether ``fully_shard`` has replaced this full parameter by a sharded one."""
     return hasattr(parameter, _OWNER_ATTRIBUTE)
 
 
+def matching_names(fqn: str, owner: nn.Module, policy: MixedPrecisionPolicy) -> set[str]:
+    """Return the names of a policy that match a parameter, a module above it, or its class.
+
+    Args:
+        fqn: The parameter's name.
+        owner: The module that it is an attribute of.
+        policy: Its names, or patterns (``fnmatch``) of names.
+    """
+    if not policy.keep_fp32:
+        return set()
+    parts = fqn.split(".")
+    names = {".".join(parts[:k]) for k in range(1, len(parts) + 1)} | {type(owner).__name__}
+    return {
+        wanted
+        for wanted in policy.keep_fp32
+        if wanted in names or any(fnmatch.fnmatchcase(name, wanted) for name in names)
+    }
+
+
+def policies_by_module(
+    model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy
+) -> dict[nn.Module, MixedPrecisionPolicy]:
+    """Return the policies of a model and of units below it, names translated to each one's own.
+
+    A name counts in the model and in each of the units.
+
+    Raises:
+        ValueError: A name matches nothing.
+    """
+    if not policy.keep_fp32:
+        return dict.fromkeys([model, *units], policy)
+    # Names that matched nothing yet, and the ids of the parameters that some name matched.
+    idle, matched = set(policy.keep_fp32), set()
+    for root in (model, *units):
+        for fqn, owner, parameter in _parameters_of(root):
+            matching = matching_names(fqn, owner, policy)
+            idle -= matching
+            if matching:
+                matched.add(id(parameter))
+    if idle:
+        # An example of a name that would be right.
+        first = next((fqn for fqn, _, _ in _parameters_of(model)), "")
+        raise ValueError(
+            expected(
+                f"names of parameters such as '{first}', of modules or their classes, or patterns",
+                f"{sorted(idle)} that match none",
+                where=f"keep_fp32 for {type(model).__name__}",
+                hint="Correct or remove them",
+            )
+        )
+    return {
+        root: dataclasses.replace(
+            policy,
+            keep_fp32=tuple(fqn for fqn, _, p in _parameters_of(root) if id(p) in matched),
+        )
+        for root in (model, *units)
+    }
+
+
+def _parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield name, owner and parameter, tied ones under each of their names."""
+    for prefix, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{attribute}" if prefix else attribute, module, parameter
+
+
 def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below: bool) -> None:
+    # A unit around this one has taken the parameter, and would gather it again and again.
     if not is_below:
         raise ValueError(
             expected(
@@ -303,6 +326,7 @@ def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
+    # Two units would each have rows of it, reduced apart.
     owner = getattr(parameter, _OWNER_ATTRIBUTE, None)
     if owner is not None:
         raise ValueError(
@@ -313,6 +337,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 hint="Give the modules that share it to one call: fully_shard([first, second])",
             )
         )
+    # Hooks would stay on the original, which autograd never reaches again.
     if num_gradient_hooks(parameter):
         raise ValueError(
             expected(
@@ -322,6 +347,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 hint="Call register_post_accumulate_grad_hook() after fully_shard()",
             )
         )
+    # Rows of its local tensor are not rows of the whole.
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             expected(
@@ -331,6 +357,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 hint="Shard over data parallel ranks alone",
             )
         )
+    # Main weights of both would need a dtype that no optimizer steps.
     if parameter.is_complex() or (parameter.is_floating_point() and parameter.dtype.itemsize < 2):
         raise NotImplementedError(
             expected(
@@ -364,6 +391,7 @@ def device_type_of(found: Sequence[FoundParameter]) -> str:
     Raises:
         ValueError: They are on several.
     """
+    # As a set: parameters of one device are the rule, and several are named in the message.
     types = sorted({item.parameter.device.type for item in found if not item.parameter.is_meta})
     if len(types) > 1:
         raise ValueError(
@@ -374,6 +402,7 @@ def device_type_of(found: Sequence[FoundParameter]) -> str:
                 hint="Move the module to one device first",
             )
         )
+    # The mesh is made for the device that materialize() or a load will fill.
     if types:
         return types[0]
     return torch.device("cuda" if found and torch.cuda.is_available() else "cpu").type

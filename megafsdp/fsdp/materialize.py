@@ -2,16 +2,15 @@
 
 :func:`materialize` walks the modules as ``nn.Module.apply`` does, children first, and lets the
 initialiser write full plain parameters: those of one unit exist at a time. When the walk leaves a
-unit, each rank keeps its rows and the full tensors go; when it comes back to a module whose
+unit, each rank copies its rows and the full tensors go; when it comes back to a module whose
 subtree was written before, its parameters are gathered, so that a parent may edit what its
 children drew. With three units, root, ``a`` and ``b``:
 
     call            a.up  a.down  a  |  b.up  b.down  b  |  embedding  root
     full tensors    a     a       a  |  b     b       b  |  embedding  the root's own
 
-Every rank draws all numbers, hence the values do not depend on the number of ranks. Nothing is
-known here of how a parameter is cut; which parameters have values is kept by
-:mod:`megafsdp.fsdp.params.meta`.
+Every rank draws all numbers, hence the values do not depend on the number of ranks. How a parameter
+is cut is decided elsewhere; which ones have values is recorded by :mod:`megafsdp.fsdp.params.meta`.
 """
 
 from __future__ import annotations
@@ -82,6 +81,7 @@ def materialize(
     walk = _Walk(model, initialize or _reset_parameters)
     if not walk.fresh_modules:
         return model
+    # Ranks that differ would gather apart within the walk, and hang: they raise before it.
     for group in walk.process_groups:
         require_equal(
             walk.fingerprint(),
@@ -97,15 +97,16 @@ def materialize(
             where=_WHERE,
             hint="Call torch.manual_seed() with the same seed on all ranks just before",
         )
+    # A parent that draws into parameters of an inner unit would draw equal rows on all ranks.
     with refusing_random_numbers():
         error = walk.run()
     try:
         for group in walk.process_groups:
             raise_together(error, group)
     except Exception:
-        walk.forget()
+        walk.undo()
         raise
-    walk.keep()
+    walk.mark_initialized()
     return model
 
 
@@ -137,8 +138,8 @@ class _Managed:
         name: FQN within the model.
         record: The parameter.
         group: Its group.
-        has_rows: Whether the main weight holds values, if only of a first visit.
-        storage: The full tensor while it is shown.
+        has_rows: Whether the main weight has values, if only of a first visit.
+        storage: Memory of the full tensor while it is shown.
         full: The parameter over it.
         is_filled: Whether it had values before the walk, or the last visit left no NaN.
     """
@@ -152,7 +153,8 @@ class _Managed:
     is_filled: bool = False
 
     def open(self) -> None:
-        """Show a full tensor: what the ranks hold, gathered, or NaN; collective if they do."""
+        """Show a full tensor: the rows of all ranks, or NaN where there are none; then local."""
+        # In the dtype that the user gave, in which an unsharded model would draw.
         record, sharded = self.record, self.record.sharded
         self.storage = FlatStorage(
             record.shape.numel(),
@@ -165,7 +167,9 @@ class _Managed:
         if self.has_rows:
             full.copy_(full_tensor(sharded.detach()))
         else:
+            # What an initialiser leaves out is found by the NaN in it.
             poison(full)
+        # Initialisers may read what users wrote on the parameter.
         self.full = nn.Parameter(full, requires_grad=sharded.requires_grad)
         copy_attributes(sharded, self.full)
         record.show(self.full)
@@ -182,9 +186,9 @@ class _Managed:
                 return
 
     def close(self) -> None:
-        """Keep this rank's rows, free the full tensor, show the sharded parameter; local.
+        """Copy this rank's rows, free the full tensor, show the sharded parameter; local.
 
-        A parameter that had values before the walk keeps those, whatever was written.
+        A parameter that had values before the walk has the same after it, whatever was written.
         """
         assert self.full is not None, "open() comes first"
         if not self.record.is_initialized:
@@ -195,11 +199,12 @@ class _Managed:
                 local_tensor(sharded).copy_(self.full)
             self.is_filled = is_filled(self.full)
             self.has_rows = True
+            # A unit may have run before, with other parameters of it.
             self.group.mark_stale()
         self.discard()
 
     def discard(self) -> None:
-        """Free the full tensor, whatever it holds, and show the sharded parameter."""
+        """Free the full tensor, whatever is in it, and show the sharded parameter."""
         self.record.show(self.record.sharded)
         self.full = self.storage = None
 
@@ -217,13 +222,16 @@ class _Walk:
         self.device = device_below(model)
         self.fresh_modules = self._find_fresh_modules()
         self._made: dict[int, torch.Tensor] = {}
-        self._kept: dict[PlainTensor, torch.Tensor] = {}
+        # Copies of plain tensors that had values before the walk.
+        self._saved: dict[PlainTensor, torch.Tensor] = {}
+        # Parameters in full: those of the unit that the walk is in.
         self._open: list[_Managed] = []
         self._unit: FSDPUnit | None = None
         self._error: Exception | None = None
 
     def _find_managed(self) -> dict[int, list[_Managed]]:
         """Return the units' parameters by the id of each owner."""
+        # A unit of several modules may own parameters outside of the model.
         names = {id(p): name for name, p in self.model.named_parameters()}
         found: dict[int, list[_Managed]] = {}
         known: set[int] = set()
@@ -251,7 +259,7 @@ class _Walk:
         return found
 
     def _find_fresh_modules(self) -> set[int]:
-        """Return the ids of modules that directly hold something without values."""
+        """Return the ids of modules that have a tensor of their own without values."""
         managed = self.managed.items()
         fresh = {owner for owner, items in managed if not all(m.has_rows for m in items)}
         return fresh | set(self.plain)
@@ -264,6 +272,7 @@ class _Walk:
 
     def fingerprint(self) -> str:
         """Return what ranks must have in common for the walk to be the same."""
+        # With who has values, which decides what is visited and gathered.
         parameters = [
             (name, group.layout.fingerprint(), [p.is_initialized for p in group.parameters])
             for name, unit in self.units.items()
@@ -280,7 +289,8 @@ class _Walk:
             finally:
                 for managed in self._open:
                     managed.discard()
-                for item, values in self._kept.items():
+                # An initialiser may have drawn anew what had values.
+                for item, values in self._saved.items():
                     item.restore(values)
         return self._error or self._unfilled()
 
@@ -292,8 +302,10 @@ class _Walk:
         part = list(_part_of_unit(module, unit))
         tensors = (t for m in part for t in [*m._parameters.values(), *m._buffers.values()])
         has_tensors = any(tensor is not None for tensor in tensors)
+        # What had values throughout is not drawn again; random numbers are then those of the rest.
         if has_tensors and not any(id(m) in self.fresh_modules for m in part):
             return
+        # One unit in full at a time.
         if unit is not self._unit:
             self._close_all()
             self._unit = unit
@@ -314,17 +326,19 @@ class _Walk:
                 managed.open()
                 self._open.append(managed)
         for item in (item for m in part for item in self.plain_with_values.get(id(m), ())):
-            if item not in self._kept:
-                self._kept[item] = item.original.detach().clone()
+            if item not in self._saved:
+                self._saved[item] = item.original.detach().clone()
         for item in self.plain.get(id(module), ()):
             item.give_memory(self._made, self.device)
 
     def _close_all(self) -> None:
+        # Popped after: if closing raises, run() discards what is left.
         while self._open:
             self._open[-1].close()
             self._open.pop()
 
     def _unfilled(self) -> RuntimeError | None:
+        # A dict, for a tied parameter is listed under each of its owners.
         names = [m.name for m in dict.fromkeys(_flat(self.managed)) if not m.is_filled]
         names += [item.name for item in _flat(self.plain) if not item.is_filled()]
         if not names:
@@ -339,13 +353,14 @@ class _Walk:
             )
         )
 
-    def keep(self) -> None:
-        """Note that everything has values."""
+    def mark_initialized(self) -> None:
+        """Mark all of the units' parameters as initialised."""
         for unit in self.units.values():
             mark_initialized(unit.groups)
 
-    def forget(self) -> None:
+    def undo(self) -> None:
         """Return what the walk made to the meta device, so that another walk begins afresh."""
+        # Rows in main weights may stay: their parameters are not marked as initialised.
         for item in _flat(self.plain):
             item.restore()
 
@@ -357,6 +372,7 @@ def _flat(lists: dict[int, list[T]]) -> Iterator[T]:
 def _part_of_unit(module: nn.Module, unit: FSDPUnit | None) -> Iterator[nn.Module]:
     """Yield a module and those below it, without other units below it."""
     yield module
+    # An initialiser of a parent may edit what its children drew.
     for child in module.children():
         if unit_of(child) in (None, unit):
             yield from _part_of_unit(child, unit)

@@ -1,15 +1,20 @@
-"""Compute weights follow main weights: who tells the units that main weights changed.
+"""Keep compute weights in step with main weights: marks after optimizer steps and edits by hand.
 
-After any ``torch.optim.Optimizer`` step one process-wide hook marks the groups of its parameters,
+After a step of any ``torch.optim.Optimizer`` a hook marks the groups of its parameters as stale,
 with or without a gradient on this rank, so no optimizer needs an adapter. Before the step another
-hook refuses optimizers over parameters that ``fully_shard`` has replaced. Edits by hand are told by
-:func:`mark_main_weights_changed`. Who still reads main weights is asked before this room's own
-loads write to them.
+hook refuses parameters that ``fully_shard`` has replaced. Both are process-wide, for torch has no
+other hook that every optimizer runs. The first ``fully_shard`` registers them. They remember
+what an optimizer holds, and return at once for one that has no parameter of ours.
+
+Marks alone are made here. The next unshard of a group refreshes its compute weight.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,38 +27,102 @@ from torch.optim.optimizer import (
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import mark_initialized
-from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.runtime.unit import units_below
 
 _before_loads: list[Callable[[], object]] = []
 
 
-class MarksMainWeights:
-    """Base of optimizers that know our parameters.
+@runtime_checkable
+class SelfMarkingOptimizer(Protocol):
+    """An optimizer whose step marks the groups that it changes.
 
-    They mark the groups of their parameters themselves, and refuse what
-    :func:`fully_shard_optimizer` refuses.
+    Such a step may fill the cast of a main weight too
+    (:meth:`~megafsdp.fsdp.params.compute_weight.ComputeWeight.start_encoding`), which a second mark
+    would drop. It refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
     """
 
-
-def _mark_stepped(optimizer: Optimizer, *unused: object) -> None:
-    """Mark every group that has a parameter in a stepped optimizer, with or without a gradient."""
-    if isinstance(optimizer, MarksMainWeights):
-        return
-    for param_group in optimizer.param_groups:
-        for parameter in param_group["params"]:
-            group = group_of(parameter)
-            if group is not None:
-                group.mark_stale()
+    def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
+        """Mark those of the optimizer's groups that a step has changed and not marked."""
 
 
-def _refuse_originals(optimizer: Optimizer, *unused: object) -> None:
-    if not isinstance(optimizer, MarksMainWeights):
-        fully_shard_optimizer(optimizer)
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """The parameters that an optimizer held when they were last looked at.
+
+    Attributes:
+        ids: Their ids. References would keep an optimizer alive that hooks of its parameters call.
+            None of these ids becomes one of a sharded parameter: those are all alive by then.
+        groups: The groups of the sharded ones, each once.
+    """
+
+    ids: tuple[int, ...]
+    groups: tuple[weakref.ref[ParameterGroup], ...]
 
 
-register_optimizer_step_pre_hook(_refuse_originals)
-register_optimizer_step_post_hook(_mark_stepped)
+class _StepHooks:
+    """The process-wide hooks on optimizer steps, and what they remember of each optimizer."""
+
+    def __init__(self) -> None:
+        self._holdings: weakref.WeakKeyDictionary[Optimizer, _Holding]
+        self._holdings = weakref.WeakKeyDictionary()
+        self._is_registered = False
+
+    def watch(self) -> None:
+        """Register the hooks, once; look at all optimizers again at their next step."""
+        # Parameters that were plain are replaced from here on, and their optimizers refused.
+        self._holdings.clear()
+        if not self._is_registered:
+            self._is_registered = True
+            register_optimizer_step_pre_hook(self._before_step)
+            register_optimizer_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: Optimizer, *unused: object) -> None:
+        self._holding_of(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *unused: object) -> None:
+        # Looked up again: a closure may have changed what the optimizer holds.
+        references = self._holding_of(optimizer).groups
+        if not references:
+            return
+        groups = [group for group in (reference() for reference in references) if group is not None]
+        if isinstance(optimizer, SelfMarkingOptimizer):
+            # It may have skipped the step, or have written casts that a mark would drop.
+            optimizer.mark_stepped(groups)
+            return
+        # Those without a gradient here too: a refresh may be a collective of all ranks.
+        for group in groups:
+            group.mark_stale()
+
+    def _holding_of(self, optimizer: Optimizer) -> _Holding:
+        """Return what an optimizer holds; looks at the parameters if they are others than before.
+
+        Raises:
+            ValueError: A parameter is the original that ``fully_shard`` has replaced.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = tuple(map(id, parameters))
+        holding = self._holdings.get(optimizer)
+        if holding is None or holding.ids != ids:
+            # Before the step: stepping replaced originals would change nothing that forward reads.
+            if not isinstance(optimizer, SelfMarkingOptimizer):
+                fully_shard_optimizer(optimizer)
+            # A dict, for an order that all ranks share.
+            groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
+            holding = _Holding(ids, tuple(map(weakref.ref, groups)))
+            self._holdings[optimizer] = holding
+        return holding
+
+
+_hooks = _StepHooks()
+
+
+def watch_optimizer_steps() -> None:
+    """Have every optimizer step checked and noted from here on; local, for the whole process.
+
+    Called whenever parameters become sharded.
+    """
+    _hooks.watch()
 
 
 def register_before_load(wait: Callable[[], object]) -> None:
@@ -66,7 +135,7 @@ def register_before_load(wait: Callable[[], object]) -> None:
 
 
 def wait_before_load() -> None:
-    """Return when nobody reads main weights any more that are about to be loaded; local."""
+    """Return when main weights that are about to be loaded are read no more; local."""
     for wait in _before_loads:
         wait()
 
@@ -74,14 +143,15 @@ def wait_before_load() -> None:
 def mark_main_weights_changed(
     module: nn.Module, parameters: Iterable[torch.Tensor] | None = None
 ) -> None:
-    """Tell that main weights below a module were edited in place; called on all ranks alike.
+    """Mark main weights below a module as edited in place; called on all ranks alike.
 
-    Optimizer steps, ``load_state_dict`` and checkpoint loads tell by themselves.
+    Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves.
 
     Args:
         module: A module with units below it.
         parameters: Those that have values, if they came on the meta device; None means all.
     """
+    # Read once for each unit: it may be an iterator.
     given = None if parameters is None else list(parameters)
     for unit in units_below([module]).values():
         unit.mark_stale()

@@ -18,6 +18,7 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer
 from megafsdp.fsdp.params.parameter_group import tie_to_group
 from megafsdp.fsdp.runtime.unit import units_below
+from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 
 
 class LocalParameter(nn.Parameter):
@@ -118,4 +119,6 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
         )
     # Frozen groups have no main gradient.
     reducers = [reducer for unit in units.values() for reducer in unit.reducers]
+    # Steps over the new tensors change main weights, as those over sharded parameters do.
+    watch_optimizer_steps()
     return [LocalParameter.over(reducer) for reducer in reducers if reducer.group.is_trainable]

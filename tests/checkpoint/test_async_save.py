@@ -34,6 +34,7 @@ from megafsdp.checkpoint import (
     save,
     wait_for_saves,
 )
+from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.background.staging import HostSlab, Staging
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.errors import CheckpointError
@@ -346,6 +347,36 @@ def test_a_step_does_not_wait_for_the_writing(tmp_path: Path) -> None:
         assert not pending.done()
         hold.release()
         pending.result()
+
+
+def _hooks_of_loads(root: Path) -> list[int]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _train(model, optimizer, 1)
+
+    def count() -> int:
+        hooked = sum(len(module._load_state_dict_pre_hooks) for module in model.modules())
+        return hooked + len(optimizer._optimizer_load_state_dict_pre_hooks)
+
+    counts = [count()]
+    pending = async_save(root, step=1, model=model, optimizer=optimizer)
+    counts.append(count())
+    pending.result()
+    counts.append(count())
+    async_save(root, step=2, model=model, optimizer=optimizer)
+    SAVES.wait_for_end()
+    counts.append(count())
+    pending = async_save(root, step=3, model=model, optimizer=optimizer)
+    while not pending.done():
+        time.sleep(0.01)
+    _train(model, optimizer, 1)
+    return [*counts, count()]
+
+
+def test_no_hooks_of_loads_are_left_after_a_save(ranks: Ranks, tmp_path: Path) -> None:
+    """They wait for the copies, and go with the result, or with the next step after the save."""
+    for before, saving, *after in ranks(2).run(_hooks_of_loads, tmp_path):
+        assert saving > before and set(after) == {before}
 
 
 def _second_save(root: Path) -> tuple[str, int | None]:

@@ -23,6 +23,7 @@ from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import FSDPUnit
+from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 from megafsdp.quantize.recipe import WHOLE_ROW, BufferSpec, Recipe, Use
 from tests.ranks import Ranks
 
@@ -55,6 +56,7 @@ def make_unit(
         for axes, items in by_axes.items()
     ]
     mix_in(module)
+    watch_optimizer_steps()
     return FSDPUnit(
         [module],
         groups,

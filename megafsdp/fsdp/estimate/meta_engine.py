@@ -24,8 +24,7 @@ from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.host_memory import HostArena
 from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
-from megafsdp.fsdp.full_params import microbatch
-from megafsdp.fsdp.fully_shard import fully_shard_model
+from megafsdp.fsdp.fully_shard import fully_shard_model, microbatch
 from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
 from megafsdp.fsdp.params.unit_ledger import HostMemory
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below

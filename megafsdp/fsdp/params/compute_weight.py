@@ -1,30 +1,24 @@
-"""The compute weight of a parameter group: its buffers, their gather and their release.
+"""The compute weight of a parameter group: its full buffers, their gather and their release.
 
-A :class:`ComputeWeight` turns the group's main weight into what forward and backward read. Its
-recipe names the buffers; for each there is a full one, gathered between uses, and a shard to gather
-from:
+A :class:`ComputeWeight` is what forward and backward read of a group's main weight. Its recipe
+names the buffers, each of which has a full form. Under ZeRO-3 the full buffers are gathered for
+each use and released after it. Under ZeRO-1 and ZeRO-2 they are persistent, and gathered once after
+each change of the main weight. A replicated group has persistent full buffers that are encoded in
+place; nothing is gathered. With two ranks and a cast from fp32 to bf16, under ZeRO-3::
 
-* the main weight itself where the recipe casts to the main dtype,
-* this rank's own part of the full buffer, filled at each gather, where it casts to another one,
-* a kept one, encoded once after each change of the main weight, for every other recipe,
-* a kept one too where an outer axis divides the main weight (HFSDP): encoded in pieces, which are
-  joined over the outer axis once after each change,
-* a kept one too, the *device copy*, where an optimizer has moved the main weight to the host;
-  whoever changes the main weight may write the copy as well,
-* a temporary, copied from the host at each gather, where the main weight lives there
-  (:mod:`megafsdp.fsdp.params.host_params`), whatever its dtype.
+    rank 0   main weight [0, 32) fp32 --cast--> full [0, 32)  --gather-->  full [0, 64) bf16
+    rank 1   main weight [32, 64) fp32 --cast-> full [32, 64) --gather-->  full [0, 64) bf16
 
-Under ZeRO-1 and ZeRO-2 the full buffers are kept and gathered once after each change of the main
-weight. A replicated group keeps them too and encodes them in place; nothing is gathered.
-
-
-How long the buffers of a compute weight are, and which part of it each holds on this rank.
+What this rank contributes to a gather, and how it is stored, is a
+:mod:`~megafsdp.fsdp.params.gather_sources` class; which units are gathered ahead is decided by the
+schedule.
 """
 
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,7 +26,20 @@ import torch.distributed as dist
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.memory import ByteLedger, Category
-from megafsdp.device.torch_private import preserving_versions, set_version, version_of
+from megafsdp.device.torch_private import set_version, version_of
+from megafsdp.fsdp.params.gather_sources import (
+    Buffers,
+    CastOnGather,
+    Encode,
+    GatherSource,
+    MainWeightSource,
+    OuterJoin,
+    PersistentSource,
+    SliceSource,
+    StepOutput,
+    TemporarySource,
+    encode_main_weight,
+)
 from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.mesh.placement import Residence
@@ -40,7 +47,7 @@ from megafsdp.quantize.recipe import BufferSpec, CastRecipe, Recipe
 
 
 class WeightBuffers:
-    """Makes the buffers of one group's compute weight, on the device.
+    """Factory of the buffers of one group's compute weight, on the device.
 
     Args:
         main_weight: The group's main weight, a shard or the whole.
@@ -61,34 +68,38 @@ class WeightBuffers:
         self._axes = axes
         self._device, self._ledger = device, ledger
 
-    def new_piece(self, spec: BufferSpec) -> DBuffer:
-        """Make a buffer that lies like the main weight."""
-        return self._new(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, 1, self._shard)
+    def new_pieces(self, specs: Iterable[BufferSpec]) -> Buffers:
+        """Make buffers that lie like the main weight."""
+        category = Category.COMPUTE_WEIGHT
+        return {s.name: self._new(s, Residence.SHARD, category, 1, self._shard) for s in specs}
 
-    def new_shard(self, spec: BufferSpec) -> DBuffer:
-        """Make what this rank of the inner axis gathers from."""
+    def new_shards(self, specs: Iterable[BufferSpec]) -> Buffers:
+        """Make the inputs of a gather over the inner axis; longer than pieces under HFSDP."""
         merged, shard = self._axes.num_pieces, self._axes.gathered_shard
-        return self._new(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, shard)
+        category = Category.COMPUTE_WEIGHT
+        return {s.name: self._new(s, Residence.SHARD, category, merged, shard) for s in specs}
 
-    def new_full(self, spec: BufferSpec, category: Category) -> DBuffer:
-        """Make what a gather fills."""
-        return self._new(spec, Residence.REPLICATE, category, self._axes.num_pieces, 0)
+    def new_full(self, specs: Iterable[BufferSpec], category: Category) -> Buffers:
+        """Make the outputs of a gather over the inner axis."""
+        merged = self._axes.num_pieces
+        return {s.name: self._new(s, Residence.REPLICATE, category, merged, 0) for s in specs}
 
     def slice_of(self, full: DBuffer, spec: BufferSpec, group: dist.ProcessGroup) -> DBuffer:
-        """Return this rank's slice of a full buffer, to gather from over a group; a copy.
+        """Return a copy of this rank's slice of a full buffer, the input of a gather over a group.
 
         Args:
-            full: The buffer.
-            spec: What it holds.
-            group: Ranks that keep one slice each, in order: neighbours on the inner axis.
+            full: The full buffer.
+            spec: Its description in the recipe.
+            group: Ranks that save one slice each, in order: neighbours on the inner axis.
         """
         index, merged = group.rank(), self._axes.group.size() // group.size()
         merged *= self._axes.num_pieces
-        kept = self._new(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, index)
+        saved = self._new(spec, Residence.SHARD, Category.COMPUTE_WEIGHT, merged, index)
+        # A slice for each sub-buffer: a gather joins the shards of each by itself.
         with torch.no_grad():
-            for own, whole in zip(kept.pieces(), full.pieces(), strict=True):
+            for own, whole in zip(saved.pieces(), full.pieces(), strict=True):
                 own.copy_(whole.narrow(0, index * own.numel(), own.numel()))
-        return kept
+        return saved
 
     def _new(
         self, spec: BufferSpec, residence: Residence, category: Category, merged: int, shard: int
@@ -108,13 +119,19 @@ class ComputeWeight:
     """Buffers of one group's compute weight.
 
     Args:
-        recipe: What the buffers are.
+        recipe: Names, dtypes and encoding of the buffers.
         main_weight: The group's main weight, a shard or the whole.
         axes: Ranks that divide or replicate the group.
-        is_kept: True to keep the full buffers between uses.
+        is_persistent: Whether the full buffers stay between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
-        host_weight: The main weight as it is read if it lives on the host; the recipe is a cast.
+        host_weight: The cast and the copies of a main weight that lives on the host; the recipe is
+            a cast.
+
+    Attributes:
+        recipe: As given.
+        is_stale: Whether the main weight has changed since the last refresh.
+        label: FQN of the unit, for counters and profilers.
     """
 
     def __init__(
@@ -123,7 +140,7 @@ class ComputeWeight:
         main_weight: DBuffer,
         *,
         axes: DataParallelAxes,
-        is_kept: bool,
+        is_persistent: bool,
         device: torch.device,
         ledger: ByteLedger,
         host_weight: HostWeight | None = None,
@@ -133,34 +150,58 @@ class ComputeWeight:
         self.label = ""
         self._main = main_weight
         self._axes = axes
-        self._is_kept = is_kept or not axes.is_sharded
+        self._is_persistent = is_persistent or not axes.is_sharded
         self._buffers = WeightBuffers(main_weight, axes, device=device, ledger=ledger)
-        self._is_cast = isinstance(recipe, CastRecipe)
         self._host_weight = host_weight
-        is_same = self._is_cast and recipe.specs[0].dtype == main_weight.flat.dtype
-        self._is_same = is_same = is_same and host_weight is None
-        self._is_main_itself = is_same and not axes.is_sharded
-        self._shards: dict[str, DBuffer] = {}
-        if is_same and axes.is_sharded and not axes.is_divided:
-            self._shards = {recipe.specs[0].name: main_weight}
-        elif axes.is_divided or (axes.is_sharded and not self._is_cast):
-            self._shards = {s.name: self._buffers.new_shard(s) for s in recipe.specs}
-        category = Category.COMPUTE_WEIGHT if self._is_kept else Category.UNSHARDED
-        self._full = {
-            s.name: main_weight if self._is_main_itself else self._buffers.new_full(s, category)
-            for s in recipe.specs
-        }
+        # Collectives that read a copy from the host run on the stream of the copy.
+        self._on_copy_stream = (
+            contextlib.nullcontext if host_weight is None else host_weight.on_copy_stream
+        )
+        is_same = self.can_be_copied and recipe.specs[0].dtype == main_weight.flat.dtype
+        is_same = is_same and host_weight is None
+        if is_same and not axes.is_sharded:
+            # Forward reads what the optimizer writes: one buffer less.
+            self._full = {recipe.specs[0].name: main_weight}
+        else:
+            category = Category.COMPUTE_WEIGHT if self._is_persistent else Category.UNSHARDED
+            self._full = self._buffers.new_full(recipe.specs, category)
+        self._source = self._new_source(is_same=is_same)
+        # Names of persistent full buffers that were not gathered since the last refresh.
         self._outdated: set[str] = set()
-        self._encoding: DBuffer | None = None
-        self._is_encoded = False
-        self._device_copy: DBuffer | None = None
-        self._sources: list[DBuffer] = []
-        self._pieces: dict[str, DBuffer] = {}
-        self._joining: Pending | None = None
-        self._pending: list[Pending] = []
-        self._in_flight: list[tuple[DBuffer, int]] = []
-        self._slice_group: dist.ProcessGroup | None = None
-        self._slices: dict[str, DBuffer] = {}
+        self._gathers: list[tuple[Pending, GatherSource, list[DBuffer]]] = []
+        self._versions: list[tuple[DBuffer, int]] = []
+        self._slices: SliceSource | None = None
+        self._before_move: tuple[DBuffer, GatherSource] | None = None
+
+    def _new_source(self, *, is_same: bool) -> GatherSource:
+        """Return the source for how the main weight is divided, where it lies, and its recipe."""
+        axes, main, specs, host_weight = (
+            self._axes,
+            self._main,
+            self.recipe.specs,
+            self._host_weight,
+        )
+        encode: Encode = functools.partial(encode_main_weight, self.recipe, main)
+        if host_weight is not None:
+            encode = host_weight.encode
+        if not axes.is_sharded:
+            return MainWeightSource(main) if is_same else PersistentSource(self._full, encode)
+        # Not methods of this object: a cycle would delay the release of a deleted model's memory.
+        make = functools.partial(self._buffers.new_pieces, specs)
+        source: GatherSource
+        if is_same:
+            source = MainWeightSource(main)
+        elif axes.is_divided or host_weight is not None:
+            source = TemporarySource(make, encode)
+        elif self.can_be_copied:
+            is_once = self._is_persistent
+            source = CastOnGather(make, self.recipe, main, is_gathered_once=is_once)
+        else:
+            source = PersistentSource(make(), encode)
+        if axes.outer_group is None or not axes.is_divided:
+            return source
+        shards = self._buffers.new_shards(specs)
+        return OuterJoin(source, shards, specs, axes.outer_group, self._on_copy_stream)
 
     def assemble(self, index: int, shape: torch.Size) -> torch.Tensor:
         """Return tensor ``index`` in full, as the recipe reads it; aliases the full buffers."""
@@ -168,8 +209,10 @@ class ComputeWeight:
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether a full buffer that is not kept anyway is allocated."""
-        return not self._is_kept and any(b.storage.is_allocated for b in self._full.values())
+        """Tell whether a full buffer that is not persistent has memory."""
+        if self._is_persistent:
+            return False
+        return any(buffer.storage.is_allocated for buffer in self._full.values())
 
     @property
     def needs_statistics(self) -> bool:
@@ -181,81 +224,77 @@ class ComputeWeight:
         indices = range(len(self._main.layout.slots))
         return torch.cat([self.recipe.statistics(self._main.tensor(i)) for i in indices])
 
-    def refresh(self, statistics: torch.Tensor | None = None) -> None:
-        """Encode kept buffers from the main weight.
-
-        Local, but where the outer axis divides the main weight: there the join of the pieces is
-        issued, a collective over the outer axis.
-
-        Args:
-            statistics: What :meth:`statistics` returned, combined over ranks.
-        """
-        self.is_stale = False
-        # Full buffers that are kept hold what was gathered before.
-        self._outdated = {s.name for s in self.recipe.specs}
-        self._slices = {}
-        self._finish_join()
-        if self._axes.is_divided:
-            self._join(statistics)
-            return
-        targets = self._shards if self._axes.is_sharded else self._full
-        is_encoded = self._is_encoded and (
-            self._device_copy is not None or not self._axes.is_sharded
-        )
-        is_done = is_encoded or self._is_main_itself or self._main in targets.values()
-        if targets and not is_done:
-            self._encode(targets, statistics)
-
     def mark_stale(self) -> None:
         """Note that the main weight changed: the next unshard refreshes, once."""
         self.is_stale = True
-        self._is_encoded = False
-        if self._host_weight is not None:
-            self._host_weight.mark_stale()
+        self._step_output.mark_stale()
+
+    def refresh(self, statistics: torch.Tensor | None = None) -> None:
+        """Encode persistent buffers from the main weight.
+
+        Local, unless the outer axis divides the main weight: then the gather of the pieces is
+        issued, a collective over the outer axis.
+
+        Args:
+            statistics: The result of :meth:`statistics`, combined over ranks.
+        """
+        self.is_stale = False
+        # Full buffers with memory are gathered again, too.
+        self._outdated = {s.name for s in self.recipe.specs}
+        self._slices = None
+        # The gather under way reads what is encoded next.
+        self._source.finish_refresh()
+        self._source.refresh(statistics, self.label)
+
+    # Casts that a step writes along with the main weight.
+
+    @property
+    def _step_output(self) -> StepOutput:
+        return self._source if self._host_weight is None else self._host_weight
 
     def start_encoding(self) -> torch.Tensor | None:
-        """Return where a cast of the main weight may be written while it is changed; local.
+        """Return memory for a cast of the main weight, for a step that changes it; local.
 
         Returns:
-            1-D like the main weight's flat buffer, in the compute dtype; None where casting when
-            the weight is gathered is as good: it needs no cast, or it is gathered several times.
+            1-D like the main weight's flat buffer, in the compute dtype. None where casting at the
+            gather is as good: the weight needs no cast, or it is gathered several times.
         """
-        if self._host_weight is not None:
-            return self._host_weight.start_encoding()
-        (spec, *others) = self.recipe.specs
-        if not self._is_cast or others or spec.dtype == self._main.flat.dtype:
+        # A moved main weight is copied by start_copy(), with or without a cast.
+        if not self.can_be_copied or self._before_move is not None:
             return None
-        if not self._axes.is_sharded:
-            return self._full[spec.name].flat
-        if not (self._is_kept or self._axes.is_divided):
-            return None
-        self._finish_join()
-        if self._encoding is None:
-            self._encoding = self._buffers.new_piece(spec)
-        self._encoding.storage.allocate()
-        return self._encoding.flat
+        return self._step_output.start_encoding()
+
+    def mark_encoded(self) -> None:
+        """Mark the memory of :meth:`start_encoding` or :meth:`start_copy` as filled.
+
+        Called after :meth:`mark_stale` for the step that filled it, which drops older casts.
+        """
+        self._step_output.mark_encoded()
+
+    # A main weight that an optimizer moves to the host.
 
     @property
     def can_be_copied(self) -> bool:
         """Tell whether a copy of the main weight in one dtype is all that is read of it."""
-        return self._is_cast
+        return isinstance(self.recipe, CastRecipe)
 
     def move_main_weight(self, main_weight: DBuffer) -> None:
-        """Take over a main weight elsewhere, and keep on the device what gathers read; local.
+        """Take over a main weight on the host; gathers read a copy on the device; local.
 
         The memory of the main weight before is released unless forward reads it.
         """
         assert self.can_be_copied, "the recipe copies the main weight"
-        (spec,) = self.recipe.specs
-        before, self._main = self._main, main_weight
-        self._before_move = before, self._shards, self._is_main_itself
-        is_read, self._is_main_itself = self._is_main_itself, False
-        self._device_copy = self._full[spec.name]
-        if self._axes.is_sharded:
-            self._device_copy = self._buffers.new_piece(spec)
-            if not self._axes.is_divided:
-                self._shards = {spec.name: self._device_copy}
-        if not is_read:
+        # The gather of pieces under way may read memory that is released here.
+        self._source.finish_refresh()
+        self._before_move = before, source = self._main, self._source
+        self._main = main_weight
+        encode = functools.partial(encode_main_weight, self.recipe, main_weight)
+        if not self._axes.is_sharded:
+            self._source = PersistentSource(self._full, encode)
+        else:
+            copy = PersistentSource(self._buffers.new_pieces(self.recipe.specs), encode)
+            self._source = source.with_pieces(copy) if isinstance(source, OuterJoin) else copy
+        if all(buffer is not before for buffer in self._full.values()):
             before.storage.release()
         self.mark_stale()
 
@@ -265,100 +304,29 @@ class ComputeWeight:
         Returns:
             The buffer on the device that takes the main weight, its content undefined.
         """
-        self._finish_join()
-        self._main, self._shards, self._is_main_itself = self._before_move
+        assert self._before_move is not None, "the main weight is elsewhere"
+        self._source.finish_refresh()
+        self._main, self._source = self._before_move
+        self._before_move = None
         self._main.storage.allocate()
-        self._device_copy = None
         self.mark_stale()
         return self._main
 
     def start_copy(self) -> torch.Tensor:
-        """Return where the main weight is copied to, 1-D like it, on the device; local.
+        """Return the memory of the copy on the device, 1-D like the main weight; local.
 
         Only after :meth:`move_main_weight`; what is written counts after :meth:`mark_encoded`.
         """
-        assert self._device_copy is not None, "the main weight is elsewhere"
-        self._finish_join()
-        return self._device_copy.flat
+        assert self._before_move is not None, "the main weight is elsewhere"
+        copy = self._source.start_encoding()
+        assert copy is not None, "the copy has memory"
+        return copy
 
-    def mark_encoded(self) -> None:
-        """Note that what was returned to write to holds the cast of the main weight."""
-        if self._host_weight is not None:
-            self._host_weight.mark_encoded()
-        else:
-            self._is_encoded = True
-
-    def _take_encoding(self) -> DBuffer | None:
-        """Return the cast that was written beside the main weight, once, if it was."""
-        if not self._is_encoded:
-            return None
-        self._is_encoded = False
-        return self._encoding
-
-    def _release_encoding(self) -> None:
-        """Free what was gathered from, unless a step has written it again."""
-        if self._encoding is not None and not self._is_encoded:
-            self._encoding.storage.release()
-
-    def _encode(self, targets: dict[str, DBuffer], statistics: torch.Tensor | None) -> None:
-        with torch.no_grad(), _versions_kept(list(targets.values())):
-            if self._host_weight is not None:
-                (target,) = targets.values()
-                self._host_weight.copy_to(target.flat)
-                return
-            if self.recipe.is_elementwise:
-                outputs = {name: buffer.flat for name, buffer in targets.items()}
-                self.recipe.encode(self._main.flat, outputs, statistics)
-                return
-            n = self.recipe.num_statistics
-            for i in range(len(self._main.layout.slots)):
-                own = None if statistics is None else statistics[i * n : (i + 1) * n]
-                outputs = {name: buffer.tensor(i) for name, buffer in targets.items()}
-                self.recipe.encode(self._main.tensor(i), outputs, own)
-
-    def _join(self, statistics: torch.Tensor | None) -> None:
-        """Encode this rank's piece and gather the others' into the shard."""
-        specs = self.recipe.specs
-        if self._device_copy is not None:
-            pieces = {specs[0].name: self._device_copy}
-            if not self._is_encoded:
-                self._encode(pieces, statistics)
-        elif self._is_same:
-            pieces = {specs[0].name: self._main}
-        elif (encoded := self._take_encoding()) is not None:
-            pieces = {specs[0].name: encoded}
-        else:
-            if not self._pieces:
-                self._pieces = {s.name: self._buffers.new_piece(s) for s in specs}
-            pieces = self._pieces
-            for piece in pieces.values():
-                piece.storage.allocate()
-            self._encode(pieces, statistics)
-        assert self._axes.outer_group is not None, "a divided group has an outer axis"
-        with self._behind_copies():
-            self._joining = gather_buffers(
-                [self._shards[name] for name in pieces],
-                list(pieces.values()),
-                group=self._axes.outer_group,
-                label=self.label,
-            )
-
-    def _behind_copies(self) -> AbstractContextManager[None]:
-        """Return a context for what reads what was copied from the host."""
-        host_weight = self._host_weight
-        return contextlib.nullcontext() if host_weight is None else host_weight.on_copy_stream()
-
-    def _finish_join(self) -> None:
-        if self._joining is not None:
-            self._joining.wait()
-            self._joining = None
-            for piece in self._pieces.values():
-                piece.storage.release()
-            self._release_encoding()
+    # The full buffers.
 
     def start_unshard(self, *, in_backward: bool) -> None:
         """Issue the gather of the buffers that are needed and not current; collective."""
-        if self._pending:
+        if self._gathers:
             if not self.is_stale:
                 return
             # It was gathered ahead, did not run, and the main weight has changed since.
@@ -375,95 +343,78 @@ class ComputeWeight:
         ]
         if not needed:
             return
-        self._finish_join()
+        # First, for it frees pieces before the full buffers take memory.
+        self._source.finish_refresh()
         self._outdated.difference_update(s.name for s in needed)
         for spec in needed:
-            self._full[spec.name].storage.allocate()
-        self._in_flight = [(b, version_of(b.flat)) for b in (self._full[s.name] for s in needed)]
-        sliced = {s.name: self._slices[s.name] for s in needed if s.name in self._slices}
-        whole = {s.name: self._gather_input(s) for s in needed if s.name not in sliced}
-        for sources, group in ((sliced, self._slice_group), (whole, self._axes.group)):
-            if sources:
-                assert group is not None, "slices have a group"
-                self._issue(sources, group)
-        if in_backward:
-            self._slices = {}
+            full = self._full[spec.name]
+            full.storage.allocate()
+            self._versions.append((full, version_of(full.flat)))
+        if self._slices is not None:
+            saved = self._slices.slices
+            self._issue(self._slices, self._slices.group, [s for s in needed if s.name in saved])
+            needed = [s for s in needed if s.name not in saved]
+            if in_backward:
+                self._slices = None
+        self._issue(self._source, self._axes.group, needed)
 
-    def _issue(self, sources: dict[str, DBuffer], group: dist.ProcessGroup) -> None:
-        targets = [self._full[name] for name in sources]
-        with torch.no_grad(), self._behind_copies():
-            pending = gather_buffers(targets, list(sources.values()), group=group, label=self.label)
-        # The sources live as long as the gather reads them.
-        self._sources += sources.values()
-        self._pending.append(pending)
-
-    def _gather_input(self, spec: BufferSpec) -> DBuffer:
-        """Return what to gather a buffer from: what is kept, or itself with its own part filled."""
-        if spec.name in self._shards:
-            return self._shards[spec.name]
-        encoded = self._take_encoding()
-        if encoded is not None:
-            return encoded
-        if self._host_weight is None:
-            self._encode_own_part(spec)
-            return self._full[spec.name]
-        return self._host_weight.copied(lambda: self._buffers.new_shard(spec))
-
-    def _encode_own_part(self, spec: BufferSpec) -> None:
-        """Cast the main weight to where the gathered one will hold it."""
-        full = self._full[spec.name]
-        parts = full.parts(self._main.shard)
-        with torch.no_grad():  # Its version is kept with the gather's.
-            for main, part in zip(self._main.pieces(), parts, strict=True):
-                self.recipe.encode(main, {spec.name: part}, None)
+    def _issue(
+        self, source: GatherSource, group: dist.ProcessGroup, specs: Sequence[BufferSpec]
+    ) -> None:
+        if not specs:
+            return
+        inputs = source.inputs(specs, self._full)
+        with torch.no_grad(), self._on_copy_stream():
+            outputs = [self._full[s.name] for s in specs]
+            pending = gather_buffers(outputs, inputs, group=group, label=self.label)
+        # The inputs live as long as the gather reads them.
+        self._gathers.append((pending, source, inputs))
 
     def finish_unshard(self) -> None:
         """Wait for the gather; afterwards the full buffers may be read."""
+        # A replicated group has no gather, but its copy from the host may be under way.
         if self._host_weight is not None:
             self._host_weight.wait_for_copy()
-        if not self._pending:
+        if not self._gathers:
             return
-        for pending in self._pending:
+        for pending, _, _ in self._gathers:
             pending.wait()
-        self._pending = []
-        self._sources = []
-        if self._host_weight is not None:
-            self._host_weight.release_copy()
-        if not self._axes.is_divided:
-            self._release_encoding()
+        for _, source, _ in self._gathers:
+            source.release_inputs()
+        self._gathers = []
         # An asynchronous gather bumps the version counter when it completes, and tensors that
         # autograd saved in forward would be taken for modified; their bytes are the same.
-        for full, version in self._in_flight:
+        for full, version in self._versions:
             set_version(full.flat, version)
-        self._in_flight = []
+        self._versions = []
 
     def release(self) -> None:
-        """Free the full buffers, unless they are kept."""
+        """Free the full buffers, unless they are persistent."""
         if self.is_unsharded:
+            # A gather that nothing read may still write to the memory.
             self.finish_unshard()
             for full in self._full.values():
                 full.storage.release()
 
     def release_to_slices(self, group: dist.ProcessGroup) -> None:
-        """Free the full buffers but for a slice, to gather again from over fewer ranks; local.
+        """Free the full buffers except a slice, to gather again over fewer ranks; local.
 
         Args:
-            group: Ranks that keep one slice each, in order: neighbours on the inner axis.
+            group: Ranks that save one slice each, in order: neighbours on the inner axis.
         """
         if not self.is_unsharded:
             return
         self.finish_unshard()
-        self._slice_group = group
+        if self._slices is None or self._slices.group is not group:
+            self._slices = SliceSource(group)
+        saved = self._slices.slices
         for spec in self.recipe.specs:
             full = self._full[spec.name]
-            if full.storage.is_allocated and spec.name not in self._slices:
-                self._slices[spec.name] = self._buffers.slice_of(full, spec, group)
+            # A second forward before backward gathers the same bytes: its slice is there.
+            if full.storage.is_allocated and spec.name not in saved:
+                saved[spec.name] = self._buffers.slice_of(full, spec, group)
         self.release()
 
     def forget_slices(self) -> None:
-        """Free slices: no backward will gather from them."""
-        self._slices = {}
-
-
-def _versions_kept(buffers: list[DBuffer]) -> AbstractContextManager[None]:
-    return preserving_versions(*(b.flat for b in buffers))
+        """Free the slices: no backward will gather from them."""
+        self._slices = None

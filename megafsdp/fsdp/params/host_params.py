@@ -1,34 +1,36 @@
-"""A main weight that lives on the host, as gathers read it: cast there, copied to the device.
+"""The cast of a main weight that lives on the host, and its copies to the device.
 
-The cast is kept on the host until the main weight changes, so that all gathers of a step, in
-forward, backward and every microbatch, cost one cast and then half the bytes of the link. Where the
-compute dtype is the main dtype there is none, and the main weight itself is copied.
+The cast is saved on the host until the main weight changes. So all gathers of a step, in forward,
+backward and every microbatch, cost one cast and half the bytes of the link. Where the compute dtype
+is the main dtype there is no cast, and the main weight itself is copied.
 
-On CUDA copies run on a stream of their own, behind what the device was given before and beside what
-it is given next: a unit that is gathered ahead arrives while the unit before computes. What reads
-the copy is issued within :meth:`HostWeight.beside`, the others wait by :meth:`HostWeight.arrive`.
+On CUDA copies run on a stream of their own, after what the device was given before and beside what
+it is given next: a unit that is gathered ahead arrives while the unit before computes. Collectives
+that read a copy are issued within :meth:`HostWeight.on_copy_stream`; all else waits by
+:meth:`HostWeight.wait_for_copy`. Which buffers are filled, and when, is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.device.memory import Category, FlatStorage
 from megafsdp.device.streams import DeviceHandle
+from megafsdp.fsdp.params.gather_sources import versions_preserved
 from megafsdp.fsdp.params.unit_ledger import HostMemory
 
 
 class HostWeight:
-    """The source of a group's compute weight on the host.
+    """The main weight of one group on the host, and its cast there.
 
     Args:
         main_weight: The group's main weight, on the host.
         dtype: The compute weight's.
-        memory: Where the cast is kept.
+        memory: Where the cast lies.
         handle: The device that copies it.
     """
 
@@ -55,59 +57,53 @@ class HostWeight:
                 category=Category.COMPUTE_WEIGHT,
                 memory=memory.arena.take(numel, dtype),
             )
-        self._copy: DBuffer | None = None
         self._is_current = False
+        # Recorded after the last copy; None once the host has waited for it.
         self._copied: torch.cuda.Event | None = None
 
     def mark_stale(self) -> None:
-        """Note that the main weight changed: the next copy casts it first."""
+        """Mark the cast as out of date: the next copy casts first."""
         self._is_current = False
 
     def start_encoding(self) -> torch.Tensor | None:
-        """Return where the cast may be written while the main weight is changed; None for none."""
+        """Return the memory of the cast, for a step to fill; None where there is no cast."""
         if self._cast is None:
             return None
+        # The copy under way reads that memory.
         self._wait_for_copy()
         return self._cast.tensor
 
     def mark_encoded(self) -> None:
-        """Note that what was returned to write to holds the cast."""
+        """Mark the memory of :meth:`start_encoding` as filled."""
         self._is_current = True
 
-    def copy_to(self, target: torch.Tensor) -> None:
-        """Copy the weight to the device, 1-D like the main weight, in the compute dtype; local."""
-        source = self._main.flat
-        if self._cast is not None:
-            source = self._cast.tensor
-            if not self._is_current:
-                self._wait_for_copy()
-                source.copy_(self._main.flat)
-                self._is_current = True
-        with self.on_copy_stream():
-            target.copy_(source, non_blocking=True)
-            self._copied = self._handle.record_event()
+    def encode(self, targets: Mapping[str, DBuffer], statistics: torch.Tensor | None) -> None:
+        """Copy the weight to a buffer on the device, in the compute dtype; local.
 
-    @torch.no_grad()
-    def copied(self, make: Callable[[], DBuffer]) -> DBuffer:
-        """Return a copy on the device for a gather to read, until :meth:`release_copy`; local.
+        The copy may be under way on return.
 
         Args:
-            make: Makes its buffer, which is kept for the next copy.
+            targets: The one buffer of a cast, which lies like the main weight, by its name.
+            statistics: None: a cast needs none.
         """
-        if self._copy is None:
-            self._copy = make()
-        self._copy.storage.allocate()
-        self.copy_to(self._copy.flat)
-        return self._copy
-
-    def release_copy(self) -> None:
-        """Free what :meth:`copied` returned: the gather is complete."""
-        if self._copy is not None:
-            self._copy.storage.release()
+        (target,) = targets.values()
+        source = self._main.flat
+        with torch.no_grad(), versions_preserved([target]):
+            if self._cast is not None:
+                source = self._cast.tensor
+                if not self._is_current:
+                    # The copy before may still read the memory that the cast is written to.
+                    self._wait_for_copy()
+                    source.copy_(self._main.flat)
+                    self._is_current = True
+            with self.on_copy_stream():
+                target.flat.copy_(source, non_blocking=True)
+                self._copied = self._handle.record_event()
 
     @contextlib.contextmanager
     def on_copy_stream(self) -> Iterator[None]:
-        """Queue work behind the copy, and beside what the device is given afterwards."""
+        """Queue work after the copy, and beside what the device is given afterwards."""
+        # The current stream may still read or free the memory that the copy writes to.
         self._handle.wait_stream(self._stream, self._handle.current_stream())
         with self._handle.use(self._stream):
             yield
@@ -115,9 +111,10 @@ class HostWeight:
     def wait_for_copy(self) -> None:
         """Make work queued from here on wait for the copy.
 
-        Where the main weight itself is copied the host waits too: anyone may write to it next.
+        Where the main weight itself is copied the host waits too.
         """
         self._handle.wait_event(self._copied)
+        # An optimizer may write to the main weight next, on the host, where no stream orders it.
         if self._is_direct:
             self._wait_for_copy()
 

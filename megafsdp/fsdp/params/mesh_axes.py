@@ -7,6 +7,8 @@ divides is gathered for every use; what the outer axis divides besides, only onc
     sharded   (ZeRO, HSDP)   rank (o, s)  piece s of 3          3 shards, each held twice
     divided   (HFSDP)        rank (o, s)  piece 2 s + o of 6    3 shards of 2 pieces
     replicated (no_shard)    rank (o, s)  all of it             -
+
+Only ranks are named here: no buffer is made and no collective issued.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class DataParallelAxes:
             without that axis.
         all_ranks: Every rank of the mesh.
         num_shards: Ranks that divide the main weight; 1 if replicated.
-        shard: The piece of the main weight that this rank holds; -1 if replicated.
+        shard: Index of this rank's piece of the main weight; -1 if replicated.
         is_divided: Whether the outer axis divides the main weight too.
     """
 
@@ -65,7 +67,8 @@ class DataParallelAxes:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """Return ranks that together hold the main weight once; of no use if replicated."""
+        """Return ranks that have one copy of the main weight among them; unused if replicated."""
+        # HSDP repeats the main weight over the outer axis, HFSDP divides it.
         return self.all_ranks if self.is_divided else self.group
 
     @classmethod
@@ -79,6 +82,8 @@ class DataParallelAxes:
     def divided(cls, mesh: DeviceMesh) -> DataParallelAxes:
         """Divide over both axes of a 2-D mesh, so that inner shards are consecutive pieces."""
         group, outer = mesh.get_group(1), mesh.get_group(0)
+        # The outer rank counts fastest: a gather over the outer axis then joins neighbours, and its
+        # result is one shard of the inner axis without a copy.
         return cls(
             mesh,
             group,
@@ -91,6 +96,7 @@ class DataParallelAxes:
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh) -> DataParallelAxes:
-        """Keep everything on each rank of a 1-D or 2-D mesh."""
+        """Repeat everything on each rank of a 1-D or 2-D mesh."""
+        # One all-reduce over all ranks, not one for each axis.
         everyone = flat_group(mesh)
         return cls(mesh, everyone, None, everyone, 1, -1)

@@ -1,14 +1,11 @@
-"""Which parameters have values, and what is refused while some have none.
+"""Parameters and buffers that came on the meta device, and have no values until they get some.
 
-A parameter that came on the meta device has none until it is initialised or loaded. This file keeps
-that fact; giving values is the business of :mod:`megafsdp.fsdp.materialize` and of the loads.
+The sharded parameters of units lie in flat buffers from the start; of each it is recorded whether
+it has values. Buffers, and parameters outside of units, are replaced by tensors with memory. These
+are full of NaN (bytes of 0x7F where the dtype has no NaN), so a look at one shows whether it was
+written. Whatever needs values is refused while something has none.
 
-
-Buffers, and parameters outside of units: memory for those on the meta device, traces of use.
-
-A tensor without values becomes one full of NaN (bytes of 0x7F where the dtype has no NaN), so that
-whether somebody wrote it can be seen from what it holds. Parameters of units are none of this
-file's: they lie in flat buffers from the start.
+Values come from :mod:`megafsdp.fsdp.materialize` and from loads, not from here.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ def mark_initialized(
     groups: Iterable[ParameterGroup], parameters: Iterable[torch.Tensor] | None = None
 ) -> None:
     """Note that sharded parameters of groups have values: those given, or all; local."""
+    # By id: comparing DTensors compares their elements.
     given = None if parameters is None else {id(parameter) for parameter in parameters}
     for group in groups:
         for record in group.parameters:
@@ -44,6 +42,7 @@ def device_of(groups: Sequence[ParameterGroup]) -> torch.device:
 
 def uninitialized_names(module: nn.Module) -> list[str]:
     """Return the FQNs of what has no values below a module at rest; local."""
+    # A sharded parameter has memory, so is_meta says nothing of it.
     parameters = list(module.named_parameters())
     groups = {group for _, p in parameters if (group := group_of(p)) is not None}
     # On a mesh of meta devices, a dry run, no tensor ever has values.
@@ -88,9 +87,9 @@ class PlainTensor:
 
     Attributes:
         name: FQN within the model.
-        module: The module that holds it.
+        module: The module that it is an attribute of.
         attribute: Its name there.
-        original: What was found.
+        original: The tensor that was found.
     """
 
     name: str
@@ -102,9 +101,10 @@ class PlainTensor:
         """Replace the meta tensor, unless that was done, by an unfilled one.
 
         Args:
-            made: The replacements by the id of the meta tensor, so that ties are kept; grows.
+            made: The replacements by the id of the meta tensor, so that ties stay; grows.
             device: Where the memory is wanted.
         """
+        # Else an initialiser has replaced it, or another module of a tie was here before.
         if getattr(self.module, self.attribute) is self.original:
             key = id(self.original)
             if key not in made:
@@ -130,6 +130,7 @@ def find_plain_tensors(model: nn.Module, *, is_meta: bool) -> dict[int, list[Pla
     found: dict[int, list[PlainTensor]] = {}
     for prefix, module in model.named_modules():
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            # DTensors are sharded parameters here: they have memory.
             if tensor is None or isinstance(tensor, DTensor):
                 continue
             if tensor.is_meta == is_meta:
@@ -149,6 +150,7 @@ def give_memory_to_meta_tensors(
         device: Where the memory is wanted.
         is_wanted: Tells whether a name within ``model`` is one of them.
     """
+    # Across modules: tied tensors get one replacement.
     made: dict[int, torch.Tensor] = {}
     for items in find_plain_tensors(model, is_meta=True).values():
         for item in items:
@@ -159,6 +161,7 @@ def give_memory_to_meta_tensors(
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy what users wrote on a tensor."""
     for name, value in vars(source).items():
+        # Ours belong to the one tensor: its group, and where its rows lie.
         if not name.startswith(("_megafsdp", "_uneven_layout")):
             setattr(target, name, value)
 
@@ -169,6 +172,7 @@ def is_filled(tensor: torch.Tensor) -> bool:
         return True
     if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
         return not bool(tensor.isnan().any())
+    # Bytes are compared: FP8 and integers have no NaN that says they were not written.
     untouched = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     poison(untouched)
     as_bytes = tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -244,7 +244,7 @@ class ParameterGroup:
             recipe or CastRecipe(dtypes.compute),
             self.main_weight,
             axes=axes,
-            is_kept=strategy.keeps_compute_weight,
+            is_persistent=strategy.has_persistent_compute_weight,
             device=self.device,
             ledger=self.ledger,
             host_weight=host_weight,

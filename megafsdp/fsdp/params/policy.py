@@ -1,6 +1,6 @@
 """Frozen choices of how a unit is sharded, in which dtypes it computes, and what is offloaded.
 
-This file holds values; :mod:`megafsdp.fsdp.fully_shard` makes them from what users give.
+Values alone; :mod:`megafsdp.fsdp.fully_shard` makes them from what users give.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from megafsdp.errors import expected
 class Strategy(Enum):
     """What is divided over the ``dp_shard`` axis."""
 
-    NO_SHARD = "no_shard"  # Nothing; gradients are all-reduced (DDP, ZeRO-0).
-    OPTIM = "optim"  # Main weights and optimizer states (ZeRO-1).
-    OPTIM_GRADS = "optim_grads"  # And main gradients (ZeRO-2).
-    OPTIM_GRADS_PARAMS = "optim_grads_params"  # And compute weights (ZeRO-3).
+    # DDP, ZeRO-0: nothing; gradients are all-reduced.
+    NO_SHARD = "no_shard"
+    # ZeRO-1: main weights and optimizer states.
+    OPTIM = "optim"
+    # ZeRO-2: main gradients too.
+    OPTIM_GRADS = "optim_grads"
+    # ZeRO-3: compute weights too.
+    OPTIM_GRADS_PARAMS = "optim_grads_params"
 
     @property
-    def keeps_compute_weight(self) -> bool:
+    def has_persistent_compute_weight(self) -> bool:
         """Tell whether compute weights stay in full between uses."""
         return self is not Strategy.OPTIM_GRADS_PARAMS
 
@@ -35,8 +39,10 @@ class Strategy(Enum):
 class Average(Enum):
     """How gradients of the data-parallel ranks are combined."""
 
-    RANK = "rank"  # Mean of the ranks' gradients of their mean losses.
-    TOKEN = "token"  # Sum: the loss is already divided by the global number of tokens.
+    # Mean of the ranks' gradients of their mean losses.
+    RANK = "rank"
+    # Sum: the loss is already divided by the global number of tokens.
+    TOKEN = "token"
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class MixedPrecisionPolicy:
         main_params_dtype: Main weights, which the optimizer sees; fp64 parameters keep fp64.
         main_grads_dtype: Main gradients; None means ``main_params_dtype``.
         keep_fp32: Parameters whose compute weights stay fp32: their names, those of modules above
-            them, patterns (``fnmatch``) of either, or the class names of the modules that hold
+            them, patterns (``fnmatch``) of either, or the class names of the modules that own
             them. ``fully_shard_model`` takes names in the model and in its units, and refuses one
             that matches nothing; ``fully_shard`` takes names in the module it is called on, and a
             unit that has no such name is unchanged. Their modules get inputs in ``param_dtype``.
@@ -73,6 +79,7 @@ class MixedPrecisionPolicy:
         Raises:
             ValueError: One is not.
         """
+        # 8-bit dtypes need scales, which a cast has not.
         for name in ("param_dtype", "reduce_dtype", "main_params_dtype", "main_grads_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
@@ -85,14 +92,15 @@ class MixedPrecisionPolicy:
                     )
                 )
 
-    def compute_dtype(self, original: torch.dtype, *, is_kept_fp32: bool) -> torch.dtype:
+    def compute_dtype(self, original: torch.dtype, *, computes_in_fp32: bool) -> torch.dtype:
         """Return the dtype of the compute weight of a parameter of dtype ``original``."""
-        if is_kept_fp32:
+        if computes_in_fp32:
             return torch.float32
         return self.param_dtype or original
 
     def main_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of the main weight of a parameter of dtype ``original``."""
+        # Fewer bits than the user's own would lose digits with the first copy.
         return torch.float64 if original == torch.float64 else self.main_params_dtype
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:

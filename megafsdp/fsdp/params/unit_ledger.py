@@ -1,6 +1,6 @@
-"""Where the buffers of a unit lie, on the device and on the host, and who counts their bytes.
+"""Where the buffers of a unit lie, on the device and on the host, and which ledger counts them.
 
-What lies where is decided by the policy; what the bytes mean is the business of those who ask.
+The offload policy decides what lies where. What the bytes are for is said by whoever takes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megafsdp.fsdp.params.policy import OffloadPolicy
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Where a main weight and its states lie that do not lie on the device.
+    """Memory for a main weight and its states on the host.
 
     Attributes:
         arena: Memory for the group's main weight and states.
@@ -28,13 +28,14 @@ class HostMemory:
 
     def take_apart(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised 1-D tensor that is freed by itself, as a gradient is."""
+        # Not of the arena, whose parts are never given back.
         nbytes = numel * dtype.itemsize
         return host_bytes(nbytes, is_pinned=self.arena.is_pinned)[:nbytes].view(dtype)
 
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """Where the groups of a unit keep their buffers.
+    """Memory for the buffers of a unit's groups.
 
     Attributes:
         ledger: Counts bytes on the device.
@@ -53,5 +54,6 @@ class UnitMemory:
         if not self.offload.params:
             return None
         nbytes = sum(aligned_nbytes(numel * dtype.itemsize) for dtype in dtypes)
+        # Without CUDA nothing copies beside the host, and pinning needs a driver.
         is_pinned = self.offload.pin_memory and device.type == "cuda"
         return HostMemory(HostArena(nbytes, is_pinned=is_pinned), self.host_ledger)

@@ -1,18 +1,12 @@
-"""What modules and parameters of a unit refuse: conversions, copies, and hooks that never fire.
+"""What the modules and parameters of a unit refuse, and which writes to main weights they note.
 
-``.to()``, copies and pickles are refused by the unit's modules through their class, and by the
-plain modules below them that hold sharded parameters through attributes of the instance, so that
-their classes stay what they are. State dicts are the business of
-:mod:`megafsdp.fsdp.runtime.guards`.
+Refused are conversions and copies, gradient hooks that would never fire, and state dicts at the
+wrong time. Noted is what a state dict or a load writes into main weights: compute weights are stale
+after it, and its parameters are initialised.
 
-
-What a unit checks when torch reads or writes its modules' state dicts.
-
-``state_dict()`` shows sharded parameters, hence is refused while the unit is at work. What is
-written into its tensors is written into main weights, and counted there.
-``load_state_dict()`` copies into main weights, after which compute weights are stale and the
-parameters that the state dict has are initialised; assigning new tensors is refused, since it would
-cut parameters from their flat buffer.
+:class:`~megafsdp.fsdp.fsdp_module.FSDPModule` is in the class of a unit's own modules and calls the
+functions here. The plain modules below them stay of their class: each with sharded parameters
+gets methods of its own, and the state dict hooks that torch offers.
 """
 
 from __future__ import annotations
@@ -41,6 +35,7 @@ def refuse_changes(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
         RuntimeError: ``fn`` changes a dtype or device.
     """
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        # fn may copy what it is given: an empty tensor shows the dtype and device of the result.
         probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         result = fn(probe)
         if (result.dtype, result.device) != (probe.dtype, probe.device):
@@ -71,15 +66,16 @@ def refuse_copy(operation: str) -> NoReturn:
 def guard_parameters(
     groups: Iterable[ParameterGroup], units: Iterable[nn.Module]
 ) -> list[nn.Module]:
-    """Guard the sharded parameters of groups and the plain modules that hold them.
+    """Make sharded parameters, and the plain modules that own them, refuse what would cut them off.
 
     Args:
         groups: The groups of one unit.
-        units: The unit's modules, which guard themselves.
+        units: The unit's modules, which refuse through their class.
 
     Returns:
         The plain modules.
     """
+    # A dict, for an order that all ranks share.
     parts: dict[nn.Module, None] = {}
     for parameter in (p for group in groups for p in group.parameters):
         _guard_gradient_hooks(parameter.sharded)
@@ -92,7 +88,7 @@ def guard_parameters(
 
 
 def _guard_part(module: nn.Module) -> None:
-    """Make a plain module that holds sharded parameters refuse what its unit refuses."""
+    """Make a plain module with sharded parameters refuse what its unit refuses."""
     # A strong reference would be a cycle, and a deleted model would wait for the collector.
     reference = weakref.ref(module)
 
@@ -102,6 +98,9 @@ def _guard_part(module: nn.Module) -> None:
         refuse_changes(part, fn)
         return part
 
+    # On the instance: the class serves modules that are in no unit, and torch has hooks for none of
+    # the three. A copy would share the hooks of the unit, and .to() replaces sharded parameters
+    # even where it changes nothing.
     module._apply = apply  # type: ignore[assignment, method-assign]
     module.__deepcopy__ = _refuse_deepcopy  # type: ignore[assignment]
     module.__reduce_ex__ = _refuse_pickle  # type: ignore[assignment, method-assign]
@@ -117,6 +116,7 @@ def _refuse_pickle(protocol: object) -> NoReturn:
 
 def _guard_gradient_hooks(parameter: torch.Tensor) -> None:
     """Make a sharded parameter refuse ``register_hook``: it is in no graph."""
+    # On the instance: other tensors of its class, such as a detached one, may be in a graph.
     parameter.register_hook = _refuse_gradient_hook  # type: ignore[assignment, method-assign]
 
 
@@ -132,7 +132,7 @@ def _refuse_gradient_hook(hook: object) -> NoReturn:
 
 
 class GuardedUnit(Protocol):
-    """What the guard must know of a unit."""
+    """What the checks of state dicts read of a unit."""
 
     name: str
     groups: list[ParameterGroup]
@@ -146,7 +146,7 @@ class GuardedUnit(Protocol):
 
 
 def guard_state_dicts(module: nn.Module, unit: GuardedUnit) -> None:
-    """Register the checks on one module of a unit."""
+    """Register the checks on one module of a unit, for the unit's life."""
     module.register_state_dict_pre_hook(partial(_before_state_dict, unit))
     module.register_state_dict_post_hook(_after_state_dict)
     before_load = partial(_before_load_state_dict, unit)
@@ -164,6 +164,7 @@ def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
                 hint="Call it outside of the unit's forward and backward",
             )
         )
+    # A step that runs beside this thread still writes to the main weights.
     for group in unit.groups:
         group.wait_for_step()
 
@@ -171,16 +172,16 @@ def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
 def _after_state_dict(
     module: nn.Module, state: MutableMapping[str, object], prefix: str, *unused: object
 ) -> None:
-    """Have a unit notice what ``torch.distributed.checkpoint`` writes into a state dict."""
+    """Count what ``torch.distributed.checkpoint`` writes into a state dict as writes of ours."""
     for name, parameter in module._parameters.items():
         shown = state.get(f"{prefix}{name}")
         if not (isinstance(shown, DTensor) and isinstance(parameter, DTensor)):
             continue
         own = local_of(parameter)
         is_alias = local_of(shown).data_ptr() == own.data_ptr() and shown.dtype == own.dtype
-        # A hook of the user may have put a copy there.
+        # A hook of the user may have put a copy there, whose writes are not ours.
         if is_alias and shown is not parameter:
-            # Shares the count of writes, which what torch detaches does not.
+            # torch detaches, which starts a count of writes of its own; this one shares ours.
             state[f"{prefix}{name}"] = wrap_like(parameter, own)
 
 
@@ -208,6 +209,7 @@ def _before_load_state_dict(
         given = state.get(f"{prefix}{name}")
         if given is not None and not is_cut_alike(given, parameter):
             refuse_full_state(f"load_state_dict() of '{prefix}{name}'")
+    # torch copies into the tensors after this hook: those on the meta device would swallow it.
     give_memory_to_meta_tensors(
         module, device_of(unit.groups), is_wanted=lambda name: f"{prefix}{name}" in state
     )

@@ -15,15 +15,15 @@ states are kept (states/store.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.parameter_group import group_of
-from megafsdp.fsdp.weight_sync import MarksMainWeights, fully_shard_optimizer
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.weight_sync import fully_shard_optimizer
 from megafsdp.optimizer.adam.capturable import CapturablePass
 from megafsdp.optimizer.adam.checks import (
     check_capturable,
@@ -56,7 +56,7 @@ _COPIED = (
 )
 
 
-class FusedAdam(MarksMainWeights, Optimizer):
+class FusedAdam(Optimizer):
     """Adam with decoupled (AdamW) or coupled weight decay, for sharded and plain parameters.
 
     A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, closures, hooks and state
@@ -311,6 +311,9 @@ class FusedAdam(MarksMainWeights, Optimizer):
                 owner.mark_stale()
         # After the marks, which it takes back for casts that the kernels have written.
         adam_pass.finish()
+
+    def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
+        """Do nothing: the step has marked what it changed, with the casts that it wrote."""
 
     @property
     def _attribute(self) -> str:
