@@ -1,14 +1,14 @@
-"""Where each tensor of a parameter group lies in its flat buffer: pure arithmetic.
+"""Layouts: the places of a parameter group's tensors in its flat buffer. Pure arithmetic.
 
 A group's tensors are packed into a few *sub-buffers*, each padded to ``num_shards`` equal shards
-whose boundaries never cut a row. Two ranks, rows of 3 and of 4 elements in one sub-buffer (chunk
-12, here without the 32-element rule)::
+whose boundaries never cut a row. Two ranks, rows of 3 and of 4 elements in one sub-buffer
+(shards are multiples of 12, here without the 32-element rule)::
 
     shard 0 [ A0 A1 A2 A3 | B0 B1 B2 ]        A: (4, 3), 12 elements at offset 0
     shard 1 [ B3 B4 B5 .  .  .  .  . ]        B: (6, 4), 24 elements at offset 12
 
 This file says what a layout is and answers questions about it; :mod:`megafsdp.buffer.planner` makes
-one. It moves no data and calls no collective: every rank knows every rank's layout.
+one. It moves no data and calls no collective: every rank computes every rank's layout.
 """
 
 from __future__ import annotations

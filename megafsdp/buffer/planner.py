@@ -144,7 +144,7 @@ class _Bin:
     def __init__(self, granules: Sequence[int], num_shards: int, alignment: int) -> None:
         # The next sub-buffer starts after all shards of this one, and must be aligned too.
         self.aligned = alignment // math.gcd(alignment, num_shards)
-        self.chunk = math.lcm(SHARD_MULTIPLE, self.aligned, *granules)
+        self.multiple = math.lcm(SHARD_MULTIPLE, self.aligned, *granules)
         self.num_shards, self.alignment = num_shards, alignment
         self.placed: dict[int, int] = {}
         self.free: list[tuple[int, int]] = []
@@ -163,7 +163,7 @@ class _Bin:
 
     def shard_for(self, end: int) -> int:
         """Return the shard length that is enough for ``end`` elements."""
-        return _round_up(-(-end // self.num_shards), self.chunk)
+        return _round_up(-(-end // self.num_shards), self.multiple)
 
     def fill(self, index: int, spec: TensorSpec) -> bool:
         """Place a tensor that may be cut anywhere into slack, if there is enough."""
@@ -352,7 +352,7 @@ def _pack_atomic(
         load, shard = heapq.heappop(loads)
         owners[i] = (shard, load)
         heapq.heappush(loads, (_round_up(load + specs[i].numel, alignment), shard))
-    packed.shard = _round_up(max(load for load, _ in loads), packed.chunk)
+    packed.shard = _round_up(max(load for load, _ in loads), packed.multiple)
     packed.placed = {i: shard * packed.shard + load for i, (shard, load) in owners.items()}
     packed.end = num_shards * packed.shard
     return packed

@@ -39,7 +39,7 @@ CODE_TO_DTYPE: dict[int, np.dtype[np.generic]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-_CHUNK_ROWS = 1 << 20
+_PIECE_NUM_ROWS = 1 << 20
 _NOT_AN_INDEX = "Give the prefix of a .bin/.idx pair that `megafsdp prep` or Megatron-LM wrote"
 _COPY_AGAIN = "Copy the .bin and the .idx file again as a pair, or prepare the data again"
 
@@ -154,11 +154,11 @@ class IndexedDataset:
 
     def _check_sequences(self, data_nbytes: int) -> None:
         end = 0
-        for start in range(0, len(self), _CHUNK_ROWS):
-            lengths = self.sequence_lengths[start : start + _CHUNK_ROWS].astype(np.int64)
+        for start in range(0, len(self), _PIECE_NUM_ROWS):
+            lengths = self.sequence_lengths[start : start + _PIECE_NUM_ROWS].astype(np.int64)
             ends = end + np.cumsum(lengths * self.dtype.itemsize)
             starts = np.concatenate(([end], ends[:-1]))
-            is_wrong = (self.sequence_pointers[start : start + _CHUNK_ROWS] != starts) | (
+            is_wrong = (self.sequence_pointers[start : start + _PIECE_NUM_ROWS] != starts) | (
                 lengths < 0
             )
             if is_wrong.any():

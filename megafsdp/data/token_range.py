@@ -15,13 +15,13 @@ from megafsdp.data.indexed import IndexedDataset
 from megafsdp.errors import DataError, expected
 
 _LOGGER = logging.getLogger("megafsdp.data")
-_CHUNK_TOKENS = 1 << 24
+_PIECE_NUM_TOKENS = 1 << 24
 
 
 def token_range(dataset: IndexedDataset) -> tuple[int, int]:
     """Return the smallest and the largest token; (0, -1) if there is none.
 
-    The first call for a file reads all of it, in chunks; where the folder is writable later calls
+    The first call for a file reads all of it, in pieces; where the folder is writable later calls
     read the side file.
     """
     path = Path(f"{dataset.prefix}.range.json")
@@ -69,9 +69,9 @@ def check_vocabulary(dataset: IndexedDataset, vocab_size: int) -> None:
 
 def _scan(dataset: IndexedDataset) -> tuple[int, int]:
     smallest, largest = 0, -1
-    for start in range(0, dataset.num_tokens, _CHUNK_TOKENS):
-        chunk = dataset.tokens[start : start + _CHUNK_TOKENS]
-        low, high = int(chunk.min()), int(chunk.max())
+    for start in range(0, dataset.num_tokens, _PIECE_NUM_TOKENS):
+        piece = dataset.tokens[start : start + _PIECE_NUM_TOKENS]
+        low, high = int(piece.min()), int(piece.max())
         smallest = low if start == 0 else min(smallest, low)
         largest = max(largest, high)
     return smallest, largest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from unittest import mock
@@ -9,15 +10,17 @@ from unittest import mock
 import pytest
 
 from megafsdp.data import IndexedDataset, check_vocabulary, token_range
-from megafsdp.data import token_range as vocabulary
 from megafsdp.errors import DataError
 from tests.data.files import write_dataset
 
+# The package exports the function of the same name.
+_MODULE = importlib.import_module("megafsdp.data.token_range")
 
-def test_range_is_found_across_chunks(tmp_path: Path) -> None:
+
+def test_range_is_found_across_pieces(tmp_path: Path) -> None:
     """Smallest and largest token of the whole file, wherever they are."""
     dataset = write_dataset(tmp_path / "set", [[5, 9, 4], [7], [], [3, 6]], "<i4")
-    with mock.patch.object(vocabulary, "_CHUNK_TOKENS", 2):
+    with mock.patch.object(_MODULE, "_PIECE_NUM_TOKENS", 2):
         assert token_range(dataset) == (3, 9)
 
 
@@ -32,7 +35,7 @@ def test_file_is_scanned_once(tmp_path: Path) -> None:
     """The side file answers later calls, until the tokens change."""
     dataset = write_dataset(tmp_path / "set", [[1, 2]])
     assert token_range(dataset) == (1, 2)
-    with mock.patch.object(vocabulary, "_scan", side_effect=AssertionError("scanned again")):
+    with mock.patch.object(_MODULE, "_scan", side_effect=AssertionError("scanned again")):
         assert token_range(IndexedDataset(tmp_path / "set")) == (1, 2)
     changed = write_dataset(tmp_path / "set", [[1, 8]])
     os.utime(changed.data_path, ns=(1, 1))

@@ -253,19 +253,19 @@ def _exchange(
     partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
     """Send each rank its shard of the sum; return what is to be summed, in rank order."""
-    rank, chunks = group.rank(), list(partial.chunk(group.size()))
+    rank, parts = group.rank(), list(partial.chunk(group.size()))
     # One rank: the sum reads the partials themselves, scaled and cast like any other.
-    if len(chunks) == 1:
-        return None, chunks
-    if len(chunks) == 2:
-        # The own chunk stays where it is, which halves the bytes. With more ranks it lies between
-        # chunks that are sent, and all_to_all_single sends one contiguous tensor.
-        received = torch.empty_like(chunks[0])
-        work = _swap(received, chunks[1 - rank], group)
-        return work, [chunks[r] if r == rank else received for r in range(2)]
+    if len(parts) == 1:
+        return None, parts
+    if len(parts) == 2:
+        # The own part stays where it is, which halves the bytes. With more ranks it lies between
+        # parts that are sent, and all_to_all_single sends one contiguous tensor.
+        received = torch.empty_like(parts[0])
+        work = _swap(received, parts[1 - rank], group)
+        return work, [parts[r] if r == rank else received for r in range(2)]
     received = torch.empty_like(partial)
     work = dist.all_to_all_single(received, partial, group=group, async_op=True)
-    return work, list(received.chunk(len(chunks)))
+    return work, list(received.chunk(len(parts)))
 
 
 def _library_reduce_scatter(
