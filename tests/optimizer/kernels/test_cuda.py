@@ -71,7 +71,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("emulation") / "emulation.so"
     source = Path(__file__).with_name("cuda_emulation.cpp")
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=120)
+    subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=300)
     return ctypes.CDLL(str(library))
 
 

@@ -28,7 +28,7 @@ class HeldTarget(torch.Tensor):
 
     def copy_(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Write it once it may be."""
-        assert self.may_begin.wait(30), "the gate was opened"
+        assert self.may_begin.wait(120), "the gate was opened"
         return super().copy_(*args, **kwargs)
 
 

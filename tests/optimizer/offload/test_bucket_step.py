@@ -46,7 +46,7 @@ class _Gate:
         inner = getattr(owner, name)
 
         def held_back(step: object, *arguments: object) -> None:
-            assert self.event.wait(30), "the gate was opened"
+            assert self.event.wait(120), "the gate was opened"
             # Before the place itself: who waits for what happens there may look right after it.
             self.num_passed += 1
             inner(step, *arguments)
@@ -111,7 +111,7 @@ def _forward_waits_for_its_own_bucket() -> None:
     def slowly(step: BucketStep) -> None:
         if step.bucket.group.label == "blocks.1":
             # The next block's bucket, which is gathered ahead in other steps, comes only then.
-            assert ran.wait(10), "block 0 ran without waiting for block 1"
+            assert ran.wait(60), "block 0 ran without waiting for block 1"
         inner(step)
         events.append(f"uploaded {step.bucket.group.label}")
 

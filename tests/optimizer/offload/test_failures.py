@@ -111,7 +111,7 @@ def _gradients_come_while_the_worker_chooses() -> int:
         ) -> None:
             begun.append(step)
             if len(begun) == _NUM_BUCKETS - 1:
-                assert may_run.wait(30), "the gate was opened"
+                assert may_run.wait(120), "the gate was opened"
             run(step)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -149,7 +149,7 @@ def _update_with_tensor_rate(overlap: bool) -> torch.Tensor:
     may_run, update = threading.Event(), TorchBucketStep._update
 
     def update_late(step: TorchBucketStep, scale: float) -> None:
-        assert may_run.wait(30), "the gate was opened"
+        assert may_run.wait(120), "the gate was opened"
         update(step, scale)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +190,7 @@ def _begin_fails() -> bool:
         has_ended.set()
 
     threading.Thread(target=go_on, daemon=True).start()
-    return has_ended.wait(10)
+    return has_ended.wait(60)
 
 
 def test_a_step_that_could_not_begin_is_not_waited_for(ranks: Ranks) -> None:
@@ -206,7 +206,7 @@ def _device_fails() -> bool:
     may_run, has_run, update = threading.Event(), threading.Event(), BucketStep._update
 
     def update_late(step: BucketStep, scale: float) -> None:
-        assert may_run.wait(30), "the gate was opened"
+        assert may_run.wait(120), "the gate was opened"
         update(step, scale)
         has_run.set()
 

@@ -52,7 +52,7 @@ def _held_worker() -> Iterator[threading.Event]:
     may_run, inner = threading.Event(), BucketStep.run
 
     def late(step: BucketStep) -> None:
-        assert may_run.wait(30), "the gate was opened"
+        assert may_run.wait(120), "the gate was opened"
         inner(step)
 
     with pytest.MonkeyPatch.context() as patch:
