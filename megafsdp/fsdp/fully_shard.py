@@ -101,21 +101,17 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     # All arguments are checked before the first module is changed: a refused call can be repeated.
-    policy = mixed_precision_of(mp_policy)
-    memory = UnitMemory(offload=offload_of(offload_policy))
-    chosen = strategy_of(strategy)
-    averaging = average_of(average)
+    policy, memory = mixed_precision_of(mp_policy), UnitMemory(offload=offload_of(offload_policy))
+    chosen, averaging = strategy_of(strategy), average_of(average)
     check_modules(modules, prefetch)
     found = find_parameters(modules, ignored_params or (), policy)
     check_placements(found, shard_placement_fn)
     mesh = mesh_of(mesh, device_type_of(found))
-    resharding = reshard_of(reshard_after_forward, mesh)
-    # The one place where gradients are averaged: no reduction divides again.
+    reshard = reshard_of(reshard_after_forward, mesh)
+    # Gradients are averaged by this factor alone: no reduction divides again.
     scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
     is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
-    # Each parameter is there twice from here, until the unit shows the sharded one in its place.
     groups = build_groups(found, policy, Division(mesh, chosen, is_divided, scale), memory)
-    # A later call, or an optimizer of the originals, is refused by these marks.
     claim(found, type(modules[0]).__name__)
     for each in modules:
         mix_in(each)
@@ -125,7 +121,7 @@ def fully_shard(
         policy=policy,
         memory=memory,
         prefetch=prefetch,
-        reshard_after_forward=resharding,
+        reshard_after_forward=reshard,
     )
     # After the last sharded parameter is there, which the hooks of steps rely on.
     watch_optimizer_steps()
@@ -393,6 +389,7 @@ def check_placements(
         # Of any class with a dimension: torch has several, and users their own.
         placement = None if placement_fn is None else placement_fn(item.parameter)
         if placement is not None and getattr(placement, "dim", 0) != 0:
+            # Local rows of another dimension would not be one range of a flat buffer.
             raise NotImplementedError(
                 expected(
                     "Shard(0)",
@@ -411,6 +408,7 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
         ValueError: The mesh has more than two axes, or two without names.
     """
     if mesh is None:
+        # Checked by us: torch's own error names neither the call nor what to do.
         if not dist.is_initialized():
             raise RuntimeError(
                 expected(

@@ -166,7 +166,7 @@ class ComputeWeight:
             category = Category.COMPUTE_WEIGHT if self._is_persistent else Category.UNSHARDED
             self._full = self._buffers.new_full(recipe.specs, category)
         self._source = self._new_source(is_same=is_same)
-        # Names of persistent full buffers that were not gathered since the last refresh.
+        # Names of full buffers that were not gathered since the last refresh.
         self._outdated: set[str] = set()
         self._gathers: list[tuple[Pending, GatherSource, list[DBuffer]]] = []
         self._versions: list[tuple[DBuffer, int]] = []
@@ -175,15 +175,10 @@ class ComputeWeight:
 
     def _new_source(self, *, is_same: bool) -> GatherSource:
         """Return the source for how the main weight is divided, where it lies, and its recipe."""
-        axes, main, specs, host_weight = (
-            self._axes,
-            self._main,
-            self.recipe.specs,
-            self._host_weight,
-        )
+        axes, main, specs = self._axes, self._main, self.recipe.specs
         encode: Encode = functools.partial(encode_main_weight, self.recipe, main)
-        if host_weight is not None:
-            encode = host_weight.encode
+        if self._host_weight is not None:
+            encode = self._host_weight.encode
         if not axes.is_sharded:
             return MainWeightSource(main) if is_same else PersistentSource(self._full, encode)
         # Not methods of this object: a cycle would delay the release of a deleted model's memory.
@@ -191,11 +186,10 @@ class ComputeWeight:
         source: GatherSource
         if is_same:
             source = MainWeightSource(main)
-        elif axes.is_divided or host_weight is not None:
+        elif axes.is_divided or self._host_weight is not None:
             source = TemporarySource(make, encode)
         elif self.can_be_copied:
-            is_once = self._is_persistent
-            source = CastOnGather(make, self.recipe, main, is_gathered_once=is_once)
+            source = CastOnGather(make, self.recipe, main, is_gathered_once=self._is_persistent)
         else:
             source = PersistentSource(make(), encode)
         if axes.outer_group is None or not axes.is_divided:
