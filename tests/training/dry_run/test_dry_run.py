@@ -300,12 +300,12 @@ def test_number_of_ranks_comes_from_the_degrees_or_the_environment(
     """Given, configured, torchrun's, one: the first that is there."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     degrees = {"dp_outer": 2, "dp_shard": 3}
-    assert dry_run(tiny(tmp_path), 4).dims.num_ranks == 4
-    assert dry_run(tiny(tmp_path, parallel=degrees)).dims.num_ranks == 6
-    assert dry_run(tiny(tmp_path)).dims.num_ranks == 1
-    assert dry_run(tiny(tmp_path, parallel={"dp_outer": 2})).dims.num_ranks == 2
+    assert dry_run(tiny(tmp_path), 4).num_ranks == 4
+    assert dry_run(tiny(tmp_path, parallel=degrees)).num_ranks == 6
+    assert dry_run(tiny(tmp_path)).num_ranks == 1
+    assert dry_run(tiny(tmp_path, parallel={"dp_outer": 2})).num_ranks == 2
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert dry_run(tiny(tmp_path)).dims.num_ranks == 3
+    assert dry_run(tiny(tmp_path)).num_ranks == 3
     monkeypatch.setenv("WORLD_SIZE", "x")
     with pytest.raises(ConfigError, match=r"whole number.*got 'x'.*WORLD_SIZE"):
         dry_run(tiny(tmp_path))
