@@ -39,9 +39,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megafsdp
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
-from megafsdp.buffer.dtensor.uneven_layout import Region as OwnRegion
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.format.manifest import Chunk, Record
-from megafsdp.checkpoint.format.regions import Region
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 
 _ROWS, _ROW = 256, 128
@@ -186,7 +185,7 @@ def _plan_dcp(tensors: dict[str, UnevenDTensor], world: int) -> dict[str, float]
     return {"local": local_s, "global": global_s}
 
 
-def _write_item(key: str, tensor: UnevenDTensor, region: OwnRegion) -> WriteItem:
+def _write_item(key: str, tensor: UnevenDTensor, region: Region) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), tensor.shape)
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)

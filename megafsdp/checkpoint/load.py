@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Chunk, Manifest, read_manifest
 from megafsdp.checkpoint.format.records import RecordReader, require_files
 from megafsdp.checkpoint.format.regions import (
-    Region,
     Stored,
     is_filled,
     local_regions,
@@ -64,7 +64,7 @@ from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 
-_log = logging.getLogger("megafsdp.checkpoint")
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 class _Copy(NamedTuple):
@@ -232,7 +232,7 @@ def _plan(directory: Path, step: int | None, *, targets: TrainingState, rules: R
         stored_groups = plan.objects[GROUPS_KEY]
         assert isinstance(stored_groups, list), "save() stores a list of groups"
         plan_param_groups(
-            requests.optimizer, requests.names, stored_groups, rules=rules, warn=_log.warning
+            requests.optimizer, requests.names, stored_groups, rules=rules, warn=_LOGGER.warning
         )
     return plan
 
@@ -343,7 +343,7 @@ def _commit(plan: _Plan, targets: TrainingState) -> None:
         ("not used", plan.match.unused),
     ):
         if keys:
-            _log.warning(
+            _LOGGER.warning(
                 "load from '%s': %d keys %s: %s", plan.directory, len(keys), fact, keys[:20]
             )
 
@@ -412,7 +412,7 @@ def _restore_rng(plan: _Plan) -> None:
     if isinstance(state, dict):
         restore_rng_state(state)
     else:
-        _log.warning(
+        _LOGGER.warning(
             "'%s' was saved by %d ranks and is loaded by %d: random states were left as they are",
             plan.directory,
             plan.manifest.world_size,

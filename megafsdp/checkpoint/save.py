@@ -41,12 +41,13 @@ from megafsdp.buffer.comm.agreement import (
     rank_and_world_size,
     values_of,
 )
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import Chunk
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.records import RecordWriter
-from megafsdp.checkpoint.format.regions import Region, ReplicaBalance, local_regions, local_view
+from megafsdp.checkpoint.format.regions import ReplicaBalance, local_regions, local_view
 from megafsdp.checkpoint.format.rng import rng_state
 from megafsdp.checkpoint.state.canonical import (
     CanonicalState,
@@ -65,7 +66,7 @@ from megafsdp.checkpoint.state.merge import (
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.params.meta import require_initialized
 
-_log = logging.getLogger("megafsdp.checkpoint")
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 class HasState(Protocol):
@@ -366,5 +367,5 @@ def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
     removed = save_root.prune(
         root, keep_last=begun.retention.keep_last, keep_every=begun.retention.keep_every
     )
-    _log.info("saved step %d to '%s'; removed steps %s", begun.step, final, removed)
+    _LOGGER.info("saved step %d to '%s'; removed steps %s", begun.step, final, removed)
     return final

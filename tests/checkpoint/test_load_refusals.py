@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.format.manifest import Manifest, Record, read_manifest, write_manifest
-from megafsdp.checkpoint.format.regions import Region
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,

@@ -32,7 +32,7 @@ from megafsdp.checkpoint.format import save_root
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.weight_sync import register_before_load
 
-_log = logging.getLogger("megafsdp.checkpoint")
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 class PendingSave:
@@ -254,7 +254,7 @@ class BackgroundSaves:
 
     def _report_at_exit(self) -> None:
         if self._last is not None and (error := self._last.unobserved_error()) is not None:
-            _log.error("the background save of step %d failed: %s", self._last.step, error)
+            _LOGGER.error("the background save of step %d failed: %s", self._last.step, error)
 
     def _flush_on_sigterm(self) -> None:
         """Have SIGTERM wait for the save, in a program that does not handle the signal."""

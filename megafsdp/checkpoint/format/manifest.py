@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megafsdp.checkpoint.format.regions import Region, with_extent
+from megafsdp.buffer.dtensor.uneven_layout import Region
+from megafsdp.checkpoint.format.regions import with_extent
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 from megafsdp.mesh.torch_private import StorageInfo

@@ -13,62 +13,18 @@ state/experts.py; what a gap or an overlap means, by the caller.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
+from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.torch_private import local_of
-
-
-class Region(NamedTuple):
-    """Part of a tensor: where it starts and how far it reaches along each dimension.
-
-    Attributes:
-        offsets: First index along each dimension; empty for a 0-d tensor.
-        sizes: Extent along each dimension.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements inside."""
-        return math.prod(self.sizes)
-
-    def intersect(self, other: Region) -> Region | None:
-        """Return the part common to both regions, or None if there is none."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        ends = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Region(starts, sizes) if all(size > 0 for size in sizes) else None
-
-    def moved(self, origin: Region, target: Region) -> Region:
-        """Return where this region is once ``origin`` lies at the place of ``target``."""
-        places = zip(self.offsets, origin.offsets, target.offsets, strict=True)
-        return Region(tuple(own - old + new for own, old, new in places), self.sizes)
-
-    def slices_in(self, outer: Region) -> tuple[slice, ...]:
-        """Return the index that selects this region in a tensor whose elements are ``outer``."""
-        return tuple(
-            slice(start - base, start - base + size)
-            for start, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
-        )
-
-
-def whole(shape: tuple[int, ...]) -> Region:
-    """Return the region of a whole tensor."""
-    return Region((0,) * len(shape), shape)
 
 
 def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[Region, int]]:

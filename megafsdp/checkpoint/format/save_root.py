@@ -33,7 +33,7 @@ from megafsdp.checkpoint.format.manifest import (
 )
 from megafsdp.errors import CheckpointError
 
-_log = logging.getLogger("megafsdp.checkpoint")
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 _TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}", re.DOTALL)
 _STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
@@ -214,7 +214,7 @@ def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[
         try:
             path.rename(away)
         except OSError as error:
-            _log.warning("'%s' stays, as it cannot be removed: %s", path, error)
+            _LOGGER.warning("'%s' stays, as it cannot be removed: %s", path, error)
             continue
         reached("retired directory renamed")
         remove(away)
@@ -293,4 +293,4 @@ def remove(path: Path) -> None:
         else:
             path.unlink()
     except OSError as error:
-        _log.warning("'%s' is not needed but cannot be removed: %s", path, error)
+        _LOGGER.warning("'%s' is not needed but cannot be removed: %s", path, error)

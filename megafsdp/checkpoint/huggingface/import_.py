@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
+from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.checkpoint.background.pending_save import SAVES
-from megafsdp.checkpoint.format.regions import Region, local_regions, local_view, whole
+from megafsdp.checkpoint.format.regions import local_regions, local_view
 from megafsdp.checkpoint.huggingface.mapping import Entry, expect_names, full_names
 from megafsdp.checkpoint.huggingface.plan import (
     ConfigLike,

@@ -42,7 +42,7 @@ _DTYPE_FIELDS = ("dtype", "torch_dtype")
 _PREFIX = "model."
 _WRAPPERS = frozenset({"DistributedDataParallel", "OptimizedModule"})
 
-_log = logging.getLogger("megafsdp.checkpoint")
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 @runtime_checkable
@@ -215,7 +215,7 @@ def hub_state(model: nn.Module) -> HubState:
     """
     listed = model_state(model)
     if listed.objects:
-        _log.warning("Hugging Face files have no place for %s", sorted(listed.objects)[:20])
+        _LOGGER.warning("Hugging Face files have no place for %s", sorted(listed.objects)[:20])
     names = parameter_names(model)
     tensors: dict[str, torch.Tensor] = {name: parameter for parameter, name in names.items()}
     for name, tensor in tensors.items():

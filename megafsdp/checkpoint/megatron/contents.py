@@ -16,7 +16,7 @@ from megafsdp.checkpoint.megatron.values import plain_args
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
 from megafsdp.errors import CheckpointError, listed
 
-_log = logging.getLogger("megafsdp.checkpoint")
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -112,7 +112,7 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...]) -> Contents:
     _check_groups(contents)
     contents.require_sound(theirs.directory)
     if contents.dropped:
-        _log.info("'%s': left out %s", theirs.directory, listed(contents.dropped))
+        _LOGGER.info("'%s': left out %s", theirs.directory, listed(contents.dropped))
     return contents
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from megafsdp.buffer.dtensor.uneven_layout import whole
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.manifest import (
     Chunk,
@@ -28,7 +29,6 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
 )
 from megafsdp.checkpoint.format.records import RecordWriter
-from megafsdp.checkpoint.format.regions import whole
 from megafsdp.checkpoint.megatron.names import FLOPS, SCHEDULER, VERSION, TheirNames, group_members
 from megafsdp.checkpoint.megatron.values import (
     args_needed_to_load,
@@ -40,7 +40,7 @@ from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, listed
 
-_log = logging.getLogger("megafsdp.checkpoint")
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 _OWN_OBJECTS = frozenset({"extra", "lr_scheduler", "optimizer.param_groups"})
 
@@ -231,4 +231,4 @@ def _objects(ours: CheckpointReader) -> Iterator[tuple[str, object]]:
         elif key != "common":
             left_out.append(key)
     if left_out:
-        _log.warning("'%s': Megatron-LM has no place for %s", ours.directory, listed(left_out))
+        _LOGGER.warning("'%s': Megatron-LM has no place for %s", ours.directory, listed(left_out))

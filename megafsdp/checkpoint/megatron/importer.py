@@ -34,7 +34,7 @@ from megafsdp.checkpoint.tools.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError, listed
 from megafsdp.mesh.fused_parts import FusedParts
 
-_log = logging.getLogger("megafsdp.checkpoint")
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 def from_megatron(
@@ -106,7 +106,7 @@ def _checked_step(directory: Path, common: Mapping[str, object]) -> int:
 
 def _checked_args(directory: Path, value: object) -> tuple[dict[str, object], list[str]]:
     if value is None:
-        _log.warning("'%s' has no args: they are empty here", directory)
+        _LOGGER.warning("'%s' has no args: they are empty here", directory)
         return {}, []
     try:
         args, foreign = plain_args(value)
@@ -119,9 +119,9 @@ def _checked_args(directory: Path, value: object) -> tuple[dict[str, object], li
         ) from error
     if foreign:
         text = "'%s': %d of args are no plain values and are kept as text: %s"
-        _log.warning(text, directory, len(foreign), listed(foreign))
+        _LOGGER.warning(text, directory, len(foreign), listed(foreign))
     if args.get("apply_layernorm_1p"):
-        _log.warning("'%s': norm weights are stored less 1 (apply_layernorm_1p)", directory)
+        _LOGGER.warning("'%s': norm weights are stored less 1 (apply_layernorm_1p)", directory)
     return args, foreign
 
 
@@ -129,7 +129,9 @@ def _rng_states(common: Mapping[str, object]) -> list[dict]:
     stored = [(key, value) for key, value in common.items() if key.startswith("rng_state.")]
     states, unused = our_rng_states(stored)
     if unused:
-        _log.warning("random states of other model-parallel ranks are not used: %s", listed(unused))
+        _LOGGER.warning(
+            "random states of other model-parallel ranks are not used: %s", listed(unused)
+        )
     return states
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megafsdp.checkpoint.format.regions import Region
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import ExpertRange
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megafsdp.checkpoint.format.regions import Region, Stored, TensorPart, whole, with_extent
+from megafsdp.buffer.dtensor.uneven_layout import Region, whole
+from megafsdp.checkpoint.format.regions import Stored, TensorPart, with_extent
 from megafsdp.checkpoint.state.experts import (
     holders,
     is_named_by_expert,

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from megafsdp.buffer.dtensor.uneven_layout import whole
 from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry, dtype_name
-from megafsdp.checkpoint.format.regions import whole
 from megafsdp.checkpoint.state.canonical import CanonicalState
 from megafsdp.errors import CheckpointError
 

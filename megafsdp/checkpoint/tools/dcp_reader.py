@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import (
     DCP_METADATA_FILE,
@@ -21,7 +22,6 @@ from megafsdp.checkpoint.format.manifest import (
     TensorEntry,
     dtype_name,
 )
-from megafsdp.checkpoint.format.regions import Region
 from megafsdp.checkpoint.tools.reader import ChunkReader
 from megafsdp.checkpoint.tools.safe_pickle import Foreign, read_pickle, read_record
 from megafsdp.errors import CheckpointError

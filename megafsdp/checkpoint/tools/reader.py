@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
+from megafsdp.buffer.dtensor.uneven_layout import whole
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import Chunk, Record, TensorEntry, read_manifest
 from megafsdp.checkpoint.format.records import RecordReader, require_files
-from megafsdp.checkpoint.format.regions import odd_cells, whole, with_extent
+from megafsdp.checkpoint.format.regions import odd_cells, with_extent
 from megafsdp.checkpoint.state.fused import wholes_by_part
 from megafsdp.errors import CheckpointError
 

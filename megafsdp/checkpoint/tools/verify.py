@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from megafsdp.buffer.dtensor.uneven_layout import whole
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import (
     DCP_METADATA_FILE,
@@ -29,7 +30,7 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
 )
 from megafsdp.checkpoint.format.records import RecordReader
-from megafsdp.checkpoint.format.regions import odd_cells, whole
+from megafsdp.checkpoint.format.regions import odd_cells
 from megafsdp.checkpoint.tools.dcp_reader import places_of, read_metadata
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.report import Problem, Report

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import Chunk, Manifest, TensorEntry, dtype_name, joining
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.records import RecordWriter
-from megafsdp.checkpoint.format.regions import Region
 from megafsdp.checkpoint.state.merge import common_facts, library_versions
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.format.manifest import (
     MANIFEST_FILE,
     Chunk,
@@ -20,7 +21,6 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
     write_manifest,
 )
-from megafsdp.checkpoint.format.regions import Region
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.checkpoint.format.regions import (
-    Region,
     ReplicaBalance,
     is_filled,
     local_regions,
     local_view,
     odd_cells,
-    whole,
 )
 
 _SHAPE = (5, 4, 3)

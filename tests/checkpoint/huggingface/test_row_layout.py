@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megafsdp.checkpoint.format.regions import Region, whole
+from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.checkpoint.huggingface.import_ import fill_region
 from megafsdp.checkpoint.huggingface.mapping import Entry, MappingRow
 from megafsdp.checkpoint.huggingface.row_layout import Part, RowRun, match_rows

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
-from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.format.manifest import read_manifest
-from megafsdp.checkpoint.format.regions import Region, local_regions, local_view, whole
+from megafsdp.checkpoint.format.regions import local_regions, local_view
 from megafsdp.checkpoint.state.canonical import model_state
 from megafsdp.checkpoint.state.fused import stored_form
 from megafsdp.checkpoint.tools.reader import CheckpointReader
