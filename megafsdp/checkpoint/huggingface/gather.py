@@ -32,7 +32,8 @@ def nbytes_to_gather(writer: int, tensor: torch.Tensor, dtype: torch.dtype) -> i
     if not is_writer:
         return cast_nbytes
     shards = tensor.shards_by_rank()
-    return whole_nbytes + (cast_nbytes if shards == sorted(shards) else whole_nbytes)
+    # A thread of the process group may have the sent piece a little longer than the gather lasts.
+    return whole_nbytes + cast_nbytes + (0 if shards == sorted(shards) else whole_nbytes)
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def gather_to(
 
     Returns:
         On the writer the tensor, contiguous, possibly the given one's memory; None elsewhere. What
-        is allocated on the way is at most as large as the result.
+        is allocated on the way is given by :func:`nbytes_to_gather`.
 
     Raises:
         NotImplementedError: The tensor is a part of a tensor-parallel one.
@@ -87,6 +88,8 @@ def _gather_uneven(writer: int, tensor: UnevenDTensor, dtype: torch.dtype) -> to
     for shard, piece in zip(shards, received.split(counts), strict=True):
         start, stop = layout.element_range(shard)
         whole[start:stop] = piece
+    # A thread of the process group may have the tensor for a little longer.
+    received.untyped_storage().resize_(0)
     return whole.view(layout.shape)
 
 
