@@ -14,8 +14,7 @@ from torch import nn
 
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.gradient_reducer import GradientReducer
-from megafsdp.fsdp.params.parameter_group import tie_to_group
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, tie_to_group
 from megafsdp.fsdp.runtime.unit import units_below
 
 
@@ -26,24 +25,21 @@ class LocalParameter(nn.Parameter):
     parameters without one have zeros there. Setting it to None clears all of theirs.
     """
 
-    _reducer: GradientReducer
+    _group: ParameterGroup
 
     @staticmethod
-    def over(reducer: GradientReducer) -> LocalParameter:
+    def over(group: ParameterGroup) -> LocalParameter:
         """Make the parameter of one group; aliases its main weight."""
-        parameter = torch.Tensor._make_subclass(
-            LocalParameter, reducer.group.main_weight.flat, True
-        )
-        parameter._reducer = reducer
-        tie_to_group(parameter, reducer.group)
+        parameter = torch.Tensor._make_subclass(LocalParameter, group.main_weight.flat, True)
+        parameter._group = group
+        tie_to_group(parameter, group)
         return parameter
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """Return the flat main gradient, gaps included, which hold zeros; None without one."""
-        reducer = self._reducer
-        grads = [p.sharded.grad for p in reducer.group.parameters]
-        buffer = reducer.main_grad_buffer
+        grads = [p.sharded.grad for p in self._group.parameters]
+        buffer = self._group.gradients.main_grad.buffer
         if buffer is None or all(grad is None for grad in grads):
             return None
         with torch.no_grad():
@@ -66,7 +62,7 @@ class LocalParameter(nn.Parameter):
                     hint="Copy into it, or assign gradients of the model's own parameters",
                 )
             )
-        for parameter in self._reducer.group.parameters:
+        for parameter in self._group.parameters:
             parameter.sharded.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -113,5 +109,5 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
                 hint="Call fully_shard() first",
             )
         )
-    reducers = [reducer for unit in units.values() for reducer in unit.reducers]
-    return [LocalParameter.over(reducer) for reducer in reducers if reducer.group.is_trainable]
+    groups = [group for unit in units.values() for group in unit.groups]
+    return [LocalParameter.over(group) for group in groups if group.is_trainable]

@@ -22,7 +22,7 @@ from megafsdp.fsdp.grouping import (
     group_parameters,
     policies_by_module,
 )
-from megafsdp.fsdp.params.parameter_group import GroupDtypes
+from megafsdp.fsdp.params.group_buffers import GroupDtypes
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 
 

@@ -17,9 +17,10 @@ import torch
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.estimate.blueprint import PlannedGroup, PlannedUnit
 from megafsdp.fsdp.estimate.rehearsed_weight import Meter, RehearsedWeight
-from megafsdp.fsdp.params.gradient_reducer import GradientReducer
+from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
-from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
+from megafsdp.fsdp.runtime.forward_passes import ForwardToken, PendingForwards
+from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit, UnitOptions
 from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD
 
 
@@ -41,7 +42,9 @@ class RehearsedReducer(GradientReducer):
             self._inner_numel //= degrees.dp_shard
         self._main_grad_nbytes = layout.shard_numel * dtypes.grad.itemsize
         self._inner_nbytes = self._inner_numel * dtypes.grad.itemsize
-        self._has_main_grad = self._has_inner_sum = self._is_at_outer_axis = False
+        self.defers = group.strategy.defers_reduction
+        self._reduction = None
+        self._has_main_grad = self._has_inner_sum = False
         self._accumulated_nbytes: int | None = None
         self._partial_nbytes = 0
 
@@ -59,14 +62,18 @@ class RehearsedReducer(GradientReducer):
         self._meter.ledger.debit(Category.PARTIAL_GRAD, nbytes)
         return nbytes
 
-    def start_reduce(self, *, is_final: bool, optimizer_may_start: bool = False) -> None:
+    @property
+    def has_grads(self) -> bool:
+        """Tell that none come past the outputs."""
+        return False
+
+    def start_reduce(self, *, is_final: bool, optimizer_may_start: bool = False) -> Reduction:
         """Note the reduction, and allocate what it reads and writes."""
         numel, dtypes = self.planned.layout.gathered_numel, self.planned.dtypes
         nbytes, self._accumulated_nbytes = self._accumulated_nbytes, None
         if nbytes is None:
             nbytes = self._note_partial(numel * dtypes.compute.itemsize)
         self._partial_nbytes = nbytes
-        self._is_final, self._is_at_outer_axis = is_final, False
         if not self._has_outer_axis:
             self._need_main_grad()
         elif not self._has_inner_sum:
@@ -76,25 +83,27 @@ class RehearsedReducer(GradientReducer):
             self._meter.count(DP_SHARD, "reduce_scatter", nbytes)
         else:
             self._meter.count(self._meter.all_axes, "all_reduce", numel * dtypes.reduce.itemsize)
+        return Reduction(self, is_final=is_final, optimizer_may_start=optimizer_may_start)
 
-    def finish_reduce(self) -> bool:
+    def advance(self, reduction: Reduction) -> None:
         """Free what the reduction read; note the one over the outer axis if it follows."""
         ledger = self._meter.ledger
-        if self._is_at_outer_axis:
+        is_outer = reduction.stage is Stage.OUTER_SUM
+        reduction.stage = Stage.DONE
+        if is_outer:
             ledger.credit(Category.MAIN_GRAD, self._inner_nbytes)
             self._has_inner_sum = False
-            return True
+            return
         ledger.credit(Category.PARTIAL_GRAD, self._partial_nbytes)
-        if not self._has_outer_axis or not self._is_final:
-            return True
+        if not self._has_outer_axis or not reduction.is_final:
+            return
         self._need_main_grad()
-        self._is_at_outer_axis = True
+        reduction.stage = Stage.OUTER_SUM
         if self._meter.degrees.is_outer_sharded:
             self._meter.count(DP_OUTER, "reduce_scatter", self._inner_nbytes)
         else:
             nbytes = self._inner_numel * self.planned.dtypes.reduce.itemsize
             self._meter.count(DP_OUTER, "all_reduce", nbytes)
-        return False
 
     def _need_main_grad(self) -> None:
         if not self._has_main_grad:
@@ -106,6 +115,27 @@ class RehearsedReducer(GradientReducer):
         if self._has_main_grad:
             self._meter.ledger.credit(Category.MAIN_GRAD, self._main_grad_nbytes)
             self._has_main_grad = False
+
+
+class RehearsedGroup(ParameterGroup):
+    """Stands in for a group in what the schedule asks of it.
+
+    That units which are stepped on the host are not gathered ahead lowers no peak: the backward of
+    the same step gathers as many.
+
+    Args:
+        reducer: Stands in for its weights and gradients.
+    """
+
+    def __init__(self, reducer: RehearsedReducer) -> None:
+        self.gradients = reducer
+        self.step_in_flight = None
+        self._is_trainable = reducer.planned.is_trainable
+
+    @property
+    def is_trainable(self) -> bool:
+        """Tell whether its parameters require gradients."""
+        return self._is_trainable
 
 
 class RehearsedUnit(ScheduledUnit):
@@ -126,14 +156,13 @@ class RehearsedUnit(ScheduledUnit):
         prefetch: int,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        self.prefetch = prefetch
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = self.requires_all_reduce = True
+        self.name = planned.name
+        self.options = UnitOptions(prefetch, reshard_after_forward)
+        self.context = None
+        self.outstanding = PendingForwards()
         self.rehearsed = [RehearsedReducer(group, meter) for group in planned.groups]
-        self.reducers = list[GradientReducer](self.rehearsed)
-        self._is_at_work = False
-        self._context: Rehearsal | None = None
+        self._groups = list[ParameterGroup](map(RehearsedGroup, self.rehearsed))
+        self._is_at_work = self._is_in_backward = False
 
     @property
     def is_unsharded(self) -> bool:
@@ -142,12 +171,12 @@ class RehearsedUnit(ScheduledUnit):
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """Return none: only recipes with statistics ask for them, and steps on the host.
+        """Return the stand-ins of the unit's groups."""
+        return self._groups
 
-        That units which are stepped there are not gathered ahead lowers no peak: the backward of
-        the same step gathers as many.
-        """
-        return []
+    def needs_statistics(self) -> bool:
+        """Tell that none of the recipes does."""
+        return False
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Note the gathers of all groups."""
@@ -173,40 +202,34 @@ class RehearsedUnit(ScheduledUnit):
     def end_forward(self, context: Rehearsal) -> None:
         """Do what the unit's hook does after forward."""
         self._is_at_work = False
-        if context.is_kept_after_forward(self):
+        if context.is_reserved_for_backward(self):
             return
-        if not isinstance(self.reshard_after_forward, bool | None):
+        num_ranks = self.options.reshard_after_forward
+        if not isinstance(num_ranks, bool | None):
             for reducer in self.rehearsed:
-                reducer.weight.release_to_slices(self.reshard_after_forward)
+                reducer.weight.release_to_slices(num_ranks)
         self.release()
 
-    def begin_backward(self, context: Rehearsal) -> None:
-        """Do what the hook on the unit's outputs does."""
-        context.begin_backward()
-        self._context = context
-        self._is_at_work = True
-        context.unshard_for_backward(self)
+    def enter_backward(self) -> None:
+        """Begin the unit's backward."""
+        self._is_at_work = self._is_in_backward = True
 
-    def finish_backward(self) -> None:
-        """Reshard, and reduce or accumulate gradients, if the unit is in backward."""
-        context, self._context = self._context, None
-        if context is None:
-            return
-        self._is_at_work = False
+    def show_unsharded(self) -> None:
+        """Do nothing: there are no modules."""
+        return
+
+    def leave_backward(self) -> None:
+        """End the unit's backward and reshard."""
+        self._is_at_work = self._is_in_backward = False
         self.release()
-        for reducer in self.rehearsed:
-            if not reducer.planned.is_trainable:
-                continue
-            if reducer.planned.strategy.defers_reduction and not context.is_last_microbatch:
-                reducer.accumulate()
-            else:
-                context.add_reduction(reducer, is_final=True)
 
     def end_partial_forward(self) -> None:
         """Do nothing: all modules run."""
 
-    def forget_forwards(self) -> None:
-        """Do nothing: there is no autograd graph."""
+    @property
+    def is_in_backward(self) -> bool:
+        """Tell whether the unit's backward has begun and not ended."""
+        return self._is_in_backward
 
     @property
     def is_at_work(self) -> bool:
@@ -216,10 +239,6 @@ class RehearsedUnit(ScheduledUnit):
     def reset_after_error(self, *, keep_accumulated: bool) -> None:
         """Refuse: nothing cuts a rehearsal short."""
         raise AssertionError("a rehearsal is never cut short")
-
-    def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
-        """Follow the recorded order."""
-        return None
 
 
 class Rehearsal(FSDPContext):
@@ -248,11 +267,12 @@ class Rehearsal(FSDPContext):
             unit.end_forward(self)
         root.end_forward(self)
         self.end_forward(is_graph_built=True)
-        root.begin_backward(self)
+        token = ForwardToken(forward_pass=self.forward_pass)
+        self.begin_backward(root, token)
         self.prefetch_after_loss()
         for unit in reversed(others):
-            unit.begin_backward(self)
-            unit.finish_backward()
+            self.begin_backward(unit, token)
+            self._end_unit(unit)
         # The root takes tokens, which need no gradient: it ends with the whole backward.
         self.end_backward()
 
@@ -271,7 +291,7 @@ class Rehearsal(FSDPContext):
         for reducer in reducers:
             reducer.clear()
 
-    def begin_backward(self) -> None:
+    def _begin_whole_backward(self) -> None:
         """Follow the recorded order; no engine calls back."""
         if not self._is_backward_running:
             self._is_backward_running = True

@@ -171,11 +171,11 @@ class Bucket:
             states_by_parameter: As for :meth:`exchange`.
         """
         group = self.group
-        group.work_ahead = None
+        group.gradients.main_grad.listener = None
         self.let_go_of_grads()
         group.onload_main_weight()
         there = {
-            name: group.new_state_buffer(buffer.residence, buffer.flat.dtype)
+            name: group.new_state_buffer(buffer.flat.dtype)
             for name, buffer in self.states.buffers.items()
         }
         for name, buffer in there.items():

@@ -19,7 +19,6 @@ from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.uneven import local_object, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
-from megafsdp.mesh.placement import Residence
 
 # Which parameters are stepped together hardly changes; routed experts may change it every step.
 _MOST_RUNS = 16
@@ -73,9 +72,8 @@ class FlatStates:
             )
         self._group = weakref.ref(group)
         self.layout = group.layout
-        residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
         self.buffers: dict[str, DBuffer] = {
-            name: group.new_state_buffer(residence, dtype) for name, dtype in dtypes.items()
+            name: group.new_state_buffer(dtype) for name, dtype in dtypes.items()
         }
         for buffer in self.buffers.values():
             buffer.flat.zero_()
