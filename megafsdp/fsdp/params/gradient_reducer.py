@@ -72,10 +72,6 @@ class Reduction:
         self._addends: DBuffer | None = None
         self._pending: Pending | None = None
 
-    def advance(self) -> None:
-        """Wait for the stage under way; issue the next one, or publish the sum."""
-        self.reducer.advance(self)
-
     def wait_for(self, stage: Stage, addends: DBuffer, pending: Pending) -> None:
         """Enter a stage: a sum of addends that has been issued."""
         self.stage, self._addends, self._pending = stage, addends, pending
@@ -121,12 +117,15 @@ class GradientReducer:
         self.label = ""
         self._parameters = parameters
         self._buffers = buffers
+        # Perhaps twins with communicators of their own, so that sums run beside gathers.
         self._inner_group = buffers.axes.group
         self._outer_group = buffers.axes.outer_group
         self._reduction: Reduction | None = None
         # Whether this rank has contributed to the sum that is published next.
         self._used = [False] * len(parameters)
+        # Gradients of microbatches that are not reduced yet, in full size.
         self._accumulated: DBuffer | None = None
+        # Sums over the inner axis that wait for the last microbatch.
         self._inner_sum: DBuffer | None = None
         # Partial buffers without memory, by dtype: views into them are made once.
         self._released: dict[torch.dtype, DBuffer] = {}
@@ -151,6 +150,7 @@ class GradientReducer:
         """Add this backward's gradients to a local buffer of the main gradient's dtype; local."""
         buffer = self._accumulated
         if buffer is None:
+            # Not the compute dtype: sums of many microbatches in bf16 would lose small addends.
             self._accumulated = buffer = self._new_partial(self._buffers.dtypes.grad)
             self._pack(buffer)
         else:
@@ -176,6 +176,7 @@ class GradientReducer:
         assert self._reduction is None, "the reduction before has ended"
         partial, self._accumulated = self._accumulated, None
         if partial is None:
+            # In the dtype of the gradients: half the bytes to send, and nothing is rounded here.
             partial = self._new_partial(self._buffers.dtypes.compute)
             self._pack(partial)
         else:
@@ -201,6 +202,7 @@ class GradientReducer:
         runs beside what the caller does next.
         """
         is_inner = reduction.stage is Stage.INNER_SUM
+        # Freed before the next stage allocates its target: the two are never alive together.
         self._release_partial(reduction.end_sum())
         if not is_inner or self._outer_group is None:
             self._end_sums(reduction)
@@ -238,6 +240,7 @@ class GradientReducer:
     def _start_outer_sum(self, reduction: Reduction, outer_group: dist.ProcessGroup) -> None:
         """Add this rank's shard over the ranks that have the same one, or its piece of it."""
         target, is_accumulating = self._sum_target()
+        # The reduction owns the addends from here on, until the sum has read them.
         inner_sum, self._inner_sum = self._inner_sum, None
         assert inner_sum is not None, "the inner sum is there"
         pending = self._issue_sum(
@@ -260,7 +263,7 @@ class GradientReducer:
         scale: float,
         accumulate: bool,
     ) -> Pending:
-        """Issue the sum over one axis, of which each rank keeps its shard, or the whole."""
+        """Issue the sum over one axis; each rank gets its shard of it, or the whole."""
         dtype = self._buffers.dtypes.reduce
         if is_scattered:
             return reduce_scatter(
@@ -332,6 +335,7 @@ class GradientReducer:
             views, grads, missing = self._take_grads(buffer)
             if grads:
                 torch._foreach_copy_(views, grads)
+            # The whole buffer is summed and swept by norms: what nothing wrote must be zero.
             for i in missing:
                 buffer.tensor(i).zero_()
             buffer.zero_gaps()

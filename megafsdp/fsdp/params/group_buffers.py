@@ -105,11 +105,13 @@ class GroupBuffers:
         """
         if host is None:
             return self.new(self.residence, dtype, category)
+        # One slab for weight and states: pinning memory is slow, and each slab is pinned at once.
         memory = host.arena.take(self.local_numel, dtype)
         return self._over(memory, category, host.ledger)
 
     def new_host_grad(self, host: HostMemory) -> DBuffer:
         """Allocate a gradient of parameters that live on the host."""
+        # Not from the arena, whose memory is freed as a whole: gradients come and go.
         memory = host.take_apart(self.local_numel, self.dtypes.grad)
         return self._over(memory, Category.MAIN_GRAD, host.ledger)
 
@@ -117,6 +119,7 @@ class GroupBuffers:
         return DBuffer(
             self.layout,
             self.residence,
+            # A replicated group has no shard; the whole counts as the first.
             shard=max(self.axes.shard, 0),
             dtype=memory.dtype,
             device=memory.device,

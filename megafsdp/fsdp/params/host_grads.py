@@ -128,8 +128,10 @@ class HostGradientReducer(GradientReducer):
     def _start_copy(self) -> None:
         """Queue the copy to the host behind the sum."""
         main_grad, is_adding = self.main_grad.prepare()
+        # A copy cannot add: it goes beside the main gradient, and the host adds it later.
         target = self._buffers.new_host_grad(self._host) if is_adding else main_grad
         assert self._sum is not None, "the sum was made"
+        # The sum is made on the current stream; the copy must not begin before it is complete.
         self._handle.wait_stream(self._stream, self._handle.current_stream())
         with torch.no_grad(), self._handle.use(self._stream):
             target.flat.copy_(self._sum.flat, non_blocking=True)

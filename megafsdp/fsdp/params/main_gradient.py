@@ -3,10 +3,10 @@
 The sum lies in one flat buffer, cut as the main weight is. ``.grad`` of each sharded parameter is a
 :class:`FlatGradient`, a DTensor over the parameter's rows in that buffer. The published gradients
 own the buffer: it is freed with the last of them, so ``zero_grad()`` frees it, and a reference that
-a user keeps stays valid. This file does not sum anything: that is
+of the user's stays valid. This file does not sum anything: that is
 :mod:`megafsdp.fsdp.params.gradient_reducer`.
 
-A parameter that no rank used keeps ``.grad`` None, as in a single process; one that another rank
+``.grad`` of a parameter that no rank used stays None, as in a single process; one that another rank
 used gets ``.grad`` here too. A rank that used it publishes at once. The others learn it from one
 small exchange at the end of the backward; until then the state of their sum is UNDECIDED.
 """
@@ -67,30 +67,21 @@ class _ReplicatedFlatGradient(FlatGradient, DTensor):  # type: ignore[misc]
     pass
 
 
-_FLAT_TYPES = frozenset({_UnevenFlatGradient, _ReplicatedFlatGradient})
+_FLAT_TYPES: dict[type, type] = {
+    UnevenDTensor: _UnevenFlatGradient,
+    DTensor: _ReplicatedFlatGradient,
+}
+_ARE_FLAT = frozenset(_FLAT_TYPES.values())
 
 
 def _without_buffer(grad: torch.Tensor) -> torch.Tensor:
     return wrap_like(grad, local_tensor(grad))
 
 
-def _new_flat_gradient(
-    parameter: torch.Tensor, rows: torch.Tensor, buffer: DBuffer, index: int
-) -> torch.Tensor:
-    """Wrap a parameter's rows in a main gradient as its ``.grad``; aliases, local."""
-    grad = wrap_like(parameter, rows)
-    is_uneven = isinstance(grad, UnevenDTensor)
-    # Cheaper than a constructor of its own, which would repeat that of DTensor.
-    grad.__class__ = _UnevenFlatGradient if is_uneven else _ReplicatedFlatGradient
-    assert isinstance(grad, FlatGradient), "its class was set"
-    grad.buffer, grad.index = buffer, index
-    return grad
-
-
 def common_buffer(grads: Sequence[torch.Tensor | None], indices: list[int]) -> DBuffer | None:
     """Return the main gradient in which all gradients lie at these indices; None without one."""
     # In bulk: an optimizer asks for hundreds of parameters in each step.
-    if not _FLAT_TYPES.issuperset(map(type, grads)):
+    if not _ARE_FLAT.issuperset(map(type, grads)):
         return None
     buffers = [grad.buffer for grad in grads]  # type: ignore[union-attr]
     found = [grad.index for grad in grads]  # type: ignore[union-attr]
@@ -177,9 +168,9 @@ class MainGradient:
         """
         self._follow_user()
         grads = [p.grad for p in self._parameters]
-        is_empty = all(s is _GradState.EMPTY for s in self._states) and not any(
-            g is not None for g in grads
-        )
+        is_empty = self._states.count(_GradState.EMPTY) == len(grads) and not [
+            g for g in grads if g is not None
+        ]
         buffer = self.buffer
         if buffer is None or is_empty:
             buffer = self._new_buffer()
@@ -187,6 +178,7 @@ class MainGradient:
             self._published = [None] * len(grads)
         self._unpublished, self._views, self._before = buffer, [], grads
         if is_empty:
+            # The sum overwrites the whole buffer, gaps included.
             return buffer, False
         if self.listener is not None:
             self.listener.grads_will_change()
@@ -254,12 +246,17 @@ class MainGradient:
         if parameter.grad is None or not self._is_published(index, parameter.grad):
             buffer = self._unpublished
             assert buffer is not None, "the sum was made"
+            # All views at once, and only if a gradient object is to be made.
             if not self._views:
                 self._views = self._rows.views(buffer.flat)
             if parameter.grad is not None and parameter.grad is not self._before[index]:
                 # Autograd made it while the sum was under way, of a loss on the parameter itself.
                 self._views[index].view(-1).add_(local_tensor(parameter.grad).reshape(-1))
-            grad = _new_flat_gradient(parameter, self._views[index], buffer, index)
+            grad = wrap_like(parameter, self._views[index])
+            # Cheaper than a constructor of its own, which would repeat that of DTensor.
+            grad.__class__ = _FLAT_TYPES[type(grad)]
+            grad.buffer, grad.index = buffer, index  # type: ignore[assignment, attr-defined]
+            # Weak: what the user clears must be freed, and found to be cleared.
             self._published[index] = weakref.ref(grad)
             parameter.grad = grad
         self._states[index] = _GradState.PUBLISHED
@@ -273,5 +270,6 @@ class MainGradient:
         if self.has_undecided:
             return
         buffer, self._unpublished, self._views, self._before = self._unpublished, None, [], []
+        # The listener may begin on another thread at once: nothing here touches the sum after it.
         if self._optimizer_may_start and self.listener is not None and buffer is not None:
             self.listener.grads_are_final(buffer.flat)

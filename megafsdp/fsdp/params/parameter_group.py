@@ -182,6 +182,8 @@ class ParameterGroup:
                 self._make_parameters(index, original)
         self._local_tensors = [local_object(p.sharded) for p in parameters]
         self._rows = LocalRows(self._local_tensors, self.main_weight.flat)
+        # It refers to the parameters and not to the group: a cycle would delay the freeing of a
+        # deleted model until the collector runs.
         self.gradients = make_reducer(
             [(p.sharded, p.unsharded) for p in parameters],
             self.buffers,
@@ -196,6 +198,7 @@ class ParameterGroup:
         self._written = [*self._local_tensors, *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
+        # The unsharded parameters needed memory to be made, and not until the first gather.
         self.release()
 
     def rename(self, label: str) -> None:
@@ -235,6 +238,7 @@ class ParameterGroup:
         The sharded parameters stay the same objects over other memory. What forward reads stays on
         the device: a copy in the compute dtype.
         """
+        # Copied before the device's memory is released, which move_main_weight() does.
         before, self.host_memory = self.main_weight, memory
         self.main_weight = self._new_main_weight()
         self.main_weight.flat.copy_(before.flat)
@@ -250,7 +254,7 @@ class ParameterGroup:
         self._point_at(self.views_of(self.main_weight))
 
     def _point_at(self, views: Sequence[torch.Tensor]) -> None:
-        """Let the sharded parameters alias these rows; optimizers and users keep the objects."""
+        """Let the sharded parameters alias these rows; the parameters stay the same objects."""
         for local, view in zip(self._local_tensors, views, strict=True):
             local.data = view
 
@@ -262,6 +266,7 @@ class ParameterGroup:
         Raises:
             RuntimeError: The step failed.
         """
+        # First: an early step that is not cancelled may begin while the other is waited for.
         if self.gradients.main_grad.listener is not None:
             self.gradients.main_grad.listener.cancel()
         if self.step_in_flight is not None:
@@ -286,18 +291,23 @@ class ParameterGroup:
         parameter.dtype = original.dtype
         parameter.is_initialized = not original.is_meta
         local = self.main_weight.tensor(index)
+        # Every rank copies its own rows of its own original: no collective.
         if not original.is_meta:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
             local.copy_(original.detach().reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
         if not isinstance(sharded, UnevenDTensor):
+            # Refuses assignments to .data, which would cut it from the buffer, as the other does.
             sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
+        # Users and models mark parameters, for example for weight decay or by their parts.
         for name, value in vars(original).items():
             setattr(sharded, name, value)
         tie_to_group(sharded, self)
         if self.dtypes.grad != self.dtypes.main:
             # Any dtype: torch's state dict helpers give a gradient of zeros in the main dtype.
             sharded.grad_dtype = None
+        # A view of memory that comes and goes. The object stays: autograd may save it in forward
+        # and read it in backward, from the storage that was gathered anew.
         full = self.compute_weight.assemble(index, parameter.shape)
         parameter.sharded = sharded
         parameter.unsharded = nn.Parameter(full, requires_grad=original.requires_grad)

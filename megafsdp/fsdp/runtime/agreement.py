@@ -17,6 +17,7 @@ def refresh_with_statistics(groups: Sequence[ParameterGroup]) -> None:
     """Encode stale compute weights that need statistics; one all-reduce for all of one mesh."""
     waiting = [g for g in groups if g.compute_weight.needs_statistics]
     for process_group in dict.fromkeys(g.axes.shard_group for g in waiting):
+        # Groups of experts have ranks of their own, so each set of ranks agrees by itself.
         members = [g for g in waiting if g.axes.shard_group == process_group]
         statistics = [g.compute_weight.statistics() for g in members]
         combined = torch.cat(statistics)

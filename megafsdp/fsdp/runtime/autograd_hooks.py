@@ -43,7 +43,7 @@ class EndOfBackward(torch.autograd.Function):
         ctx: Any,
         *grads: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Tell the schedule, and return the gradients as they are."""
+        """Call the schedule, and return the gradients as they are."""
         if torch.is_grad_enabled():
             # A backward through this one enters the unit by the gradients of its inputs: they are
             # its outputs, and begin its backward.
@@ -72,6 +72,7 @@ class BackwardHook:
         """
         if not output.requires_grad:
             return
+        # The hook is owned by the graph, not by the tensor: it fires if the user drops the output.
         output.register_hook(self)
         base = output._base
         # The base of an input that is passed on belongs to the graph outside.
@@ -79,7 +80,7 @@ class BackwardHook:
             base.register_hook(self)
 
     def __call__(self, grad: torch.Tensor) -> None:
-        """Tell the schedule; the gradient is left as it is."""
+        """Call the schedule; the gradient is left as it is."""
         _schedule_of(self.unit).begin_backward(self.unit, self.token)
 
 
@@ -95,6 +96,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
         return function(tree)
     if isinstance(tree, (list, tuple)):
         items = [map_tensors(item, function) for item in tree]
+        # The same object where nothing changed: a user may compare or share containers.
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         if isinstance(tree, list) and type(tree) is not list:

@@ -30,6 +30,7 @@ class ExtraGroups:
             axes: The axes.
             num_ranks: Size of the group; divides the size of the inner axis.
         """
+        # Consecutive ranks: on the usual meshes those are of one host.
         first = axes.group.rank() // num_ranks * num_ranks
         return self._make(axes.group, first, num_ranks)
 

@@ -3,7 +3,7 @@
 A unit is attached to its modules. The outermost one adopts those below it when it first runs, after
 one check of what they must have in common: all are divided over the same ranks, which each rank
 sees by itself, and all ranks have made the same units, which takes one small collective. This file
-does not run units, and knows of them only what that takes.
+does not run units.
 """
 
 from __future__ import annotations

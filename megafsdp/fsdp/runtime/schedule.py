@@ -47,7 +47,7 @@ class RecordedOrder(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # Weak references: a record must not keep the units of a deleted model alive.
+        # Weak references: a record must not make the units of a deleted model stay.
         self._record: list[weakref.ref[T]] = []
         self._running: list[weakref.ref[T]] = []
         self._is_followed = False
@@ -200,11 +200,12 @@ class ReductionQueue:
         while len(self._inner_sums) > num_left:
             # Removed first: a user's hook on a gradient may raise, and the reduction has ended.
             reduction = self._inner_sums.pop(0)
-            reduction.advance()
+            reduction.reducer.advance(reduction)
             if reduction.stage is not Stage.DONE:
                 self._second_stages.append(reduction)
         while len(self._second_stages) > num_left:
-            self._second_stages.pop(0).advance()
+            reduction = self._second_stages.pop(0)
+            reduction.reducer.advance(reduction)
 
     def clear(self) -> None:
         """Forget all reductions; their reducers discard them."""
@@ -243,7 +244,7 @@ class FSDPContext:
         self._is_backward_running = False
         # Only the root's backward has begun, and nothing was gathered after it.
         self._is_in_loss_backward = False
-        # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
+        # Units gathered ahead that have not run, by id: references would make a deleted model stay.
         self._ahead: set[int] = set()
         self._exchanges: list[Pending] = []
 
@@ -279,6 +280,7 @@ class FSDPContext:
 
     def _begin_root(self) -> None:
         self.reset_after_error()
+        # Usage that only other ranks read: it is complete by now, so that nothing waits here.
         self._finish_exchanges()
         self._forward.start()
         self._join_divided()
@@ -358,7 +360,7 @@ class FSDPContext:
     def inputs_done(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """End a unit's backward if no other forward of it waits in the passes under way.
 
-        Whether another pass is to follow is not asked: a graph that one rank alone keeps alive
+        Whether another pass is to follow is not asked: a graph that is alive on one rank alone
         would make that rank wait.
         """
         unit.outstanding.discard(token)
@@ -369,10 +371,12 @@ class FSDPContext:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
         self._is_backward_running = self._is_in_loss_backward = False
         units = self.units
+        # All ranks end the rest in this order, whatever reached each of them.
         for unit in reversed(units):
             self._end_unit(unit)
         if self.is_last_microbatch:
             self._reduce_leftovers(units)
+        # Before backward() returns: users read .grad at once.
         self.reductions.finish()
         self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
@@ -390,6 +394,7 @@ class FSDPContext:
         if not unit.is_in_backward and not any(g.gradients.has_grads for g in unit.groups):
             return
         with profiler_range("post_backward", unit.name):
+            # Storage is freed before the partial gradients are packed, where the peak is.
             unit.leave_backward()
             options = unit.options
             for group in unit.groups:
@@ -455,6 +460,7 @@ class FSDPContext:
         self._is_in_loss_backward = in_backward and root is unit
         if not self._is_in_loss_backward:
             self._gather_ahead(unit, recorded, in_backward=in_backward)
+        # Last: the gathers ahead are under way while this one is waited for.
         unit.finish_unshard()
 
     def _gather_ahead(

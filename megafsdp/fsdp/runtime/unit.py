@@ -1,8 +1,8 @@
 """One unit: the phases of its parameters, and what is done to them in each.
 
 A unit is a module, or a list of modules that run one after another, with the parameters it owns.
-Outside its own forward and backward its modules have sharded parameters. This file holds the hooks
-on modules, which call the schedule in forward, and what the schedule calls. It decides neither when
+Outside its own forward and backward its modules have sharded parameters. This file has the hooks on
+modules, which call the schedule in forward, and what the schedule calls. It decides neither when
 a unit is gathered nor when its backward begins and ends: see
 :mod:`megafsdp.fsdp.runtime.schedule`, which autograd's hooks call
 (:mod:`megafsdp.fsdp.runtime.autograd_hooks`).
@@ -47,13 +47,16 @@ class Phase(Enum):
     BACKWARD = "backward"  # Modules have unsharded parameters, whose gradients arrive.
 
 
-_TRANSITIONS = frozenset(
-    {
-        (Phase.RESTING, Phase.FORWARD),
-        (Phase.FORWARD, Phase.RESTING),
-        (Phase.RESTING, Phase.BACKWARD),
-        (Phase.BACKWARD, Phase.RESTING),
-    }
+# Not a set: the hash of an Enum is a function in Python, and hooks change phases.
+_TRANSITIONS = (
+    (Phase.RESTING, Phase.FORWARD),
+    (Phase.FORWARD, Phase.RESTING),
+    (Phase.RESTING, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.RESTING),
+    # A forward begins anew that never ended: KeyboardInterrupt passes by torch's hooks.
+    (Phase.FORWARD, Phase.FORWARD),
+    # A forward runs the backward of an earlier one; its own ends at rest.
+    (Phase.FORWARD, Phase.BACKWARD),
 )
 
 
@@ -64,7 +67,7 @@ class ModuleRun:
         modules: The unit's modules.
 
     Attributes:
-        token: The forward, as autograd's graph knows it; None without a graph.
+        token: The forward in autograd's graph; None without a graph.
     """
 
     __slots__ = ("_begun", "_to_end", "token")
@@ -74,18 +77,14 @@ class ModuleRun:
         self._begun: set[int] = set()
         self.token: ForwardToken | None = None
 
-    @property
-    def is_over(self) -> bool:
-        """Tell whether all modules have ended."""
-        return not self._to_end
-
     def begin(self, module: nn.Module) -> None:
         """Note that a module's forward begins."""
         self._begun.add(id(module))
 
-    def end(self, module: nn.Module) -> None:
-        """Note that a module's forward has ended."""
+    def end(self, module: nn.Module) -> bool:
+        """Note that a module's forward has ended; tell whether all have."""
         self._to_end.discard(id(module))
+        return not self._to_end
 
     def has_to_end(self, module: nn.Module) -> bool:
         """Tell whether a module's forward has not ended."""
@@ -112,7 +111,7 @@ class FSDPUnit:
         options: What the user chose of its schedule.
         context: What it shares with the units under one root; None before the first forward.
         outstanding: Its forwards whose backward may come.
-        is_pinned: Whether the user keeps it unsharded.
+        is_pinned: Whether it stays unsharded until the user says otherwise.
         post_optim_event: What the next forward's first gather waits for.
         forward_hooks: The hooks on its modules, by the module's id.
     """
@@ -150,12 +149,13 @@ class FSDPUnit:
         self.show_sharded()
 
     def _hook_forward(self, module: nn.Module) -> None:
-        # A compiled module is called by run_as_forward, which keeps hooks out of its graph.
+        # A compiled module is called by run_as_forward instead: hooks would break its graph.
         if module._compiled_call_impl is None:
             self.forward_hooks[id(module)] = [
                 # First of all hooks: those of the user see unsharded parameters.
                 module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self._post_forward),
+                # Also after an exception, which _post_forward does not see.
                 module.register_forward_hook(self._leave_forward, always_call=True),
             ]
 
@@ -236,12 +236,16 @@ class FSDPUnit:
 
     def needs_statistics(self) -> bool:
         """Mark written weights stale; tell whether a stale one needs statistics of other ranks."""
+        is_needed = False
         for group in self.groups:
+            # Loads write through tensors of a state dict, and call nothing of ours.
             group.mark_stale_if_written()
-        return any(group.compute_weight.needs_statistics for group in self.groups)
+            is_needed = is_needed or group.compute_weight.needs_statistics
+        return is_needed
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of all groups; collective. :meth:`needs_statistics` is asked before."""
+        # In the order of construction, which is the same on all ranks.
         for group in self.groups:
             group.start_unshard(in_backward=in_backward)
 
@@ -296,6 +300,7 @@ class FSDPUnit:
             device_handle("cuda").wait_event(self.post_optim_event)
             self.post_optim_event = None
         self.phase = Phase.FORWARD
+        # The parameters are put in place after the wait: a hook of the user may read them at once.
         context.unshard_for_forward(self)
         self.show_unsharded()
         if torch.is_grad_enabled():
@@ -307,6 +312,7 @@ class FSDPUnit:
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
         run.token = token = ForwardToken(watched, self.require_context().forward_pass)
         if not watched:
+            # Then the backward ends in the context's callback.
             return inputs
         if not _is_in_backward():
             # What recomputation builds may stay without a backward. If it has one, the hook on its
@@ -323,11 +329,11 @@ class FSDPUnit:
             return output
         run, token = self._run, None
         if run is not None:
-            run.end(module)
-            if not run.is_over:
+            if not run.end(module):
                 return output
             token = run.token
         self._run = None
+        # A backward of an earlier forward may have run inside of this one, and has ended the phase.
         if self._phase is Phase.FORWARD:
             self.phase = Phase.RESTING
         self.show_sharded()
@@ -432,6 +438,7 @@ class FSDPUnit:
         self.outstanding.clear()
         if not keep_accumulated:
             self.discard_unreduced_grads()
+        # Ranks may have been cut short at different units: not all have slices to gather from.
         for group in self.groups:
             group.compute_weight.forget_slices()
         self.show_sharded()
