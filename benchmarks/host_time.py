@@ -23,7 +23,7 @@ from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.device.memory import FlatStorage
 from megafsdp.fsdp.params.gather_sources import CastOnGather
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer
-from megafsdp.fsdp.runtime import schedule as agreement
+from megafsdp.fsdp.runtime import agreement
 from megafsdp.fsdp.runtime.schedule import FSDPContext
 from megafsdp.fsdp.runtime.unit import FSDPUnit
 
@@ -36,8 +36,8 @@ _BLOCKING = (_WAITING, _USAGE)
 _HOOKS = (
     (FSDPUnit, "_pre_forward"),
     (FSDPUnit, "_post_forward"),
-    (FSDPUnit, "begin_backward"),
-    (FSDPUnit, "inputs_done"),
+    (FSDPContext, "begin_backward"),
+    (FSDPContext, "inputs_done"),
     (FSDPContext, "end_backward"),
 )
 # What hooks spend beside bookkeeping. The time of an inner one counts for it alone.

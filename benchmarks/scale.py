@@ -280,7 +280,7 @@ class _Rank:
         world = dist.get_world_size()
         plain = _new_model(self._shape)
         for unit in _units(self._model):
-            unit.start_unshard()
+            unit.require_context().start_unshard(unit)
             unit.finish_unshard()
         full = {
             id(parameter.sharded): parameter.unsharded.detach()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from torch import nn
 from megafsdp.device.torch_private import compiled_call, is_backward_running
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
+from megafsdp.fsdp.runtime.schedule import references
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 
 
@@ -72,8 +74,7 @@ class FSDPModule:
         """
         unit = self._fsdp_unit()
         # The user may gather before the first forward, which would have found the root.
-        unit.require_context()
-        unit.start_unshard()
+        unit.require_context().start_unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -91,20 +92,20 @@ class FSDPModule:
         """Accumulate gradients locally, in full size, while the context is open; local."""
         # Each unit's own choice comes back, for contexts may be nested.
         units = self._fsdp_units(recurse=True)
-        before = [unit.requires_gradient_sync for unit in units]
+        before = [unit.options.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             for unit, value in zip(units, before, strict=True):
-                unit.requires_gradient_sync = value
+                unit.options = replace(unit.options, requires_gradient_sync=value)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Choose whether backward reduces gradients or accumulates them locally in full size."""
         for unit in self._fsdp_units(recurse=recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
+            unit.options = replace(unit.options, requires_gradient_sync=requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether the next backward is the step's last; else reductions that can wait do."""
@@ -115,36 +116,38 @@ class FSDPModule:
         for unit in self._fsdp_units(recurse=recurse):
             # Without an outer axis the reduction over the inner one is all there is.
             has_outer_axis = any(group.axes.outer_group is not None for group in unit.groups)
-            unit.requires_all_reduce = requires_all_reduce or not has_outer_axis
+            is_required = requires_all_reduce or not has_outer_axis
+            unit.options = replace(unit.options, requires_all_reduce=is_required)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, *, recurse: bool = True
     ) -> None:
         """Choose whether storage is freed between forward and backward."""
         for unit in self._fsdp_units(recurse=recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.options = replace(unit.options, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Choose whether storage is freed when a unit's backward ends, or with the whole one."""
         for unit in self._fsdp_units(recurse=recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.options = replace(unit.options, reshard_after_backward=reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these units when this one's forward begins, instead of the recorded next."""
         # An empty list is a choice too: nothing is gathered ahead.
-        units = [module._fsdp_unit() for module in modules]
-        self._fsdp_unit().set_prefetch(units, is_backward=False)
+        units = references(module._fsdp_unit() for module in modules)
+        self._fsdp_unit().options = replace(self._fsdp_unit().options, forward_prefetch=units)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these units when this one's backward begins, instead of the recorded next."""
-        units = [module._fsdp_unit() for module in modules]
-        self._fsdp_unit().set_prefetch(units, is_backward=True)
+        units = references(module._fsdp_unit() for module in modules)
+        self._fsdp_unit().options = replace(self._fsdp_unit().options, backward_prefetch=units)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether backward gathers this unit; False is right only if it needs no weights."""
-        self._fsdp_unit().is_unsharded_in_backward = unshard_in_backward
+        unit = self._fsdp_unit()
+        unit.options = replace(unit.options, unshard_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of the number of ranks.
@@ -162,7 +165,7 @@ class FSDPModule:
                 )
             )
         for group in self._fsdp_unit().groups:
-            group.gradient_scale = 1.0 / factor
+            group.gradients.scale = 1.0 / factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept torch's switch; gradients are always summed and scaled by us, on any backend."""
@@ -210,7 +213,7 @@ class FSDPModule:
                     hint="Use 1, which lets a reduction overlap with the next unit's backward",
                 )
             )
-        self._fsdp_unit().require_context().max_reductions_waiting = max_input_buffers
+        self._fsdp_unit().require_context().reductions.max_waiting = max_input_buffers
 
     def set_post_optim_event(self, event: torch.cuda.Event) -> None:
         """Make the next forward's first gather wait for an event of the optimizer's stream."""

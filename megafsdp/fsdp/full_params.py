@@ -120,8 +120,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
 
 
 def _unshard(unit: FSDPUnit) -> None:
-    unit.require_context()
-    unit.start_unshard()
+    unit.require_context().start_unshard(unit)
     unit.finish_unshard()
     unit.show_unsharded()
     unit.is_pinned = True

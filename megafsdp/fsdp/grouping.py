@@ -26,13 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
+from megafsdp.fsdp.params.group_buffers import GroupDtypes
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
-from megafsdp.fsdp.params.parameter_group import (
-    GroupDtypes,
-    ManagedParameter,
-    ParameterGroup,
-    group_of,
-)
+from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import units_below

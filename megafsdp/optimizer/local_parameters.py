@@ -15,8 +15,7 @@ from torch import nn
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.device.torch_private import as_subclass_with_grad
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.gradient_reducer import GradientReducer
-from megafsdp.fsdp.params.parameter_group import tie_to_group
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, tie_to_group
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 
@@ -28,23 +27,22 @@ class LocalParameter(nn.Parameter):
     parameters without one have zeros there. Setting it to None clears all of theirs.
     """
 
-    _reducer: GradientReducer
+    _group: ParameterGroup
 
     @staticmethod
-    def over(reducer: GradientReducer) -> LocalParameter:
+    def over(group: ParameterGroup) -> LocalParameter:
         """Make the parameter of one group; aliases its main weight."""
-        parameter = as_subclass_with_grad(LocalParameter, reducer.group.main_weight.flat)
-        parameter._reducer = reducer
+        parameter = as_subclass_with_grad(LocalParameter, group.main_weight.flat)
+        parameter._group = group
         # The hook after a step finds the group by it, and marks its compute weights as stale.
-        tie_to_group(parameter, reducer.group)
+        tie_to_group(parameter, group)
         return parameter
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """Return the flat main gradient, gaps included, which are zero; None without one."""
-        reducer = self._reducer
-        grads = [p.sharded.grad for p in reducer.group.parameters]
-        buffer = reducer.main_grad_buffer
+        grads = [p.sharded.grad for p in self._group.parameters]
+        buffer = self._group.gradients.main_grad.buffer
         if buffer is None or all(grad is None for grad in grads):
             return None
         # A user may have assigned a gradient of their own, or cleared one: the buffer follows.
@@ -69,7 +67,7 @@ class LocalParameter(nn.Parameter):
                     hint="Copy into it, or assign gradients of the model's own parameters",
                 )
             )
-        for parameter in self._reducer.group.parameters:
+        for parameter in self._group.parameters:
             parameter.sharded.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -118,7 +116,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
             )
         )
     # Frozen groups have no main gradient.
-    reducers = [reducer for unit in units.values() for reducer in unit.reducers]
+    groups = [group for unit in units.values() for group in unit.groups if group.is_trainable]
     # Steps over the new tensors change main weights, as those over sharded parameters do.
     watch_optimizer_steps()
-    return [LocalParameter.over(reducer) for reducer in reducers if reducer.group.is_trainable]
+    return [LocalParameter.over(group) for group in groups]

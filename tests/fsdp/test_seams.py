@@ -18,8 +18,9 @@ from megafsdp import full_tensor, mark_main_weights_changed
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import find_parameters
+from megafsdp.fsdp.params.group_buffers import GroupDtypes
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
-from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import FSDPUnit

@@ -6,103 +6,147 @@ stay on the device: one copy over the link and one pass over the host's memory a
 a microbatch, with the arithmetic of a main gradient on the device. A plain loop, which does not say
 which microbatch is the last, has every backward complete by itself: each is copied and added on the
 host, and no sum stays on the device between backwards, which is the least memory.
-
-On CUDA the copy runs on a stream of its own while the next unit's backward computes; ``.grad`` is
-shown when the copy is complete, since hooks and optimizers on the host read it at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
+from torch import nn
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.device.memory import Category
 from megafsdp.device.streams import DeviceHandle
-from megafsdp.fsdp.params.gradient_reducer import GradientReducer
-from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
+from megafsdp.fsdp.params.group_buffers import GroupBuffers, LocalRows
+from megafsdp.fsdp.params.main_gradient import MainGradient
+from megafsdp.fsdp.params.unit_ledger import HostMemory
 
 
-def reducer_of(group: ParameterGroup) -> GradientReducer:
-    """Return a reducer that leaves the gradients of a group where its parameters live."""
-    return HostGradientReducer(group) if group.lives_on_host else GradientReducer(group)
+def make_reducer(
+    pairs: Sequence[tuple[nn.Parameter, nn.Parameter]],
+    buffers: GroupBuffers,
+    rows: LocalRows,
+    host: HostMemory | None,
+    *,
+    scale: float,
+    defers: bool,
+) -> GradientReducer:
+    """Return a reducer whose main gradient lies where the parameters live.
+
+    Args:
+        pairs: The sharded and the unsharded form of each parameter.
+        buffers: Allocates the group's buffers.
+        rows: Where the sharded parameters' rows lie in a buffer.
+        host: Memory of parameters that live on the host; None for the device.
+        scale: Factor on the sum over ranks.
+        defers: Whether reductions wait for the last microbatch.
+    """
+    sharded = [parameter for parameter, _ in pairs]
+    unsharded = [parameter for _, parameter in pairs]
+    if host is None:
+        main_grad = MainGradient(sharded, rows, buffers.new_main_grad)
+        return GradientReducer(unsharded, buffers, main_grad, scale=scale, defers=defers)
+    main_grad = MainGradient(sharded, rows, partial(buffers.new_host_grad, host))
+    return HostGradientReducer(unsharded, buffers, main_grad, scale=scale, defers=defers, host=host)
 
 
 class HostGradientReducer(GradientReducer):
     """A reducer whose main gradient is on the host.
 
+    On CUDA the copy runs on a stream of its own while the next unit's backward computes. ``.grad``
+    is published when the copy is complete, since hooks and optimizers on the host read it at once.
+
     Args:
-        group: The group; its parameters live on the host.
+        parameters: The unsharded parameters, whose ``.grad`` is taken.
+        buffers: Allocates the group's buffers.
+        main_grad: Where the sums go.
+        scale: Factor on the sum over ranks.
+        defers: Whether reductions wait for the last microbatch.
+        host: Memory of the parameters.
     """
 
-    def __init__(self, group: ParameterGroup) -> None:
-        super().__init__(group)
-        self._handle = DeviceHandle(group.device)
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        buffers: GroupBuffers,
+        main_grad: MainGradient,
+        *,
+        scale: float,
+        defers: bool,
+        host: HostMemory,
+    ) -> None:
+        super().__init__(parameters, buffers, main_grad, scale=scale, defers=defers)
+        self._host = host
+        self._handle = DeviceHandle(buffers.device)
         self._stream = self._handle.stream()
         # The sum of microbatches so far, on the device.
         self._sum: DBuffer | None = None
-        # Where the sum is being copied to: the main gradient, or beside it if it adds to that.
-        self._arriving: DBuffer | None = None
+        # The main gradient and what the sum is copied to: the same, or beside it to be added.
+        self._copy: tuple[DBuffer, DBuffer] | None = None
         self._copied: torch.cuda.Event | None = None
 
     def is_left_over(self, *, is_final: bool) -> bool:
-        """Tell whether sums wait, on the device too, that nobody reduces or copies."""
-        has_sum = self._sum is not None and self._pending is None and self._arriving is None
+        """Tell whether sums wait, on the device too, that are neither reduced nor copied."""
+        has_sum = self._sum is not None and self._reduction is None
         return has_sum or super().is_left_over(is_final=is_final)
 
-    def finish_reduce(self) -> bool:
-        """Wait for the reduction and begin the copy, or end the copy and show ``.grad``.
-
-        Returns:
-            False if it must be called again.
-        """
-        if self._arriving is None:
-            if not super().finish_reduce():
-                return False
-            if self._arriving is None:
-                return True
-            if not self._is_at_outer_axis:
-                return False
-        self._finish_copy()
-        return True
+    def advance(self, reduction: Reduction) -> None:
+        """Wait for a reduction's stage; issue the next one, or publish the copy."""
+        if reduction.stage is Stage.HOST_COPY:
+            self._end_copy(reduction)
+        else:
+            super().advance(reduction)
 
     def abort(self) -> None:
-        """Forget what is not in ``.grad`` yet, on the device and on its way."""
+        """Drop what is not in ``.grad`` yet, on the device and on its way."""
+        # Work queued from here on may take over the memory that the copy still reads.
         self._handle.wait_event(self._copied)
-        self._sum = self._arriving = self._copied = None
+        self._sum = self._copy = self._copied = None
         super().abort()
 
-    def _new_main_grad(self) -> DBuffer:
-        return self.group.new_host_gradient()
-
-    def _prepare_main_grad(self) -> tuple[DBuffer, bool]:
-        """Return the sum on the device, and whether it holds microbatches before this one."""
+    def _sum_target(self) -> tuple[DBuffer, bool]:
+        """Return the sum on the device, and whether it has microbatches before this one."""
         is_accumulating = self._sum is not None
         if self._sum is None:
-            group = self.group
-            self._sum = group.new_buffer(group.residence, group.dtypes.grad, Category.MAIN_GRAD)
+            self._sum = self._buffers.new_main_grad()
         return self._sum, is_accumulating
 
-    def _show_grads(self) -> None:
-        if self._is_final:
-            self._start_copy()
+    def _end_sums(self, reduction: Reduction) -> None:
+        """Copy a final sum to the host; another one waits on the device for the last microbatch."""
+        if not reduction.is_final:
+            self._end(reduction)
+            return
+        is_outer = reduction.stage is Stage.OUTER_SUM
+        self._start_copy()
+        reduction.stage = Stage.HOST_COPY
+        # Only one stage more than the inner sum runs beside the backward, which bounds the memory.
+        if is_outer:
+            self._end_copy(reduction)
 
     def _start_copy(self) -> None:
         """Queue the copy to the host behind the sum."""
-        main_grad, is_adding = super()._prepare_main_grad()
-        self._arriving = self.group.new_host_gradient() if is_adding else main_grad
+        main_grad, is_adding = self.main_grad.prepare()
+        # A copy cannot add: it goes beside the main gradient, and the host adds it later.
+        target = self._buffers.new_host_grad(self._host) if is_adding else main_grad
         assert self._sum is not None, "the sum was made"
+        # The sum is made on the current stream; the copy must not begin before it is complete.
         self._handle.wait_stream(self._stream, self._handle.current_stream())
         with torch.no_grad(), self._handle.use(self._stream):
-            self._arriving.flat.copy_(self._sum.flat, non_blocking=True)
+            target.flat.copy_(self._sum.flat, non_blocking=True)
+        self._copy = main_grad, target
         self._copied = self._handle.record_event(self._stream)
 
-    def _finish_copy(self) -> None:
+    def _end_copy(self, reduction: Reduction) -> None:
+        # The host reads the copy next: streams cannot order that, so the host itself waits.
         if self._copied is not None:
             self._copied.synchronize()
-        main_grad, arriving = self._working_grad, self._arriving
-        assert main_grad is not None and arriving is not None, "the copy was begun"
-        if arriving is not main_grad:
+        assert self._copy is not None, "the copy was begun"
+        main_grad, copied = self._copy
+        if copied is not main_grad:
             with torch.no_grad():
-                main_grad.flat.add_(arriving.flat)
-        self._sum = self._arriving = self._copied = None
-        super()._show_grads()
+                main_grad.flat.add_(copied.flat)
+        self._sum = self._copy = self._copied = None
+        self._end(reduction)
+        self._publish(reduction)

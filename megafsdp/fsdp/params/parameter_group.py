@@ -1,6 +1,6 @@
 """The parameters of a unit that share a dtype and one collective, and their flat buffers.
 
-A group owns the two faces of each of its parameters. The *sharded* parameter is a DTensor over the
+A group owns both forms of each of its parameters. The *sharded* parameter is a DTensor over the
 main weight buffer, which the optimizer sees; the *unsharded* parameter is a plain full tensor, a
 view of the buffer that the all-gather fills, which forward and backward see. Both objects are made
 once.
@@ -11,30 +11,20 @@ buffer         sharded group (ZeRO-1..3)   divided (HFSDP)     replicated group 
 main weight    1/N, main dtype, or on      1/(N M)             full, main dtype
                the host
 compute shard  none, or the recipe's       1/N                 -
-unsharded      full, compute dtype;        full; released      full, compute dtype, kept; the
-               ZeRO-3: released between    between uses        main weight itself if equal
-               uses; ZeRO-1, 2: kept
+unsharded      full, compute dtype;        full; released      full, compute dtype,
+               ZeRO-3: released between    between uses        persistent; the main weight
+               uses; ZeRO-1, 2: persistent                     itself if equal
 main grad      1/N; ZeRO-1: after the      1/(N M); 1/N while  full
                last microbatch             microbatches add
 =============  ==========================  ==================  =============================
 
-Where the policy keeps parameters on the host, main weight and main grad are there, in the same
+Where the policy puts parameters on the host, main weight and main grad are there, in the same
 lengths, and the replicated group's main weight is never the unsharded one.
 
-The compute weight's buffers are the business of :mod:`megafsdp.fsdp.params.compute_weight`,
-gradients that of :mod:`megafsdp.fsdp.params.gradient_reducer`; when to gather is the schedule's.
-
-
-What is known of one parameter, and of the dtypes that those of one group share.
-
-Records alone; where their bytes lie is the business of :mod:`megafsdp.fsdp.params.parameter_group`.
-
-
-Views of all parameters in any buffer that lies like the main weight, in one call.
-
-What a parameter group must know of an optimizer that works beside the calling thread.
-
-Only what the group asks for; who does the work, and how, is the optimizer's business.
+Each group has its own ranks and collectives; its unit only calls it together with the others. The
+compute weight's buffers are made in :mod:`megafsdp.fsdp.params.compute_weight`, sums of gradients
+in :mod:`megafsdp.fsdp.params.gradient_reducer`. When to gather and to reduce is decided in
+:mod:`megafsdp.fsdp.runtime.schedule`.
 """
 
 from __future__ import annotations
@@ -59,29 +49,20 @@ from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
-from megafsdp.device.torch_private import split_as, sum_of_versions
+from megafsdp.device.torch_private import sum_of_versions
 from megafsdp.fsdp.params.compute_weight import ComputeWeight
+from megafsdp.fsdp.params.group_buffers import GroupBuffers, GroupDtypes, LocalRows
+from megafsdp.fsdp.params.host_grads import make_reducer
 from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import Strategy
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
-from megafsdp.mesh.placement import Residence
 from megafsdp.quantize.recipe import CastRecipe, Recipe
-
-
-@dataclass(frozen=True)
-class GroupDtypes:
-    """Dtypes of one group: compute weight, main weight, main gradient, and the sum over ranks."""
-
-    compute: torch.dtype
-    main: torch.dtype
-    grad: torch.dtype
-    reduce: torch.dtype
 
 
 @dataclass(eq=False)
 class ManagedParameter:
-    """One parameter and its two faces.
+    """One parameter in its sharded and its unsharded form.
 
     Attributes:
         name: FQN within the unit, for messages.
@@ -89,8 +70,8 @@ class ManagedParameter:
         shape: Its full shape.
         dtype: The dtype in which it is initialised.
         is_initialized: False if it came without values and none were given since.
-        sharded: The optimizer's face.
-        unsharded: The face of forward and backward.
+        sharded: What the optimizer sees.
+        unsharded: What forward and backward see.
     """
 
     name: str
@@ -102,46 +83,12 @@ class ManagedParameter:
     unsharded: nn.Parameter = field(init=False)
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Make the owners hold one of the two faces."""
+        """Put one of the two forms into the owners."""
         for reference, attribute in self.owners:
             module = reference()
             if module is not None:
+                # Past nn.Module.__setattr__, which checks and registers for microseconds.
                 module._parameters[attribute] = parameter
-
-
-class LocalRows:
-    """Where the rows of each parameter that this rank holds lie in a flat buffer.
-
-    Args:
-        rows: The rows of each parameter in one such buffer, in local shapes.
-        flat: That buffer, 1-D.
-    """
-
-    def __init__(self, rows: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-        # What torch cuts leaves no gap: gaps are rows of nobody. Of the shapes only sizes are read.
-        self._shapes: list[torch.Tensor] = []
-        self._places = [0] * len(rows)
-        starts = [int(own.storage_offset() - flat.storage_offset()) for own in rows]
-        end = 0
-        for index in sorted(range(len(rows)), key=starts.__getitem__):
-            own = rows[index]
-            if own.numel():
-                self._append((starts[index] - end,))
-                end = starts[index] + own.numel()
-            self._places[index] = len(self._shapes)
-            self._append(own.shape)
-
-    def _append(self, shape: Sequence[int]) -> None:
-        self._shapes.append(torch.empty((), device="meta").expand(shape))
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return what a buffer holds of each parameter, in local shapes; they alias the buffer."""
-        views = split_as(flat, self._shapes)
-        # torch makes what has no elements elsewhere.
-        return [
-            view if view.numel() else flat.narrow(0, 0, 0).view(view.shape)
-            for view in (views[place] for place in self._places)
-        ]
 
 
 class AsyncStep(Protocol):
@@ -155,28 +102,11 @@ class AsyncStep(Protocol):
         """
 
 
-class EarlyStepListener(Protocol):
-    """Who steps a group's main weight and may begin before the optimizer is told to step."""
-
-    def grads_are_final(self, grads: torch.Tensor) -> None:
-        """Begin: all gradients are shown, and nothing is added to them before the step.
-
-        Args:
-            grads: The flat main gradient, like the main weight.
-        """
-
-    def grads_will_change(self) -> None:
-        """Let go of gradients that are read, since another sum is to be added to them."""
-
-    def cancel(self) -> None:
-        """Drop what was begun: the main weight is read or written by others."""
-
-
 _GROUP_ATTRIBUTE = "_megafsdp_group"
 
 
 class ParameterGroup:
-    """Flat buffers and parameter faces of one group.
+    """Flat buffers, sharded and unsharded parameters of one group.
 
     Args:
         originals: The parameters as the user made them; their values are copied. Those on the meta
@@ -185,16 +115,19 @@ class ParameterGroup:
         axes: Ranks that divide or replicate the group.
         dtypes: Dtypes of its buffers.
         memory: Where its buffers lie.
-        strategy: What is kept in full between uses, and which reductions wait.
+        strategy: What is persistent in full between uses, and which reductions wait.
         gradient_scale: Factor on the sum of gradients over the group's ranks.
         recipe: How compute weights are made; None casts to the compute dtype.
 
     Construction is local: every rank copies its own rows from its own originals.
 
     Attributes:
+        gradients: Takes, sums and publishes the group's gradients.
         host_memory: Where main weight and states lie that are on the host; None for the device.
         lives_on_host: Whether they are there from the first, and gradients too, by the policy; not
             because an optimizer has moved them.
+        step_in_flight: The step that changes the main weight beside the calling thread.
+        num_changes: How often this rank was notified of a change of the main weight.
     """
 
     def __init__(
@@ -210,30 +143,23 @@ class ParameterGroup:
         recipe: Recipe | None = None,
     ) -> None:
         self.parameters = parameters
-        self.gradient_scale = gradient_scale
-        self.defers_reduction = strategy.defers_reduction
         self.axes = axes
-        self.dtypes = dtypes
         handle = device_handle(axes.mesh.device_type)
-        self.device = handle.device
-        self.ledger = memory.ledger
-        specs = [TensorSpec(p.name, tuple(p.shape)) for p in parameters]
         self.layout: FlatLayout = plan_layout(
-            specs,
+            [TensorSpec(p.name, tuple(p.shape)) for p in parameters],
             axes.num_shards,
             itemsize=dtypes.compute.itemsize,
             merge_classes=recipe is None,
         )
-        # The same buffer as the ranks of the inner axis gather and reduce it.
-        self.gathered_layout = self.layout.merged(axes.num_pieces)
-        self.residence = Residence.SHARD if axes.is_sharded else Residence.REPLICATE
+        gathered_layout = self.layout.merged(axes.num_pieces)
+        self.buffers = GroupBuffers(
+            self.layout, gathered_layout, axes, dtypes, handle.device, memory.ledger
+        )
         self.host_memory = memory.host_memory(
-            self._local_numel, {dtypes.main, dtypes.compute}, self.device
+            self.buffers.local_numel, {dtypes.main, dtypes.compute}, handle.device
         )
         self.lives_on_host = self.host_memory is not None
-        self.main_weight = self._new_beside_main_weight(
-            self.residence, dtypes.main, Category.MAIN_WEIGHT
-        )
+        self.main_weight = self._new_main_weight()
         host_weight = None
         if self.host_memory is not None:
             assert recipe is None, "no policy has both"
@@ -245,79 +171,64 @@ class ParameterGroup:
             self.main_weight,
             axes=axes,
             is_persistent=strategy.has_persistent_compute_weight,
-            device=self.device,
-            ledger=self.ledger,
+            device=handle.device,
+            ledger=memory.ledger,
             host_weight=host_weight,
         )
         with torch.no_grad():
             self.main_weight.zero_gaps()
             for index, original in enumerate(originals):
                 self._make_parameters(index, original)
+        self._local_tensors = [local_object(p.sharded) for p in parameters]
+        self._rows = LocalRows(self._local_tensors, self.main_weight.flat)
+        # It refers to the parameters and not to the group: a cycle would delay the freeing of a
+        # deleted model until the collector runs.
+        self.gradients = make_reducer(
+            [(p.sharded, p.unsharded) for p in parameters],
+            self.buffers,
+            self._rows,
+            self.host_memory,
+            scale=gradient_scale,
+            defers=strategy.defers_reduction,
+        )
         self.step_in_flight: AsyncStep | None = None
-        self.work_ahead: EarlyStepListener | None = None
-        self.num_changes = 0  # Of the main weight, as far as this rank was told.
-        self._shown = [local_object(p.sharded) for p in parameters]
-        self._local_rows = LocalRows(self._shown, self.main_weight.flat)
+        self.num_changes = 0
         # Writes through a parameter or its .data count there, those of loads on its local tensor.
-        self._written = [*self._shown, *(p.sharded for p in parameters)]
+        self._written = [*self._local_tensors, *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
+        # The unsharded parameters needed memory to be made, and not until the first gather.
         self.release()
 
     def rename(self, label: str) -> None:
         """Set the unit's FQN, for counters and profilers."""
-        self.label = self.compute_weight.label = label
-
-    def new_buffer(self, residence: Residence, dtype: torch.dtype, category: Category) -> DBuffer:
-        """Allocate a buffer of this group's layout; its content is undefined."""
-        return DBuffer(
-            self.layout,
-            residence,
-            shard=max(self.axes.shard, 0),
-            dtype=dtype,
-            device=self.device,
-            ledger=self.ledger,
-            category=category,
-        )
-
-    def new_state_buffer(self, residence: Residence, dtype: torch.dtype) -> DBuffer:
-        """Allocate a state of the optimizer: where the main weight is; its content is undefined."""
-        return self._new_beside_main_weight(residence, dtype, Category.OPTIMIZER_STATE)
-
-    def _new_beside_main_weight(
-        self, residence: Residence, dtype: torch.dtype, category: Category
-    ) -> DBuffer:
-        if self.host_memory is None:
-            return self.new_buffer(residence, dtype, category)
-        memory = self.host_memory.arena.take(self._local_numel, dtype)
-        return self._new_host_buffer(residence, category, self.host_memory.ledger, memory)
-
-    def new_host_gradient(self) -> DBuffer:
-        """Allocate a gradient where the main weight lives on the host; its content is undefined."""
-        assert self.host_memory is not None, "the main weight lives on the host"
-        memory = self.host_memory.take_apart(self._local_numel, self.dtypes.grad)
-        ledger = self.host_memory.ledger
-        return self._new_host_buffer(self.residence, Category.MAIN_GRAD, ledger, memory)
-
-    def _new_host_buffer(
-        self, residence: Residence, category: Category, ledger: ByteLedger, memory: torch.Tensor
-    ) -> DBuffer:
-        return DBuffer(
-            self.layout,
-            residence,
-            shard=max(self.axes.shard, 0),
-            dtype=memory.dtype,
-            device=memory.device,
-            ledger=ledger,
-            category=category,
-            memory=memory,
-        )
+        self.label = self.compute_weight.label = self.gradients.label = label
 
     @property
-    def _local_numel(self) -> int:
-        """Return the elements of a buffer that lies like the main weight."""
-        is_shard = self.residence is Residence.SHARD
-        return self.layout.shard_numel if is_shard else self.layout.gathered_numel
+    def dtypes(self) -> GroupDtypes:
+        """Return the dtypes of the group's buffers."""
+        return self.buffers.dtypes
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device on which forward and backward run."""
+        return self.buffers.device
+
+    @property
+    def ledger(self) -> ByteLedger:
+        """Return the ledger of bytes on the device."""
+        return self.buffers.ledger
+
+    def new_state_buffer(self, dtype: torch.dtype) -> DBuffer:
+        """Allocate a state of the optimizer: where the main weight is; its content is undefined."""
+        return self.buffers.new_beside_main_weight(
+            dtype, Category.OPTIMIZER_STATE, self.host_memory
+        )
+
+    def _new_main_weight(self) -> DBuffer:
+        return self.buffers.new_beside_main_weight(
+            self.dtypes.main, Category.MAIN_WEIGHT, self.host_memory
+        )
 
     @torch.no_grad()
     def offload_main_weight(self, memory: HostMemory) -> None:
@@ -326,13 +237,12 @@ class ParameterGroup:
         The sharded parameters stay the same objects over other memory. What forward reads stays on
         the device: a copy in the compute dtype.
         """
+        # Copied before the device's memory is released, which move_main_weight() does.
         before, self.host_memory = self.main_weight, memory
-        dtype = self.dtypes.main
-        host = self._new_beside_main_weight(before.residence, dtype, Category.MAIN_WEIGHT)
-        host.flat.copy_(before.flat)
-        self.main_weight = host
-        self._show_main_weight()
-        self.compute_weight.move_main_weight(host)
+        self.main_weight = self._new_main_weight()
+        self.main_weight.flat.copy_(before.flat)
+        self._point_at(self.views_of(self.main_weight))
+        self.compute_weight.move_main_weight(self.main_weight)
 
     @torch.no_grad()
     def onload_main_weight(self) -> None:
@@ -340,73 +250,69 @@ class ParameterGroup:
         host, self.host_memory = self.main_weight, None
         self.main_weight = self.compute_weight.return_main_weight()
         self.main_weight.flat.copy_(host.flat)
-        self._show_main_weight()
+        self._point_at(self.views_of(self.main_weight))
 
-    def _show_main_weight(self) -> None:
-        for shown, view in zip(self._shown, self.views_of(self.main_weight), strict=True):
-            shown.data = view
+    def _point_at(self, views: Sequence[torch.Tensor]) -> None:
+        """Let the sharded parameters alias these rows; the parameters stay the same objects."""
+        for local, view in zip(self._local_tensors, views, strict=True):
+            local.data = view
 
     def wait_for_step(self) -> None:
-        """Have the main weight to oneself: wait for the step that changes it beside this thread.
+        """Wait for the step that changes the main weight beside this thread, and cancel early ones.
+
+        Afterwards the caller alone reads and writes the main weight.
 
         Raises:
-            RuntimeError: It failed.
+            RuntimeError: The step failed.
         """
-        if self.work_ahead is not None:
-            self.work_ahead.cancel()
+        # First: an early step that is not cancelled may begin while the other is waited for.
+        if self.gradients.main_grad.listener is not None:
+            self.gradients.main_grad.listener.cancel()
         if self.step_in_flight is not None:
             self.step_in_flight.wait()
 
     def exchange_main_weight(self, other: DBuffer, views: Sequence[torch.Tensor]) -> None:
-        """Let the main weight and a buffer like it change places; local, copies nothing.
+        """Exchange the memory of the main weight and a buffer cut like it; local, copies nothing.
 
         Args:
             other: The buffer.
-            views: What it holds of the parameters, as :meth:`views_of` returns it.
+            views: The parameters' rows in it, as :meth:`views_of` returns them.
         """
         self.main_weight.exchange(other)
-        for shown, view in zip(self._shown, views, strict=True):
-            shown.data = view
+        self._point_at(views)
 
     def views_of(self, buffer: DBuffer) -> list[torch.Tensor]:
-        """Return what a buffer like the main weight holds of each parameter, in local shapes."""
-        return self._local_rows.views(buffer.flat)
-
-    def new_gathered_shard(self, dtype: torch.dtype, category: Category) -> DBuffer:
-        """Allocate what one rank of the inner axis holds; more than a main weight's if divided."""
-        return DBuffer(
-            self.gathered_layout,
-            Residence.SHARD,
-            shard=self.axes.gathered_shard,
-            dtype=dtype,
-            device=self.device,
-            ledger=self.ledger,
-            category=category,
-        )
+        """Return each parameter's rows in a buffer cut as the main weight is, in local shapes."""
+        return self._rows.views(buffer.flat)
 
     def _make_parameters(self, index: int, original: nn.Parameter) -> None:
         parameter = self.parameters[index]
         parameter.dtype = original.dtype
         parameter.is_initialized = not original.is_meta
         local = self.main_weight.tensor(index)
+        # Every rank copies its own rows of its own original: no collective.
         if not original.is_meta:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
             local.copy_(original.detach().reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
         if not isinstance(sharded, UnevenDTensor):
+            # Refuses assignments to .data, which would cut it from the buffer, as the other does.
             sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
+        # Users and models mark parameters, for example for weight decay or by their parts.
         for name, value in vars(original).items():
             setattr(sharded, name, value)
         tie_to_group(sharded, self)
         if self.dtypes.grad != self.dtypes.main:
             # Any dtype: torch's state dict helpers give a gradient of zeros in the main dtype.
             sharded.grad_dtype = None
+        # A view of memory that comes and goes. The object stays: autograd may save it in forward
+        # and read it in backward, from the storage that was gathered anew.
         full = self.compute_weight.assemble(index, parameter.shape)
         parameter.sharded = sharded
         parameter.unsharded = nn.Parameter(full, requires_grad=original.requires_grad)
 
     def _as_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """Wrap what this rank holds of tensor ``index`` in the main weight."""
+        """Wrap this rank's rows of the main weight as the sharded parameter ``index``."""
         shape = tuple(self.parameters[index].shape)
         if not self.axes.is_sharded:
             return make_replicated(local.view(shape), self.axes.mesh)
@@ -427,7 +333,7 @@ class ParameterGroup:
         )
 
     def as_sharded_dtensor(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """Wrap what a buffer that lies like the main weight holds of a tensor, as that is."""
+        """Wrap rows of a buffer cut as the main weight is as a DTensor like parameter ``index``."""
         sharded = self.parameters[index].sharded
         if isinstance(sharded, UnevenDTensor):
             return sharded.like(rows)
@@ -445,18 +351,19 @@ class ParameterGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether full storage is allocated that is not kept anyway."""
+        """Tell whether full storage is allocated that is not persistent."""
         return self.compute_weight.is_unsharded
 
     def mark_stale(self) -> None:
         """Note that main weights changed: the next unshard refreshes, once."""
-        # A step may write on some ranks only: what it wrote must not be noticed on those again.
+        # A step may write on some ranks only. On those mark_stale_if_written() must not find the
+        # same writes again: all ranks would not gather alike.
         self._num_writes = self._count_writes()
         self.num_changes += 1
         self.compute_weight.mark_stale()
 
     def mark_stale_if_written(self) -> None:
-        """Mark the group stale if tensors of a state dict were written to, as loads do; local."""
+        """Mark the group stale if its tensors were written to, as by loads; local."""
         if self._count_writes() != self._num_writes:
             self.mark_stale()
 
@@ -471,7 +378,8 @@ class ParameterGroup:
         """
         if self.step_in_flight is not None:
             self.step_in_flight.wait()
-        # Here alone: what is gathered ahead depends on it and must be the same on all ranks.
+        # Cleared here alone: the schedule does not gather ahead what a step still changes, and must
+        # decide so on all ranks alike, however far the step has come on each.
         self.step_in_flight = None
         self.compute_weight.start_unshard(in_backward=in_backward)
 
@@ -483,26 +391,22 @@ class ParameterGroup:
         """Free the full storage of a sharded group; nothing happens for a replicated one."""
         self.compute_weight.release()
 
-    @property
-    def has_unsharded_grads(self) -> bool:
-        """Tell whether backward has left gradients that nobody has taken yet."""
-        return any(p.unsharded.grad is not None for p in self.parameters)
-
     def show_unsharded(self) -> None:
-        """Make the modules hold the unsharded parameters."""
+        """Put the unsharded parameters into the modules."""
         for p in self.parameters:
+            # The user freezes and unfreezes the sharded one, which modules show between uses.
             if p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
             p.show(p.unsharded)
 
     def show_sharded(self) -> None:
-        """Make the modules hold the sharded parameters."""
+        """Put the sharded parameters into the modules."""
         for p in self.parameters:
             p.show(p.sharded)
 
 
 def tie_to_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
-    """Note whose main weight a parameter is: a step of an optimizer that holds it changes that."""
+    """Note whose main weight a parameter is: a step on the parameter changes that."""
     setattr(parameter, _GROUP_ATTRIBUTE, weakref.ref(group))
 
 

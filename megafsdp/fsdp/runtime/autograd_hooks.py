@@ -1,91 +1,26 @@
-"""Where autograd's graph touches a unit: the edges at which its backward begins and ends.
+"""Where autograd's graph meets a unit: the edges at which its backward begins and ends.
 
-Outputs carry a hook that begins the unit's backward; inputs pass through an identity whose backward
-says that their gradients, hence all of the unit's, are there.
+Outputs carry a hook that begins the unit's backward. Inputs pass through an identity whose backward
+is called when their gradients, hence all of the unit's, are there. Both call the schedule, and
+neither changes a gradient. Hooks on parameters are not used: autograd calls none for a parameter
+that is frozen, detached or unused.
 
-
-Tensors inside the arguments and results of a forward.
-
-Lists, tuples, named tuples, dicts and dataclasses are walked; anything else is left as it is.
+Inputs and outputs are found in what a forward takes and returns: lists, tuples, named tuples, dicts
+and dataclasses are walked; anything else is left as it is.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
-import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from megafsdp.device.torch_private import base_of
-
-_numbers = itertools.count()
-
-
-class BackwardUnit(Protocol):
-    """What the edges tell a unit."""
-
-    def begin_backward(self, token: ForwardToken) -> None:
-        """Start the backward of one forward."""
-
-    def inputs_done(self, token: ForwardToken) -> None:
-        """Note that the gradients of one forward's inputs are there."""
-
-
-class ForwardPass:
-    """One forward of the root with all units in it, or of a unit without the root."""
-
-    __slots__ = ("__weakref__",)
-
-
-class ForwardToken:
-    """One forward of a unit, kept alive by the graph it built.
-
-    Args:
-        inputs: The inputs that need a gradient, before they pass through the identity.
-        forward_pass: Which forward of the root it is a part of; None for one of its own.
-    """
-
-    __slots__ = ("__weakref__", "forward_pass", "number", "outer_ids")
-
-    def __init__(
-        self, inputs: Sequence[torch.Tensor] = (), forward_pass: ForwardPass | None = None
-    ) -> None:
-        self.forward_pass = forward_pass or ForwardPass()
-        self.number = next(_numbers)
-        self.outer_ids = frozenset(id(t if base_of(t) is None else base_of(t)) for t in inputs)
-
-
-class PendingForwards:
-    """Forwards of a unit whose backward may come.
-
-    They are counted as long as anything is left of the pass that they are a part of, whether or not
-    their own graph is: that may differ between ranks, which would end the unit's backward apart. A
-    pass of which nothing is left on a rank has no backward there, and leaves nothing here.
-    """
-
-    def __init__(self) -> None:
-        self._by_pass: weakref.WeakKeyDictionary[ForwardPass, set[int]]
-        self._by_pass = weakref.WeakKeyDictionary()
-
-    def add(self, token: ForwardToken) -> None:
-        """Count a forward, once."""
-        self._by_pass.setdefault(token.forward_pass, set()).add(token.number)
-
-    def discard(self, token: ForwardToken) -> None:
-        """Forget a forward, if it is counted."""
-        self._by_pass.get(token.forward_pass, set()).discard(token.number)
-
-    def clear(self) -> None:
-        """Forget all forwards."""
-        self._by_pass.clear()
-
-    def has_any_of(self, passes: Collection[ForwardPass]) -> bool:
-        """Tell whether a forward is counted that is a part of one of these passes."""
-        return any(self._by_pass.get(each) for each in passes)
+from megafsdp.fsdp.runtime.forward_passes import ForwardToken
+from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 
 
 class EndOfBackward(torch.autograd.Function):
@@ -94,12 +29,13 @@ class EndOfBackward(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        unit: BackwardUnit,
+        unit: ScheduledUnit,
         token: ForwardToken,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return the inputs."""
         ctx.unit, ctx.token = unit, token
+        # An input whose gradient is None would else get zeros here, as large as itself.
         ctx.set_materialize_grads(False)
         return inputs
 
@@ -108,14 +44,15 @@ class EndOfBackward(torch.autograd.Function):
         ctx: Any,
         *grads: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Tell the unit and return the gradients."""
+        """Call the schedule, and return the gradients as they are."""
         if torch.is_grad_enabled():
-            # A backward through this one enters the unit by the gradients of its inputs.
+            # A backward through this one enters the unit by the gradients of its inputs: they are
+            # its outputs, and begin its backward.
             hook = BackwardHook(ctx.unit, ctx.token)
             for grad in grads:
                 if grad is not None:
                     hook.watch(grad)
-        ctx.unit.inputs_done(ctx.token)
+        _schedule_of(ctx.unit).inputs_done(ctx.unit, ctx.token)
         return (None, None, *grads)
 
 
@@ -124,7 +61,7 @@ class BackwardHook:
 
     __slots__ = ("token", "unit")
 
-    def __init__(self, unit: BackwardUnit, token: ForwardToken | None) -> None:
+    def __init__(self, unit: ScheduledUnit, token: ForwardToken | None) -> None:
         self.unit = unit
         self.token = token or ForwardToken()
 
@@ -136,6 +73,7 @@ class BackwardHook:
         """
         if not output.requires_grad:
             return
+        # The hook is owned by the graph, not by the tensor: it fires if the user drops the output.
         output.register_hook(self)
         base = base_of(output)
         # The base of an input that is passed on belongs to the graph outside.
@@ -143,16 +81,23 @@ class BackwardHook:
             base.register_hook(self)
 
     def __call__(self, grad: torch.Tensor) -> None:
-        """Tell the unit; the gradient is left as it is."""
-        self.unit.begin_backward(self.token)
+        """Call the schedule; the gradient is left as it is."""
+        _schedule_of(self.unit).begin_backward(self.unit, self.token)
+
+
+def _schedule_of(unit: ScheduledUnit) -> FSDPContext:
+    # Asked for in each call: a root around the unit's may have adopted it since the forward.
+    assert unit.context is not None, "a forward has built the graph"
+    return unit.context
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``tree`` with every tensor replaced; unchanged containers are kept as objects."""
+    """Return ``tree`` with every tensor replaced; unchanged containers stay the same objects."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, (list, tuple)):
         items = [map_tensors(item, function) for item in tree]
+        # The same object where nothing changed: a user may compare or share containers.
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         if isinstance(tree, list) and type(tree) is not list:

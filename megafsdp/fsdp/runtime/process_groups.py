@@ -1,7 +1,7 @@
 """Process groups that units need besides those of their meshes.
 
-Neighbours keep parameters among themselves between forward and backward; a twin lets reductions run
-beside gathers.
+Neighbours divide a unit's storage among themselves between forward and backward; a twin lets
+reductions run beside gathers. What is sent over them is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from megafsdp.fsdp.params.gradient_reducer import GradientReducer
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 
@@ -31,6 +30,7 @@ class ExtraGroups:
             axes: The axes.
             num_ranks: Size of the group; divides the size of the inner axis.
         """
+        # Consecutive ranks: on the usual meshes those are of one host.
         first = axes.group.rank() // num_ranks * num_ranks
         return self._make(axes.group, first, num_ranks)
 
@@ -39,9 +39,11 @@ class ExtraGroups:
         return self._make(group, 0, group.size())
 
     def _make(self, group: dist.ProcessGroup, first: int, num_ranks: int) -> dist.ProcessGroup:
+        # A twin is as large as its group; the names tell groups of the same ranks apart.
         key = (group.group_name, num_ranks)
         if key not in self._made:
             ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
+            # Other ranks make other groups, or none: they must not have to take part.
             self._made[key] = dist.new_group(ranks, use_local_synchronization=True)
         return self._made[key]
 
@@ -58,16 +60,16 @@ def make_neighbours(
 
 
 def separate_reductions(
-    reducers: Iterable[GradientReducer], extra_groups: ExtraGroups, *, is_separate: bool
+    groups: Iterable[ParameterGroup], extra_groups: ExtraGroups, *, is_separate: bool
 ) -> None:
     """Choose whether reductions have communicators of their own; collective if they do.
 
     One communicator runs one collective at a time, so a gather would wait for the reduction before
     it.
     """
-    for reducer in reducers:
-        inner, outer = reducer.group.axes.group, reducer.group.axes.outer_group
+    for group in groups:
+        inner, outer = group.axes.group, group.axes.outer_group
         if is_separate:
             inner = extra_groups.twin(inner)
             outer = outer and extra_groups.twin(outer)
-        reducer.choose_groups(inner, outer)
+        group.gradients.choose_groups(inner, outer)

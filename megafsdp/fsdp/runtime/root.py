@@ -1,13 +1,9 @@
 """Which modules are units, and how the units under one root come to share a context.
 
-A unit is attached to its modules; the outermost one adopts those below it when it first runs. This
-file knows of units only what that takes.
-
-
-What the units under one root must have in common, checked once before their first gather.
-
-All units are divided over the same ranks, and all ranks have made the same units. The first is
-known to every rank alone; the second takes one small collective.
+A unit is attached to its modules. The outermost one adopts those below it when it first runs, after
+one check of what they must have in common: all are divided over the same ranks, which each rank
+sees by itself, and all ranks have made the same units, which takes one small collective. This file
+does not run units.
 """
 
 from __future__ import annotations
@@ -19,63 +15,20 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp.buffer.comm.collectives import require_equal
-from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.meta import require_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
-
-
-def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
-    """Check the groups of all units under one root, by FQN; one small collective.
-
-    Raises:
-        ValueError: Units are divided over different ranks, or the ranks do not agree on the
-            layouts.
-    """
-    _check_same_ranks(groups_of_units)
-    groups = [(name, g) for name, members in groups_of_units.items() for g in members]
-    for everyone in dict.fromkeys(group.axes.all_ranks for _, group in groups):
-        layouts = [(n, g.layout.fingerprint()) for n, g in groups if g.axes.all_ranks == everyone]
-        require_equal(
-            repr(layouts),
-            what="parameters, shapes and dtypes",
-            group=everyone,
-            hint="Build the same model and wrap the same modules on all ranks",
-        )
-
-
-def _check_same_ranks(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
-    first: tuple[str, list[int]] | None = None
-    for name, members in groups_of_units.items():
-        # Groups of one unit may have ranks of their own, as experts do; together they have all.
-        of_groups = [dist.get_process_group_ranks(g.axes.all_ranks) for g in members]
-        ranks = sorted({rank for of_group in of_groups for rank in of_group})
-        if not ranks:
-            continue
-        first = first or (name, ranks)
-        if ranks != first[1]:
-            raise ValueError(
-                expected(
-                    f"one mesh under one root: ranks {first[1]} as of unit '{first[0]}'",
-                    f"ranks {ranks} of unit '{name}'",
-                    where="the first forward",
-                    hint="Give fully_shard() the same mesh for all units",
-                )
-            )
-
 
 _UNIT_ATTRIBUTE = "_megafsdp_unit"
 
 
 class AttachedUnit(ScheduledUnit, Protocol):
-    """What must be known of a unit to adopt it."""
+    """What it takes to adopt a unit."""
 
-    name: str
-    ledger: ByteLedger
-    host_ledger: ByteLedger
-    context: FSDPContext | None
+    memory: UnitMemory
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -123,6 +76,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
     """
     where = f"the first forward of '{root.name}'"
     found = attached_units(root.modules)
+    # Its root would gather it for its own forward, while this one takes it for released.
     units = {name: unit for name, unit in found.items() if not _has_root_beside(unit, found)}
     require_initialized(root.modules, where=where)
     for name, unit in units.items():
@@ -136,16 +90,20 @@ def adopt_units_below(root: AttachedUnit) -> None:
                     hint="Call the outermost module first",
                 )
             )
+    # Before the first gather: ranks that differ would hang in it, or mix their parameters.
     check_agreement({name: unit.groups for name, unit in units.items()})
     context = FSDPContext(root, units.values())
     for unit in units.values():
-        make_neighbours(unit.groups, unit.reshard_after_forward, context.extra_groups)
+        make_neighbours(unit.groups, unit.options.reshard_after_forward, context.extra_groups)
+    # One NCCL communicator runs one collective at a time: a gather would wait for the reduction
+    # before it. gloo runs them beside each other.
     if any(group.device.type == "cuda" for unit in units.values() for group in unit.groups):
         context.separate_reductions(True)
     for unit in units.values():
         unit.context = context
-        unit.ledger.merge_into(root.ledger)
-        unit.host_ledger.merge_into(root.host_ledger)
+        # One peak for the whole model: peaks of units that are not at one time do not add up.
+        unit.memory.ledger.merge_into(root.memory.ledger)
+        unit.memory.host_ledger.merge_into(root.memory.host_ledger)
 
 
 def _has_root_beside(unit: AttachedUnit, found: dict[str, AttachedUnit]) -> bool:
@@ -153,3 +111,43 @@ def _has_root_beside(unit: AttachedUnit, found: dict[str, AttachedUnit]) -> bool
     context = unit.context
     roots = [] if context is None else [u for u in context.units if context.is_root(u)]
     return any(all(root is not other for other in found.values()) for root in roots)
+
+
+def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
+    """Check the groups of all units under one root, by FQN; one small collective.
+
+    Raises:
+        ValueError: Units are divided over different ranks, or the ranks do not agree on the
+            layouts.
+    """
+    _check_same_ranks(groups_of_units)
+    groups = [(name, g) for name, members in groups_of_units.items() for g in members]
+    # One exchange for each set of ranks: experts may have others than the rest of a unit.
+    for everyone in dict.fromkeys(group.axes.all_ranks for _, group in groups):
+        layouts = [(n, g.layout.fingerprint()) for n, g in groups if g.axes.all_ranks == everyone]
+        require_equal(
+            repr(layouts),
+            what="parameters, shapes and dtypes",
+            group=everyone,
+            hint="Build the same model and wrap the same modules on all ranks",
+        )
+
+
+def _check_same_ranks(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
+    first: tuple[str, list[int]] | None = None
+    for name, members in groups_of_units.items():
+        # Groups of one unit may have ranks of their own, as experts do; together they have all.
+        of_groups = [dist.get_process_group_ranks(g.axes.all_ranks) for g in members]
+        ranks = sorted({rank for of_group in of_groups for rank in of_group})
+        if not ranks:
+            continue
+        first = first or (name, ranks)
+        if ranks != first[1]:
+            raise ValueError(
+                expected(
+                    f"one mesh under one root: ranks {first[1]} as of unit '{first[0]}'",
+                    f"ranks {ranks} of unit '{name}'",
+                    where="the first forward",
+                    hint="Give fully_shard() the same mesh for all units",
+                )
+            )

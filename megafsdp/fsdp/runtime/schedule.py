@@ -1,11 +1,10 @@
-"""When units are gathered, and how many at a time.
+"""When units are gathered and reduced, and how many at a time.
 
 A :class:`FSDPContext` is shared by all units under one root. It records the order in which units
 run, in forward and in backward, and from the next run on gathers the next ``prefetch`` units while
-one computes. At most ``prefetch + 1`` units are unsharded, besides those kept between forward and
-backward (the root and the last unit, or what the user asks for). It also holds the reductions under
-way, at most two inputs of which are alive, and ends every backward in one callback of the autograd
-engine.
+one computes. At most ``prefetch + 1`` units are unsharded, besides those reserved for backward (the
+root and the last unit, or what the user asks for). Reductions run beside the next unit's backward,
+with at most two inputs alive, and every backward ends in one callback of the autograd engine.
 
 With prefetch 1 and units a, b, c::
 
@@ -13,29 +12,28 @@ With prefetch 1 and units a, b, c::
     compute     a   b   c | c  b   a
     reduce                    c   b   a
 
-
-The order in which units run: recorded, followed, and given up when a run departs from it.
-
-What the schedule must be able to ask of a unit, real or rehearsed; nothing is done here.
-
-What ranks tell each other besides weights and gradients: statistics, and which gradients exist.
-
-Both are small and made once for all parameter groups of a model.
+Calls go one way. In backward autograd's hooks call the schedule, and the schedule calls its units
+and their gradients; a unit that is called does not call back. In forward a unit's hooks on its
+modules call the schedule, which calls the unit. What a unit or a gradient does when it is called is
+not decided here.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from megafsdp.buffer.comm.collectives import Pending, all_reduce, start_all_reduce
+from megafsdp.buffer.comm.collectives import Pending
+from megafsdp.device.profiling import profiler_range
 from megafsdp.device.torch_private import call_after_backward, without_dynamo
-from megafsdp.fsdp.params.gradient_reducer import GradientReducer
+from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
-from megafsdp.fsdp.runtime.autograd_hooks import ForwardPass
+from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_statistics
+from megafsdp.fsdp.runtime.forward_passes import ForwardPass, ForwardToken, PendingForwards
 from megafsdp.fsdp.runtime.process_groups import ExtraGroups, separate_reductions
 
 T = TypeVar("T")
@@ -50,6 +48,7 @@ class RecordedOrder(Generic[T]):
     """
 
     def __init__(self) -> None:
+        # Weak references: a record must not make the units of a deleted model stay.
         self._record: list[weakref.ref[T]] = []
         self._running: list[weakref.ref[T]] = []
         self._is_followed = False
@@ -83,23 +82,63 @@ class RecordedOrder(Generic[T]):
         return self._is_followed and self._record[-1]() is unit
 
 
-class ScheduledUnit(Protocol):
-    """What the schedule must be able to ask of a unit."""
+@dataclass(frozen=True)
+class UnitOptions:
+    """What the user chose of a unit's schedule; a change replaces the whole.
+
+    Attributes:
+        prefetch: How many units to gather ahead.
+        reshard_after_forward: Whether storage is freed between forward and backward; a number
+            frees all but a slice on each of so many neighbours; None lets the schedule decide.
+        reshard_after_backward: Whether storage is freed when the unit's backward ends.
+        unshard_in_backward: Whether backward gathers the unit.
+        requires_gradient_sync: Whether backward reduces gradients; False adds them up locally.
+        requires_all_reduce: Whether sums go over the outer axis too, if there is one.
+        forward_prefetch: Units to gather ahead in forward; None follows the recorded order.
+        backward_prefetch: The same in backward.
+    """
 
     prefetch: int
     reshard_after_forward: bool | int | None
-    reshard_after_backward: bool
-    requires_gradient_sync: bool
-    requires_all_reduce: bool
-    reducers: list[GradientReducer]
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    forward_prefetch: tuple[weakref.ref[ScheduledUnit], ...] | None = None
+    backward_prefetch: tuple[weakref.ref[ScheduledUnit], ...] | None = None
+
+    def prefetched(self, *, in_backward: bool) -> list[ScheduledUnit] | None:
+        """Return the units that the user chose to gather ahead; None follows the record."""
+        chosen = self.backward_prefetch if in_backward else self.forward_prefetch
+        return None if chosen is None else [u for u in (r() for r in chosen) if u is not None]
+
+
+class ScheduledUnit(Protocol):
+    """What the schedule asks of a unit. None of it calls the schedule."""
+
+    name: str
+    options: UnitOptions
+    context: FSDPContext | None
+    outstanding: PendingForwards
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """Return the unit's parameter groups."""
 
     @property
     def is_unsharded(self) -> bool:
         """Tell whether full storage is allocated."""
 
     @property
-    def groups(self) -> list[ParameterGroup]:
-        """Return the unit's parameter groups."""
+    def is_at_work(self) -> bool:
+        """Tell whether a forward or backward has begun and not ended."""
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Tell whether the unit's backward has begun and not ended."""
+
+    def needs_statistics(self) -> bool:
+        """Find out which weights are stale; tell whether one needs statistics of other ranks."""
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of the unit."""
@@ -110,66 +149,69 @@ class ScheduledUnit(Protocol):
     def release(self) -> None:
         """Free the full storage unless the unit is at work."""
 
-    def finish_backward(self) -> None:
-        """End the unit's backward if it is in one."""
+    def enter_backward(self) -> None:
+        """Begin the unit's backward."""
+
+    def show_unsharded(self) -> None:
+        """Put the unsharded parameters into the modules."""
+
+    def leave_backward(self) -> None:
+        """End the unit's backward: put the sharded parameters into the modules, and reshard."""
 
     def end_partial_forward(self) -> None:
         """End a forward in which some of the unit's modules did not run."""
 
-    def forget_forwards(self) -> None:
-        """Stop waiting for the gradients of forwards so far."""
-
-    @property
-    def is_at_work(self) -> bool:
-        """Tell whether a forward or backward has begun and not ended."""
-
     def reset_after_error(self, *, keep_accumulated: bool) -> None:
         """Return to rest after an exception, with or without the sums of earlier microbatches."""
 
-    def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
-        """Return the units the user chose to prefetch after this one."""
+
+def references(units: Iterable[ScheduledUnit]) -> tuple[weakref.ref[ScheduledUnit], ...]:
+    """Return weak references to units, as options have them."""
+    return tuple(weakref.ref(unit) for unit in units)
 
 
-def refresh_with_statistics(groups: Sequence[ParameterGroup]) -> None:
-    """Encode stale compute weights that need statistics; one all-reduce for all of one mesh."""
-    waiting = [g for g in groups if g.compute_weight.needs_statistics]
-    for process_group in dict.fromkeys(g.axes.shard_group for g in waiting):
-        members = [g for g in waiting if g.axes.shard_group == process_group]
-        statistics = [g.compute_weight.statistics() for g in members]
-        combined = torch.cat(statistics)
-        all_reduce(combined, op="max", group=process_group, label="statistics")
-        parts = combined.split([s.numel() for s in statistics])
-        for group, part in zip(members, parts, strict=True):
-            group.compute_weight.refresh(part)
+class ReductionQueue:
+    """Reductions under way, oldest first.
 
-
-def agree_on_usage(reducers: Sequence[GradientReducer]) -> list[Pending]:
-    """Exchange one byte a trainable parameter; only a rank that waits for it reads the answer.
-
-    Returns:
-        The exchanges whose answer this rank has no use for, to be waited for at leisure.
+    Attributes:
+        max_waiting: How many may wait in each stage beside the one that was issued last. Each has
+            one unit's gradients alive.
     """
-    unread = []
-    reducers = [r for r in reducers if r.group.is_trainable]
-    for everyone in dict.fromkeys(r.group.axes.all_ranks for r in reducers):
-        members = [r for r in reducers if r.group.axes.all_ranks == everyone]
-        flags = [flag for reducer in members for flag in reducer.usage()]
-        if members[0].group.axes.num_ranks > 1:
-            device = members[0].group.device
-            # Of pageable memory the host would wait until the device has come to the copy.
-            is_pinned = device.type == "cuda"
-            votes = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-            votes = votes.to(device, non_blocking=True)
-            exchange = start_all_reduce(votes, op="max", group=everyone, label="usage")
-            if any(reducer.has_pending for reducer in members):
-                exchange.wait()
-                flags = votes.bool().tolist()
-            else:
-                unread.append(exchange)
-        answer = iter(flags)
-        for reducer in members:
-            reducer.resolve_usage([next(answer) for _ in reducer.group.parameters])
-    return unread
+
+    def __init__(self) -> None:
+        self.max_waiting = 1
+        self._inner_sums: list[Reduction] = []
+        # What follows an inner sum: the sum over the outer axis, or the copy to the host.
+        self._second_stages: list[Reduction] = []
+
+    def __bool__(self) -> bool:
+        """Tell whether a reduction is under way."""
+        return bool(self._inner_sums or self._second_stages)
+
+    def add(self, reduction: Reduction) -> None:
+        """Add a reduction that was issued, and wait for older ones that are too many."""
+        self._inner_sums.append(reduction)
+        self.finish(num_left=self.max_waiting)
+
+    def finish(self, num_left: int = 0) -> None:
+        """Wait for the oldest reductions, so that at most ``num_left`` are left in each stage.
+
+        All ranks do so in the same order, which is that of the collectives of the second stage.
+        """
+        while len(self._inner_sums) > num_left:
+            # Removed first: a user's hook on a gradient may raise, and the reduction has ended.
+            reduction = self._inner_sums.pop(0)
+            reduction.reducer.advance(reduction)
+            if reduction.stage is not Stage.DONE:
+                self._second_stages.append(reduction)
+        while len(self._second_stages) > num_left:
+            reduction = self._second_stages.pop(0)
+            reduction.reducer.advance(reduction)
+
+    def clear(self) -> None:
+        """Forget all reductions; their reducers discard them."""
+        self._inner_sums.clear()
+        self._second_stages.clear()
 
 
 class FSDPContext:
@@ -178,6 +220,14 @@ class FSDPContext:
     Args:
         root: The outermost unit.
         units: All units, the root first, in the order of ``named_modules``.
+
+    Attributes:
+        is_last_microbatch: Whether no other microbatch comes before the optimizer's step.
+        optimizer_may_start: Whether the user has said so, and not only left it open.
+        forward_pass: The last pass that began.
+        passes_in_backward: Passes whose backward has begun in the backward under way.
+        reductions: The reductions under way.
+        extra_groups: Process groups besides those of the mesh.
     """
 
     def __init__(self, root: ScheduledUnit, units: Iterable[ScheduledUnit]) -> None:
@@ -185,36 +235,39 @@ class FSDPContext:
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
-        self.optimizer_may_start = False  # The user has said so of the microbatch.
-        self.forward_pass = ForwardPass()  # The last one.
+        self.optimizer_may_start = False
+        self.forward_pass = ForwardPass()
         self.passes_in_backward: set[ForwardPass] = set()
-        self.max_reductions_waiting = 1  # Beside the one that is being packed.
+        self.reductions = ReductionQueue()
+        self.extra_groups = ExtraGroups()
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._is_backward_running = False
-        self._is_in_loss_backward = (
-            False  # Only the root's backward has begun, and gathered nothing.
-        )
-        self._reductions: list[GradientReducer] = []
-        self._outer_reductions: list[GradientReducer] = []
-        # Units gathered ahead that have not run, by id: a reference would keep a deleted model.
+        # Only the root's backward has begun, and nothing was gathered after it.
+        self._is_in_loss_backward = False
+        # Units gathered ahead that have not run, by id: references would make a deleted model stay.
         self._ahead: set[int] = set()
         self._exchanges: list[Pending] = []
-        self.extra_groups = ExtraGroups()
-
-    def separate_reductions(self, is_separate: bool) -> None:
-        """Choose whether reductions have communicators of their own; collective if they do."""
-        reducers = [r for unit in self.units for r in unit.reducers]
-        separate_reductions(reducers, self.extra_groups, is_separate=is_separate)
 
     @property
     def units(self) -> list[ScheduledUnit]:
         """Return the units that are alive, the root first."""
         return [unit for unit in (reference() for reference in self._units) if unit is not None]
 
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """Return the parameter groups of all units."""
+        return [group for unit in self.units for group in unit.groups]
+
     def is_root(self, unit: ScheduledUnit) -> bool:
         """Tell whether ``unit`` is the outermost one."""
         return self._root() is unit
+
+    def separate_reductions(self, is_separate: bool) -> None:
+        """Choose whether reductions have communicators of their own; collective if they do."""
+        separate_reductions(self.groups, self.extra_groups, is_separate=is_separate)
+
+    # Forward.
 
     def begin_forward(self, unit: ScheduledUnit) -> None:
         """Begin a pass with a forward of the root, or of a unit that runs without the root."""
@@ -228,6 +281,7 @@ class FSDPContext:
 
     def _begin_root(self) -> None:
         self.reset_after_error()
+        # Usage that only other ranks read: it is complete by now, so that nothing waits here.
         self._finish_exchanges()
         self._forward.start()
         self._join_divided()
@@ -237,12 +291,24 @@ class FSDPContext:
 
         A unit waits for its part when it is gathered, and joins what a step is to bring.
         """
-        for unit in self.units:
-            for group in unit.groups:
-                weight = group.compute_weight
-                is_ready = not (group.is_moved or weight.needs_statistics)
-                if group.axes.is_divided and weight.is_stale and is_ready:
-                    weight.refresh()
+        for group in self.groups:
+            weight = group.compute_weight
+            is_ready = not (group.is_moved or weight.needs_statistics)
+            if group.axes.is_divided and weight.is_stale and is_ready:
+                weight.refresh()
+
+    def unshard_for_forward(self, unit: ScheduledUnit) -> None:
+        """Gather a unit for its forward, and issue the gathers of those expected next."""
+        self._unshard(unit, self._forward)
+
+    def is_reserved_for_backward(self, unit: ScheduledUnit) -> bool:
+        """Tell whether a unit stays unsharded after forward: the root, the last unit, or by wish.
+
+        Those two are the first that backward needs: to free them would gather them at once again.
+        """
+        if unit.options.reshard_after_forward is not None:
+            return not unit.options.reshard_after_forward
+        return self.is_root(unit) or self._forward.is_last(unit)
 
     def end_forward(self, *, is_graph_built: bool) -> None:
         """End a forward of the root: without a graph nothing stays unsharded."""
@@ -251,55 +317,178 @@ class FSDPContext:
         if not is_graph_built:
             self._release_all()
 
-    def begin_backward(self) -> None:
+    def watch_root(self, unit: ScheduledUnit, output: torch.Tensor) -> None:
+        """Call :meth:`prefetch_after_loss` in backward, if the output is the root's."""
+        if self.is_root(unit) and output.grad_fn is not None:
+            output.grad_fn.register_hook(self.prefetch_after_loss)
+
+    # Backward: autograd calls these four.
+
+    @without_dynamo
+    def begin_backward(self, unit: ScheduledUnit, token: ForwardToken) -> None:
+        """Begin a unit's backward: a gradient of one of its outputs is there."""
+        with profiler_range("pre_backward", unit.name):
+            self._begin_whole_backward()
+            self.passes_in_backward.add(token.forward_pass)
+            unit.outstanding.add(token)
+            # Each output of each forward calls; the first one begins.
+            if unit.is_in_backward:
+                return
+            unit.enter_backward()
+            if unit.options.unshard_in_backward:
+                self._unshard(unit, self._backward)
+            unit.show_unsharded()
+
+    def _begin_whole_backward(self) -> None:
         """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
         if self._is_backward_running:
             return
         self._is_backward_running = True
         self._backward.start(guess=self._forward)
+        # The engine calls it on this thread, after the last node and before backward() returns.
         call_after_backward(self.end_backward)
+
+    @without_dynamo
+    def prefetch_after_loss(self, *unused: object) -> None:
+        """Issue the gathers expected after the root: its first backward operator is done."""
+        if self._is_in_loss_backward:
+            root = self._root()
+            assert root is not None, "a unit at work is alive"
+            self._gather_ahead(root, self._backward.upcoming(root.options.prefetch))
+
+    @without_dynamo
+    def inputs_done(self, unit: ScheduledUnit, token: ForwardToken) -> None:
+        """End a unit's backward if no other forward of it waits in the passes under way.
+
+        Whether another pass is to follow is not asked: a graph that is alive on one rank alone
+        would make that rank wait.
+        """
+        unit.outstanding.discard(token)
+        if not unit.outstanding.has_any_of(self.passes_in_backward):
+            self._end_unit(unit)
 
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
         self._is_backward_running = self._is_in_loss_backward = False
-        for unit in reversed(self.units):
-            unit.finish_backward()
+        units = self.units
+        # All ranks end the rest in this order, whatever reached each of them.
+        for unit in reversed(units):
+            self._end_unit(unit)
         if self.is_last_microbatch:
-            self._reduce_leftovers()
-        self._finish_reductions(keep=0)
+            self._reduce_leftovers(units)
+        # Before backward() returns: users read .grad at once.
+        self.reductions.finish()
         self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
             self._finish_exchanges()
             self._agree_on_usage()
         self.passes_in_backward.clear()
-        for unit in self.units:
-            unit.forget_forwards()
+        for unit in units:
+            unit.outstanding.clear()
+
+    def _end_unit(self, unit: ScheduledUnit) -> None:
+        """Reshard a unit after its backward, and reduce its gradients or add them up; collective.
+
+        Gradients may also come past the outputs: by an object that hides them, or by a hook.
+        """
+        if not unit.is_in_backward and not any(g.gradients.has_grads for g in unit.groups):
+            return
+        with profiler_range("post_backward", unit.name):
+            # Storage is freed before the partial gradients are packed, where the peak is.
+            unit.leave_backward()
+            options = unit.options
+            for group in unit.groups:
+                if not group.is_trainable:
+                    continue
+                gradients = group.gradients
+                is_deferred = gradients.defers and not self.is_last_microbatch
+                if is_deferred or not options.requires_gradient_sync:
+                    gradients.accumulate()
+                else:
+                    self._reduce(gradients, is_final=options.requires_all_reduce)
+
+    def _reduce(self, gradients: GradientReducer, *, is_final: bool) -> None:
+        """Issue a reduction and finish older ones, so that few inputs are alive."""
+        if gradients.is_reducing:
+            # An earlier forward of the same unit ended in the same backward.
+            self.reductions.finish()
+        self.reductions.add(
+            gradients.start_reduce(
+                is_final=is_final and self.is_last_microbatch,
+                optimizer_may_start=self.optimizer_may_start,
+            )
+        )
+
+    def _reduce_leftovers(self, units: list[ScheduledUnit]) -> None:
+        """Issue the reductions that waited for this backward, of units that it did not run."""
+        for unit in reversed(units):
+            is_final = unit.options.requires_all_reduce
+            for group in unit.groups if unit.options.requires_gradient_sync else ():
+                if group.gradients.is_left_over(is_final=is_final):
+                    self._reduce(group.gradients, is_final=is_final)
 
     def _agree_on_usage(self) -> None:
-        self._exchanges = agree_on_usage([r for unit in self.units for r in unit.reducers])
+        self._exchanges = agree_on_usage(self.groups)
 
     def _finish_exchanges(self) -> None:
-        """Wait for what the last backward exchanged and nobody here reads."""
+        """Wait for what the last backward exchanged and this rank does not read."""
         while self._exchanges:
             self._exchanges.pop().wait()
 
-    def _reduce_leftovers(self) -> None:
-        """Issue the reductions that waited for this backward, of units that it did not run."""
-        for unit in reversed(self.units):
-            for reducer in unit.reducers if unit.requires_gradient_sync else ():
-                if reducer.is_left_over(is_final=unit.requires_all_reduce):
-                    self.add_reduction(reducer, is_final=unit.requires_all_reduce)
+    # Storage.
+
+    def start_unshard(self, unit: ScheduledUnit, *, in_backward: bool = False) -> None:
+        """Issue the gathers of a unit, before which ranks may have to agree on statistics."""
+        if unit.needs_statistics():
+            # For all units at once: one small all-reduce a step instead of one a unit.
+            refresh_with_statistics(self.groups)
+        unit.start_unshard(in_backward=in_backward)
+
+    def _unshard(self, unit: ScheduledUnit, order: RecordedOrder[ScheduledUnit]) -> None:
+        """Gather a unit, and issue the gathers of those expected next before waiting for it.
+
+        The root's backward begins with the loss, when most bytes are alive: what comes after it is
+        gathered when that is over (:meth:`prefetch_after_loss`).
+        """
+        in_backward = order is self._backward
+        self._ahead.discard(id(unit))
+        self.start_unshard(unit, in_backward=in_backward)
+        root = self._root()
+        # A unit that runs without the root is in no forward order.
+        is_recorded = in_backward or (root is not None and root.is_at_work)
+        recorded = order.arrive(unit, unit.options.prefetch) if is_recorded else []
+        self._is_in_loss_backward = in_backward and root is unit
+        if not self._is_in_loss_backward:
+            self._gather_ahead(unit, recorded, in_backward=in_backward)
+        # Last: the gathers ahead are under way while this one is waited for.
+        unit.finish_unshard()
+
+    def _gather_ahead(
+        self, unit: ScheduledUnit, recorded: list[ScheduledUnit], *, in_backward: bool = True
+    ) -> None:
+        """Issue the gathers of what comes after a unit: recorded units or those the user chose."""
+        self._is_in_loss_backward = False
+        chosen = unit.options.prefetched(in_backward=in_backward)
+        for other in recorded if chosen is None else chosen:
+            if any(group.step_in_flight for group in other.groups):
+                break  # Its weights may be under way: this unit must not wait for them.
+            if chosen is not None or len(self._ahead) < unit.options.prefetch:
+                if not other.is_unsharded:
+                    self._ahead.add(id(other))
+                self.start_unshard(other, in_backward=in_backward)
 
     def _release_all(self, *, is_after_backward: bool = False) -> None:
         self._ahead.clear()
         for unit in self.units:
-            if unit.reshard_after_backward or not is_after_backward:
+            if unit.options.reshard_after_backward or not is_after_backward:
                 unit.release()
+
+    # Errors.
 
     @property
     def has_backward_begun(self) -> bool:
         """Tell whether a backward has not ended: it runs, or an exception cut it short."""
-        return self._is_backward_running or bool(self._reductions or self._outer_reductions)
+        return self._is_backward_running or bool(self.reductions)
 
     def reset_after_error(self) -> None:
         """Undo what an exception cut short; sums of earlier microbatches outlive a forward."""
@@ -308,86 +497,6 @@ class FSDPContext:
             return
         self._is_backward_running = self._is_in_loss_backward = False
         self.passes_in_backward.clear()
-        self._reductions.clear()
-        self._outer_reductions.clear()
+        self.reductions.clear()
         for unit in self.units:
             unit.reset_after_error(keep_accumulated=not is_backward)
-
-    def unshard_for_forward(self, unit: ScheduledUnit) -> None:
-        """Gather a unit for its forward, and issue the gathers of those expected next."""
-        self._unshard(unit, self._forward)
-
-    def unshard_for_backward(self, unit: ScheduledUnit) -> None:
-        """Gather a unit for its backward, and issue the gathers of those expected next.
-
-        The root's backward begins with the loss, when most bytes are alive: what comes after it is
-        gathered when that is over (:meth:`prefetch_after_loss`).
-        """
-        self._unshard(unit, self._backward)
-
-    def watch_root(self, unit: ScheduledUnit, output: torch.Tensor) -> None:
-        """Call :meth:`prefetch_after_loss` in backward, if the output is the root's."""
-        if self.is_root(unit) and output.grad_fn is not None:
-            output.grad_fn.register_hook(self.prefetch_after_loss)
-
-    @without_dynamo
-    def prefetch_after_loss(self, *unused: object) -> None:
-        """Issue the gathers expected after the root: its first backward operator is done."""
-        if self._is_in_loss_backward:
-            root = self._root()
-            assert root is not None, "a unit at work is alive"
-            self._gather_ahead(root, self._backward.upcoming(root.prefetch), in_backward=True)
-
-    def is_kept_after_forward(self, unit: ScheduledUnit) -> bool:
-        """Tell whether a unit's storage stays for backward: the root, the last unit, or by wish."""
-        if unit.reshard_after_forward is not None:
-            return not unit.reshard_after_forward
-        return self.is_root(unit) or self._forward.is_last(unit)
-
-    def _unshard(self, unit: ScheduledUnit, order: RecordedOrder[ScheduledUnit]) -> None:
-        in_backward = order is self._backward
-        self._ahead.discard(id(unit))
-        unit.start_unshard(in_backward=in_backward)
-        root = self._root()
-        is_recorded = in_backward or (root is not None and root.is_at_work)
-        recorded = order.arrive(unit, unit.prefetch) if is_recorded else []
-        self._is_in_loss_backward = in_backward and self.is_root(unit)
-        if not self._is_in_loss_backward:
-            self._gather_ahead(unit, recorded, in_backward=in_backward)
-        unit.finish_unshard()
-
-    def _gather_ahead(
-        self, unit: ScheduledUnit, recorded: list[ScheduledUnit], *, in_backward: bool
-    ) -> None:
-        """Issue the gathers of what comes after a unit: recorded units or those the user chose."""
-        self._is_in_loss_backward = False
-        upcoming = unit.prefetch_override(is_backward=in_backward)
-        for other in recorded if upcoming is None else upcoming:
-            if any(group.step_in_flight for group in other.groups):
-                break  # Its weights may be under way: this unit must not wait for them.
-            if upcoming is not None or len(self._ahead) < unit.prefetch:
-                if not other.is_unsharded:
-                    self._ahead.add(id(other))
-                other.start_unshard(in_backward=in_backward)
-
-    def add_reduction(self, reducer: GradientReducer, *, is_final: bool) -> None:
-        """Issue a reduction and finish older ones, so that few inputs are alive."""
-        if reducer in self._reductions or reducer in self._outer_reductions:
-            # An earlier forward of the same unit ends in the same backward.
-            self._finish_reductions(keep=0)
-        is_final = is_final and self.is_last_microbatch
-        reducer.start_reduce(is_final=is_final, optimizer_may_start=self.optimizer_may_start)
-        self._reductions.append(reducer)
-        self._finish_reductions(keep=self.max_reductions_waiting)
-
-    def _finish_reductions(self, keep: int) -> None:
-        while len(self._reductions) > keep:
-            reducer = self._reductions.pop(0)
-            if not reducer.finish_reduce():
-                self._outer_reductions.append(reducer)
-        while len(self._outer_reductions) > keep:
-            self._outer_reductions.pop(0).finish_reduce()
-
-    def refresh_with_statistics(self) -> None:
-        """Encode stale compute weights that need statistics; one all-reduce for all."""
-        refresh_with_statistics([g for unit in self.units for g in unit.groups])

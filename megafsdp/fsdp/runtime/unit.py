@@ -1,11 +1,11 @@
-"""One unit: the phases of its parameters and the hooks that move them.
+"""One unit: the phases of its parameters, and what is done to them in each.
 
 A unit is a module, or a list of modules that run one after another, with the parameters it owns.
-Outside its own forward and backward it shows only sharded parameters. Its backward begins when the
-gradient of one of its outputs is there, and ends when the gradients of all its inputs are: inputs
-pass through an identity whose backward says so. A unit none of whose inputs needs a gradient ends
-in the context's callback. Hooks on parameters are never counted: frozen, detached and unused
-parameters would break the count.
+Outside its own forward and backward its modules have sharded parameters. This file has the hooks on
+modules, which call the schedule in forward, and what the schedule calls. It decides neither when
+a unit is gathered nor when its backward begins and ends: see
+:mod:`megafsdp.fsdp.runtime.schedule`, which autograd's hooks call
+(:mod:`megafsdp.fsdp.runtime.autograd_hooks`).
 """
 
 from __future__ import annotations
@@ -19,33 +19,81 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
 from megafsdp.device.torch_private import compiled_call, is_backward_running, without_dynamo
-from megafsdp.fsdp.params.host_grads import reducer_of
+from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.autograd_hooks import (
     BackwardHook,
     EndOfBackward,
-    ForwardToken,
-    PendingForwards,
     cast_floating,
     map_tensors,
     tensors_of,
 )
+from megafsdp.fsdp.runtime.forward_passes import ForwardToken, PendingForwards
 from megafsdp.fsdp.runtime.guards import guard_parameters, guard_state_dicts
 from megafsdp.fsdp.runtime.root import adopt_units_below, attach, attached_unit, attached_units
-from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
+from megafsdp.fsdp.runtime.schedule import FSDPContext, UnitOptions
 
 
 class Phase(Enum):
-    """What the unit's parameters are doing; recomputation of activations stays in BACKWARD."""
+    """What the unit's parameters are in use for; activations are recomputed in BACKWARD."""
 
-    RESTING = "resting"  # Modules hold sharded parameters; storage is kept or released.
-    FORWARD = "forward"  # Modules hold unsharded parameters.
-    BACKWARD = "backward"  # Modules hold unsharded parameters, whose gradients arrive.
+    RESTING = "resting"  # Modules have sharded parameters; storage may be reserved for backward.
+    FORWARD = "forward"  # Modules have unsharded parameters.
+    BACKWARD = "backward"  # Modules have unsharded parameters, whose gradients arrive.
+
+
+# Not a set: the hash of an Enum is a function in Python, and hooks change phases.
+_TRANSITIONS = (
+    (Phase.RESTING, Phase.FORWARD),
+    (Phase.FORWARD, Phase.RESTING),
+    (Phase.RESTING, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.RESTING),
+    # A forward begins anew that never ended: KeyboardInterrupt passes by torch's hooks.
+    (Phase.FORWARD, Phase.FORWARD),
+    # A forward runs the backward of an earlier one; its own ends at rest.
+    (Phase.FORWARD, Phase.BACKWARD),
+)
+
+
+class ModuleRun:
+    """One forward through a unit's modules: which of them have yet to end.
+
+    Args:
+        modules: The unit's modules.
+
+    Attributes:
+        token: The forward in autograd's graph; None without a graph.
+    """
+
+    __slots__ = ("_begun", "_to_end", "token")
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._to_end = {id(module) for module in modules}
+        self._begun: set[int] = set()
+        self.token: ForwardToken | None = None
+
+    def begin(self, module: nn.Module) -> None:
+        """Note that a module's forward begins."""
+        self._begun.add(id(module))
+
+    def end(self, module: nn.Module) -> bool:
+        """Note that a module's forward has ended; tell whether all have."""
+        self._to_end.discard(id(module))
+        return not self._to_end
+
+    def has_to_end(self, module: nn.Module) -> bool:
+        """Tell whether a module's forward has not ended."""
+        return id(module) in self._to_end
+
+    def is_cut_short_by(self, module: nn.Module) -> bool:
+        """Tell whether a module that begins now had begun and never ended, by an exception."""
+        return id(module) in self._to_end and id(module) in self._begun
 
 
 class FSDPUnit:
@@ -59,6 +107,14 @@ class FSDPUnit:
         prefetch: How many units to gather ahead.
         reshard_after_forward: Whether storage is freed between forward and backward; a number
             frees all but a slice on each of so many neighbours; None lets the schedule decide.
+
+    Attributes:
+        options: What the user chose of its schedule.
+        context: What it shares with the units under one root; None before the first forward.
+        outstanding: Its forwards whose backward may come.
+        is_pinned: Whether it stays unsharded until the user says otherwise.
+        post_optim_event: What the next forward's first gather waits for.
+        forward_hooks: The hooks on its modules, by the module's id.
     """
 
     def __init__(
@@ -72,25 +128,19 @@ class FSDPUnit:
         reshard_after_forward: bool | int | None,
     ) -> None:
         self.groups = groups
-        self.reducers = [reducer_of(group) for group in groups]
         self.policy = policy
-        self.ledger, self.host_ledger = memory.ledger, memory.host_ledger
-        self.prefetch = prefetch
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = self.is_unsharded_in_backward = True
-        self.requires_gradient_sync = self.requires_all_reduce = True
-        self.phase = Phase.RESTING
+        self.memory = memory
+        self.options = UnitOptions(prefetch, reshard_after_forward)
+        self._phase = Phase.RESTING
         self.context: FSDPContext | None = None
         self.outstanding = PendingForwards()
-        self.is_kept = self.is_pinned = False
+        self.is_pinned = False
         self.post_optim_event: torch.cuda.Event | None = None
-        self._prefetch: dict[bool, list[weakref.ref[ScheduledUnit]]] = {}
+        # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
-        self.rename("")
-        self._to_run: set[int] = set()
-        self._begun: set[int] = set()
-        self._token: ForwardToken | None = None
+        self._run: ModuleRun | None = None
         self.forward_hooks: dict[int, list[RemovableHandle]] = {}
+        self.rename("")
         for module in modules:
             attach(module, self)
             self._hook_forward(module)
@@ -100,15 +150,30 @@ class FSDPUnit:
         self.show_sharded()
 
     def _hook_forward(self, module: nn.Module) -> None:
-        # A compiled module is called by run_as_forward, which keeps hooks out of its graph.
+        # A compiled module is called by run_as_forward instead: hooks would break its graph.
         if compiled_call(module) is None:
             self.forward_hooks[id(module)] = [
+                # First of all hooks: those of the user see unsharded parameters.
                 module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self._post_forward),
+                # Also after an exception, which _post_forward does not see.
                 module.register_forward_hook(self._leave_forward, always_call=True),
             ]
 
-    # Storage and faces.
+    def rename(self, name: str) -> None:
+        """Set the FQN within the root, for messages, counters and profilers; none for its class."""
+        self.name = name or type(self.modules[0]).__name__.removeprefix("FSDP")
+        for group in self.groups:
+            group.rename(self.name)
+
+    def require_context(self) -> FSDPContext:
+        """Return the context, adopting all units below this one's modules on first use."""
+        if self.context is None:
+            adopt_units_below(self)
+        assert self.context is not None
+        return self.context
+
+    # State.
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -116,17 +181,72 @@ class FSDPUnit:
         return [m for m in (reference() for reference in self._modules) if m is not None]
 
     @property
+    def ledger(self) -> ByteLedger:
+        """Return the ledger of bytes on the device; that of the root once it is adopted."""
+        return self.memory.ledger
+
+    @property
+    def host_ledger(self) -> ByteLedger:
+        """Return the ledger of bytes on the host; that of the root once it is adopted."""
+        return self.memory.host_ledger
+
+    @property
+    def phase(self) -> Phase:
+        """Return what the unit's parameters are in use for."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if (self._phase, phase) not in _TRANSITIONS:
+            raise RuntimeError(
+                expected(
+                    f"a phase that may follow {self._phase.name}",
+                    phase.name,
+                    where=f"unit '{self.name}'",
+                    hint="Call reset_iter_state() on the root after an exception",
+                )
+            )
+        self._phase = phase
+
+    @property
+    def is_resting(self) -> bool:
+        """Tell whether the modules have sharded parameters, or full ones by the user's wish."""
+        return self._phase is Phase.RESTING
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Tell whether the unit's backward has begun and not ended."""
+        return self._phase is Phase.BACKWARD
+
+    @property
+    def is_at_work(self) -> bool:
+        """Tell whether a forward or backward has begun and not ended."""
+        return self._phase is not Phase.RESTING or self._run is not None
+
+    @property
     def is_unsharded(self) -> bool:
         """Tell whether a sharded group's full storage is allocated."""
         return any(g.axes.is_sharded and g.is_unsharded for g in self.groups)
 
-    def start_unshard(self, *, in_backward: bool = False) -> None:
-        """Issue the gathers of all groups; collective."""
-        self.is_kept = False
+    # Storage, and which parameters modules have.
+
+    def mark_stale(self) -> None:
+        """Note that main weights changed: the next unshard refreshes, once."""
         for group in self.groups:
+            group.mark_stale()
+
+    def needs_statistics(self) -> bool:
+        """Mark written weights stale; tell whether a stale one needs statistics of other ranks."""
+        is_needed = False
+        for group in self.groups:
+            # Loads write through tensors of a state dict, and call nothing of ours.
             group.mark_stale_if_written()
-        if any(group.compute_weight.needs_statistics for group in self.groups):
-            self.require_context().refresh_with_statistics()
+            is_needed = is_needed or group.compute_weight.needs_statistics
+        return is_needed
+
+    def start_unshard(self, *, in_backward: bool = False) -> None:
+        """Issue the gathers of all groups; collective. :meth:`needs_statistics` is asked before."""
+        # In the order of construction, which is the same on all ranks.
         for group in self.groups:
             group.start_unshard(in_backward=in_backward)
 
@@ -137,53 +257,20 @@ class FSDPUnit:
 
     def release(self) -> None:
         """Free the full storage, unless the unit is pinned or at work."""
-        if not self.is_pinned and self.phase is Phase.RESTING:
-            self.is_kept = False
+        if not self.is_pinned and self._phase is Phase.RESTING:
             for group in self.groups:
                 group.release()
 
     def show_unsharded(self) -> None:
-        """Make the modules hold the unsharded parameters."""
+        """Put the unsharded parameters into the modules."""
         for group in self.groups:
             group.show_unsharded()
 
     def show_sharded(self) -> None:
-        """Make the modules hold the sharded parameters, unless the unit is pinned."""
+        """Put the sharded parameters into the modules, unless the unit is pinned."""
         if not self.is_pinned:
             for group in self.groups:
                 group.show_sharded()
-
-    @property
-    def is_resting(self) -> bool:
-        """Tell whether the modules hold sharded parameters, or full ones by the user's wish."""
-        return self.phase is Phase.RESTING
-
-    def mark_stale(self) -> None:
-        """Note that main weights changed: the next unshard refreshes, once."""
-        for group in self.groups:
-            group.mark_stale()
-
-    def rename(self, name: str) -> None:
-        """Set the FQN within the root, for messages, counters and profilers; none for its class."""
-        self.name = name or type(self.modules[0]).__name__.removeprefix("FSDP")
-        for group in self.groups:
-            group.rename(self.name)
-
-    def prefetch_override(self, *, is_backward: bool) -> list[ScheduledUnit] | None:
-        """Return the units the user chose to prefetch after this one; None follows the record."""
-        chosen = self._prefetch.get(is_backward)
-        return None if chosen is None else [u for u in (r() for r in chosen) if u is not None]
-
-    def set_prefetch(self, units: Iterable[ScheduledUnit], *, is_backward: bool) -> None:
-        """Choose the units to prefetch after this one."""
-        self._prefetch[is_backward] = [weakref.ref(unit) for unit in units]
-
-    def require_context(self) -> FSDPContext:
-        """Return the context, adopting all units below this one's modules on first use."""
-        if self.context is None:
-            adopt_units_below(self)
-        assert self.context is not None
-        return self.context
 
     # Forward.
 
@@ -193,42 +280,44 @@ class FSDPUnit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         context = self.require_context()
-        is_in_backward = _is_in_backward()
-        # A module that began and never ended was cut short by an exception: this is a new pass.
-        is_new_pass = not self._to_run or id(module) in self._to_run & self._begun
-        if not is_in_backward and is_new_pass:
+        run = self._run
+        is_new_run = run is None or run.is_cut_short_by(module)
+        if is_new_run and not _is_in_backward():
             context.begin_forward(self)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
-        if self.phase is Phase.BACKWARD:
+        if self._phase is Phase.BACKWARD:
             # Activations are recomputed; the storage may have been freed by reshard().
-            self.start_unshard(in_backward=False)
+            context.start_unshard(self)
             self.finish_unshard()
             return args, kwargs
-        if not is_new_pass:
-            self._begun.add(id(module))
+        if run is not None and not is_new_run:
+            run.begin(module)
             return args, kwargs
-        self._to_run = {id(m) for m in self.modules}
-        self._begun = {id(module)}
+        self._run = run = ModuleRun(self.modules)
+        run.begin(module)
         if self.post_optim_event is not None:
+            # The gather reads main weights that the optimizer writes on a stream of the user's.
             device_handle("cuda").wait_event(self.post_optim_event)
             self.post_optim_event = None
         self.phase = Phase.FORWARD
+        # The parameters are put in place after the wait: a hook of the user may read them at once.
         context.unshard_for_forward(self)
         self.show_unsharded()
-        self._token = None
         if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs((args, kwargs))
+            args, kwargs = self._watch_inputs(run, (args, kwargs))
         return args, kwargs
 
-    def _watch_inputs(self, inputs: Any) -> Any:
+    def _watch_inputs(self, run: ModuleRun, inputs: Any) -> Any:
         """Pass inputs that need a gradient through the identity that ends the unit's backward."""
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
-        self._token = token = ForwardToken(watched, self.require_context().forward_pass)
+        run.token = token = ForwardToken(watched, self.require_context().forward_pass)
         if not watched:
+            # Then the backward ends in the context's callback.
             return inputs
         if not _is_in_backward():
-            # What recomputation builds may stay without a backward; who has one says so.
+            # What recomputation builds may stay without a backward. If it has one, the hook on its
+            # output counts it.
             self.outstanding.add(token)
         replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
@@ -237,38 +326,40 @@ class FSDPUnit:
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         output = cast_floating(output, self.policy.output_dtype)
-        if self.phase is Phase.BACKWARD:
+        if self._phase is Phase.BACKWARD:
             return output
-        self._to_run.discard(id(module))
-        if self._to_run:
-            return output
+        run, token = self._run, None
+        if run is not None:
+            if not run.end(module):
+                return output
+            token = run.token
+        self._run = None
+        # A backward of an earlier forward may have run inside of this one, and has ended the phase.
+        if self._phase is Phase.FORWARD:
+            self.phase = Phase.RESTING
+        self.show_sharded()
+        self._end_run(token, output)
+        return output
+
+    def _end_run(self, token: ForwardToken | None, output: Any) -> None:
+        """Reshard after a forward, and have backward begin at its outputs."""
         context = self.require_context()
         is_graph_built = torch.is_grad_enabled()
-        self.phase = Phase.RESTING
-        self.show_sharded()
+        # A recomputed forward is followed by its own backward at once.
         is_recomputing = _is_in_backward()
-        self.is_kept = is_graph_built and (is_recomputing or context.is_kept_after_forward(self))
-        if not self.is_kept:
+        is_reserved = is_recomputing or context.is_reserved_for_backward(self)
+        if not (is_graph_built and is_reserved):
             self._release_after_forward(is_graph_built=is_graph_built)
         if context.is_root(self) and not is_recomputing:
             context.end_forward(is_graph_built=is_graph_built)
         if is_graph_built:
-            hook = BackwardHook(self, self._token)
+            hook = BackwardHook(self, token)
             for tensor in tensors_of(output):
                 hook.watch(tensor)
                 context.watch_root(self, tensor)
-        self._token = None
-        return output
-
-    def end_partial_forward(self) -> None:
-        """End a forward in which some of the unit's modules did not run: it stays gathered."""
-        if self.phase is Phase.FORWARD and self._to_run:
-            self.phase, self.is_kept = Phase.RESTING, True
-            self._to_run.clear()
-            self.show_sharded()
 
     def _release_after_forward(self, *, is_graph_built: bool) -> None:
-        num_ranks = self.reshard_after_forward
+        num_ranks = self.options.reshard_after_forward
         is_sliced = is_graph_built and num_ranks is not None and not isinstance(num_ranks, bool)
         if is_sliced and not self.is_pinned:
             for group in self.groups:
@@ -278,18 +369,25 @@ class FSDPUnit:
                     group.compute_weight.release_to_slices(neighbours)
         self.release()
 
+    def end_partial_forward(self) -> None:
+        """End a forward in which some of the unit's modules did not run: it stays gathered."""
+        if self._phase is Phase.FORWARD and self._run is not None:
+            self.phase = Phase.RESTING
+            self._run = None
+            self.show_sharded()
+
     @without_dynamo
     def _leave_forward(self, module: nn.Module, *unused: object) -> None:
         """Return to rest if the forward was cut short; called after every forward."""
         # Recomputation is cut short on purpose, as soon as it has made what backward needs; a unit
         # whose backward has not begun by then may have none, and rests meanwhile.
-        if self.phase is not Phase.FORWARD or id(module) not in self._to_run:
+        run = self._run
+        if self._phase is not Phase.FORWARD or run is None or not run.has_to_end(module):
             return
+        self._run = None
         self.phase = Phase.RESTING
-        self._to_run.clear()
-        if self._token is not None:
-            self.outstanding.discard(self._token)
-            self._token = None
+        if run.token is not None:
+            self.outstanding.discard(run.token)
         self.show_sharded()
         self.release()
         context = self.require_context()
@@ -311,78 +409,37 @@ class FSDPUnit:
         finally:
             self._leave_forward(module)
 
-    # Backward.
+    # Backward, as the schedule calls it.
 
-    @without_dynamo
-    @in_profiler_range("pre_backward")
-    def begin_backward(self, token: ForwardToken) -> None:
-        """Start the unit's backward: called when a gradient of one of its outputs is there."""
-        context = self.require_context()
-        context.begin_backward()
-        context.passes_in_backward.add(token.forward_pass)
-        self.outstanding.add(token)
-        if self.phase is Phase.BACKWARD:
-            return
+    def enter_backward(self) -> None:
+        """Begin the unit's backward."""
         self.phase = Phase.BACKWARD
-        if self.is_unsharded_in_backward:
-            context.unshard_for_backward(self)
-        self.show_unsharded()
 
-    @without_dynamo
-    def inputs_done(self, token: ForwardToken) -> None:
-        """End the unit's backward if no other forward of it waits in the passes under way.
-
-        Whether another pass is to follow is not asked: a graph that one rank alone keeps alive
-        would make that rank wait.
-        """
-        self.outstanding.discard(token)
-        if not self.outstanding.has_any_of(self.require_context().passes_in_backward):
-            self.finish_backward()
-
-    def finish_backward(self) -> None:
-        """Reshard and hand the gradients to reduction or local accumulation; collective."""
-        # Those too that came past the outputs: by an object that hides them, or by a hook.
-        if self.phase is Phase.BACKWARD or any(g.has_unsharded_grads for g in self.groups):
-            self._finish_backward()
-
-    @in_profiler_range("post_backward")
-    def _finish_backward(self) -> None:
-        context = self.require_context()
-        if self.phase is not Phase.FORWARD:  # Else it is a backward inside of its forward.
+    def leave_backward(self) -> None:
+        """Put the sharded parameters into the modules, and free the full storage if it shall be."""
+        if self._phase is Phase.FORWARD:
+            # A backward inside of the unit's forward, which goes on with the full parameters.
+            return
+        if self._phase is Phase.BACKWARD:
             self.phase = Phase.RESTING
-            self.show_sharded()
-            if self.reshard_after_backward:
-                self.release()
-        for reducer in self.reducers:
-            if not reducer.group.is_trainable:
-                continue
-            is_deferred = reducer.group.defers_reduction and not context.is_last_microbatch
-            if is_deferred or not self.requires_gradient_sync:
-                reducer.accumulate()
-            else:
-                context.add_reduction(reducer, is_final=self.requires_all_reduce)
-
-    def forget_forwards(self) -> None:
-        """Stop waiting for the gradients of forwards so far: the backward is over."""
-        self.outstanding.clear()
-
-    @property
-    def is_at_work(self) -> bool:
-        """Tell whether a forward or backward has begun and not ended."""
-        return self.phase is not Phase.RESTING or bool(self._to_run)
+        self.show_sharded()
+        if self.options.reshard_after_backward:
+            self.release()
 
     def discard_unreduced_grads(self) -> None:
         """Drop gradients that are not in ``.grad`` yet."""
-        for reducer in self.reducers:
-            reducer.abort()
+        for group in self.groups:
+            group.gradients.abort()
 
     def reset_after_error(self, *, keep_accumulated: bool) -> None:
         """Return to rest after an exception, without storage, with or without waiting sums."""
-        self.phase = Phase.RESTING
-        self._to_run.clear()
+        if self._phase is not Phase.RESTING:
+            self.phase = Phase.RESTING
+        self._run = None
         self.outstanding.clear()
         if not keep_accumulated:
             self.discard_unreduced_grads()
+        # Ranks may have been cut short at different units: not all have slices to gather from.
         for group in self.groups:
             group.compute_weight.forget_slices()
         self.show_sharded()

@@ -19,7 +19,7 @@ import torch
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.device.torch_private import without_torch_function
 from megafsdp.fsdp.grouping import is_replaced
-from megafsdp.fsdp.params.gradient_reducer import common_buffer, place_of_grad
+from megafsdp.fsdp.params.main_gradient import FlatGradient, common_buffer
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam.checks import check_grad
 from megafsdp.optimizer.states.flat import FlatStates
@@ -214,12 +214,12 @@ class GroupPlan:
         for parameter, index, grad in zip(members.parameters, members.indices, grads, strict=True):
             if grad is None:
                 continue
-            place = place_of_grad(grad)
-            if place is None or place[1] != index or place[0].layout is not layout:
+            buffer = grad.buffer if isinstance(grad, FlatGradient) else None
+            if buffer is None or grad.index != index or buffer.layout is not layout:
                 self._add_single(found, parameter, grad, states_by_parameter[parameter])
                 continue
             self._store.prepare(parameter, states_by_parameter[parameter])
-            by_buffer.setdefault(place[0], []).append(index)
+            by_buffer.setdefault(buffer, []).append(index)
         found.flat += [(members.states, buffer, indices) for buffer, indices in by_buffer.items()]
 
     def _add_single(

@@ -25,7 +25,7 @@ from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.gradient_reducer import place_of_grad
+from megafsdp.fsdp.params.main_gradient import FlatGradient
 from megafsdp.optimizer.kernels.square_sum import has_square_sum_kernel, known_square_sum
 
 # A plain fp32 running sum over 50 M elements is wrong by 4e-3.
@@ -128,12 +128,14 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
     flat: dict[DBuffer, dict[int, torch.Tensor]] = {}
     singles: list[torch.Tensor] = []
     for grad in grads:
-        place = place_of_grad(grad) if joins_buffers else None
-        known = None if place is None else flat.setdefault(place[0], {})
-        if place is None or known is None or place[1] in known:
+        if not (joins_buffers and isinstance(grad, FlatGradient)):
+            singles.append(grad)
+            continue
+        known = flat.setdefault(grad.buffer, {})
+        if grad.index in known:
             singles.append(grad)
         else:
-            known[place[1]] = grad
+            known[grad.index] = grad
     parts: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     gaps: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     groups = _Groups()

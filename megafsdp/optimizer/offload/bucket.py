@@ -126,11 +126,11 @@ class Bucket:
         """
         group = self.group
         # From here on the reducer must not begin a step that has no bucket.
-        group.work_ahead = None
+        group.gradients.main_grad.listener = None
         self.release_grads()
         group.onload_main_weight()
         there = {
-            name: group.new_state_buffer(buffer.residence, buffer.flat.dtype)
+            name: group.new_state_buffer(buffer.flat.dtype)
             for name, buffer in self.states.buffers.items()
         }
         # The caller has waited for the host: nothing writes these buffers any more.

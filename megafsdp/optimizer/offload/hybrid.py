@@ -188,7 +188,7 @@ class HybridDeviceOptimizer(FusedAdam):
                 is_param_pinned=pins_params and has_cuda,
             )
             self._buckets[states] = bucket
-            group.work_ahead = BucketListener(self, bucket)
+            group.gradients.main_grad.listener = BucketListener(self, bucket)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for param_group in self.param_groups for p in param_group["params"]]

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.gradient_reducer import place_of_grad
+from megafsdp.fsdp.params.main_gradient import FlatGradient
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam.checks import check_grad
 from megafsdp.optimizer.adam.plan import FoundGrads, GroupPlan
@@ -183,10 +183,10 @@ class TorchBucketStep(BucketStep):
         index = states.indices[id(parameter)]
         run = states.range_of(index)
         segment = AdamSegment(run.start, run.stop, AdamHyper())
-        place = place_of_grad(grad)
+        buffer = grad.buffer if isinstance(grad, FlatGradient) else None
         # The flat buffer if it fits: gradients of all parameters then travel in one copy.
-        is_like = place is not None and place[1] == index and place[0].layout is states.layout
-        grads = place[0].flat if place and is_like else local_tensor(grad).reshape(-1)
+        is_like = buffer and grad.index == index and buffer.layout is states.layout
+        grads = buffer.flat if buffer and is_like else local_tensor(grad).reshape(-1)
         self.add(grads, SegmentRun((segment,), step=1, numel=run.numel))
         self._stepped.append(self.host.plain[id(parameter)])
 

@@ -20,7 +20,6 @@ from megafsdp.buffer.dtensor.uneven import local_object, local_tensor
 from megafsdp.device.torch_private import version_of
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
-from megafsdp.mesh.placement import Residence
 
 # Which parameters are stepped together hardly changes; routed experts may change it every step.
 _MOST_RUNS = 16
@@ -75,9 +74,8 @@ class FlatStates:
         # The store has this by its group: a strong reference would keep both alive for good.
         self._group = weakref.ref(group)
         self.layout = group.layout
-        residence = Residence.SHARD if group.axes.is_sharded else Residence.REPLICATE
         self.buffers: dict[str, DBuffer] = {
-            name: group.new_state_buffer(residence, dtype) for name, dtype in dtypes.items()
+            name: group.new_state_buffer(dtype) for name, dtype in dtypes.items()
         }
         # Gaps too: a step reads them with the runs around them.
         for buffer in self.buffers.values():

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
-from megafsdp.fsdp.runtime import schedule as agreement
+from megafsdp.fsdp.runtime import agreement
 from tests.fsdp.toy import Net, assert_same_grads, batches, full_grads, mine, pair, shard
 from tests.ranks import Ranks
 
@@ -342,8 +342,8 @@ def _freed_with_the_last() -> list[int]:
     ledger = net._fsdp_unit().ledger
     net(*mine(batches(1)[0])).backward()
     alive = [ledger.live[Category.MAIN_GRAD]]
-    reducers = [r for u in net._fsdp_unit().require_context().units for r in u.reducers]
-    buffers = [r.main_grad_buffer for r in reducers]
+    groups = net._fsdp_unit().require_context().groups
+    buffers = [g.gradients.main_grad.buffer for g in groups]
     storages = [StorageWeakRef(b.flat.untyped_storage()) for b in buffers if b is not None]
     del buffers
     parameters = list(net.blocks[0].parameters())
@@ -353,7 +353,7 @@ def _freed_with_the_last() -> list[int]:
     # As optimizers clear: the module is not told.
     for parameter in net.parameters():
         parameter.grad = None
-    assert len(storages) == len(reducers)
+    assert len(storages) == len(groups)
     assert all(storage.expired() for storage in storages), "a view outlives the gradients"
     return [*alive, ledger.live[Category.MAIN_GRAD]]
 
@@ -472,7 +472,8 @@ def _whole_and_odd() -> None:
     for name, parameter in net.named_parameters():
         wanted = dict(reference.named_parameters())[name].detach()
         torch.testing.assert_close(full_tensor(parameter.detach()), wanted, rtol=1e-4, atol=1e-5)
-    grads = [g for r in net._fsdp_unit().reducers for g in [r.main_grad] if g is not None]
+    buffers = [g.gradients.main_grad.buffer for g in net._fsdp_unit().groups]
+    grads = [b.flat for b in buffers if b is not None]
     ledger = net._fsdp_unit().ledger
     trainable = [g for g in net._fsdp_unit().groups if g.is_trainable]
     assert len(trainable) == 2 and len(net._fsdp_unit().groups) == 3
@@ -535,12 +536,12 @@ def _gaps(is_given: bool) -> int:
         net(*mine(batch)).backward()
     num_gaps = 0
     for module in (net, *net.blocks):
-        unit = module._fsdp_unit()
-        for group, reducer in zip(unit.groups, unit.reducers, strict=True):
+        for group in module._fsdp_unit().groups:
+            main_grad = group.gradients.main_grad.buffer
             for start, stop in group.layout.local_gaps(group.axes.shard):
                 num_gaps += 1
                 assert not group.main_weight.flat[start:stop].any()
-                assert reducer.main_grad is not None and not reducer.main_grad[start:stop].any()
+                assert main_grad is not None and not main_grad.flat[start:stop].any()
     return num_gaps
 
 

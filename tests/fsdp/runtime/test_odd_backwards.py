@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafsdp import fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import record_collectives
-from megafsdp.fsdp.runtime.autograd_hooks import ForwardToken
+from megafsdp.fsdp.runtime.forward_passes import ForwardToken
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.runtime.test_unit import Choosing, Guard, used_and_kept
 from tests.fsdp.toy import Block, Net, assert_same_grads, batches, mine, pair, shard

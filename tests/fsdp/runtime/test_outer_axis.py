@@ -305,7 +305,7 @@ def _treats_extremes() -> list[object]:
     chosen = []
     for number in (1, dist.get_world_size()):
         net = fully_shard(Net(), reshard_after_forward=number)
-        chosen.append(net._fsdp_unit().reshard_after_forward)
+        chosen.append(net._fsdp_unit().options.reshard_after_forward)
     return chosen
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from megafsdp import FSDPModule, full_tensor, fully_shard, mark_main_weights_changed, microbatch
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.device.memory import Category
+from megafsdp.fsdp.runtime.unit import Phase
 from tests.fsdp.toy import (
     Block,
     Net,
@@ -787,6 +788,30 @@ def _root_without_parameters() -> None:
     assert record.calls == {"all_gather": 5, "reduce_scatter": 3, "all_reduce": 1}, "one root"
 
 
+class _RunsAnEarlierBackward(Block):
+    """Runs the backward of an earlier output of its own before it ends."""
+
+    def forward(self, x: torch.Tensor, earlier: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the block's output."""
+        output = super().forward(x)
+        if earlier is not None:
+            earlier.square().mean().backward()
+        return output
+
+
+def _backward_inside_of_a_forward() -> None:
+    torch.manual_seed(0)
+    reference = _RunsAnEarlierBackward()
+    net = fully_shard(copy.deepcopy(reference))
+    x = torch.randn(2, 2 * dist.get_world_size(), 12)
+    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    for module, inputs in ((reference, x), (net, x[:, rows])):
+        earlier = module(inputs[0])
+        module(inputs[1], earlier).square().mean().backward()
+    assert_same_grads(net, reference)
+    assert not net._fsdp_unit().is_at_work
+
+
 def _explicit_unshard() -> None:
     _, net = pair()
     block = net.blocks[0]
@@ -847,9 +872,42 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
         _nested_units,
         _two_roots,
         _root_without_parameters,
+        _backward_inside_of_a_forward,
         _explicit_unshard,
     ],
 )
 def test_a_unit_may_be_driven_in_any_way(ranks: Ranks, body: object) -> None:
     """Each way gives the gradients of the unsharded model."""
     ranks(2).run(body)
+
+
+def _phases_that_follow() -> set[tuple[str, str]]:
+    _, net = pair()
+    unit = net._fsdp_unit()
+    allowed = set()
+    for before in Phase:
+        for after in Phase:
+            unit._phase = before
+            try:
+                unit.phase = after
+            except RuntimeError as error:
+                assert before.name in str(error) and after.name in str(error)
+                assert unit.phase is before
+            else:
+                allowed.add((before.name, after.name))
+    return allowed
+
+
+def test_phases_follow_one_another_by_a_table(ranks: Ranks) -> None:
+    """Any transition that is not listed raises, and changes nothing."""
+    assert ranks(1).run(_phases_that_follow) == [
+        {
+            ("RESTING", "FORWARD"),
+            ("RESTING", "BACKWARD"),
+            ("FORWARD", "RESTING"),
+            ("BACKWARD", "RESTING"),
+            # A forward that never ended begins anew, or runs the backward of an earlier one.
+            ("FORWARD", "FORWARD"),
+            ("FORWARD", "BACKWARD"),
+        }
+    ]

@@ -8,7 +8,6 @@ from torch import nn
 
 from megafsdp import FusedAdam, MixedPrecisionPolicy
 from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
-from megafsdp.fsdp.params.gradient_reducer import place_of_grad
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamKernel
 from tests.fsdp.toy import Net, batches, mine, shard
 from tests.ranks import Ranks
@@ -35,7 +34,7 @@ def _takes_flat_gradients(grad_dtype: torch.dtype) -> None:
     net = shard(Net(), mp_policy=MixedPrecisionPolicy(BF16, main_grads_dtype=grad_dtype))
     optimizer = FusedAdam(net.parameters())
     net(*mine(batches(1)[0])).backward()
-    flats = {f.data_ptr(): f for f in (place_of_grad(p.grad)[0].flat for p in net.parameters())}
+    flats = {f.data_ptr(): f for f in (p.grad.buffer.flat for p in net.parameters())}
     given = _given_by(optimizer)
     assert len(given) == len(flats) == 4
     for buffers in given:

@@ -12,7 +12,6 @@ from torch import nn
 from megafsdp import clip_grad_norm_, num_zero_grads, param_group_norms
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
-from megafsdp.fsdp.params.gradient_reducer import place_of_grad
 from megafsdp.optimizer.grads.norms import parts_of
 from tests.fsdp.toy import assert_same_grads, batches, mine, pair
 from tests.optimizer.offload.host_reads import NoHostReads
@@ -153,7 +152,7 @@ def _clips_buffers(norm_type: float) -> None:
     _, net = pair()
     net(*mine(batches(1)[0])).backward()
     grads = [p.grad for p in net.parameters()]
-    flats = {id(flat): flat for flat in (place_of_grad(grad)[0].flat for grad in grads)}
+    flats = {id(flat): flat for flat in (grad.buffer.flat for grad in grads)}
     assert len(flats) == 4 < len(grads), "three blocks and the net itself"
     (part,) = parts_of(grads)
     assert sorted(map(id, part.tensors)) == sorted(flats)

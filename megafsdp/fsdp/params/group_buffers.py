@@ -1,0 +1,166 @@
+"""How the flat buffers of one parameter group are cut, and how they are allocated.
+
+:class:`GroupBuffers` allocates buffers for the group's main weight, gradients and optimizer states;
+:class:`LocalRows` finds each parameter's rows in one. What the bytes mean, and when they are
+written and freed, is decided by those who ask for a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.layout import FlatLayout
+from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.torch_private import split_as
+from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.unit_ledger import HostMemory
+from megafsdp.mesh.placement import Residence
+
+
+@dataclass(frozen=True)
+class GroupDtypes:
+    """Dtypes of one group: compute weight, main weight, main gradient, and the sum over ranks."""
+
+    compute: torch.dtype
+    main: torch.dtype
+    grad: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True)
+class GroupBuffers:
+    """Allocates the flat buffers of one group; their content is undefined.
+
+    Attributes:
+        layout: Offsets of the parameters, cut as the main weight is.
+        gathered_layout: The same buffer as the ranks of the inner axis gather and reduce it.
+        axes: Ranks that divide or replicate the group.
+        dtypes: Dtypes of the buffers.
+        device: Where buffers lie that are not on the host.
+        ledger: Counts the bytes on the device.
+    """
+
+    layout: FlatLayout
+    gathered_layout: FlatLayout
+    axes: DataParallelAxes
+    dtypes: GroupDtypes
+    device: torch.device
+    ledger: ByteLedger
+
+    @property
+    def residence(self) -> Residence:
+        """Return what a rank has of the main weight, of its gradient and of its states."""
+        return Residence.SHARD if self.axes.is_sharded else Residence.REPLICATE
+
+    @property
+    def local_numel(self) -> int:
+        """Return the number of elements of the main weight on this rank, gaps included."""
+        layout = self.layout
+        return layout.shard_numel if self.axes.is_sharded else layout.gathered_numel
+
+    def new(self, residence: Residence, dtype: torch.dtype, category: Category) -> DBuffer:
+        """Allocate a buffer on the device."""
+        return DBuffer(
+            self.layout,
+            residence,
+            shard=max(self.axes.shard, 0),
+            dtype=dtype,
+            device=self.device,
+            ledger=self.ledger,
+            category=category,
+        )
+
+    def new_main_grad(self) -> DBuffer:
+        """Allocate a gradient on the device that is cut as the main weight is."""
+        return self.new(self.residence, self.dtypes.grad, Category.MAIN_GRAD)
+
+    def new_inner_sum(self) -> DBuffer:
+        """Allocate this rank's shard of a sum over the inner axis alone.
+
+        It is longer than the main weight's shard if the outer axis divides the main weight too.
+        """
+        return DBuffer(
+            self.gathered_layout,
+            Residence.SHARD,
+            shard=self.axes.gathered_shard,
+            dtype=self.dtypes.grad,
+            device=self.device,
+            ledger=self.ledger,
+            category=Category.MAIN_GRAD,
+        )
+
+    def new_beside_main_weight(
+        self, dtype: torch.dtype, category: Category, host: HostMemory | None
+    ) -> DBuffer:
+        """Allocate a buffer that is cut as the main weight is, where the main weight lies.
+
+        Args:
+            dtype: Its dtype.
+            category: What its bytes are counted as.
+            host: Where the main weight lies on the host; None for the device.
+        """
+        if host is None:
+            return self.new(self.residence, dtype, category)
+        # One slab for weight and states: pinning memory is slow, and each slab is pinned at once.
+        memory = host.arena.take(self.local_numel, dtype)
+        return self._over(memory, category, host.ledger)
+
+    def new_host_grad(self, host: HostMemory) -> DBuffer:
+        """Allocate a gradient of parameters that live on the host."""
+        # Not from the arena, whose memory is freed as a whole: gradients come and go.
+        memory = host.take_apart(self.local_numel, self.dtypes.grad)
+        return self._over(memory, Category.MAIN_GRAD, host.ledger)
+
+    def _over(self, memory: torch.Tensor, category: Category, ledger: ByteLedger) -> DBuffer:
+        return DBuffer(
+            self.layout,
+            self.residence,
+            # A replicated group has no shard; the whole counts as the first.
+            shard=max(self.axes.shard, 0),
+            dtype=memory.dtype,
+            device=memory.device,
+            ledger=ledger,
+            category=category,
+            memory=memory,
+        )
+
+
+class LocalRows:
+    """Finds the rows of each parameter that this rank has in a flat buffer.
+
+    Args:
+        rows: The rows of each parameter in one such buffer, in local shapes.
+        flat: That buffer, 1-D.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        # torch cuts a buffer without gaps, so each gap is passed as one more tensor. Only sizes
+        # are read of these tensors: they are on the meta device.
+        self._shapes: list[torch.Tensor] = []
+        self._places = [0] * len(rows)
+        starts = [int(own.storage_offset() - flat.storage_offset()) for own in rows]
+        end = 0
+        for index in sorted(range(len(rows)), key=starts.__getitem__):
+            own = rows[index]
+            if own.numel():
+                self._append((starts[index] - end,))
+                end = starts[index] + own.numel()
+            self._places[index] = len(self._shapes)
+            self._append(own.shape)
+
+    def _append(self, shape: Sequence[int]) -> None:
+        self._shapes.append(torch.empty((), device="meta").expand(shape))
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of each parameter in a buffer, in local shapes; they alias the buffer."""
+        # One call into C++ for all parameters: this runs for each unit in each backward.
+        views = split_as(flat, self._shapes)
+        # torch allocates tensors without elements elsewhere; consumers compare storages.
+        return [
+            view if view.numel() else flat.narrow(0, 0, 0).view(view.shape)
+            for view in (views[place] for place in self._places)
+        ]

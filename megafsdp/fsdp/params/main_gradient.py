@@ -1,0 +1,275 @@
+"""The main gradient of a parameter group: the sum over ranks, and ``.grad`` that shows it.
+
+The sum lies in one flat buffer, cut as the main weight is. ``.grad`` of each sharded parameter is a
+:class:`FlatGradient`, a DTensor over the parameter's rows in that buffer. The published gradients
+own the buffer: it is freed with the last of them, so ``zero_grad()`` frees it, and a reference that
+of the user's stays valid. This file does not sum anything: that is
+:mod:`megafsdp.fsdp.params.gradient_reducer`.
+
+``.grad`` of a parameter that no rank used stays None, as in a single process; one that another rank
+used gets ``.grad`` here too. A rank that used it publishes at once. The others learn it from one
+small exchange at the end of the backward; until then the state of their sum is UNDECIDED.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
+from megafsdp.device.torch_private import post_accumulate_hooks
+from megafsdp.fsdp.params.group_buffers import LocalRows
+
+
+class FlatGradient:
+    """A gradient whose rows lie in a flat main gradient: a DTensor with two attributes more.
+
+    Only the published object is one, however it is changed in place. Operations, copies and
+    pickles give tensors that lie elsewhere, of the class without the attributes.
+
+    Attributes:
+        buffer: The flat main gradient. It is cut as the main weight is, and its gaps are zero.
+        index: The parameter's index in the buffer's layout.
+    """
+
+    __slots__ = ()
+    buffer: DBuffer
+    index: int
+
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
+        """Copy the rows alone, not the buffer."""
+        assert isinstance(self, torch.Tensor), "a mixin of tensors"
+        copied: torch.Tensor = copy.deepcopy(_without_buffer(self), memo)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the rows alone, not the buffer."""
+        assert isinstance(self, torch.Tensor), "a mixin of tensors"
+        return _without_buffer(self).__reduce_ex__(protocol)
+
+
+class _UnevenFlatGradient(FlatGradient, UnevenDTensor):  # type: ignore[misc]
+    @classmethod
+    def wrap(cls, *args: Any) -> UnevenDTensor:  # type: ignore[override]
+        """Make a tensor of the base class: results of operations lie elsewhere."""
+        return UnevenDTensor.wrap(*args)
+
+
+class _ReplicatedFlatGradient(FlatGradient, DTensor):  # type: ignore[misc]
+    pass
+
+
+_FLAT_TYPES: dict[type, type] = {
+    UnevenDTensor: _UnevenFlatGradient,
+    DTensor: _ReplicatedFlatGradient,
+}
+_ARE_FLAT = frozenset(_FLAT_TYPES.values())
+
+
+def _without_buffer(grad: torch.Tensor) -> torch.Tensor:
+    return wrap_like(grad, local_tensor(grad))
+
+
+def common_buffer(grads: Sequence[torch.Tensor | None], indices: list[int]) -> DBuffer | None:
+    """Return the main gradient in which all gradients lie at these indices; None without one."""
+    # In bulk: an optimizer asks for hundreds of parameters in each step.
+    if not _ARE_FLAT.issuperset(map(type, grads)):
+        return None
+    buffers = [grad.buffer for grad in grads]  # type: ignore[union-attr]
+    found = [grad.index for grad in grads]  # type: ignore[union-attr]
+    is_common = found == indices and buffers.count(buffers[0]) == len(buffers)
+    return buffers[0] if is_common else None
+
+
+class EarlyStepListener(Protocol):
+    """Steps a group's main weight, perhaps before ``step()`` is called on the optimizer."""
+
+    def grads_are_final(self, grads: torch.Tensor) -> None:
+        """Begin: all gradients are published, and nothing is added to them before the step.
+
+        Args:
+            grads: The flat main gradient, cut as the main weight is.
+        """
+
+    def grads_will_change(self) -> None:
+        """Stop reading gradients: another sum is about to be added to them."""
+
+    def cancel(self) -> None:
+        """Drop what was begun: the main weight is about to be read or written."""
+
+
+class _GradState(Enum):
+    """What the main gradient has for one parameter."""
+
+    EMPTY = "empty"  # Nothing: the next sum overwrites it.
+    UNDECIDED = "undecided"  # A sum to which perhaps no rank contributed; .grad is None.
+    PUBLISHED = "published"  # A sum that .grad shows.
+
+
+class MainGradient:
+    """The main gradient of one group, and ``.grad`` of its sharded parameters.
+
+    Each sum goes through :meth:`prepare`, :meth:`publish` and, at the end of the backward,
+    :meth:`resolve_usage`.
+
+    Args:
+        parameters: The sharded parameters.
+        rows: Where their rows lie in a buffer.
+        new_buffer: Allocates a main gradient.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        rows: LocalRows,
+        new_buffer: Callable[[], DBuffer],
+    ) -> None:
+        self._parameters = parameters
+        self._rows = rows
+        self._new_buffer = new_buffer
+        self.listener: EarlyStepListener | None = None
+        # Published gradients own the buffer: a strong reference would outlive zero_grad().
+        self._buffer: weakref.ref[DBuffer] | None = None
+        self._published: list[weakref.ref[torch.Tensor] | None] = [None] * len(parameters)
+        self._states = [_GradState.EMPTY] * len(parameters)
+        # From prepare() until nothing is undecided; no published gradient may own the buffer yet.
+        self._unpublished: DBuffer | None = None
+        self._views: list[torch.Tensor] = []  # Of the unpublished buffer.
+        self._before: list[torch.Tensor | None] = []  # .grad as prepare() found it.
+        self._optimizer_may_start = False
+
+    @property
+    def buffer(self) -> DBuffer | None:
+        """Return the buffer; None if no gradient of it is alive."""
+        return None if self._buffer is None else self._buffer()
+
+    @property
+    def has_undecided(self) -> bool:
+        """Tell whether some parameter waits for the other ranks' usage."""
+        return _GradState.UNDECIDED in self._states
+
+    def usage(self) -> list[bool]:
+        """Tell for each parameter whether this rank has published its ``.grad``."""
+        return [state is _GradState.PUBLISHED for state in self._states]
+
+    def prepare(self) -> tuple[DBuffer, bool]:
+        """Return the buffer, ready for a sum, and whether the sum adds to it; local.
+
+        Once the user has cleared every ``.grad`` a fresh buffer is made, so that references to the
+        old gradients stay valid.
+        """
+        self._follow_user()
+        grads = [p.grad for p in self._parameters]
+        is_empty = self._states.count(_GradState.EMPTY) == len(grads) and not [
+            g for g in grads if g is not None
+        ]
+        buffer = self.buffer
+        if buffer is None or is_empty:
+            buffer = self._new_buffer()
+            self._buffer = weakref.ref(buffer)
+            self._published = [None] * len(grads)
+        self._unpublished, self._views, self._before = buffer, [], grads
+        if is_empty:
+            # The sum overwrites the whole buffer, gaps included.
+            return buffer, False
+        if self.listener is not None:
+            self.listener.grads_will_change()
+        # Sums are written by address, which torch does not count.
+        torch.autograd.graph.increment_version(buffer.flat)
+        with torch.no_grad():
+            for i, grad in enumerate(grads):
+                if grad is not None and not self._is_published(i, grad):
+                    # The user assigned a gradient of their own: the sum adds to it.
+                    buffer.tensor(i).copy_(local_tensor(grad).reshape(-1))
+                    self._states[i] = _GradState.PUBLISHED
+                elif self._states[i] is _GradState.EMPTY:
+                    buffer.tensor(i).zero_()
+            buffer.zero_gaps()
+        return buffer, True
+
+    def publish(self, used: Sequence[bool], *, optimizer_may_start: bool) -> None:
+        """Show the sum as ``.grad`` of the parameters that this rank used; local.
+
+        Args:
+            used: Whether this rank contributed a gradient, for each parameter.
+            optimizer_may_start: Whether the user said that the optimizer's step comes next.
+        """
+        self._optimizer_may_start = optimizer_may_start
+        for i, parameter in enumerate(self._parameters):
+            if not parameter.requires_grad:
+                continue
+            if used[i] or self._states[i] is _GradState.PUBLISHED:
+                self._publish(i)
+            else:
+                self._states[i] = _GradState.UNDECIDED
+        self._end_if_decided()
+
+    def resolve_usage(self, is_used_anywhere: Sequence[bool]) -> None:
+        """Publish undecided sums to which another rank contributed, drop the others; local."""
+        for i, state in enumerate(self._states):
+            if state is _GradState.UNDECIDED:
+                if is_used_anywhere[i]:
+                    self._publish(i)
+                else:
+                    self._states[i] = _GradState.EMPTY
+        self._end_if_decided()
+
+    def abort(self) -> None:
+        """Drop what is not published."""
+        self._unpublished, self._views, self._before = None, [], []
+        published = _GradState.PUBLISHED
+        self._states = [s if s is published else _GradState.EMPTY for s in self._states]
+
+    def _follow_user(self) -> None:
+        """Find which ``.grad`` the user has cleared: their states are EMPTY from here on."""
+        shown = [i for i, state in enumerate(self._states) if state is _GradState.PUBLISHED]
+        cleared = [i for i in shown if self._parameters[i].grad is None]
+        for i in cleared:
+            self._states[i] = _GradState.EMPTY
+        if cleared and len(cleared) == len(shown):
+            self._states = [_GradState.EMPTY] * len(self._states)
+
+    def _is_published(self, index: int, grad: torch.Tensor) -> bool:
+        reference = self._published[index]
+        return reference is not None and reference() is grad
+
+    def _publish(self, index: int) -> None:
+        parameter = self._parameters[index]
+        if parameter.grad is None or not self._is_published(index, parameter.grad):
+            buffer = self._unpublished
+            assert buffer is not None, "the sum was made"
+            # All views at once, and only if a gradient object is to be made.
+            if not self._views:
+                self._views = self._rows.views(buffer.flat)
+            if parameter.grad is not None and parameter.grad is not self._before[index]:
+                # Autograd made it while the sum was under way, of a loss on the parameter itself.
+                self._views[index].view(-1).add_(local_tensor(parameter.grad).reshape(-1))
+            grad = wrap_like(parameter, self._views[index])
+            # Cheaper than a constructor of its own, which would repeat that of DTensor.
+            grad.__class__ = _FLAT_TYPES[type(grad)]
+            grad.buffer, grad.index = buffer, index  # type: ignore[assignment, attr-defined]
+            # Weak: what the user clears must be freed, and found to be cleared.
+            self._published[index] = weakref.ref(grad)
+            parameter.grad = grad
+        self._states[index] = _GradState.PUBLISHED
+        # Autograd never reaches sharded parameters: it would call these hooks otherwise.
+        for hook in post_accumulate_hooks(parameter):
+            hook(parameter)
+
+    def _end_if_decided(self) -> None:
+        """Leave the buffer to the published gradients, unless some are undecided."""
+        if self.has_undecided:
+            return
+        buffer, self._unpublished, self._views, self._before = self._unpublished, None, [], []
+        # The listener may begin on another thread at once: nothing here touches the sum after it.
+        if self._optimizer_may_start and self.listener is not None and buffer is not None:
+            self.listener.grads_are_final(buffer.flat)

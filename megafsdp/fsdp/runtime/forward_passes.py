@@ -1,0 +1,73 @@
+"""Forwards that may still have a backward: which there were, and of which pass each is a part.
+
+A *pass* is one forward of the root with all units in it, or of a unit that runs without the root. A
+unit's forward is known to autograd's graph by a :class:`ForwardToken`. When a unit's backward is
+over is decided by the schedule, from what is counted here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Collection, Sequence
+
+import torch
+
+from megafsdp.device.torch_private import base_of
+
+_numbers = itertools.count()
+
+
+class ForwardPass:
+    """One forward of the root with all units in it, or of a unit without the root."""
+
+    __slots__ = ("__weakref__",)
+
+
+class ForwardToken:
+    """One forward of a unit, alive as long as the graph it built.
+
+    Args:
+        inputs: The inputs that need a gradient, before they pass through the identity.
+        forward_pass: Which forward of the root it is a part of; None for one of its own.
+    """
+
+    __slots__ = ("__weakref__", "forward_pass", "number", "outer_ids")
+
+    def __init__(
+        self, inputs: Sequence[torch.Tensor] = (), forward_pass: ForwardPass | None = None
+    ) -> None:
+        self.forward_pass = forward_pass or ForwardPass()
+        self.number = next(_numbers)
+        # The ids stay those of the inputs: the graph, which owns this token, owns them too.
+        self.outer_ids = frozenset(id(t if base_of(t) is None else base_of(t)) for t in inputs)
+
+
+class PendingForwards:
+    """Forwards of a unit whose backward may come.
+
+    They are counted as long as anything is left of the pass that they are a part of, whether or not
+    their own graph is: that may differ between ranks, which would end the unit's backward apart. A
+    pass of which nothing is left on a rank has no backward there, and leaves nothing here.
+    """
+
+    def __init__(self) -> None:
+        # A weak key: the tokens in the graph own the pass, and no count may outlive them.
+        self._by_pass: weakref.WeakKeyDictionary[ForwardPass, set[int]]
+        self._by_pass = weakref.WeakKeyDictionary()
+
+    def add(self, token: ForwardToken) -> None:
+        """Count a forward, once."""
+        self._by_pass.setdefault(token.forward_pass, set()).add(token.number)
+
+    def discard(self, token: ForwardToken) -> None:
+        """Forget a forward, if it is counted."""
+        self._by_pass.get(token.forward_pass, set()).discard(token.number)
+
+    def clear(self) -> None:
+        """Forget all forwards."""
+        self._by_pass.clear()
+
+    def has_any_of(self, passes: Collection[ForwardPass]) -> bool:
+        """Tell whether a forward is counted that is a part of one of these passes."""
+        return any(self._by_pass.get(each) for each in passes)

@@ -1,0 +1,59 @@
+"""What ``.grad`` of a sharded parameter is: rows of a flat buffer, known by its type."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.fsdp.params.main_gradient import FlatGradient
+from tests.fsdp.toy import batches, mine, pair
+from tests.ranks import Ranks
+
+
+def _is_in_buffer(parameter: nn.Parameter, index: int) -> bool:
+    grad = parameter.grad
+    if not isinstance(grad, FlatGradient) or grad.index != index:
+        return False
+    rows = grad.buffer.tensor(index)
+    return rows.data_ptr() == local_tensor(grad).data_ptr() and rows.numel() > 0
+
+
+def _flat_gradients(strategy: str) -> None:
+    _, net = pair(strategy=strategy)
+    net(*mine(batches(1)[0])).backward()
+    (group,) = net.blocks[0]._fsdp_unit().groups
+    parameters = [p.sharded for p in group.parameters]
+    assert any(_is_in_buffer(p, i) for i, p in enumerate(parameters)), "this rank has some rows"
+    assert {id(p.grad.buffer) for p in parameters} == {id(group.gradients.main_grad.buffer)}
+    grad = net.blocks[0].up.weight.grad
+    assert isinstance(grad, FlatGradient)
+    results = [
+        grad.detach(),
+        grad.clone(),
+        grad * 2,
+        grad.to(torch.float64),
+        torch.zeros_like(grad),
+        torch._foreach_mul([grad], 2.0)[0],
+        copy.deepcopy(grad),
+    ]
+    loaded = pickle.dumps(grad)
+    assert len(loaded) < local_tensor(grad).nbytes + 10_000, "the rows alone"
+    assert not any(isinstance(result, FlatGradient) for result in results)
+    assert not any(hasattr(result, "buffer") for result in results)
+    assert torch.equal(local_tensor(results[-1]), local_tensor(grad))
+    grad.mul_(2)
+    torch._foreach_mul_([grad], 0.5)
+    net.zero_grad(set_to_none=False)
+    assert net.blocks[0].up.weight.grad is grad and isinstance(grad, FlatGradient)
+    assert not grad.buffer.flat.any()
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_only_what_lies_in_the_buffer_is_a_flat_gradient(ranks: Ranks, strategy: str) -> None:
+    """Changes in place leave it one; operations and copies make tensors that are none."""
+    ranks(2).run(_flat_gradients, strategy)
