@@ -29,7 +29,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -1, -3, 1 << 25
 def keep_freed_memory() -> None:
     """Have the C library keep what is freed for the next allocation, as a device's allocator does.
 
-    Otherwise every gathered weight would be paged in anew. Only glibc is told.
+    Otherwise every gathered weight would be paged in anew. Only glibc has the setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

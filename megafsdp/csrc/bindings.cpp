@@ -80,7 +80,7 @@ PYBIND11_MODULE(_csrc, module) {
   module.def("sum_shards", &sum_shards, py::kw_only(), py::arg("shards"), py::arg("out"),
              py::arg("numel"), py::arg("shard_dtype"), py::arg("out_dtype"), py::arg("scale"),
              py::arg("accumulate"),
-             "Write scale * (sum of shards), plus out if accumulate, to out; lets go of the GIL.");
+             "Write scale * (sum of shards), plus out if accumulate, to out; releases the GIL.");
   module.def("adam_step", &adam_step, py::kw_only(), py::arg("weight"), py::arg("remainder"),
              py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("copy_out"),
              py::arg("numel"), py::arg("grad_dtype"), py::arg("state_dtype"),
@@ -91,8 +91,8 @@ PYBIND11_MODULE(_csrc, module) {
              "GIL.");
   module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
              py::arg("dtype"), py::arg("num_threads"),
-             "Return the sum of squares in double, in a fixed order; lets go of the GIL.");
+             "Return the sum of squares in double, in a fixed order; releases the GIL.");
   module.def("zero_bytes", &zero_bytes, py::kw_only(), py::arg("address"), py::arg("nbytes"),
              py::arg("num_threads"),
-             "Write zeros with the threads of the other kernels; lets go of the GIL.");
+             "Write zeros with the threads of the other kernels; releases the GIL.");
 }

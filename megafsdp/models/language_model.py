@@ -2,7 +2,7 @@
 
 ``LanguageModel`` is the same for every architecture; what differs comes in as functions that make a
 layer and a norm. It knows nothing of sharding: parameters outside the layers (embedding, final
-norm, output layer) belong to whoever wraps the root, and are read in the forward of their own
+norm, output layer) belong to the root's unit, and are read in the forward of their own
 modules below it.
 
 Shape suffixes: B batch, T sequence, H hidden, R rotary frequencies, V vocabulary.

@@ -123,9 +123,9 @@ PYBIND11_MODULE(_cuda, module) {
              py::arg("copy_out_dtype"), py::arg("segments"), py::arg("grad_scale"),
              py::arg("flush_denormals"), py::arg("device_grad_scale"), py::arg("found_inf"),
              py::arg("table"), py::arg("device"), py::arg("stream"),
-             "Update weights and moments in place, in one launch; lets go of the GIL.");
+             "Update weights and moments in place, in one launch; releases the GIL.");
   module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
              py::arg("dtype"), py::arg("sum"), py::arg("scratch"), py::arg("device"),
              py::arg("stream"),
-             "Write the sum of squares to a double on the device; lets go of the GIL.");
+             "Write the sum of squares to a double on the device; releases the GIL.");
 }

@@ -61,7 +61,7 @@ void look_out(const Condition& met) {
 // next call before they sleep: buffers of a model are stepped one right after the other.
 //
 // A call hands out one task. Whoever has not woken when the caller has ended is not waited for, so
-// a task that leaves its work to whoever comes first loses nothing to threads that sleep long.
+// a task whose work any thread may take loses nothing to threads that sleep long.
 class Workers {
  public:
   static Workers& instance() {

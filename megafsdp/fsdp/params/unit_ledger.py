@@ -1,6 +1,6 @@
 """Where the buffers of a unit lie, on the device and on the host, and which ledger counts them.
 
-The offload policy decides what lies where. What the bytes are for is said by whoever takes them.
+The offload policy decides what lies where. The code that takes memory says what its bytes are for.
 """
 
 from __future__ import annotations
