@@ -148,9 +148,9 @@ def _train_with_flags(pins_params: bool, pins_grads: bool, device: str) -> tuple
     nbytes: Counter[bool] = Counter()
     inner = host_memory.host_bytes
 
-    def noted(num: int, *, is_pinned: bool) -> torch.Tensor:
+    def noted(num: int, *, is_pinned: bool, is_meta: bool = False) -> torch.Tensor:
         nbytes[is_pinned] += num
-        return inner(num, is_pinned=is_pinned)
+        return inner(num, is_pinned=is_pinned, is_meta=is_meta)
 
     net = shard(Net().to(device), mp_policy=BF16)
     with pytest.MonkeyPatch.context() as patch, _spying() as seen:
