@@ -1,4 +1,4 @@
-"""A distributed flat buffer: storage, views of its tensors, and the moves between its residences.
+"""A distributed flat buffer: storage, views of its tensors, and moves between residences.
 
 A :class:`DBuffer` joins a :class:`~megafsdp.buffer.layout.FlatLayout` with memory. A *shard* is
 this rank's piece of every sub-buffer, *replicate* and *partial* are the whole. For two ranks and
@@ -83,9 +83,9 @@ class DBuffer:
     def exchange(self, other: DBuffer) -> None:
         """Exchange the memory of two buffers that are alike; views stay on the memory they had."""
         assert self.flat.shape == other.flat.shape, "the buffers are alike"
-        # Tensors that were given out, such as a published gradient, must not follow.
+        # The storage objects change places, so a view that a caller has stays on its memory. The
+        # caller points its parameters and states at their new rows.
         self.storage, other.storage = other.storage, self.storage
-        # The cached views are of the memory that has gone.
         for buffer in (self, other):
             buffer._full_views = buffer._gaps = buffer._pieces = None
 
@@ -108,7 +108,7 @@ class DBuffer:
     def pieces(self) -> list[torch.Tensor]:
         """Return the 1-D view of each sub-buffer."""
         if self._pieces is None:
-            # A shard's sub-buffers follow one another without the other ranks' shards between them.
+            # In a shard the sub-buffers are adjacent: the other ranks' shards do not lie between.
             layout, is_shard = self.layout, self.residence is Residence.SHARD
             factor = 1 if is_shard else layout.num_shards
             self._pieces = [
@@ -137,7 +137,7 @@ class DBuffer:
 
     def zero_gaps(self) -> None:
         """Zero the elements that belong to no tensor."""
-        # Fresh memory may be NaN, and a fused step or a sum over ranks sweeps gaps as well.
+        # Fresh memory may be NaN, and a fused step or a sum over ranks reads gaps as well.
         for gap in self.gaps:
             gap.zero_()
 
@@ -177,18 +177,17 @@ class DBuffer:
 def gather_buffers(
     full: Sequence[DBuffer], shards: Sequence[DBuffer], *, group: dist.ProcessGroup, label: str
 ) -> Pending:
-    """Fill buffers from every rank's shards of them, in one launch; collective.
+    """Fill buffers from every rank's shards of them, in one call; collective.
 
-    The first are whole and the second shards, or the first are shards of an inner axis and the
-    second the pieces of them that an outer axis divides. A whole buffer that stands in both places
-    has this rank's part already.
+    ``full`` are whole buffers and ``shards`` their shards. Or ``full`` are shards of an inner axis
+    and ``shards`` the pieces into which an outer axis divides them. A buffer that stands in both
+    lists is whole and already contains this rank's part.
     """
     pairs = list(zip(full, shards, strict=True))
     inputs: list[torch.Tensor] = []
     for whole, own in pairs:
-        # In place: this rank's part of the output is the input, which the backend reads and leaves.
+        # In place: the input is this rank's part of the output, and the backend leaves it as it is.
         assert own is whole or own.residence is Residence.SHARD, "a gather joins shards"
         inputs += own.parts(group.rank()) if own is whole else own.pieces()
-    # All sub-buffers of all buffers in one call, which NCCL turns into one launch.
     outputs = [piece for whole, _ in pairs for piece in whole.pieces()]
     return all_gather(outputs, inputs, group=group, label=label)

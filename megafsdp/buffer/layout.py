@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from megafsdp.errors import expected
 from megafsdp.mesh.placement import Flat, Granularity
 
-# Elements; keeps every shard aligned for vector kernels in any dtype.
+# In elements; aligns every shard for vector kernels in any dtype.
 SHARD_MULTIPLE = 32
 _ROWS = Flat()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What the planner must know of one tensor.
+    """What the planner reads of one tensor.
 
     Attributes:
         name: FQN, for messages.
@@ -51,7 +51,7 @@ class TensorSpec:
     def granule(self) -> int:
         """Return how many consecutive elements a cut must keep together."""
         rows = math.prod(self.shape[1:]) if self.row_numel is None else self.row_numel
-        # A tensor without elements has rows of none, by which nothing can be divided.
+        # A tensor without elements has rows of 0 elements, and callers divide by the granule.
         return max(self.placement.granule_numel(self.shape, rows), 1)
 
 
@@ -101,7 +101,7 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         """Assert the invariants: disjoint, inside, granules never cut."""
-        # An error here would mix the rows of tensors on some ranks without a trace, so that every
+        # A wrong layout would mix the rows of tensors on some ranks without an error. So every
         # layout is checked, those made by merged() and with_block() too.
         ends = [0] * len(self.sub_buffers)
         tensors = [slot for slot in self.slots if slot.spec.numel]
@@ -111,8 +111,8 @@ class FlatLayout:
             assert ends[slot.sub_buffer] <= start, f"{name} overlaps its neighbour"
             assert stop <= shard * self.num_shards, f"{name} leaves its sub-buffer"
             ends[slot.sub_buffer] = stop
-            # A tensor over one boundary needs a row to end there; over several, each shard must be
-            # whole rows too.
+            # A tensor that crosses one boundary needs a row to end there. If it crosses several,
+            # each shard must also be a multiple of the row.
             first_cut = (start // shard + 1) * shard
             if first_cut < stop:
                 granule = slot.spec.granule
@@ -142,7 +142,7 @@ class FlatLayout:
     def owned_range(self, index: int, shard: int) -> tuple[int, int]:
         """Return the element range [start, stop) of tensor ``index`` that lies in ``shard``."""
         slot = self.slots[index]
-        # Clamped from both sides, so that a shard before or behind the tensor has an empty range.
+        # Clamped from both sides: a shard before or behind the tensor gets an empty range.
         numel, length = slot.spec.numel, self.sub_buffers[slot.sub_buffer].shard_numel
         start = min(max(shard * length - slot.offset, 0), numel)
         return start, min(max((shard + 1) * length - slot.offset, start), numel)
@@ -223,7 +223,7 @@ class FlatLayout:
             spec, divisor = slot.spec, divisors[slot.sub_buffer]
             self._require_multiple(spec.name, spec.granule, divisor)
             self._require_multiple(spec.name, slot.offset, divisor)
-            # As many rows as before, each of as many elements as it has blocks.
+            # The granules become the rows, with one element for each block.
             shape = (spec.numel // spec.granule, spec.granule // divisor)
             slots.append(
                 Slot(TensorSpec(spec.name, shape), slot.sub_buffer, slot.offset // divisor)
@@ -253,7 +253,7 @@ class FlatLayout:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def describe(self) -> str:
-        """Return the layout as a table for people: a line a sub-buffer and a line a tensor."""
+        """Return the layout as a readable table: a line a sub-buffer and a line a tensor."""
         percent = 100 * self.padding_numel / max(self.gathered_numel - self.padding_numel, 1)
         lines = [
             f"{len(self.slots)} tensors, {self.num_shards} shards of {self.shard_numel} elements, "

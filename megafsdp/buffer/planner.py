@@ -21,12 +21,12 @@ from megafsdp.mesh.placement import TensorAtomic
 
 _RELATIVE_BOUND = 0.005
 _RELATIVE_AIM = 0.001
-# Padding that costs less than another collective.
+# In elements; so little padding costs less than another collective.
 _SLACK_NUMEL = 8192
 _LEAST_FACTOR = 1.25
-# Bytes; the coarsest that pads little is taken.
+# In bytes; plan_layout() takes the coarsest that pads little.
 _ALIGNMENTS = (256, 128, 64, 32, 16)
-# Shard lengths that are tried one after another; bounds the time of planning.
+# Shard lengths that tightened() tries at most; bounds the time of planning.
 _MAX_TRIALS = 1024
 
 
@@ -83,24 +83,24 @@ def plan_layout(
     return _plan(tuple(specs), num_shards, itemsize, merge_classes)
 
 
-# Most units of a model are alike: they share one layout.
+# Units of one kind have equal specs, as names are relative to the unit: they share one layout.
 @functools.lru_cache(maxsize=64)
 def _plan(
     specs: tuple[TensorSpec, ...], num_shards: int, itemsize: int, merge_classes: bool
 ) -> FlatLayout:
     numel = sum(spec.numel for spec in specs)
-    # In elements of the gathered buffer, whose views kernels and matrix products read.
+    # Alignment is that of the gathered buffer, because kernels and matrix products read its views.
     steps = [max(nbytes // itemsize, 1) for nbytes in _ALIGNMENTS]
     tried = {
         step: _Packer(specs, num_shards, step).candidates(merge_classes=merge_classes)
         for step in dict.fromkeys(steps)
     }
-    # The least of all candidates may itself pad more than the aim: equal shards of whole rows cost
-    # what they cost, and 1.25 times that buys fewer collectives.
+    # Even the best candidate may pad more than the aim, because shards are equal and of whole rows.
+    # Then 1.25 times its padding is accepted, if that saves collectives.
     totals = [packed.total(num_shards) - numel for found in tried.values() for packed in found]
     accepted = max(_RELATIVE_AIM * numel, _SLACK_NUMEL, _LEAST_FACTOR * min(totals))
     bound = padding_bound(specs, num_shards, itemsize=itemsize)
-    # Some candidate is always accepted, the least one if no other is within the bound.
+    # The bound must not exclude every candidate: the one with the least padding always passes.
     accepted = max(min(accepted, bound), min(totals))
 
     def fewest(found: list[_Packed]) -> list[_Packed]:
@@ -111,7 +111,7 @@ def _plan(
     chosen = [packed for step in steps for packed in fewest(tried[step])]
     # A finer alignment must not cost another collective.
     chosen = [packed for packed in chosen if len(packed.bins) <= len(chosen[0].bins)]
-    # Scales of rows need every shard to be whole rows, which shortened ones need not be.
+    # Row scales need shards that are multiples of the row, and shortened shards may not be.
     if merge_classes:
         chosen = [_Packed([b.tightened(specs) for b in packed.bins]) for packed in chosen]
     least = min(packed.total(num_shards) for packed in chosen)
@@ -125,13 +125,14 @@ def padding_bound(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: int
 
     The larger of 0.5 % of the elements and what equal row-aligned shards cost at least: for each
     row class less than ``num_shards * lcm(granule, 32)``, and for each tensor less than one
-    alignment step. Tensor-atomic tensors are left out: a shard is made of whole ones, and no bound
-    but the largest applies.
+    alignment step. For tensor-atomic tensors ``num_shards`` times their elements are added, because
+    one shard may contain them all.
     """
     fine = max(16 // itemsize, 1)
     numel = sum(spec.numel for spec in specs)
     atomic = [s for s in specs if isinstance(s.placement, TensorAtomic)]
     if atomic:
+        # The factor 200 cancels _RELATIVE_BOUND, which multiplies the sum below.
         numel += num_shards * sum(s.numel for s in atomic) * 200
     rows = {s.granule for s in specs if not isinstance(s.placement, TensorAtomic)}
     classes = sum(num_shards * math.lcm(granule, SHARD_MULTIPLE) for granule in rows)
@@ -153,7 +154,8 @@ class _Bin:
 
     def append(self, index: int, spec: TensorSpec) -> None:
         """Place a tensor behind all others."""
-        # Shards are multiples of every granule here, so an offset that is one too cuts no row.
+        # Shards are multiples of every granule here, so a tensor whose offset is a multiple of its
+        # own granule has no cut row.
         offset = _round_up(self.end, math.lcm(spec.granule, self.alignment))
         if offset > self.end:
             self.free.append((self.end, offset))
@@ -167,7 +169,7 @@ class _Bin:
 
     def fill(self, index: int, spec: TensorSpec) -> bool:
         """Place a tensor that may be cut anywhere into slack, if there is enough."""
-        # The rest of the last shard is tried last, so that it stays in one piece.
+        # The free end is tried last, so that it stays one range, in which long tensors fit.
         ranges = [*self.free, (self.end, self.num_shards * self.shard)]
         for k, (start, stop) in enumerate(ranges):
             offset = _round_up(start, self.alignment)
@@ -190,8 +192,8 @@ class _Bin:
         """
         if any(isinstance(specs[i].placement, TensorAtomic) for i in self.placed):
             return self
-        # Shards cannot be shorter than their elements. A tensor longer than two of them crosses
-        # several boundaries, so its rows must divide a shard.
+        # The shards together must have room for all elements. A tensor longer than two shards
+        # crosses several boundaries, so its rows must divide a shard.
         least = -(-sum(specs[i].numel for i in self.placed) // self.num_shards)
         long = [specs[i].granule for i in self.placed if specs[i].numel > 2 * self.shard]
         step = math.lcm(SHARD_MULTIPLE, self.aligned, *long)
@@ -205,7 +207,7 @@ class _Bin:
 
     def takes(self, order: Sequence[int], specs: Sequence[TensorSpec]) -> bool:
         """Place tensors in shards of this length; return whether they fit without a cut row."""
-        # Matrices first, in their order, for vectors fill what slack they leave.
+        # Matrices first, in their order, because vectors may be cut anywhere and fill the slack.
         for i in (i for i in order if specs[i].granule > 1):
             offset = self._first_uncut(specs[i])
             if offset is None:
@@ -226,15 +228,15 @@ class _Bin:
             stop = offset + spec.numel
             if stop <= cut or (cut - offset) % granule == 0:
                 return offset if stop <= cut + shard or shard % granule == 0 else None
-            # The next aligned offset with whole rows before the cut, or the cut itself.
-            # Multiples of the alignment meet a row's end only if the distance to the cut is a
-            # multiple of their greatest common divisor.
+            # Move to the next aligned offset with whole rows before the cut, or to the cut itself.
+            # Such an offset exists only if the remainder to the cut is a multiple of
+            # gcd(alignment, granule).
             divisor = math.gcd(self.alignment, granule)
             steps, rest = divmod((cut - offset) % granule, divisor)
             if rest:
                 offset = _round_up(cut, self.alignment)
                 continue
-            # Solved, not searched: rows and alignment repeat after granule / divisor steps.
+            # Solved by a modular inverse, not searched: a long row would take thousands of steps.
             period = granule // divisor
             steps = steps * pow(self.alignment // divisor, -1, period) % period
             offset = min(offset + steps * self.alignment, _round_up(cut, self.alignment))
@@ -258,7 +260,6 @@ class _Packed:
 
     def freeze(self, specs: Sequence[TensorSpec], num_shards: int) -> FlatLayout:
         """Return the candidate as a layout."""
-        # Sub-buffers lie one after the other, in the gathered buffer as in the local one.
         subs, where, local = [], {}, 0
         for k, packed in enumerate(self.bins):
             subs.append(SubBuffer(local * num_shards, local, packed.shard))
@@ -283,7 +284,7 @@ class _Packer:
                 self.fillers.append(i)
             else:
                 self.classes.setdefault(spec.granule, []).append(i)
-        # The longest first, while there is slack for them; by index if equal, alike on all ranks.
+        # The longest first, while there is slack for them. Ties go by index, alike on all ranks.
         self.fillers.sort(key=lambda i: (-specs[i].numel, i))
 
     def candidates(self, *, merge_classes: bool) -> list[_Packed]:
@@ -295,7 +296,8 @@ class _Packer:
         partition: list[tuple[int, ...]] = [(granule,) for granule in sorted(self.classes)]
         found = []
         while True:
-            # Apart, vectors leave the matrices' shards shorter; filled in, they save a sub-buffer.
+            # Vectors in a sub-buffer of their own may shorten the matrices' shards; vectors in the
+            # slack of others save that sub-buffer. Neither is always better.
             fillings = (True, False) if merge_classes else (False,)
             found += [self.complete(partition, is_filled=is_filled) for is_filled in fillings]
             if len(partition) < 2 or not merge_classes:
@@ -305,7 +307,7 @@ class _Packer:
     def pack(self, granules: Sequence[int]) -> _Bin:
         """Pack some classes into one sub-buffer, the longest rows first."""
         packed = _Bin(granules, self.num_shards, self.alignment)
-        # The longest rows first: where sizes divide one another, nothing is lost between classes.
+        # Where row sizes divide one another, this order leaves no gap but for the alignment.
         for granule in sorted(granules, reverse=True):
             for i in self.classes[granule]:
                 packed.append(i, self.specs[i])
@@ -331,7 +333,7 @@ def _merge_cheapest(
     partition: list[tuple[int, ...]], shard_of: Callable[[tuple[int, ...]], int]
 ) -> list[tuple[int, ...]]:
     """Merge the two sub-buffers whose union grows the shard least."""
-    # Cubic in the number of classes, of which a model has a handful.
+    # Packs every pair anew: cheap, because a model has few row classes.
     alone = [shard_of(granules) for granules in partition]
     pairs = [(a, b) for a in range(len(partition)) for b in range(a + 1, len(partition))]
     a, b = min(

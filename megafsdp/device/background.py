@@ -1,6 +1,6 @@
 """A thread that runs jobs beside the caller, the most urgent of those that can begin first.
 
-What a job does is its own: it raises nothing here, and its owner asks it for its error.
+The file does not handle errors of jobs: a job raises nothing, and its owner reads its error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Queue:
             if not self._jobs:
                 return None
             by_urgency = sorted(self._jobs, key=lambda job: job.urgency)
-            # If none can begin, what the oldest waits for comes first.
+            # If none can begin, the oldest is taken: what it waits for was probably issued first.
             chosen = next((job for job in by_urgency if _can_begin(job)), self._jobs[0])
             self._jobs.remove(chosen)
             return chosen
@@ -65,7 +65,8 @@ def _can_begin(job: Job) -> bool:
     try:
         return job.can_begin
     except Exception:
-        return True  # The job meets the error again when it runs, and keeps it.
+        # The job raises this again inside run(), which records it.
+        return True
 
 
 class BackgroundThread:
@@ -87,7 +88,7 @@ class BackgroundThread:
     def submit(self, job: Job) -> None:
         """Queue a job; local, returns at once."""
         if self._thread is None:
-            # The thread refers to the queue alone: an owner that is deleted closes the thread.
+            # The thread refers only to the queue, so its owner can be deleted and close the thread.
             self._thread = threading.Thread(
                 target=_serve, args=(self._queue,), name=self._name, daemon=True
             )
@@ -103,7 +104,7 @@ class BackgroundThread:
         """
         self._queue.close()
         thread, self._thread = self._thread, None
-        # A garbage collection in the thread itself may be what closes it.
+        # A garbage collection that runs in the thread itself may call this.
         if thread is None or thread is threading.current_thread():
             return
         num_left = -1
@@ -121,5 +122,5 @@ class BackgroundThread:
 def _serve(jobs: _Queue) -> None:
     while (job := jobs.take()) is not None:
         job.run()
-        # The job's tensors would else live until the next job comes.
+        # The job's tensors would otherwise live until the next job.
         del job

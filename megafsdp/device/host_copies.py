@@ -1,9 +1,9 @@
-"""Copies between a device and the host that run beside the calling thread, each way by itself.
+"""Copies between a device and the host beside the calling thread, independent in each direction.
 
 A :class:`StreamLink` is CUDA's: a stream each way. Where the device is a CPU a :class:`ThreadLink`
 makes the same copies between buffers of the host, in a thread each way, so that order and waits
-are those of a device; a speed and a device's clock may be given to it, which make it the link of a
-simulated device. What is copied, and when, is decided by the caller.
+are those of a device. With a speed and a device's clock it simulates the link of a device. What is
+copied, and when, is decided by the caller.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _ThreadTransfer:
                 target.copy_(source)
                 nbytes += source.nbytes
         if self._bytes_per_s is not None:
-            # The copy itself is part of the time that the link would take.
+            # The copy has taken a part of the simulated link's time, so only the rest is slept.
             time.sleep(max(0.0, begin_s + nbytes / self._bytes_per_s - time.perf_counter()))
 
     @property

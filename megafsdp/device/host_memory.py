@@ -14,8 +14,8 @@ import torch
 
 _ALIGNMENT = 256
 _HUGE_PAGE_NBYTES = 1 << 21
-# Of mallopt(3), glibc: free bytes at the end of the heap that it keeps, and the size from which on
-# a block is mapped by itself, which is 32 MiB at most.
+# Parameters of glibc's mallopt(3), each with its value: free bytes kept at the end of the heap, and
+# the size from which a block is mapped by itself, at most 32 MiB.
 _TRIM_THRESHOLD, _KEPT_NBYTES = -1, (1 << 31) - 1
 _MAPPING_THRESHOLD, _MAPPED_NBYTES = -3, 1 << 25
 _MALLOC_SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
@@ -60,6 +60,7 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = ((_TRIM_THRESHOLD, _KEPT_NBYTES), (_MAPPING_THRESHOLD, _MAPPED_NBYTES))
+    # A list, not a generator: the second setting is made even if the first is refused.
     return all([mallopt(name, value) == 1 for name, value in settings])
 
 
@@ -89,7 +90,7 @@ class HostArena:
 
     @property
     def memory(self) -> torch.Tensor:
-        """Return all of it, 1-D uint8."""
+        """Return the whole memory as a 1-D uint8 tensor."""
         return self._memory
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

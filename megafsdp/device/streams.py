@@ -63,7 +63,8 @@ class DeviceHandle:
         if stream is None:
             yield
             return
-        # A new thread's device is the first GPU, on which a stream alone would make a context.
+        # A new thread's current device is GPU 0. torch.cuda.stream() alone would create a CUDA
+        # context there, which takes memory.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 

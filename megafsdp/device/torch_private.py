@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T", bound=torch.Tensor)
 
-# For each parameter in every step: a function of C costs half of what one in Python does.
+# Read for each parameter in every step, where attrgetter costs half of a Python function.
 _read_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
@@ -69,7 +69,7 @@ def base_of(view: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_backward_running() -> bool:
-    """Tell whether the autograd engine runs on this thread, as during recomputation.
+    """Return whether the autograd engine runs on this thread, as during recomputation.
 
     Public: none. 2.11 to 2.13.
     """

@@ -1,7 +1,7 @@
 """Meshes, placements, and what layers declare about their parameters.
 
-The names of mesh axes are spelt here and nowhere else, as are the names that torch.distributed
-keeps to itself (torch_private.py).
+The names of mesh axes are spelt here and nowhere else, as are the private names of
+torch.distributed (torch_private.py).
 
 Read first: parallel_dims.py.
 """

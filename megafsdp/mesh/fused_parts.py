@@ -78,7 +78,7 @@ class FusedParts:
 
 def _name_each_part(templates: tuple[str, ...], num_parts: int) -> bool:
     """Return whether templates are distinct, as many as the parts, and of known fields."""
-    # A part must not have the name of the whole parameter, which would be read in its place.
+    # A part stored under the whole parameter's name would be loaded in place of the parameter.
     if len({*templates, "{module}.{parameter}"}) != num_parts + 1 or len(templates) != num_parts:
         return False
     try:

@@ -4,6 +4,7 @@ A placement gives the granule of a tensor that a cut between two ranks must not 
 the default (whole rows); ``BlockAtomic`` keeps blocks of rows together, for scaling factors that
 span rows; ``TensorAtomic`` keeps whole tensors together, for optimizers that need a matrix in one
 place.
+
 A :class:`Residence` says whether a rank has one shard of a buffer or all of it, and
 :data:`TRANSITIONS` names the collective that turns one residence into another.
 """
@@ -72,16 +73,16 @@ Granularity = Flat | BlockAtomic | TensorAtomic
 class Residence(Enum):
     """What part of a flat buffer a rank has."""
 
-    # This rank's 1/N.
+    # 1/N of the elements, those of this rank's shard.
     SHARD = "shard"
-    # All of it, equal on every rank.
+    # All elements, equal on every rank.
     REPLICATE = "replicate"
-    # All of it, to be summed over ranks.
+    # All elements, each an addend of a sum over ranks that is still to be made.
     PARTIAL = "partial"
 
 
-# (from, to) -> the collective of buffer/comm/collectives.py; a pair that is not listed needs none
-# or is unsound.
+# (from, to) -> the collective of buffer/comm/collectives.py. A missing pair needs no collective or
+# is unsound.
 TRANSITIONS: dict[tuple[Residence, Residence], str] = {
     (Residence.SHARD, Residence.REPLICATE): "all_gather",
     (Residence.PARTIAL, Residence.SHARD): "reduce_scatter",

@@ -35,7 +35,7 @@ StorageInfo = filesystem._StorageInfo
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return the very local tensor of a DTensor: its version counter, no autograd.
+    """Return the local tensor object of a DTensor: its version counter, no autograd.
 
     Public: ``DTensor.to_local()`` makes a new view through autograd, several times as slow. 2.11 to
     2.13.
@@ -57,9 +57,10 @@ def make_dtensor(cls: type[D], local: torch.Tensor, spec: DTensorSpec) -> D:
 
     Public: ``DTensor.from_local()`` makes no subclass, and is several times as slow. 2.11 to 2.13.
     """
-    # A wrapper takes over the offset, and torch's staging an offset for the address of a storage.
+    # A wrapper without memory takes the offset over. Its data_ptr() is then not 0, and torch's
+    # staging would copy it as if it had memory.
     source = local.new_empty(0) if local.storage_offset() else local
-    # DTensor's initializer serves export alone, and takes longer than all else that is done here.
+    # DTensor.__init__ serves export alone, and would take longer than the rest of this function.
     result = cast(D, cls.__new__(cls, source, spec, requires_grad=False))
     result._local_tensor = local
     return result
@@ -109,7 +110,7 @@ def check_before_chunk_writes(check: Callable[[DTensor], None]) -> None:
         local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
     ) -> None:
         for key in keys:
-            # The DTensor and the full tensor, or whatever needs no cutting.
+            # A pair is a DTensor and its full tensor; any other value needs no cut.
             pair = local_state_dict.get(key)
             if isinstance(pair, tuple):
                 check(pair[0])

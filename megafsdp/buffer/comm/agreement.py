@@ -1,7 +1,7 @@
-"""Errors that one rank finds and all ranks must raise, lest the others wait for ever.
+"""Errors that one rank finds and all ranks must raise, or the others wait for ever.
 
-Work that only one rank can fail at is run by :func:`attempt`; then the ranks exchange what came of
-it, and raise alike. :func:`raise_together` exchanges errors alone, :func:`agree` values too;
+Work that may fail on one rank alone is run by :func:`attempt`; then the ranks exchange the outcomes
+and raise alike. :func:`raise_together` exchanges errors alone, :func:`agree` values too;
 :func:`on_rank_zero` is for what one rank does for all. Each exchange is one small collective,
 called by all ranks: a save makes three and a load two, whatever the number of tensors. What is done
 about an error is decided by the caller.
@@ -18,7 +18,7 @@ from megafsdp.buffer.comm.collectives import all_gather_objects, broadcast_objec
 from megafsdp.errors import MAX_RANKS, CheckpointError, listed
 
 T = TypeVar("T")
-# A rank's value, or None with what went wrong there.
+# A rank's value and None, or None and the text of its error.
 Outcome = tuple[T | None, str | None]
 
 
@@ -31,7 +31,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Run something on this rank; return its value or its error, to be agreed on later."""
-    # The caller goes on to a collective, which an exception here would leave the others alone in.
+    # An exception here would skip the collective that follows, in which the other ranks wait.
     try:
         return action(), None
     except Exception as error:
@@ -51,7 +51,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
     failures = _failures(all_gather_objects((None, text), group))
-    # After the collective: the ranks without an error are in it, and must come out of it.
+    # Only after the collective: the ranks without an error wait in it for this one.
     if error is not None:
         raise error
     if failures:
@@ -97,7 +97,6 @@ def values_of(outcomes: Sequence[Outcome[T]], error: Exception | None = None) ->
     """
     failures = _failures(outcomes)
     if failures:
-        # What all ranks find alike, a missing directory say, is said once.
         is_one = len({text for _, text in failures}) == 1
         message = failures[0][1] if is_one else _quoted(failures)
         if len(failures) < len(outcomes):

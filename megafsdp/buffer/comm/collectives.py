@@ -1,8 +1,8 @@
 """The one door to ``torch.distributed`` collectives.
 
-Every exchange between ranks goes through this file, hence it is the one place for what differs
-between torch versions and backends, for the byte view of dtypes that a backend refuses, and for the
-count of calls and bytes (:func:`record_collectives`). It takes tensors and process groups; layouts,
+Every exchange between ranks goes through this file. So it is the one place for what differs between
+torch versions and backends, for the byte view of dtypes that a backend refuses, and for the count
+of calls and bytes (:func:`record_collectives`). It takes tensors and process groups; layouts,
 units and the order of collectives are decided above.
 
 Collectives of flat buffers return a :class:`Pending`, on which gloo blocks the thread and NCCL the
@@ -52,14 +52,14 @@ class Pending:
             RuntimeError: A collective failed. Those beside it have ended too: they use memory that
                 the caller may free now.
         """
-        # Emptied first: a wait that raises is not repeated, and a finishing step never runs twice.
+        # Emptied first: a second wait() neither repeats an error nor finishes the collective again.
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
         for index, work in enumerate(works):
             try:
                 work.wait()
             except RuntimeError:
-                # The caller frees the buffers of all of them, into which the others may yet write.
+                # The caller frees the buffers of all works, and the others may still write theirs.
                 Pending(works[index + 1 :]).wait()
                 raise
         if finish is not None:
@@ -78,7 +78,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 @functools.cache
 def _parse(config: str) -> dict[str, str]:
-    # Of cpu:gloo,cuda:nccl and the like; cached, as each collective needs it.
+    # The text is like cpu:gloo,cuda:nccl. Cached, because every gather and sum asks for it.
     return dict(item.split(":") for item in config.split(","))
 
 
@@ -107,7 +107,7 @@ _REDUCE_OPS = {
 # Its bytes differ between ranks, so MEGAFSDP_DEBUG=1 must not compare them.
 _UNEVEN = "all_to_all"
 
-# A thread of gloo that still drops its tensors when the interpreter ends would abort the process.
+# A gloo thread that still frees its tensors when the interpreter ends would abort the process.
 atexit.register(wait_for_rest)
 
 
@@ -121,7 +121,7 @@ def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
     mine = trace.encode(kind, label, nbytes).to(small_device(everyone))
-    # Not by all_gather() below, which would count it, and compare labels before it without end.
+    # all_gather() below would count this exchange and compare labels before it, without end.
     labels = mine.new_empty(everyone.size() * mine.numel())
     _all_gather_single(labels, mine, group=everyone)
     ranks = dist.get_process_group_ranks(everyone)
@@ -143,23 +143,23 @@ def all_gather(
         output: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
         shards: For each sub-buffer this rank's 1-D shard of ``S`` elements, of the same dtype; it
             may be this rank's part of the output.
-        group: Ranks that hold the shards, in shard order.
+        group: Ranks whose shards are gathered, in shard order.
         label: FQN of the unit, for counters and profilers.
 
     Returns:
         The pending collective. Neither side may be touched before ``wait()``.
     """
     _count("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
-    # NCCL coalesces tensors of one dtype alone; codes and scales of a format have two.
+    # NCCL coalesces only tensors of one dtype, and codes and scales of a format have two dtypes.
     as_bytes = len({o.dtype for o in output}) > 1
     pairs = [
         (_wire_view(o, as_bytes), _wire_view(s, as_bytes))
         for o, s in zip(output, shards, strict=True)
     ]
     with profiler_range("all_gather", label):
-        # torch's gloo threads write the name of the last work without a lock. That of a coalesced
-        # gather is too long to lie in the string itself, so two works that end together would free
-        # its memory twice. On meta tensors, in an estimate, torch has no coalesced gather either.
+        # torch's gloo threads write the name of the last work without a lock. The name of a
+        # coalesced gather is too long for the string's inline storage: two works that end together
+        # would free its heap memory twice. For meta tensors torch has no coalesced gather.
         if len(pairs) == 1 or output[0].is_meta or is_gloo(group, output[0].device):
             return Pending([_gather(out, shard, group) for out, shard in pairs])
         with coalesce_collectives(group) as coalesced:
@@ -171,9 +171,9 @@ def all_gather(
 def _gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     if group.size() != 2 or not is_gloo(group, out.device):
         return _all_gather_single(out, shard, group=group, async_op=True)
-    # Between two ranks straight into the output: gloo's own all-gather copies it twice.
+    # Two ranks exchange halves straight into the output: gloo's all-gather would copy it twice.
     halves = out.chunk(2)
-    # In place the shard is this half already.
+    # A gather in place has its shard in this half already.
     if halves[group.rank()].data_ptr() != shard.data_ptr():
         halves[group.rank()].copy_(shard)
     return _swap(halves[1 - group.rank()], shard, group)
@@ -223,7 +223,7 @@ def reduce_scatter(
             works.append(work)
             finishes.append(_summing(out, shards_of, scale, accumulate))
 
-    # The sums read what the exchanges have received, hence run in wait(), on the thread that waits.
+    # The sums read what the exchanges receive, so they run in wait(), after the exchanges.
     def finish() -> None:
         for step in finishes:
             step()
@@ -254,12 +254,11 @@ def _exchange(
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
     """Send each rank its shard of the sum; return what is to be summed, in rank order."""
     rank, parts = group.rank(), list(partial.chunk(group.size()))
-    # One rank: the sum reads the partials themselves, scaled and cast like any other.
     if len(parts) == 1:
         return None, parts
     if len(parts) == 2:
-        # The own part stays where it is, which halves the bytes. With more ranks it lies between
-        # parts that are sent, and all_to_all_single sends one contiguous tensor.
+        # The own part is not sent, which halves the bytes. With more ranks it lies between parts
+        # that are sent, and all_to_all_single sends one contiguous tensor.
         received = torch.empty_like(parts[0])
         work = _swap(received, parts[1 - rank], group)
         return work, [parts[r] if r == rank else received for r in range(2)]
@@ -271,7 +270,7 @@ def _exchange(
 def _library_reduce_scatter(
     partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
-    # A cast makes a copy that lives until the wait; the library sums in the dtype that it is sent.
+    # The library sums in the dtype of its input. A cast makes a copy that lives until the wait.
     wire = partial.to(reduce_dtype)
     reduced = wire.new_empty(wire.numel() // group.size())
     return _reduce_scatter_single(reduced, wire, group=group, async_op=True), [reduced]
@@ -346,7 +345,7 @@ def start_all_reduce(
     _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
-    # Gradients on the host give a norm on the host, which NCCL alone cannot reduce.
+    # Gradients on the host give a norm on the host, and a group with NCCL alone cannot reduce it.
     is_there = tensor.is_meta or tensor.device.type in backends(everyone)
     sent = tensor if is_there else tensor.to(small_device(everyone))
     work = dist.all_reduce(sent, op=_REDUCE_OPS[op], group=group, async_op=True)
@@ -423,13 +422,13 @@ def require_equal(
     Raises:
         ValueError: The values differ.
     """
-    # A digest: the values of all ranks on each rank would be megabytes at thousands of ranks.
+    # A digest, because whole values would be megabytes on each rank at thousands of ranks.
     digest = hashlib.sha256(value.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=small_device(group))
     digests = mine.new_empty(group.size() * mine.numel())
     _count("require_equal", what, digests.numel(), group)
     _all_gather_single(digests, mine, group=group)
-    # All ranks compare with rank 0, not with themselves, so that all of them raise or none.
+    # Compared with rank 0's value, not with the own one, so that all ranks raise or none.
     is_odd = (digests.view(group.size(), -1) != digests[: mine.numel()]).any(dim=1)
     if is_odd.any():
         odd = is_odd.nonzero().flatten().tolist()
@@ -444,6 +443,6 @@ def require_equal(
 
 
 def _wire_view(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:
-    """Return a byte view if wanted, and of dtypes that backends do not know (FP8, FP4)."""
+    """Return a byte view if wanted, and of dtypes that no backend supports (FP8, FP4)."""
     is_narrow_float = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
     return tensor.view(torch.uint8) if as_bytes or is_narrow_float else tensor

@@ -9,8 +9,8 @@ and the torch fallback give the same bits.
 after it has woken the thread that waited for the collective, and to free a tensor with a Python
 object takes Python's lock. If the interpreter has ended by then, the lock ends the thread, and C++
 answers ``terminate called without an active exception``: a run that has done all its work ends by
-SIGABRT. To join the threads is no way out: they end with the last reference to their process group,
-which models and optimizers have.
+SIGABRT. The threads cannot be joined: they end with the last reference to their process group, and
+models and optimizers have such references.
 
 This file issues no collective; collectives.py does.
 """
@@ -57,7 +57,7 @@ def sum_shards(
     """
     _check(shards, out)
     native = native_module()
-    # The kernel reads pointers of the host, and is asked for nothing where there is nothing.
+    # The kernel reads host memory only, and an empty tensor may have a null pointer.
     if native is None or out.device.type != "cpu":
         _sum_shards_in_torch(shards, out, scale, accumulate)
     elif out.numel() > 0:
@@ -77,12 +77,12 @@ def _sum_shards_in_torch(
     shards: Sequence[torch.Tensor], out: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
     is_double = torch.float64 in (shards[0].dtype, out.dtype)
-    # A copy even of an fp32 shard: the caller's buffer must not become the sum.
+    # Copied even if it is fp32: the sum must not overwrite the caller's shard.
     total = shards[0].to(torch.float64 if is_double else torch.float32, copy=True)
     for shard in shards[1:]:
         # In place, torch converts a narrower operand exactly and adds in the dtype of the total.
         total.add_(shard)
-    # The kernel's order: the scale multiplies the whole sum, before the old output is added.
+    # The native kernel's order, for equal bits: scale the whole sum, then add the old output.
     total.mul_(scale)
     if accumulate:
         total.add_(out)
@@ -128,13 +128,13 @@ def _check(shards: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 _TASKS = Path("/proc/self/task")
-# As torch names its threads, cut to the 15 letters that Linux keeps of a name.
+# torch's name for its gloo threads, cut to the 15 letters that Linux keeps, in stat's brackets.
 _NAME = "(pt_gloo_runloop)"
 _INTERVAL_S = 0.001
 
 
 def wait_for_rest(patience_s: float = 2.0) -> None:
-    """Return when no thread of gloo has anything left to run, or patience is at its end.
+    """Return when no thread of gloo has anything left to run, or ``patience_s`` has passed.
 
     Local. A thread that sleeps is at rest, even if it waits for a rank that never comes. Returns
     at once where the system has no ``/proc``.
@@ -143,8 +143,8 @@ def wait_for_rest(patience_s: float = 2.0) -> None:
         patience_s: How long to wait at most, in seconds.
     """
     deadline_s = time.monotonic() + patience_s
-    # Python's lock is free while this thread sleeps, so a thread that waits for it at the first
-    # look has run or can run by the second.
+    # A thread that waits for Python's lock looks asleep. The lock is free while this thread sleeps,
+    # so by the second look that thread has run or shows as running.
     num_quiet = 0
     while num_quiet < 2 and time.monotonic() < deadline_s:
         num_quiet = 0 if _is_any_running() else num_quiet + 1

@@ -20,7 +20,7 @@ import torch
 from megafsdp.errors import MAX_RANKS, expected, listed
 
 DEBUG_VARIABLE = "MEGAFSDP_DEBUG"
-# Bytes of a label: equal on all ranks, so that labels can be gathered.
+# Bytes of a label. Equal on all ranks, because labels are gathered into one tensor.
 _WIDTH = 256
 
 
@@ -44,8 +44,7 @@ class CollectiveRecord:
     events: list[tuple[str, str]] = field(default_factory=list)
 
 
-# Process-wide like the process group itself: backward may run in other threads than the recording
-# one.
+# Process-wide, not of one thread: backward may issue collectives on another thread.
 _open_records: list[CollectiveRecord] = []
 
 
@@ -80,13 +79,13 @@ def is_enabled() -> bool:
 
 def encode(kind: str, label: str, nbytes: int) -> torch.Tensor:
     """Encode what a rank is about to do as ``(256,)`` uint8; a long label loses its beginning."""
-    # Cut at the front: a long FQN differs from its neighbours at its end, as do the bytes.
+    # Cut at the front: long FQNs of neighbours differ at their ends, and the bytes come last.
     text = f"{kind} of '{label}', {nbytes} bytes".encode()[-_WIDTH:]
     return torch.tensor(list(text.ljust(_WIDTH)), dtype=torch.uint8, device="cpu")
 
 
 def require_same(labels: torch.Tensor, ranks: Sequence[int]) -> None:
-    """Raise if ranks are about to do different things; all of them alike.
+    """Raise on all ranks alike if they are about to issue different collectives.
 
     Args:
         labels: ``(ranks, 256)`` uint8 on the CPU, as :func:`encode` makes them.
@@ -98,7 +97,7 @@ def require_same(labels: torch.Tensor, ranks: Sequence[int]) -> None:
     texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in labels]
     if len(set(texts)) == 1:
         return
-    # The first rank of each text is enough: thousands of ranks do two or three different things.
+    # One rank for each text: thousands of ranks issue two or three different collectives.
     first: dict[str, int] = {}
     for rank, text in zip(ranks, texts, strict=True):
         first.setdefault(text, rank)

@@ -39,15 +39,14 @@ def register_writer(tensors: Iterable[torch.Tensor], writer: Writer) -> None:
 
 def unregister_writer(writer: Writer) -> None:
     """Remove a writer: readers of its memory no longer wait."""
-    # A copy: the writer's thread and a reader may both come here, and a dict must not change under
-    # a loop.
+    # Loops over a copy: another thread may change the dict meanwhile.
     for key, reference in list(_writers.items()):
         if reference() in (None, writer):
             _writers.pop(key, None)
 
 
 def wait_for_writer(tensor: torch.Tensor) -> None:
-    """Return when no other thread writes what a plain tensor lies in.
+    """Return when no other thread writes the storage of a plain tensor.
 
     Raises:
         Exception: What made the writer fail.
@@ -59,7 +58,7 @@ def wait_for_writer(tensor: torch.Tensor) -> None:
 
 
 def is_any_in_use() -> bool:
-    """Return whether anything may have to be waited for; cheaper than to look at tensors."""
+    """Return whether any writer is registered; cheaper than a look at each tensor."""
     return bool(_writers)
 
 

@@ -35,7 +35,7 @@ from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_
 Self = TypeVar("Self", bound="RowShardedDTensor")
 
 _NEW_EMPTY = "new_empty"
-# Their results have the source's shape, element by element, though torch does not tag them
+# Elementwise in effect, with results of the source's shape, though torch does not tag them
 # pointwise.
 _LIKE = frozenset(
     {"detach", "clone", "alias", "contiguous", "_to_copy", "lift_fresh", "copy_"}
@@ -51,9 +51,9 @@ _REDUCTIONS = frozenset(
     {"sum", "norm", "linalg_vector_norm", "_foreach_norm", "any", "all", "equal", "count_nonzero"}
     | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
 )
-# Of these an infinite order exists, for which DTensor takes maxima of the shards.
+# A norm of infinite order has no value on an empty shard; _reduce() refuses it.
 _NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
-# What only the function path of torch 2.11 meets: names of methods, not of operators.
+# Names of functions and methods, not of operators; rule_function() alone reads these four (2.11).
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
 _EXTREMA = frozenset({"max", "min"})
 _INDEXING = frozenset({"__getitem__", "__setitem__", "__iter__"})
@@ -68,13 +68,13 @@ IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) <
 
 
 class RowShardedDTensor(DTensor):
-    """A DTensor whose local tensor is any range of its rows; its layout says which."""
+    """A DTensor whose local tensor is any range of its rows, which its layout gives."""
 
     _uneven_layout: UnevenLayout
 
     @classmethod
     def wrap(cls: type[Self], local: torch.Tensor, spec: DTensorSpec, layout: UnevenLayout) -> Self:
-        """Make one over a local tensor, with its dtype; outside autograd, no copy."""
+        """Wrap a local tensor, keeping its dtype; outside autograd, no copy."""
         meta = spec.tensor_meta
         assert meta is not None, "an uneven DTensor has a global shape"
         if meta.dtype != local.dtype:
@@ -99,15 +99,15 @@ class RowShardedDTensor(DTensor):
         name = schema_of(func).name.removeprefix("aten::")
         is_pointwise = torch.Tag.pointwise in func.tags
         if name.endswith("_") and not is_pointwise:
-            # Some forms in place lack the tag: abs_.
+            # torch does not tag some in-place forms, such as abs_.
             is_pointwise = _is_pointwise(name[:-1])
-        # A view as another dtype of the same size keeps rows and cuts: codes are seen as bytes.
+        # A view as a dtype of the same size keeps rows and cuts; FP8 codes are viewed as bytes.
         if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
             is_pointwise = args[1].itemsize == args[0].dtype.itemsize
         return _run_by_rule(func, name, is_pointwise, args, kwargs or {})
 
 
-# Of the running thread's context: another thread, loading a checkpoint say, is not concerned.
+# A context variable, because another thread, such as one that loads a checkpoint, may draw.
 _refused = contextvars.ContextVar("refused", default=frozenset[str]())
 
 
@@ -155,13 +155,13 @@ def _reduce(
 ) -> Any:
     """Run a reduction through DTensor; refuse a result that depends on the cuts."""
     if name in _NORMS and not {math.inf, -math.inf}.isdisjoint(_numbers(args, kwargs)):
-        # An empty shard has no largest element: it would raise on some ranks and hang the rest.
+        # An empty shard has no largest element, so some ranks would raise and the others hang.
         refuse(f"{name} of infinite order", args, kwargs)
     result = func(*args, **kwargs)
     _count_writes(func, args, kwargs)
     for leaf in _leaves_of([result]):
         if isinstance(leaf, DTensor) and any(p.is_shard() for p in leaf.placements):
-            # One value a row: sharded like the rows, which no plain DTensor can say.
+            # One value a row would be cut like the rows, which a plain DTensor cannot express.
             refuse(f"{name} of each row", args, kwargs)
     return result
 
@@ -227,7 +227,7 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if isinstance(result, (list, tuple)):
         firsts = lists[0] if lists else sources
         return type(result)(_wrap_result(r, s) for r, s in zip(result, firsts, strict=False))
-    # In place the result is an operand: its wrapper must stay the object that the caller has.
+    # An in-place operation returns its operand, which must stay the object that the caller has.
     for leaf in sources:
         if result is local_of(leaf):
             return leaf
@@ -265,8 +265,8 @@ def _names_written(func: OpOverload) -> frozenset[str]:
     return frozenset(schema_of(func).arguments[place].name for place in _places_written(func))
 
 
-# Operators nest tensors in flat lists alone: torch's general trees cost ten times as much, which
-# shows with hundreds of parameters in one call.
+# Operators nest tensors in flat lists only. torch's pytree would cost ten times as much, which is
+# noticeable with hundreds of parameters in one call.
 def _leaves_of(args: Iterable[object]) -> list[object]:
     leaves: list[object] = []
     for arg in args:
@@ -299,7 +299,7 @@ def _local_operand(value: object) -> object:
     """Return what stands for an operand in a local operation."""
     if isinstance(value, RowShardedDTensor):
         return local_of(value)
-    # A scalar such as a norm may still be a sum over ranks to be made.
+    # A scalar such as a norm may be Partial: its reduction over ranks is still to be made.
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -334,7 +334,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
     sharded = [o for o in operands if isinstance(o, RowShardedDTensor)]
     if not sharded:
         return
-    # Two tensors of one local shape may be different rows, which the kernel would pair silently.
+    # Tensors of equal local shape may be different rows, which a kernel would pair without error.
     layout = sharded[0]._uneven_layout
     for operand in operands:
         if not isinstance(operand, torch.Tensor) or operand.ndim == 0:
@@ -368,7 +368,7 @@ def _check_fused_sgd(args: tuple[Any, ...]) -> None:
 
 
 def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTensor:
-    """Run ``new_empty`` of the own global shape, which staging and deepcopy call."""
+    """Run ``new_empty`` with the tensor's own global shape, as staging and deepcopy call it."""
     source = args[0]
     sizes = kwargs.get("size", args[1:])
     if len(sizes) == 1 and not isinstance(sizes[0], int):

@@ -7,8 +7,8 @@ results without an error. :class:`UnevenDTensor` keeps its
 state dict or an optimizer state, and has the protocol of ``torch.distributed.checkpoint``.
 
 The functions below it take any tensor, and treat uneven, plain DTensors and local ones alike. Which
-operations are allowed is decided in op_rules.py, which rows a rank has in buffer/planner.py. As a
-subclass of DTensor the file reads names that torch keeps to itself.
+operations are allowed is decided in op_rules.py, which rows a rank has in buffer/planner.py. The
+class is a DTensor, so the file reads private names of torch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
     )
 
 
-# torch's own setter would give the parameter other memory, which no gather reads.
+# torch's own setter would point the parameter at other memory, which no gather reads.
 FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
 
 
@@ -114,7 +114,7 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Give exactly the rows that the layout assigns to this rank",
                 )
             )
-        # torch would write its own chunk over the rows: an error on some ranks or on none.
+        # torch would load the rows of torch.chunk() here, without an error where their number fits.
         check_before_chunk_writes(_refuse_chunk)
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
         meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
@@ -179,9 +179,9 @@ class UnevenDTensor(RowShardedDTensor):
                 )
             )
         ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
-        # All ranks send as much as the longest shard has: a gather of equal parts needs no sizes.
+        # Padded to the longest shard: equal parts take one gather and no exchange of sizes.
         longest = max(stop - start for start, stop in ranges)
-        # What lies on the host is gathered on the mesh's device.
+        # An offloaded tensor lies on the host, from which NCCL cannot gather.
         local = self.local.reshape(-1).to(self.device_mesh.device_type)
         padded = local.new_zeros(longest)
         padded[: local.numel()] = local
@@ -216,7 +216,7 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Replicate it, and cut the result with distribute_tensor()",
                 )
             )
-        # The full tensor is equal on all ranks by construction; a check would be a second exchange.
+        # The gather makes the tensor equal on all ranks; a check would be a second exchange.
         return DTensor.from_local(self.full_tensor(), self.device_mesh, wanted, run_check=False)
 
     def like(self, local: torch.Tensor) -> UnevenDTensor:
@@ -245,7 +245,8 @@ class UnevenDTensor(RowShardedDTensor):
         with torch.no_grad():
             for region, view in self._region_views():
                 view.copy_(full[region.slices_in(everything)])
-        # On ranks without rows too: a stale compute weight is refreshed by a collective.
+        # On ranks without rows too: all ranks must enter the collective that refreshes a stale
+        # compute weight.
         torch.autograd.graph.increment_version(self._local_tensor)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
@@ -260,8 +261,8 @@ class UnevenDTensor(RowShardedDTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """List the regions this rank reads, for ``torch.distributed.checkpoint`` to load."""
-        # A load writes on ranks with rows only. The others count it too: a stale compute weight is
-        # refreshed by a collective, which all ranks must enter.
+        # A load writes only on ranks with rows. The others must count it too: a collective that all
+        # ranks enter refreshes a stale compute weight.
         torch.autograd.graph.increment_version(self._local_tensor)
         return self._chunks()
 
@@ -328,7 +329,8 @@ class _LocalRows(torch.autograd.Function):
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
         """Return a view of the local tensor."""
         ctx.spec, ctx.layout = tensor._spec, tensor.uneven_layout
-        # A view: autograd sets this node on what is returned, not on the stored local tensor.
+        # A view, because autograd attaches this node to what is returned, and the stored local
+        # tensor must stay outside autograd.
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
@@ -338,7 +340,7 @@ class _LocalRows(torch.autograd.Function):
 
 
 def _refuse_chunk(tensor: DTensor) -> None:
-    # Of a tensor on meta torch makes its own DTensor, which load_state_dict() refuses.
+    # For a meta tensor torch makes a DTensor of its own, which load_state_dict() refuses later.
     if isinstance(tensor, UnevenDTensor) and not tensor.is_meta:
         refuse_full_state(f"a tensor of shape {tensor.uneven_layout.shape}")
 
@@ -346,7 +348,7 @@ def _refuse_chunk(tensor: DTensor) -> None:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a sharded, replicated or plain tensor; collective if it is sharded.
 
-    Right for uneven shards. To be called by all ranks of the tensor's mesh alike.
+    All ranks of the tensor's mesh must call it. It is right for uneven shards too.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

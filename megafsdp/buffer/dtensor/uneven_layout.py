@@ -1,8 +1,8 @@
 """Layouts of uneven DTensors: a shard's range of elements, and the regions that cover it.
 
-An :class:`UnevenLayout` is the tensor-free description that an uneven DTensor carries: a region of
-the global tensor (all of it, or a tensor-parallel part), and how that region lies in an equally
-sharded sub-buffer. Every rank computes every rank's range from it, so checkpoints and full tensors
+An :class:`UnevenLayout` describes an uneven DTensor without its elements: a region of the global
+tensor (all of it, or a tensor-parallel part), and how that region lies in an equally sharded
+sub-buffer. Every rank computes every rank's range from it, so checkpoints and full tensors
 need no exchange of metadata. Pure arithmetic; what a :class:`Region` has on disk is a chunk of
 checkpoint/format.
 """
@@ -74,14 +74,14 @@ def regions_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Regi
     row_numel = math.prod(shape[1:])
     first, head = divmod(start, row_numel)
     last, tail = divmod(stop, row_numel)
-    # A range inside one row has neither whole rows nor a row of its own to end in.
+    # The code below takes a partial first row to its end, which would be beyond ``stop`` here.
     if first == last:
         return _within_row(shape, first, head, tail)
     regions = []
     if head:
         regions += _within_row(shape, first, head, row_numel)
         first += 1
-    # Whole rows are one region, which keeps the usual shard at one chunk on disk.
+    # Whole rows make one region, so a shard of whole rows is one chunk on disk.
     if last > first:
         regions.append(Region((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
     return regions + _within_row(shape, last, 0, tail)
@@ -126,7 +126,7 @@ class UnevenLayout:
     def element_range(self, shard: int | None = None) -> tuple[int, int]:
         """Return a shard's range [start, stop) of the sharded part (default: the own shard's)."""
         index = self.shard if shard is None else shard
-        # Clamped from both sides: a shard that ends before the part, or starts behind it, is empty.
+        # Clamped from both sides: a shard before or behind the part gets an empty range.
         start = min(max(index * self.shard_numel - self.buffer_offset, 0), self.numel)
         return start, min(
             max((index + 1) * self.shard_numel - self.buffer_offset, start), self.numel
@@ -136,7 +136,7 @@ class UnevenLayout:
         """Return the shape of a shard's local tensor: its rows, as the global tensor has them."""
         start, stop = self.element_range(shard)
         trailing = self.region_shape[1:]
-        # Rows of a stack (E, N, K) are K long: a cut between them leaves no (N, K) whole.
+        # A stack (E, N, K) has rows of K elements: a cut between them may divide an (N, K) matrix.
         if math.prod(trailing) != self.row_numel:
             trailing = (self.row_numel,)
         return ((stop - start) // self.row_numel, *trailing)
