@@ -61,7 +61,7 @@ class FSDPModule:
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the module in place, as ``nn.Module.compile``, without the unit's hooks."""
         assert isinstance(self, nn.Module)
-        # From here on __call__ does what they did.
+        # Without them, or torch would trace them; __call__ does their work from here on.
         for handle in self._fsdp_unit().forward_hooks.pop(id(self), ()):
             handle.remove()
         super().compile(*args, **kwargs)  # type: ignore[misc]
@@ -90,7 +90,7 @@ class FSDPModule:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally, in full size, while the context is open; local."""
-        # Each unit's own choice comes back, for contexts may be nested.
+        # Each unit's own choice is restored at the end: contexts may be nested.
         units = self._fsdp_units(recurse=True)
         before = [unit.options.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -192,7 +192,7 @@ class FSDPModule:
         """Choose whether reductions have communicators of their own; collective, on all ranks.
 
         The default is True on CUDA, where one communicator runs one collective at a time, and False
-        on CPU. The choice holds for all units under one root.
+        on CPU. The choice applies to all units under one root.
         """
         self._fsdp_unit().require_context().separate_reductions(enable)
 
@@ -220,13 +220,13 @@ class FSDPModule:
         self._fsdp_unit().post_optim_event = event
 
     def reset_iter_state(self) -> None:
-        """Forget what is not in ``.grad`` yet; called by all ranks.
+        """Drop what is not in ``.grad`` yet; called by all ranks.
 
         That is a forward or backward that an exception cut short, and the sums of microbatches
         whose last one does not come, which an optimizer's ``zero_grad`` does not reach.
         """
         self._fsdp_unit().require_context().reset_after_error()
-        # After the reset, which ends a backward that would add to them.
+        # The reset keeps sums of earlier microbatches where only a forward was cut short.
         self._discard_unreduced_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -238,24 +238,24 @@ class FSDPModule:
 
     def _discard_unreduced_grads(self) -> None:
         for unit in self._fsdp_units(recurse=True):
-            # Only here, at rest: an exception has cut that backward short.
+            # No backward runs on this thread: one that has begun was cut short by an exception.
             if unit.context is not None and unit.context.has_backward_begun:
                 unit.context.reset_after_error()
             unit.discard_unreduced_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Let ``.to()`` and its kin pass where they change nothing, refuse them otherwise."""
-        # Not even where nothing changes is torch's own called: it would swap the parameters.
+        """Accept ``.to()`` and its kin where they change nothing, and refuse them otherwise."""
+        # torch's own _apply() would replace the parameters even where nothing changes.
         assert isinstance(self, nn.Module)
         refuse_changes(self, fn)
         return self
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse: a copy would not be tied to the flat buffers."""
+        """Refuse to copy: a copy would not be tied to the flat buffers."""
         refuse_copy("copy.deepcopy()")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse: process groups cannot be pickled."""
+        """Refuse to pickle: process groups cannot be pickled."""
         refuse_copy("pickle")
 
 
@@ -267,7 +267,7 @@ def mix_in(module: nn.Module) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` run with the unit's parameters gathered.
+    """Gather the unit's parameters around calls of a method other than ``forward``.
 
     Args:
         module: A module given to ``fully_shard``; any other is left as it is.

@@ -113,7 +113,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for unit in units:
-            # First: a pinned unit goes on showing full parameters.
+            # First: show_sharded() and release() do nothing for a pinned unit.
             unit.is_pinned = False
             unit.show_sharded()
             unit.release()

@@ -3,10 +3,10 @@
 ``fully_shard`` is called on each unit and then on the root, or ``fully_shard_model`` does it for a
 whole model. Both change modules in place and return them; no wrapper, no key prefix.
 
-The functions below the entry points turn each argument into a value, or refuse it with what, where
-and a hint, before any module is changed. torch's own ``MixedPrecisionPolicy`` and
-``CPUOffloadPolicy`` are accepted wherever ours are. Grouping, buffers and hooks are made elsewhere;
-no collective is issued here, except to build a default mesh.
+The functions below the entry points turn each argument into a value or refuse it, before any module
+is changed. torch's own ``MixedPrecisionPolicy`` and ``CPUOffloadPolicy`` are accepted wherever ours
+are. Grouping, buffers and hooks are made elsewhere; no collective is issued here, except to build a
+default mesh.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megafsdp.mesh.parallel_dims import default_mesh
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
-# By ZeRO stage.
+# Indexed by ZeRO stage: Strategy lists its members in that order.
 _STAGES = tuple(Strategy)
 
 
@@ -100,7 +100,7 @@ def fully_shard(
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
-    # All arguments are checked before the first module is changed: a refused call can be repeated.
+    # All arguments are checked before any module is changed, so a refused call can be repeated.
     policy, memory = mixed_precision_of(mp_policy), UnitMemory(offload=offload_of(offload_policy))
     chosen, averaging = strategy_of(strategy), average_of(average)
     check_modules(modules, prefetch)
@@ -123,7 +123,7 @@ def fully_shard(
         prefetch=prefetch,
         reshard_after_forward=reshard,
     )
-    # After the last sharded parameter is there, which the hooks of steps rely on.
+    # Last: the hooks on steps compare ids, so every sharded parameter must exist by then.
     watch_optimizer_steps()
     return module
 
@@ -153,7 +153,7 @@ def fully_shard_model(
         Exception: Whatever :func:`fully_shard` raises.
     """
     units = find_units(model, fsdp_unit_modules)
-    # Names of the whole model are translated while every parameter still has its place in it.
+    # Before the first call: names are matched to parameters by id, and it replaces parameters.
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
     for module in [*reversed(units), model]:
@@ -163,12 +163,12 @@ def fully_shard_model(
 
 @contextlib.contextmanager
 def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
-    """Say whether the forward and backward inside are the last before the optimizer step; local.
+    """Declare whether the forward and backward inside are the step's last ones; local.
 
     Without it every backward is complete by itself, which is always right. Inside
     ``microbatch(model, is_last=False)`` reductions that can wait do: replicated gradients are
     summed locally and all-reduced in the last microbatch. Inside
-    ``microbatch(model, is_last=True)`` an optimizer that was told how to clip may begin to step
+    ``microbatch(model, is_last=True)`` an optimizer that clips by itself may begin to step
     parameters whose gradients are complete: they must not change before its ``step``.
 
     Args:
@@ -177,7 +177,7 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     """
     units = list(units_below([model]).values())
     if units:
-        # The outermost unit adopts those below it: first, or each would become a root of its own.
+        # The outermost unit first, which adopts the others: each would else become a root.
         units[0].require_context()
     contexts = dict.fromkeys(unit.require_context() for unit in units)
     for context in contexts:
@@ -185,7 +185,6 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        # Back to what holds without the context: every backward is complete by itself.
         for context in contexts:
             context.is_last_microbatch, context.optimizer_may_start = True, False
 
@@ -196,7 +195,6 @@ def strategy_of(value: str | int) -> Strategy:
     Raises:
         ValueError: The name is unknown.
     """
-    # As Megatron names them, or by number.
     names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
     if value not in names:
         raise ValueError(
@@ -263,7 +261,7 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
     Raises:
         TypeError: The value is neither.
     """
-    # torch's class for the host is a subclass of its class for the device.
+    # The host first: torch's class for it is a subclass of its class for the device.
     if isinstance(policy, TorchCPUOffloadPolicy):
         return OffloadPolicy(params=True, pin_memory=policy.pin_memory)
     if isinstance(policy, TorchOffloadPolicy):
@@ -288,7 +286,6 @@ def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: De
             or gradients are not divided over the inner one.
     """
     where = "outer_strategy of fully_shard()"
-    # HSDP, or a mesh of one axis.
     if outer_strategy == "no_shard":
         return False
     if outer_strategy != "optim":
@@ -386,7 +383,7 @@ def check_placements(
         NotImplementedError: One cuts another dimension.
     """
     for item in found:
-        # Of any class with a dimension: torch has several, and users their own.
+        # Placements of any class with a `dim` count: torch has several, and users their own.
         placement = None if placement_fn is None else placement_fn(item.parameter)
         if placement is not None and getattr(placement, "dim", 0) != 0:
             # Local rows of another dimension would not be one range of a flat buffer.
@@ -408,7 +405,6 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
         ValueError: The mesh has more than two axes, or two without names.
     """
     if mesh is None:
-        # Checked by us: torch's own error names neither the call nor what to do.
         if not dist.is_initialized():
             raise RuntimeError(
                 expected(
@@ -420,7 +416,7 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
             )
         # Collective: all ranks come here with the same arguments.
         return default_mesh(device_type)
-    # Two sizes do not show which axis is the slow one, and a guess would train slowly.
+    # Two unnamed axes are refused: their sizes do not show which one is the slow network.
     if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
         return mesh
     raise ValueError(

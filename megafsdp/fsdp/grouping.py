@@ -7,8 +7,8 @@ dimensions or elements, and frozen integers, are whole on every rank. Parameters
 within the module that is made a unit; ``fully_shard_model`` first translates names that count in
 the whole model to each unit's own.
 
-Whatever would make the engine wrong later is refused here, before anything is changed. No buffer is
-laid out here: that is a :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
+What would make the engine wrong later is refused here, before anything is changed. Buffers are laid
+out by :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import units_below
 
-# On full parameters: the name of the unit that owns the sharded form, and the FQN in that unit.
+# Set on full parameters: the name of the unit that owns the sharded form, and the FQN in it.
 _OWNER_ATTRIBUTE = "_megafsdp_owner"
 
 
@@ -174,7 +174,7 @@ def group_parameters(
                 reduce=policy.reduce_dtype or grad,
             )
         else:
-            # Integers have no gradient and no sum over ranks that would be right.
+            # Integers have no gradient to reduce: all four dtypes are the parameter's own.
             dtypes, is_whole = GroupDtypes(*[parameter.dtype] * 4), True
         key = GroupKey(dtypes, parameter.requires_grad, is_whole)
         groups.setdefault(key, []).append(item)
@@ -231,7 +231,7 @@ def build_groups(
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
     """Mark original and full parameters as owned, to recognise them elsewhere."""
     for item in found:
-        # The unsharded one too: within summon_full_params() model.parameters() has that.
+        # The unsharded one too: within summon_full_params() model.parameters() returns it.
         for parameter in (item.parameter, item.record.unsharded):
             setattr(parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
 
@@ -281,7 +281,6 @@ def policies_by_module(
             if matching:
                 matched.add(id(parameter))
     if idle:
-        # An example of a name that would be right.
         first = next((fqn for fqn, _, _ in _parameters_of(model)), "")
         raise ValueError(
             expected(
@@ -309,7 +308,7 @@ def _parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Paramet
 
 
 def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below: bool) -> None:
-    # A unit around this one has taken the parameter, and would gather it again and again.
+    # An outer unit was made first and owns the parameter, which can have one owner only.
     if not is_below:
         raise ValueError(
             expected(
@@ -322,7 +321,7 @@ def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    # Two units would each have rows of it, reduced apart.
+    # Tied across units, it would get two main weights, each with a part of the gradient.
     owner = getattr(parameter, _OWNER_ATTRIBUTE, None)
     if owner is not None:
         raise ValueError(
@@ -353,7 +352,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 hint="Shard over data parallel ranks alone",
             )
         )
-    # Main weights of both would need a dtype that no optimizer steps.
+    # A real main weight drops imaginary parts; a compute weight of 8 bits would need scales.
     if parameter.is_complex() or (parameter.is_floating_point() and parameter.dtype.itemsize < 2):
         raise NotImplementedError(
             expected(
@@ -387,7 +386,6 @@ def device_type_of(found: Sequence[FoundParameter]) -> str:
     Raises:
         ValueError: They are on several.
     """
-    # As a set: parameters of one device are the rule, and several are named in the message.
     types = sorted({item.parameter.device.type for item in found if not item.parameter.is_meta})
     if len(types) > 1:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 :func:`materialize` walks the modules as ``nn.Module.apply`` does, children first, and lets the
 initialiser write full plain parameters: those of one unit exist at a time. When the walk leaves a
-unit, each rank copies its rows and the full tensors go; when it comes back to a module whose
+unit, each rank copies its rows and the full tensors are freed; when it comes back to a module whose
 subtree was written before, its parameters are gathered, so that a parent may edit what its
 children drew. With three units, root, ``a`` and ``b``:
 
@@ -153,7 +153,7 @@ class _Managed:
     is_filled: bool = False
 
     def open(self) -> None:
-        """Show a full tensor: the rows of all ranks, or NaN where there are none; then local."""
+        """Show a full tensor: the rows of all ranks, or NaN (local) where there are none."""
         # In the dtype that the user gave, in which an unsharded model would draw.
         record, sharded = self.record, self.record.sharded
         self.storage = FlatStorage(
@@ -199,7 +199,6 @@ class _Managed:
                 local_tensor(sharded).copy_(self.full)
             self.is_filled = is_filled(self.full)
             self.has_rows = True
-            # A unit may have run before, with other parameters of it.
             self.group.mark_stale()
         self.discard()
 
@@ -272,7 +271,7 @@ class _Walk:
 
     def fingerprint(self) -> str:
         """Return what ranks must have in common for the walk to be the same."""
-        # With who has values, which decides what is visited and gathered.
+        # With which parameters have values: that decides what is visited and gathered.
         parameters = [
             (name, group.layout.fingerprint(), [p.is_initialized for p in group.parameters])
             for name, unit in self.units.items()
@@ -302,10 +301,10 @@ class _Walk:
         part = list(_part_of_unit(module, unit))
         tensors = (t for m in part for t in [*m._parameters.values(), *m._buffers.values()])
         has_tensors = any(tensor is not None for tensor in tensors)
-        # What had values throughout is not drawn again; random numbers are then those of the rest.
+        # A part with values throughout is not drawn again, and takes no random numbers.
         if has_tensors and not any(id(m) in self.fresh_modules for m in part):
             return
-        # One unit in full at a time.
+        # One unit in full at a time: that bounds the memory.
         if unit is not self._unit:
             self._close_all()
             self._unit = unit
@@ -372,7 +371,6 @@ def _flat(lists: dict[int, list[T]]) -> Iterator[T]:
 def _part_of_unit(module: nn.Module, unit: FSDPUnit | None) -> Iterator[nn.Module]:
     """Yield a module and those below it, without other units below it."""
     yield module
-    # An initialiser of a parent may edit what its children drew.
     for child in module.children():
         if unit_of(child) in (None, unit):
             yield from _part_of_unit(child, unit)

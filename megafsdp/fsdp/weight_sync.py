@@ -3,10 +3,10 @@
 After a step of any ``torch.optim.Optimizer`` a hook marks the groups of its parameters as stale,
 with or without a gradient on this rank, so no optimizer needs an adapter. Before the step another
 hook refuses parameters that ``fully_shard`` has replaced. Both are process-wide, for torch has no
-other hook that every optimizer runs. The first ``fully_shard`` registers them. They remember
-what an optimizer holds, and return at once for one that has no parameter of ours.
+other hook that every optimizer runs. The first ``fully_shard`` registers them. They cache the
+groups of each optimizer, and return at once for one that has no parameter of ours.
 
-Marks alone are made here. The next unshard of a group refreshes its compute weight.
+Only marks are made here. The next unshard of a group refreshes its compute weight.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SelfMarkingOptimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """The parameters that an optimizer held when they were last looked at.
+    """The parameters that an optimizer had at its last step.
 
     Attributes:
         ids: Their ids. References would keep an optimizer alive that hooks of its parameters call.
@@ -61,7 +61,7 @@ class _Holding:
 
 
 class _StepHooks:
-    """The process-wide hooks on optimizer steps, and what they remember of each optimizer."""
+    """The process-wide hooks on optimizer steps, and their record of each optimizer."""
 
     def __init__(self) -> None:
         self._holdings: weakref.WeakKeyDictionary[Optimizer, _Holding]
@@ -70,7 +70,7 @@ class _StepHooks:
 
     def watch(self) -> None:
         """Register the hooks, once; look at all optimizers again at their next step."""
-        # Parameters that were plain are replaced from here on, and their optimizers refused.
+        # An optimizer that was seen before may have parameters that fully_shard() has replaced.
         self._holdings.clear()
         if not self._is_registered:
             self._is_registered = True
@@ -81,7 +81,7 @@ class _StepHooks:
         self._holding_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *unused: object) -> None:
-        # Looked up again: a closure may have changed what the optimizer holds.
+        # Looked up again: a closure may have changed the optimizer's parameters.
         references = self._holding_of(optimizer).groups
         if not references:
             return
@@ -95,7 +95,7 @@ class _StepHooks:
             group.mark_stale()
 
     def _holding_of(self, optimizer: Optimizer) -> _Holding:
-        """Return what an optimizer holds; looks at the parameters if they are others than before.
+        """Return the record of an optimizer, made anew if its parameters have changed.
 
         Raises:
             ValueError: A parameter is the original that ``fully_shard`` has replaced.
@@ -118,7 +118,7 @@ _hooks = _StepHooks()
 
 
 def watch_optimizer_steps() -> None:
-    """Have every optimizer step checked and noted from here on; local, for the whole process.
+    """Check and note every optimizer step from here on; local, for the whole process.
 
     Called whenever parameters become sharded.
     """
@@ -126,7 +126,7 @@ def watch_optimizer_steps() -> None:
 
 
 def register_before_load(wait: Callable[[], object]) -> None:
-    """Have a function called before main weights are loaded other than by ``load_state_dict``.
+    """Register a function to call before loads of main weights other than ``load_state_dict``.
 
     Args:
         wait: Returns when main weights may be written.
@@ -135,7 +135,7 @@ def register_before_load(wait: Callable[[], object]) -> None:
 
 
 def wait_before_load() -> None:
-    """Return when main weights that are about to be loaded are read no more; local."""
+    """Wait until nothing reads the main weights that are about to be loaded; local."""
     for wait in _before_loads:
         wait()
 
@@ -159,7 +159,7 @@ def mark_main_weights_changed(
 
 
 def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Check that an optimizer holds sharded parameters, and return it unchanged.
+    """Check that an optimizer has sharded parameters, and return it unchanged.
 
     Not needed: any ``torch.optim`` optimizer over ``model.parameters()`` works, and its first step
     makes the same check. It exists for people who come from Megatron-FSDP.

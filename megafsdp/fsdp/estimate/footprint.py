@@ -18,9 +18,9 @@ outer optim         (2n - r)m, and n   nm, and n over
                     over the outer     the outer axis
 ==================  =================  ==============  =====================
 
-Counted are flat buffers and the full-size side of collectives, for a model whose units run one
+Flat buffers and the full-size side of collectives are counted, for a model whose units run one
 after another inside the root. Activations, the backend's own buffers and the allocator's slack are
-not.
+not counted.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _traffic(
 
 
 def owned_numels(layout: FlatLayout) -> list[int]:
-    """Return how many elements of tensors, without gaps, each shard holds."""
+    """Return how many elements of tensors, without gaps, lie in each shard."""
     owned = [0] * layout.num_shards
     for slot in layout.slots:
         length = layout.sub_buffers[slot.sub_buffer].shard_numel

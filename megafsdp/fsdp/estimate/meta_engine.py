@@ -89,7 +89,7 @@ class AxisNames:
 
 @contextlib.contextmanager
 def fake_ranks(num_ranks: int) -> Iterator[None]:
-    """Be rank 0 of a process group whose other ranks do not exist; local.
+    """Act as rank 0 of a process group whose other ranks do not exist; local.
 
     Raises:
         RuntimeError: There is a process group already.
@@ -142,7 +142,7 @@ class MetaEngine:
         for unit in others:
             unit.modules[0].forward = _stand_in(unit)
         model.forward = _stand_in(root, others)
-        # Names of units count within the root from here on.
+        # Adopted before the first step: the units get their FQNs within the root.
         root.require_context()
 
     @property
@@ -167,7 +167,7 @@ class MetaEngine:
     def run_microbatch(self, *, is_last: bool) -> None:
         """Run a forward of the root and its backward."""
         with microbatch(self._model, is_last=is_last):
-            # A token has no gradient: the root's backward ends with the whole backward.
+            # As token ids, the input needs no gradient: the root ends with the whole backward.
             output = self._model(torch.empty((), device=_META))
             output.backward(torch.empty_like(output))
 
@@ -180,7 +180,7 @@ class MetaEngine:
         """
         for unit in self.units:
             for group in unit.groups:
-                # An optimizer has no frozen group.
+                # Frozen groups are in no optimizer.
                 if group.is_trainable:
                     group.mark_stale()
                     if group.is_moved:
@@ -195,7 +195,7 @@ class MetaEngine:
 
 
 class _UseParameters(torch.autograd.Function):
-    """Stands for a unit's operators: reads parameters, and gives each a gradient."""
+    """Stand-in for a unit's operators: it reads parameters and returns a gradient for each."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

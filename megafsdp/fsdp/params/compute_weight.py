@@ -235,12 +235,11 @@ class ComputeWeight:
         self.is_stale = False
         # Full buffers with memory are gathered again, too.
         self._outdated = {s.name for s in self.recipe.specs}
+        # They were cut from a gather of the old main weight.
         self._slices = None
-        # The gather under way reads what is encoded next.
+        # The gather under way reads the memory that is encoded next.
         self._source.finish_refresh()
         self._source.refresh(statistics, self.label)
-
-    # Casts that a step writes along with the main weight.
 
     @property
     def _step_output(self) -> StepOutput:
@@ -265,15 +264,13 @@ class ComputeWeight:
         """
         self._step_output.mark_encoded()
 
-    # A main weight that an optimizer moves to the host.
-
     @property
     def can_be_copied(self) -> bool:
         """Tell whether a copy of the main weight in one dtype is all that is read of it."""
         return isinstance(self.recipe, CastRecipe)
 
     def move_main_weight(self, main_weight: DBuffer) -> None:
-        """Take over a main weight on the host; gathers read a copy on the device; local.
+        """Adopt a main weight on the host; gathers read a copy on the device; local.
 
         The memory of the main weight before is released unless forward reads it.
         """
@@ -316,8 +313,6 @@ class ComputeWeight:
         assert copy is not None, "the copy has memory"
         return copy
 
-    # The full buffers.
-
     def start_unshard(self, *, in_backward: bool) -> None:
         """Issue the gather of the buffers that are needed and not current; collective."""
         if self._gathers:
@@ -337,7 +332,7 @@ class ComputeWeight:
         ]
         if not needed:
             return
-        # First, for it frees pieces before the full buffers take memory.
+        # Before the full buffers take memory: this frees pieces.
         self._source.finish_refresh()
         self._outdated.difference_update(s.name for s in needed)
         for spec in needed:
@@ -348,6 +343,7 @@ class ComputeWeight:
             saved = self._slices.slices
             self._issue(self._slices, self._slices.group, [s for s in needed if s.name in saved])
             needed = [s for s in needed if s.name not in saved]
+            # Their last use; the gather keeps those that it reads alive.
             if in_backward:
                 self._slices = None
         self._issue(self._source, self._axes.group, needed)
@@ -361,7 +357,7 @@ class ComputeWeight:
         with torch.no_grad(), self._on_copy_stream():
             outputs = [self._full[s.name] for s in specs]
             pending = gather_buffers(outputs, inputs, group=group, label=self.label)
-        # The inputs live as long as the gather reads them.
+        # This reference keeps the inputs alive until the gather has read them.
         self._gathers.append((pending, source, inputs))
 
     def finish_unshard(self) -> None:

@@ -215,7 +215,7 @@ class TemporarySource(TransientBuffers):
 
     def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
         """Return the buffers; a second gather after one refresh encodes them again."""
-        # The first gather has freed them: the next microbatch pays a copy, not memory between.
+        # The first gather has freed them: encoding again costs time, keeping them costs memory.
         self.refresh(None, "")
         return super().inputs(specs, full)
 
@@ -374,9 +374,9 @@ def encode_main_weight(
 
 
 def versions_preserved(buffers: Iterable[DBuffer]) -> AbstractContextManager[None]:
-    """Return a context in which writes do not count.
+    """Return a context in which autograd does not count writes to the buffers.
 
-    Autograd takes a tensor that it saved in forward for modified where its version has changed. A
+    Autograd takes a tensor that it saved in forward for modified if its version has changed. A
     replicated group's buffers are encoded in place between the microbatches of such graphs.
     """
     return preserving_versions(*(b.flat for b in buffers))

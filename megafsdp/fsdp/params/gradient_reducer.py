@@ -117,11 +117,11 @@ class GradientReducer:
         self.label = ""
         self._parameters = parameters
         self._buffers = buffers
-        # Perhaps twins with communicators of their own, so that sums run beside gathers.
+        # choose_groups() may set twins with their own communicators: sums run beside gathers.
         self._inner_group = buffers.axes.group
         self._outer_group = buffers.axes.outer_group
         self._reduction: Reduction | None = None
-        # Whether this rank has contributed to the sum that is published next.
+        # For each parameter, whether this rank has contributed to the next published sum.
         self._used = [False] * len(parameters)
         # Gradients of microbatches that are not reduced yet, in full size.
         self._accumulated: DBuffer | None = None
@@ -176,7 +176,7 @@ class GradientReducer:
         assert self._reduction is None, "the reduction before has ended"
         partial, self._accumulated = self._accumulated, None
         if partial is None:
-            # In the dtype of the gradients: half the bytes to send, and nothing is rounded here.
+            # The compute dtype is that of the gradients: packing rounds nothing.
             partial = self._new_partial(self._buffers.dtypes.compute)
             self._pack(partial)
         else:
@@ -323,7 +323,7 @@ class GradientReducer:
             if grad is None:
                 missing.append(i)
                 continue
-            # Nothing else refers to it, so its memory is freed as soon as it is packed.
+            # The list has the last reference: the memory is freed as soon as it is packed.
             parameter.grad = None
             self._used[i] = True
             views.append(all_views[i])

@@ -1,8 +1,8 @@
 """How the flat buffers of one parameter group are cut, and how they are allocated.
 
 :class:`GroupBuffers` allocates buffers for the group's main weight, gradients and optimizer states;
-:class:`LocalRows` finds each parameter's rows in one. What the bytes mean, and when they are
-written and freed, is decided by those who ask for a buffer.
+:class:`LocalRows` finds each parameter's rows in one. The callers decide what the bytes mean, and
+when they are written and freed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ class GroupBuffers:
 
     def new_host_grad(self, host: HostMemory) -> DBuffer:
         """Allocate a gradient of parameters that live on the host."""
-        # Not from the arena, whose memory is freed as a whole: gradients come and go.
         memory = host.take_apart(self.local_numel, self.dtypes.grad)
         return self._over(memory, Category.MAIN_GRAD, host.ledger)
 

@@ -1,4 +1,4 @@
-"""Gradients of parameters that live on the host: summed on the device, copied to the host at last.
+"""Gradients of parameters that live on the host: summed on the device, then copied to the host.
 
 The sum over ranks lands in a shard on the device. With the last microbatch it is copied into the
 main gradient on the host, or added to what is there, and freed. Sums of the microbatches before

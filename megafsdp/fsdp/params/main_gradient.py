@@ -2,12 +2,12 @@
 
 The sum lies in one flat buffer, cut as the main weight is. ``.grad`` of each sharded parameter is a
 :class:`FlatGradient`, a DTensor over the parameter's rows in that buffer. The published gradients
-own the buffer: it is freed with the last of them, so ``zero_grad()`` frees it, and a reference that
-of the user's stays valid. This file does not sum anything: that is
+own the buffer: it is freed with the last of them, so ``zero_grad()`` frees it, and a gradient that
+the user keeps stays valid. This file does not sum anything: that is
 :mod:`megafsdp.fsdp.params.gradient_reducer`.
 
 ``.grad`` of a parameter that no rank used stays None, as in a single process; one that another rank
-used gets ``.grad`` here too. A rank that used it publishes at once. The others learn it from one
+used gets ``.grad`` here too. A rank that used it publishes at once. The others read it from one
 small exchange at the end of the backward; until then the state of their sum is UNDECIDED.
 """
 
@@ -32,7 +32,7 @@ from megafsdp.fsdp.params.group_buffers import LocalRows
 class FlatGradient:
     """A gradient whose rows lie in a flat main gradient: a DTensor with two attributes more.
 
-    Only the published object is one, however it is changed in place. Operations, copies and
+    Only the published object is one, also after in-place changes. Operations, copies and
     pickles give tensors that lie elsewhere, of the class without the attributes.
 
     Attributes:
@@ -94,7 +94,7 @@ class EarlyStepListener(Protocol):
     """Steps a group's main weight, perhaps before ``step()`` is called on the optimizer."""
 
     def grads_are_final(self, grads: torch.Tensor) -> None:
-        """Begin: all gradients are published, and nothing is added to them before the step.
+        """Begin the step: all gradients are published, and no sum is added before ``step()``.
 
         Args:
             grads: The flat main gradient, cut as the main weight is.
@@ -192,6 +192,7 @@ class MainGradient:
                     buffer.tensor(i).copy_(local_tensor(grad).reshape(-1))
                     self._states[i] = _GradState.PUBLISHED
                 elif self._states[i] is _GradState.EMPTY:
+                    # The sum adds to all rows: those of a cleared gradient must start from zero.
                     buffer.tensor(i).zero_()
             buffer.zero_gaps()
         return buffer, True
@@ -235,6 +236,7 @@ class MainGradient:
         cleared = [i for i in shown if self._parameters[i].grad is None]
         for i in cleared:
             self._states[i] = _GradState.EMPTY
+        # The user cleared all that was shown: undecided sums of the same step go with it.
         if cleared and len(cleared) == len(shown):
             self._states = [_GradState.EMPTY] * len(self._states)
 

@@ -4,7 +4,7 @@ The mesh has one axis, or an outer one (the slow network) and an inner one. What
 divides is gathered for every use; what the outer axis divides besides, only once a step::
 
     mesh (dp_outer 2, dp_shard 3)         main weight           gathered from
-    sharded   (ZeRO, HSDP)   rank (o, s)  piece s of 3          3 shards, each held twice
+    sharded   (ZeRO, HSDP)   rank (o, s)  piece s of 3          3 shards, each on 2 ranks
     divided   (HFSDP)        rank (o, s)  piece 2 s + o of 6    3 shards of 2 pieces
     replicated (no_shard)    rank (o, s)  all of it             -
 

@@ -1,4 +1,4 @@
-"""Parameters and buffers that came on the meta device, and have no values until they get some.
+"""Parameters and buffers without values: those that came on the meta device.
 
 The sharded parameters of units lie in flat buffers from the start; of each it is recorded whether
 it has values. Buffers, and parameters outside of units, are replaced by tensors with memory. These
@@ -104,7 +104,7 @@ class PlainTensor:
             made: The replacements by the id of the meta tensor, so that ties stay; grows.
             device: Where the memory is wanted.
         """
-        # Else an initialiser has replaced it, or another module of a tie was here before.
+        # Otherwise an initialiser has replaced it, or a shared module is visited once more.
         if getattr(self.module, self.attribute) is self.original:
             key = id(self.original)
             if key not in made:
@@ -112,7 +112,7 @@ class PlainTensor:
             setattr(self.module, self.attribute, made[key])
 
     def is_filled(self) -> bool:
-        """Tell whether what the module holds in its place was written."""
+        """Tell whether the tensor in its place in the module was written."""
         tensor = getattr(self.module, self.attribute, None)
         if not isinstance(tensor, torch.Tensor):
             return True
@@ -148,7 +148,7 @@ def give_memory_to_meta_tensors(
     Args:
         model: The module that they are below.
         device: Where the memory is wanted.
-        is_wanted: Tells whether a name within ``model`` is one of them.
+        is_wanted: Returns whether a name within ``model`` is one of them.
     """
     # Across modules: tied tensors get one replacement.
     made: dict[int, torch.Tensor] = {}

@@ -66,7 +66,7 @@ class ManagedParameter:
 
     Attributes:
         name: FQN within the unit, for messages.
-        owners: Modules that hold it, with the attribute names; several if it is tied.
+        owners: Modules that own it, with the attribute names; several if it is tied.
         shape: Its full shape.
         dtype: The dtype in which it is initialised.
         is_initialized: False if it came without values and none were given since.
@@ -87,7 +87,7 @@ class ManagedParameter:
         for reference, attribute in self.owners:
             module = reference()
             if module is not None:
-                # Past nn.Module.__setattr__, which checks and registers for microseconds.
+                # Not by nn.Module.__setattr__, whose checks cost microseconds a parameter.
                 module._parameters[attribute] = parameter
 
 
@@ -127,7 +127,7 @@ class ParameterGroup:
         lives_on_host: Whether they are there from the first, and gradients too, by the policy; not
             because an optimizer has moved them.
         step_in_flight: The step that changes the main weight beside the calling thread.
-        num_changes: How often this rank was notified of a change of the main weight.
+        num_changes: How many changes of the main weight were marked on this rank.
     """
 
     def __init__(
@@ -193,11 +193,11 @@ class ParameterGroup:
         )
         self.step_in_flight: AsyncStep | None = None
         self.num_changes = 0
-        # Writes through a parameter or its .data count there, those of loads on its local tensor.
+        # Writes through a parameter or its .data bump its own version, loads the local tensor's.
         self._written = [*self._local_tensors, *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
-        # The unsharded parameters needed memory to be made, and not until the first gather.
+        # Making the unsharded parameters took memory; it is not needed until the first gather.
         self.release()
 
     def rename(self, label: str) -> None:
@@ -253,7 +253,7 @@ class ParameterGroup:
         self._point_at(self.views_of(self.main_weight))
 
     def _point_at(self, views: Sequence[torch.Tensor]) -> None:
-        """Let the sharded parameters alias these rows; the parameters stay the same objects."""
+        """Point the sharded parameters at these rows; the parameters stay the same objects."""
         for local, view in zip(self._local_tensors, views, strict=True):
             local.data = view
 
@@ -296,7 +296,7 @@ class ParameterGroup:
             local.copy_(original.detach().reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
         if not isinstance(sharded, UnevenDTensor):
-            # Refuses assignments to .data, which would cut it from the buffer, as the other does.
+            # As UnevenDTensor, it refuses assignments to .data, which cut it from the buffer.
             sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
         # Users and models mark parameters, for example for weight decay or by their parts.
         for name, value in vars(original).items():
@@ -406,7 +406,7 @@ class ParameterGroup:
 
 
 def tie_to_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
-    """Note whose main weight a parameter is: a step on the parameter changes that."""
+    """Record the group of a parameter: a step on the parameter changes its main weight."""
     setattr(parameter, _GROUP_ATTRIBUTE, weakref.ref(group))
 
 

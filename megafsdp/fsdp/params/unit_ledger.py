@@ -1,6 +1,6 @@
 """Where the buffers of a unit lie, on the device and on the host, and which ledger counts them.
 
-The offload policy decides what lies where. The code that takes memory says what its bytes are for.
+The offload policy decides what lies where. The code that takes memory names its category.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class UnitMemory:
     Attributes:
         ledger: Counts bytes on the device.
         host_ledger: Counts bytes on the host.
-        offload: What lies there.
+        offload: What lies on the host.
     """
 
     ledger: ByteLedger = field(default_factory=ByteLedger)

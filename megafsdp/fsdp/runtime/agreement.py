@@ -45,7 +45,7 @@ def agree_on_usage(groups: Sequence[ParameterGroup]) -> list[Pending]:
             is_pinned = device.type == "cuda"
             votes = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
             votes = votes.to(device, non_blocking=True)
-            # Every rank issues it, or those with undecided sums would wait for the others forever.
+            # Every rank issues it: one with undecided sums would wait for the others forever.
             exchange = start_all_reduce(votes, op="max", group=everyone, label="usage")
             if any(main_grad.has_undecided for main_grad in main_grads):
                 exchange.wait()

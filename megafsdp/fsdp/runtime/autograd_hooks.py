@@ -24,7 +24,7 @@ from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 
 
 class EndOfBackward(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward says that all their gradients are there."""
+    """Identity on a unit's inputs whose backward runs when all their gradients are there."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -35,7 +35,7 @@ class EndOfBackward(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return the inputs."""
         ctx.unit, ctx.token = unit, token
-        # An input whose gradient is None would else get zeros here, as large as itself.
+        # Otherwise an input whose gradient is None gets zeros here, as large as itself.
         ctx.set_materialize_grads(False)
         return inputs
 
@@ -46,8 +46,8 @@ class EndOfBackward(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Call the schedule, and return the gradients as they are."""
         if torch.is_grad_enabled():
-            # A backward through this one enters the unit by the gradients of its inputs: they are
-            # its outputs, and begin its backward.
+            # A double backward enters the unit by these gradients of its inputs: as outputs do,
+            # they begin its backward.
             hook = BackwardHook(ctx.unit, ctx.token)
             for grad in grads:
                 if grad is not None:
@@ -57,7 +57,7 @@ class EndOfBackward(torch.autograd.Function):
 
 
 class BackwardHook:
-    """Start a unit's backward when the gradient of an output is there."""
+    """Hook that starts a unit's backward when the gradient of an output is there."""
 
     __slots__ = ("token", "unit")
 
@@ -66,14 +66,14 @@ class BackwardHook:
         self.token = token or ForwardToken()
 
     def watch(self, output: torch.Tensor) -> None:
-        """Call this when the gradient of an output is there.
+        """Register this hook on an output.
 
         An output that is a view also has its base watched: an edit of a view in place gives the
         view a new node in the graph, and a hook on the old one never fires.
         """
         if not output.requires_grad:
             return
-        # The hook is owned by the graph, not by the tensor: it fires if the user drops the output.
+        # The graph owns the hook, not the tensor: it fires even if the user drops the output.
         output.register_hook(self)
         base = base_of(output)
         # The base of an input that is passed on belongs to the graph outside.
@@ -86,7 +86,7 @@ class BackwardHook:
 
 
 def _schedule_of(unit: ScheduledUnit) -> FSDPContext:
-    # Asked for in each call: a root around the unit's may have adopted it since the forward.
+    # Read at each call: a root around the unit's may have adopted it since the forward.
     assert unit.context is not None, "a forward has built the graph"
     return unit.context
 
@@ -109,6 +109,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
         changed = {k: map_tensors(v, function) for k, v in tree.items()}
         if all(changed[k] is tree[k] for k in tree):
             return tree
+        # A subclass's copy() may return a plain dict; copy.copy() keeps class and attributes.
         own = tree.copy()
         if type(own) is not type(tree):
             own = copy.copy(tree)

@@ -1,8 +1,8 @@
-"""Forwards that may still have a backward: which there were, and of which pass each is a part.
+"""Forwards that may still have a backward, and the pass that each is a part of.
 
-A *pass* is one forward of the root with all units in it, or of a unit that runs without the root. A
-unit's forward is known to autograd's graph by a :class:`ForwardToken`. When a unit's backward is
-over is decided by the schedule, from what is counted here.
+A *pass* is one forward of the root with all units in it, or of a unit that runs without the root.
+In autograd's graph a :class:`ForwardToken` stands for a unit's forward. The schedule decides from
+these counts when a unit's backward is over.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class PendingForwards:
         self._by_pass.setdefault(token.forward_pass, set()).add(token.number)
 
     def discard(self, token: ForwardToken) -> None:
-        """Forget a forward, if it is counted."""
+        """Remove a forward, if it is counted."""
         self._by_pass.get(token.forward_pass, set()).discard(token.number)
 
     def clear(self) -> None:
-        """Forget all forwards."""
+        """Remove all forwards."""
         self._by_pass.clear()
 
     def has_any_of(self, passes: Collection[ForwardPass]) -> bool:

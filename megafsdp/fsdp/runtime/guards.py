@@ -1,8 +1,8 @@
 """What the modules and parameters of a unit refuse, and which writes to main weights they note.
 
-Refused are conversions and copies, gradient hooks that would never fire, and state dicts at the
-wrong time. Noted is what a state dict or a load writes into main weights: compute weights are stale
-after it, and its parameters are initialised.
+They refuse conversions and copies, gradient hooks that would never fire, and state dicts at the
+wrong time. They note what a state dict or a load writes into main weights: after it compute weights
+are stale, and the parameters are initialised.
 
 :class:`~megafsdp.fsdp.fsdp_module.FSDPModule` is in the class of a unit's own modules and calls the
 functions here. The plain modules below them stay of their class: each with sharded parameters
@@ -172,7 +172,7 @@ def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
 def _after_state_dict(
     module: nn.Module, state: MutableMapping[str, object], prefix: str, *unused: object
 ) -> None:
-    """Count what ``torch.distributed.checkpoint`` writes into a state dict as writes of ours."""
+    """Make writes of ``torch.distributed.checkpoint`` to a state dict count as writes of ours."""
     for name, parameter in module._parameters.items():
         shown = state.get(f"{prefix}{name}")
         if not (isinstance(shown, DTensor) and isinstance(parameter, DTensor)):
@@ -203,13 +203,14 @@ def _before_load_state_dict(
                 "for full tensors",
             )
         )
+    # A step that runs beside this thread would overwrite what is loaded.
     for group in unit.groups:
         group.wait_for_step()
     for name, parameter in module._parameters.items():
         given = state.get(f"{prefix}{name}")
         if given is not None and not is_cut_alike(given, parameter):
             refuse_full_state(f"load_state_dict() of '{prefix}{name}'")
-    # torch copies into the tensors after this hook: those on the meta device would swallow it.
+    # torch copies into the tensors after this hook: on the meta device the values would be lost.
     give_memory_to_meta_tensors(
         module, device_of(unit.groups), is_wanted=lambda name: f"{prefix}{name}" in state
     )

@@ -39,7 +39,7 @@ class ExtraGroups:
         return self._make(group, 0, group.size())
 
     def _make(self, group: dist.ProcessGroup, first: int, num_ranks: int) -> dist.ProcessGroup:
-        # A twin is as large as its group; the names tell groups of the same ranks apart.
+        # Keys do not clash: a twin is as large as its group, and neighbours are always fewer.
         key = (group.group_name, num_ranks)
         if key not in self._made:
             ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]

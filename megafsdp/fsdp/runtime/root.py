@@ -26,7 +26,7 @@ _UNIT_ATTRIBUTE = "_megafsdp_unit"
 
 
 class AttachedUnit(ScheduledUnit, Protocol):
-    """What it takes to adopt a unit."""
+    """The part of a unit that its adoption reads and calls."""
 
     memory: UnitMemory
 
@@ -43,7 +43,7 @@ class AttachedUnit(ScheduledUnit, Protocol):
 
 
 def attach(module: nn.Module, unit: AttachedUnit) -> None:
-    """Make a module one of a unit's."""
+    """Attach a unit to one of its modules."""
     setattr(module, _UNIT_ATTRIBUTE, unit)
 
 
@@ -68,7 +68,7 @@ def attached_units(modules: Iterable[nn.Module]) -> dict[str, AttachedUnit]:
 def adopt_units_below(root: AttachedUnit) -> None:
     """Make ``root`` the outermost unit of all units below it; one small collective.
 
-    Units that another root, which is alive, has in common with it stay under that one.
+    Units that are already under another living root stay under that one.
 
     Raises:
         RuntimeError: A unit below is at work, or something below has no values.
@@ -76,7 +76,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
     """
     where = f"the first forward of '{root.name}'"
     found = attached_units(root.modules)
-    # Its root would gather it for its own forward, while this one takes it for released.
+    # Another root gathers such a unit for itself, while this one would take it for released.
     units = {name: unit for name, unit in found.items() if not _has_root_beside(unit, found)}
     require_initialized(root.modules, where=where)
     for name, unit in units.items():

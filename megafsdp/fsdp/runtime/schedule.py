@@ -48,7 +48,7 @@ class RecordedOrder(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # Weak references: a record must not make the units of a deleted model stay.
+        # Weak references: a record must not keep the units of a deleted model alive.
         self._record: list[weakref.ref[T]] = []
         self._running: list[weakref.ref[T]] = []
         self._is_followed = False
@@ -114,7 +114,7 @@ class UnitOptions:
 
 
 class ScheduledUnit(Protocol):
-    """What the schedule asks of a unit. None of it calls the schedule."""
+    """The part of a unit that the schedule calls. None of it calls the schedule."""
 
     name: str
     options: UnitOptions
@@ -138,7 +138,7 @@ class ScheduledUnit(Protocol):
         """Tell whether the unit's backward has begun and not ended."""
 
     def needs_statistics(self) -> bool:
-        """Find out which weights are stale; tell whether one needs statistics of other ranks."""
+        """Mark written weights stale; tell whether a stale one needs statistics of other ranks."""
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of the unit."""
@@ -209,7 +209,7 @@ class ReductionQueue:
             reduction.reducer.advance(reduction)
 
     def clear(self) -> None:
-        """Forget all reductions; their reducers discard them."""
+        """Drop all reductions; their reducers discard the sums."""
         self._inner_sums.clear()
         self._second_stages.clear()
 
@@ -223,7 +223,8 @@ class FSDPContext:
 
     Attributes:
         is_last_microbatch: Whether no other microbatch comes before the optimizer's step.
-        optimizer_may_start: Whether the user has said so, and not only left it open.
+        optimizer_may_start: Whether the user declared the microbatch to be the last: an optimizer
+            may begin its step.
         forward_pass: The last pass that began.
         passes_in_backward: Passes whose backward has begun in the backward under way.
         reductions: The reductions under way.
@@ -245,7 +246,7 @@ class FSDPContext:
         self._is_backward_running = False
         # Only the root's backward has begun, and nothing was gathered after it.
         self._is_in_loss_backward = False
-        # Units gathered ahead that have not run, by id: references would make a deleted model stay.
+        # Units gathered ahead that have not run. By id: references keep a deleted model alive.
         self._ahead: set[int] = set()
         self._exchanges: list[Pending] = []
 
@@ -267,8 +268,6 @@ class FSDPContext:
         """Choose whether reductions have communicators of their own; collective if they do."""
         separate_reductions(self.groups, self.extra_groups, is_separate=is_separate)
 
-    # Forward.
-
     def begin_forward(self, unit: ScheduledUnit) -> None:
         """Begin a pass with a forward of the root, or of a unit that runs without the root."""
         root = self._root()
@@ -281,7 +280,7 @@ class FSDPContext:
 
     def _begin_root(self) -> None:
         self.reset_after_error()
-        # Usage that only other ranks read: it is complete by now, so that nothing waits here.
+        # Usage that only other ranks read. Waited for this late, it costs next to nothing.
         self._finish_exchanges()
         self._forward.start()
         self._join_divided()
@@ -289,7 +288,8 @@ class FSDPContext:
     def _join_divided(self) -> None:
         """Issue what the outer axis gathers once a step, all at once and in one order.
 
-        A unit waits for its part when it is gathered, and joins what a step is to bring.
+        A unit waits for its part when it is gathered. A weight that an optimizer has moved, or
+        that needs statistics, is joined at its unit's own gather.
         """
         for group in self.groups:
             weight = group.compute_weight
@@ -321,8 +321,6 @@ class FSDPContext:
         """Call :meth:`prefetch_after_loss` in backward, if the output is the root's."""
         if self.is_root(unit) and output.grad_fn is not None:
             output.grad_fn.register_hook(self.prefetch_after_loss)
-
-    # Backward: autograd calls these four.
 
     @without_dynamo
     def begin_backward(self, unit: ScheduledUnit, token: ForwardToken) -> None:
@@ -360,8 +358,8 @@ class FSDPContext:
     def inputs_done(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """End a unit's backward if no other forward of it waits in the passes under way.
 
-        Whether another pass is to follow is not asked: a graph that is alive on one rank alone
-        would make that rank wait.
+        Passes that may follow are not considered: a graph that is alive on one rank alone would
+        make that rank wait.
         """
         unit.outstanding.discard(token)
         if not unit.outstanding.has_any_of(self.passes_in_backward):
@@ -371,7 +369,7 @@ class FSDPContext:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
         self._is_backward_running = self._is_in_loss_backward = False
         units = self.units
-        # All ranks end the rest in this order, whatever reached each of them.
+        # All ranks end the rest in this order, whichever gradients arrived on each of them.
         for unit in reversed(units):
             self._end_unit(unit)
         if self.is_last_microbatch:
@@ -383,13 +381,15 @@ class FSDPContext:
             self._finish_exchanges()
             self._agree_on_usage()
         self.passes_in_backward.clear()
+        # A retained graph is not lost: its next begin_backward() counts the forward again.
         for unit in units:
             unit.outstanding.clear()
 
     def _end_unit(self, unit: ScheduledUnit) -> None:
         """Reshard a unit after its backward, and reduce its gradients or add them up; collective.
 
-        Gradients may also come past the outputs: by an object that hides them, or by a hook.
+        A unit may have gradients without a begun backward: an object hid its outputs from the
+        hooks, or a user's hook made them.
         """
         if not unit.is_in_backward and not any(g.gradients.has_grads for g in unit.groups):
             return
@@ -435,8 +435,6 @@ class FSDPContext:
         while self._exchanges:
             self._exchanges.pop().wait()
 
-    # Storage.
-
     def start_unshard(self, unit: ScheduledUnit, *, in_backward: bool = False) -> None:
         """Issue the gathers of a unit, before which ranks may have to agree on statistics."""
         if unit.needs_statistics():
@@ -472,7 +470,9 @@ class FSDPContext:
         for other in recorded if chosen is None else chosen:
             if any(group.step_in_flight for group in other.groups):
                 break  # Its weights may be under way: this unit must not wait for them.
+            # Units that were gathered before and have not run count: their storage is alive too.
             if chosen is not None or len(self._ahead) < unit.options.prefetch:
+                # A unit that is unsharded already takes no new storage, so it is not counted.
                 if not other.is_unsharded:
                     self._ahead.add(id(other))
                 self.start_unshard(other, in_backward=in_backward)
@@ -482,8 +482,6 @@ class FSDPContext:
         for unit in self.units:
             if unit.options.reshard_after_backward or not is_after_backward:
                 unit.release()
-
-    # Errors.
 
     @property
     def has_backward_begun(self) -> bool:

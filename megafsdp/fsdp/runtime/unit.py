@@ -48,15 +48,15 @@ class Phase(Enum):
     BACKWARD = "backward"  # Modules have unsharded parameters, whose gradients arrive.
 
 
-# Not a set: the hash of an Enum is a function in Python, and hooks change phases.
+# A tuple, not a set: an Enum hashes by a slow Python function, and every hook sets a phase.
 _TRANSITIONS = (
     (Phase.RESTING, Phase.FORWARD),
     (Phase.FORWARD, Phase.RESTING),
     (Phase.RESTING, Phase.BACKWARD),
     (Phase.BACKWARD, Phase.RESTING),
-    # A forward begins anew that never ended: KeyboardInterrupt passes by torch's hooks.
+    # A forward that never ended begins anew: torch runs no hook after a KeyboardInterrupt.
     (Phase.FORWARD, Phase.FORWARD),
-    # A forward runs the backward of an earlier one; its own ends at rest.
+    # The backward of an earlier forward runs inside this one, which then ends at rest.
     (Phase.FORWARD, Phase.BACKWARD),
 )
 
@@ -112,7 +112,7 @@ class FSDPUnit:
         options: What the user chose of its schedule.
         context: What it shares with the units under one root; None before the first forward.
         outstanding: Its forwards whose backward may come.
-        is_pinned: Whether it stays unsharded until the user says otherwise.
+        is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
         post_optim_event: What the next forward's first gather waits for.
         forward_hooks: The hooks on its modules, by the module's id.
     """
@@ -173,8 +173,6 @@ class FSDPUnit:
         assert self.context is not None
         return self.context
 
-    # State.
-
     @property
     def modules(self) -> list[nn.Module]:
         """Return the unit's modules."""
@@ -228,8 +226,6 @@ class FSDPUnit:
         """Tell whether a sharded group's full storage is allocated."""
         return any(g.axes.is_sharded and g.is_unsharded for g in self.groups)
 
-    # Storage, and which parameters modules have.
-
     def mark_stale(self) -> None:
         """Note that main weights changed: the next unshard refreshes, once."""
         for group in self.groups:
@@ -272,8 +268,6 @@ class FSDPUnit:
             for group in self.groups:
                 group.show_sharded()
 
-    # Forward.
-
     @without_dynamo
     @in_profiler_range("pre_forward")
     def _pre_forward(
@@ -313,11 +307,11 @@ class FSDPUnit:
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
         run.token = token = ForwardToken(watched, self.require_context().forward_pass)
         if not watched:
-            # Then the backward ends in the context's callback.
+            # Without such an input the unit's backward ends in the schedule's callback.
             return inputs
         if not _is_in_backward():
-            # What recomputation builds may stay without a backward. If it has one, the hook on its
-            # output counts it.
+            # A recomputed graph may never have a backward. If it has one, the hook on its output
+            # counts it.
             self.outstanding.add(token)
         replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
@@ -409,14 +403,12 @@ class FSDPUnit:
         finally:
             self._leave_forward(module)
 
-    # Backward, as the schedule calls it.
-
     def enter_backward(self) -> None:
         """Begin the unit's backward."""
         self.phase = Phase.BACKWARD
 
     def leave_backward(self) -> None:
-        """Put the sharded parameters into the modules, and free the full storage if it shall be."""
+        """Put the sharded parameters into the modules, and free storage that the options free."""
         if self._phase is Phase.FORWARD:
             # A backward inside of the unit's forward, which goes on with the full parameters.
             return
