@@ -14,8 +14,7 @@ from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.optimizer.muon.muon import Muon
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 
-# Other names are internal: megafsdp exports these, and tests/test_public.py lists their paths.
-# A name that is added here is a promise to users.
+# A name here is a promise to users: megafsdp exports it, and tests/test_public.py lists its path.
 __all__ = [
     "FusedAdam",
     "HybridDeviceOptimizer",

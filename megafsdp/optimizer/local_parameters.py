@@ -34,7 +34,7 @@ class LocalParameter(nn.Parameter):
         """Make the parameter of one group; aliases its main weight."""
         parameter = as_subclass_with_grad(LocalParameter, group.main_weight.flat)
         parameter._group = group
-        # The hook after a step finds the group by it, and marks its compute weights as stale.
+        # By this tie the hook after a step finds the group and marks its compute weights as stale.
         tie_to_group(parameter, group)
         return parameter
 
@@ -45,7 +45,7 @@ class LocalParameter(nn.Parameter):
         buffer = self._group.gradients.main_grad.buffer
         if buffer is None or all(grad is None for grad in grads):
             return None
-        # A user may have assigned a gradient of their own, or cleared one: the buffer follows.
+        # A user may have assigned or cleared single gradients: the buffer must agree with them.
         with torch.no_grad():
             for index, grad in enumerate(grads):
                 own = buffer.tensor(index)
@@ -71,7 +71,7 @@ class LocalParameter(nn.Parameter):
             parameter.sharded.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: the tensor is a part of a model."""
+        """Refuse to pickle the tensor, which is a part of a model."""
         raise RuntimeError(
             expected(
                 "the parameters of a model",
@@ -115,8 +115,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
                 hint="Call fully_shard() first",
             )
         )
-    # Frozen groups have no main gradient.
     groups = [group for unit in units.values() for group in unit.groups if group.is_trainable]
-    # Steps over the new tensors change main weights, as those over sharded parameters do.
+    # Steps over the new tensors change main weights: compute weights must become stale after.
     watch_optimizer_steps()
     return [LocalParameter.over(group) for group in groups]

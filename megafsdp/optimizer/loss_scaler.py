@@ -1,8 +1,8 @@
 """Loss scaling for fp16: one factor on the loss, taken off the gradients again before the step.
 
 :class:`LossScaler` scales losses, unscales gradients and skips steps that are not finite; all ranks
-agree on that by one small all-reduce. :class:`ScaleRule`, which touches no tensor, says how the
-scale follows from which steps were finite. The rule is that of Megatron-LM's DynamicGradScaler.
+agree on that by one small all-reduce. :class:`ScaleRule`, which touches no tensor, derives the
+scale from which steps were finite. The rule is that of Megatron-LM's DynamicGradScaler.
 With growth_window 3 and hysteresis 2 (``!`` is a step that is not finite; the scale is the one in
 use at that step)::
 
@@ -113,7 +113,7 @@ _DYNAMIC = ScaleRule()
 
 
 class LossScaler:
-    """Scales losses, unscales gradients, and skips steps whose gradients are not finite.
+    """Scale losses, unscale gradients, and skip steps whose gradients are not finite.
 
     One step: ``scaler.scale(loss).backward()``, then ``scaler.unscale_(optimizer)`` if gradients
     are clipped, ``scaler.step(optimizer)``, ``scaler.update()``.
@@ -139,7 +139,7 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss, which should be fp32 or wider, times the scale."""
-        # By a number, not a tensor: nothing is copied to the device.
+        # A Python number, not a tensor: no copy to the device is queued.
         return loss * self._state.scale
 
     @torch.no_grad()
@@ -171,14 +171,14 @@ class LossScaler:
                     hint="Set main_grads_dtype=torch.float32 in the MixedPrecisionPolicy",
                 )
             )
-        # A rank without gradients takes part too.
+        # A rank without gradients must enter the all-reduce below too.
         device = params[0].device if params else torch.device("cpu")
         is_bad = torch.zeros(1, dtype=torch.float32, device=device)
         for (kind, _), locals_ in by_kind.items():
             found = torch.zeros(1, dtype=torch.float32, device=kind)
             inverse = torch.tensor(1.0 / self._state.scale, dtype=torch.float32, device=kind)
             unscale_and_check(locals_, found, inverse)
-            # The operator does not count what it writes.
+            # The operator bumps no version counter, and these show a remembered norm to be old.
             torch.autograd.graph.increment_version(locals_)
             is_bad += found.to(device)
         # A rank that skipped alone would miss the collectives of the step, and ranks would hang.
@@ -196,7 +196,7 @@ class LossScaler:
         """
         if not self._unscaled:
             self.unscale_(optimizer)
-        # A step of gradients that are still scaled would be wrong by the scale, without a trace.
+        # A step on gradients that are still scaled would raise no error: refuse it here.
         if all(optimizer is not unscaled for unscaled in self._unscaled):
             raise _out_of_turn(
                 "an optimizer whose gradients are unscaled",

@@ -48,7 +48,7 @@ class CapturablePass:
         """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
         main_weight = states.group.main_weight
         moments = [states.buffers[name] for name in self._store.dtypes]
-        # One by one: counts may differ, and only the device can tell.
+        # One by one: counts may differ, and the host cannot read them to join parameters.
         for index in indices:
             self._step(
                 main_weight.tensor(index),
@@ -77,7 +77,6 @@ class CapturablePass:
         skips = None if self._found_inf is None else self._found_inf.to(step.device) != 0
         step.add_(1.0 if skips is None else (~skips).float())
         constants = self._constants(step)
-        # The definition runs in fp32; copy_ rounds into the dtypes that are kept.
         kept = [weight, *moments]
         exp_avg, exp_avg_sq = (moment.float() for moment in moments)
         stepped = reference.update(
@@ -88,8 +87,8 @@ class CapturablePass:
 
     def _constants(self, step: torch.Tensor) -> AdamConstants:
         """Compute the constants in double where the step is, and round them to fp32 once."""
-        # Of step 1, for those that do not depend on the step. The others, and those that depend on
-        # a learning rate in a tensor, are tensors too, which a replay computes anew.
+        # The constants of step 1 serve where neither the step nor a learning rate in a tensor
+        # matters. The others become tensors, which each replay of the graph computes anew.
         hyper, fixed = self._hyper, AdamConstants.rounded(self._hyper, 1)
         rate = torch.full((), hyper.lr, dtype=torch.float64, device=step.device)
         late: dict[str, Any] = {}

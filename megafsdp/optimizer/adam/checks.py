@@ -59,7 +59,6 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
     check_hyperparameters(float(group["lr"]), **numbers, max_grad_norm=None)
     # Groups from state dicts of torch have these options; they may be there, switched off.
     neutral = dict.fromkeys(FOREIGN_OPTIONS, False) | {"decoupled_weight_decay": adam_w_mode}
-    # A group without an option, as ours are made, asks for nothing.
     asked = {
         name: group[name] for name, value in neutral.items() if group.get(name, value) != value
     }
@@ -92,7 +91,7 @@ def check_remainders(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: One is not bf16.
     """
-    # An fp32 parameter lacks nothing, and the kernel takes one kind of weight.
+    # Even fp32 parameters are refused: the flat pass takes one kind of weight.
     for number, parameter in enumerate(group["params"]):
         if parameter.dtype != torch.bfloat16:
             raise ValueError(
@@ -145,7 +144,7 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
                 hint="Build the embedding with sparse=False",
             )
         )
-    # A plain gradient of a sharded parameter has other rows, or only looks as if it fitted.
+    # A plain gradient of a sharded parameter may be of other rows even where shapes agree.
     if isinstance(parameter, DTensor) != isinstance(grad, DTensor):
         raise RuntimeError(
             expected(

@@ -7,9 +7,9 @@ one with the same arithmetic (:mod:`megafsdp.optimizer.kernels.reference`), so h
 stored does not change its values.
 
 The class has three parts in this order: construction and copies, the step, and the states as
-others see them (state dicts, checkpoints), where moments are fp32 whatever they are kept in. It
-does not know how parameters lie (plan.py), how a pass runs (step.py, capturable.py), or where
-states are kept (states/store.py).
+others see them (state dicts, checkpoints), where moments are fp32 whatever they are kept in. Where
+parameters lie is found in plan.py, a pass runs in step.py or capturable.py, and states are kept in
+states/store.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from megafsdp.optimizer.states.loading import (
 )
 from megafsdp.optimizer.states.store import REMAINDER, STATES, StateStore
 
-# Attributes that a copy of the optimizer takes as they are.
 _COPIED = (
     "adam_w_mode",
     "use_decoupled_grad",
@@ -126,7 +125,7 @@ class FusedAdam(Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
-        # Of gradients as they are, still scaled; the next step uses it once.
+        # The norm of gradients as they are, maybe still scaled; one step uses it.
         self._measured: torch.Tensor | None = None
         self.capturable = capturable
         self.ftz = ftz
@@ -181,7 +180,7 @@ class FusedAdam(Optimizer):
             )
             own |= {"_plans": {}, "_measured": None}
         super().__setstate__(own)
-        # Only now: the base class has set the parameter groups.
+        # Only now: before, the base class has not set the parameter groups.
         if "_stored" in state:
             self._store.add_parameters(p for group in self.param_groups for p in group["params"])
 
@@ -192,7 +191,7 @@ class FusedAdam(Optimizer):
             ValueError: As the constructor; the group is not added.
         """
         super().add_param_group(param_group)
-        # The norm did not have the new parameters.
+        # The measured norm does not include the new parameters.
         self._measured = None
         try:
             check_group(self.param_groups[-1], adam_w_mode=self.adam_w_mode)
@@ -309,7 +308,7 @@ class FusedAdam(Optimizer):
         for plan in self._plans.values():
             for owner in plan.owners():
                 owner.mark_stale()
-        # After the marks, which it takes back for casts that the kernels have written.
+        # After the marks: where a kernel has written the cast too, this takes the mark back.
         adam_pass.finish()
 
     def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
@@ -383,7 +382,7 @@ class FusedAdam(Optimizer):
         packed = state_dict
 
         # torch would bring all states to the parameters' device at once, those of the host too. As
-        # the last of the hooks before, it sees what those of others have made of the state dict.
+        # the last pre-hook, this one sees what other hooks have made of the state dict.
         def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal packed
             packed = loaded
@@ -399,14 +398,14 @@ class FusedAdam(Optimizer):
 
     def _take_over_all(self, packed: dict[str, Any]) -> None:
         """Bring the states of a state dict, whose groups are loaded, into the form kept."""
-        # They belong to the weights of before; a state dict without them means zeros.
+        # Remainders of the old weights; a state dict without remainders means zeros.
         self._store.forget_remainders()
         fill_options(self.param_groups, self.defaults)
         for index, parameter in packed_parameters(packed, self.param_groups):
             given = packed["state"].get(index)
             if given is None:
                 continue
-            # A copy: the caller may go on with the state dict, or load it twice.
+            # A copy: the caller may use the state dict further, or load it twice.
             self.state[parameter] = {
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in given.items()
@@ -449,7 +448,7 @@ class FusedAdam(Optimizer):
             self._store.set_weight(parameter, self.state[parameter], weight)
             owner = group_of(parameter)
             if owner is not None:
-                # set_weight() writes local tensors, which counts as no write of the group.
+                # set_weight() writes local tensors, which the group does not notice as a write.
                 owner.mark_stale()
         elif self.state.get(parameter):
             self._take_over(parameter)

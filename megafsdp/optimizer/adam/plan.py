@@ -1,8 +1,7 @@
 """The plan of an optimizer group: parameters that step together, and their gradients in a step.
 
-What a step does for each parameter in Python is all that is left of its cost when tensors are
-small, so this file looks at as little as it can: the gradient, where it lies, and whether the state
-is the one that was left there.
+Where tensors are small, a step costs what Python does for each parameter. So this file looks at
+little: the gradient, where it lies, and whether the state is the same object as in the last step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megafsdp.optimizer.adam.checks import check_grad
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import STATES, StateStore
 
-# Models have thousands of parameters: map() over it is much faster than a loop.
+# Models have thousands of parameters: map() with it is much faster than a loop.
 _GRAD = operator.attrgetter("grad")
 
 
@@ -80,7 +79,7 @@ class _Members:
     ) -> None:
         """Bring the states that the optimizer shows into the flat buffers."""
         shown = list(map(states_by_parameter.__getitem__, self.parameters))
-        # Asked in each step, and nearly always nothing has changed: identities are compared in C.
+        # Runs in each step, and nearly always nothing has changed: identities are compared in C.
         # A load or a user replaces dicts or values, never the memory behind the same tensor.
         values = itertools.chain.from_iterable(map(dict.values, shown))
         if (
@@ -108,10 +107,10 @@ class GroupPlan:
         self, parameters: list[torch.Tensor], store: StateStore, names: Sequence[str] = ()
     ) -> None:
         self._parameters = list(parameters)
-        # Names are given for all parameters or for none.
+        # Not strict: names are given for all parameters or for none.
         self._names = dict(zip(map(id, parameters), names, strict=False))
         self._store = store
-        # A kernel call serves the parameters of one group that also belong to one optimizer group.
+        # One kernel call steps parameters that share a flat buffer and an optimizer group.
         flat: dict[FlatStates, list[tuple[torch.Tensor, int]]] = {}
         self._others: list[torch.Tensor] = []
         owners: dict[int, ParameterGroup] = {}
@@ -124,7 +123,7 @@ class GroupPlan:
             else:
                 flat.setdefault(place[0], []).append((parameter, place[1]))
         self._members = [_Members(states, places) for states, places in flat.items()]
-        # Weakly, as all references back to units: the parameters alone keep them alive.
+        # Weak, as all references back to units: the parameters alone keep their group alive.
         self._owners = [weakref.ref(owner) for owner in owners.values()]
 
     def is_of(self, parameters: list[torch.Tensor]) -> bool:
@@ -156,12 +155,11 @@ class GroupPlan:
             RuntimeError: A gradient is not kept as its parameter is.
         """
         found = FoundGrads()
-        # These parameters are ours and override nothing: reads need not look for that.
+        # Sharded parameters override no attribute read: the reads skip __torch_function__.
         with without_torch_function():
             read = [_read(members.parameters, attribute) for members in self._members]
         for members, grads in zip(self._members, read, strict=True):
             buffer = members.common_buffer(grads)
-            # Rare: some parameters have no gradient, or one that the user has made.
             if buffer is None:
                 self._find_some(found, members, grads, states_by_parameter)
                 continue

@@ -31,7 +31,7 @@ class AdamPass:
     """
 
     def __init__(self, store: StateStore, *, scale: float | torch.Tensor, ftz: bool) -> None:
-        # A number of the host is an argument of any kernel; one on a GPU is read there.
+        # A factor on the CPU is an argument of any kernel. One on a GPU is read there by it.
         is_on_host = isinstance(scale, torch.Tensor) and scale.device.type == "cpu"
         self._scale = float(scale) if is_on_host else scale
         self._store, self._ftz = store, ftz
@@ -46,7 +46,7 @@ class AdamPass:
     def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
         """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
         remainder = states.buffers.get(REMAINDER)
-        # The kernel has no output beside remainders, so the units cast anew.
+        # Beside remainders the kernel writes no cast: the bf16 weight is that copy already.
         copy_out = None if remainder is not None else self._encodings.output(states)
         buffers = AdamBuffers(
             weight=states.group.main_weight.flat,
@@ -68,11 +68,11 @@ class AdamPass:
     def step_one(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Step one tensor by itself, through copies of what the kernel does not take; local."""
         state["step"] += 1
-        # The count has moved on ranks without rows too: states are saved alike by all.
+        # Only after the count: ranks without rows count too, since all save the same states.
         own = local_tensor(parameter)
         if not own.numel():
             return
-        # What the kernel takes as it is is stepped in place; the rest through copies.
+        # Contiguous rows in the kernel's dtype are stepped in place; others as copies.
         kept, copies = [own], [own.contiguous().view(-1)]
         if self._store.has_remainders:
             low = local_tensor(state[REMAINDER])

@@ -70,11 +70,11 @@ def clip_grad_norm_(
                 hint="Look for the first parameter whose gradient is not finite, or skip the step",
             )
         )
-    # Multiplied in any case: whether it is 1 is known on the device alone.
+    # Multiplied even by 1: the host would have to wait to see that it is 1.
     coefficient = clip_coefficient(norm, max_norm)
     for near in by_device([tensor for part in parts for tensor in part.tensors]):
         torch._foreach_mul_(near, coefficient.to(near[0].device))
-    # A factor that is NaN makes NaN of zeros, which would outlive gradients that the user mends.
+    # A NaN factor makes NaN of gaps too, which would stay after the user has mended gradients.
     for gaps in by_device([gap for part in parts for gap in part.gaps]):
         torch._foreach_zero_(gaps)
     return norm
@@ -121,7 +121,7 @@ def gradient_factor(
     if max_norm is None:
         return GradientFactor(scale, None)
     norm = ((total_norm(grads) if norm is None else norm) * scale).float()
-    # An infinite norm under an infinite limit would give no number.
+    # Infinity over infinity: an infinite norm under an infinite limit would give NaN.
     if max_norm < math.inf:
         scale *= clip_coefficient(norm, max_norm)
     return GradientFactor(scale, norm)

@@ -1,9 +1,8 @@
 """Norms of gradients, and counts of their zeros.
 
 A gradient may be sharded, replicated or plain. Every element counts once: what is sharded is summed
-over the ranks that divide it, what is replicated is not. :class:`GradParts` says which is which, in
-as few flat tensors as there are: where all gradients of a flat main gradient are there, the buffer
-stands for them.
+over the ranks that divide it, what is replicated is not. :class:`GradParts` sorts them by these
+ranks, in few tensors: where all gradients of a flat buffer are there, the buffer stands for them.
 
 Sums are exact to fp32: squares are added in double, other powers in pieces short enough for fp32.
 Gradients are read, never changed; clip.py scales them.
@@ -28,7 +27,7 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.params.main_gradient import FlatGradient
 from megafsdp.optimizer.kernels.square_sum import has_square_sum_kernel, known_square_sum
 
-# A plain fp32 running sum over 50 M elements is wrong by 4e-3.
+# Short pieces, summed on in double: one fp32 sum over 50 M elements is wrong by 4e-3.
 _PIECE_NUMEL = 1 << 16
 
 
@@ -87,10 +86,10 @@ def num_zero_grads(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tens
         parameters = parameters.parameters()
     grads = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), dtype=torch.int64, device=device_of(grads))
-    # By tensors: the gaps of a flat buffer are zero too, and no gradient's.
+    # Without joining: the gaps of a flat buffer are zeros of no gradient.
     for part in parts_of(grads, joins_buffers=False):
         zeros = (tensor.numel() - tensor.count_nonzero() for tensor in part.tensors)
-        # A rank without elements takes part too: the reduction is called by all.
+        # A rank without elements must enter the all-reduce below too.
         own = sum((count.to(total.device) for count in zeros), total * 0)
         if part.group is not None:
             all_reduce(own, group=part.group, label="zero gradients")
@@ -124,7 +123,7 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
     Raises:
         NotImplementedError: A DTensor is sharded over several axes, or partial.
     """
-    # By buffer and index: a gradient that is given twice counts twice, so it is no part of it.
+    # By buffer and index: a gradient given twice counts twice, the second time by itself.
     flat: dict[DBuffer, dict[int, torch.Tensor]] = {}
     singles: list[torch.Tensor] = []
     for grad in grads:
@@ -146,7 +145,7 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
             singles += [first, *others]
         else:
             parts.setdefault(groups.of(first), []).append(buffer.flat)
-            # A scaled NaN is one in the gaps too, where nothing would clear it later.
+            # A caller that has scaled the buffer by NaN must zero the gaps again.
             gaps.setdefault(groups.of(first), []).extend(buffer.gaps)
     for grad in singles:
         parts.setdefault(groups.of(grad), []).append(local_tensor(grad))
@@ -157,7 +156,7 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
 
 
 class _Groups:
-    """Looks up process groups; gradients lie in few ways on few meshes, and a lookup is slow."""
+    """Look up process groups, each once: gradients lie in few ways and a lookup is slow."""
 
     def __init__(self) -> None:
         self._known: dict[object, dist.ProcessGroup | None] = {}
@@ -221,7 +220,6 @@ def norms_of_parts(
         own = torch.zeros_like(total)
         for i, parts in enumerate(vectors):
             tensors = [t for part in parts if part.group is group for t in part.tensors]
-            # Sums of parts on the host move to the device as one number each.
             for near in by_device(tensors):
                 power = _local_power(near, norm_type).to(device)
                 own[i] = torch.maximum(own[i], power) if is_max else own[i] + power
@@ -242,7 +240,7 @@ def by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _local_power(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return this rank's sum of p-th powers, or its largest absolute value, in fp64."""
     if norm_type == 2.0 and all(map(has_square_sum_kernel, tensors)):
-        # In double, in an order that depends on nothing else.
+        # The kernels add in double, in an order fixed by positions: the same bits always.
         return torch.stack([known_square_sum(t) for t in tensors]).sum()
     # torch returns a norm in the dtype of its input, where fp16 would overflow.
     pieces = [piece for t in tensors for piece in t.reshape(-1).float().split(_PIECE_NUMEL)]

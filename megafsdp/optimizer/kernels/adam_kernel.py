@@ -1,7 +1,7 @@
 """One pass of Adam over flat buffers: compiled where possible, else in torch.
 
-Both ways, every instruction set and every number of threads give the same bits. This file says
-which buffers a step takes, checks them, and picks the way; reference.py defines the arithmetic and
+Both ways, every instruction set and every number of threads give the same bits. This file defines
+the buffers of a step, checks them, and picks the way; reference.py defines the arithmetic and
 cuda.py launches on CUDA. One call takes a whole flat buffer and a table of segments, each with its
 own hyperparameters: parameters with and without weight decay lie mixed in a buffer, and a call for
 each would cost more than small ones take.
@@ -25,11 +25,11 @@ from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper, round_to_
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES}
-# Dtypes that each buffer may have, beside fp32 weights and beside halves of them.
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
-# Of moments in two dtypes, which pass through fp32 copies of so many elements.
+# Moments in two dtypes pass through fp32 copies, so many elements at a time.
 _WIDE_NUMEL = 1 << 20
+# The dtypes of each buffer: with fp32 weights, and with weights in two halves.
 _BESIDE_FP32 = {
     "weight": (torch.float32,),
     "grad": VALUE_DTYPES,
@@ -88,7 +88,7 @@ class AdamBuffers:
         """
         if new := self.new_names():
             self._check_out_of_place(new)
-        # Checked when made, once a step and buffer: the kernels get addresses, which say nothing.
+        # Here, once a step and buffer: the kernels get bare addresses and can check nothing.
         wanted = _BESIDE_FP32 if self.remainder is None else _BESIDE_REMAINDERS
         numel, device = self.weight.numel(), self.weight.device
         for name, dtypes in wanted.items():
@@ -105,7 +105,7 @@ class AdamBuffers:
 
     def new_names(self) -> list[str]:
         """Return the names of what a step out of place writes; none for one in place."""
-        # Asked in every call; most steps are in place.
+        # A shortcut: this runs in every call, and most steps are in place.
         if self.new_weight is self.new_exp_avg is self.new_exp_avg_sq is None:
             return []
         return [name for name in _NEW if getattr(self, name) is not None]
@@ -201,7 +201,7 @@ def adam_step(
 
 
 class AdamKernel:
-    """:func:`adam_step` for many buffers on one device: chosen and checked once.
+    """Run :func:`adam_step` on many buffers of one device: chosen and checked once.
 
     Args:
         device: Where the buffers are.
@@ -223,14 +223,14 @@ class AdamKernel:
         flush_denormals: bool = True,
         num_threads: int | None = None,
     ) -> None:
-        # Asked here, not at each call: it is a setting of the thread that makes the kernel, while
-        # a worker may call it.
+        # Read here, not at each call: the number is a setting of each thread, and a worker thread
+        # may call the kernel.
         num_threads = torch.get_num_threads() if num_threads is None else num_threads
         check_positive("num_threads", num_threads)
         _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
         self._grad_scale, self._flushes = grad_scale, flush_denormals
         self._run = _compiled(device, grad_scale, found_inf, flush_denormals, num_threads)
-        # The CUDA kernel reads it on the device; all others must know before they write.
+        # The CUDA kernel reads it on the device; for others the host reads it before they write.
         is_read_there = self._run is not None and device.type != "cpu"
         self._found_inf = None if is_read_there else found_inf
 
@@ -368,7 +368,7 @@ def _step_in_torch(
         if buffers.copy_out is not None:
             buffers.copy_out[chunk].copy_(weight)
     else:
-        # A NaN with a payload would overflow into the sign when its half is rounded up.
+        # Rounding its bits could make infinity or zero of a NaN with a payload.
         high, rest = reference.fp32_to_halves(reference.plain_nans(weight))
         stored.copy_(high)
         low.copy_(rest)

@@ -50,15 +50,14 @@ def launch_adam_step(
     Raises:
         RuntimeError: CUDA refuses the launch.
     """
-    # Its length decides how the kernel gets it: as an argument or through the table.
     segments = arguments["segments"]
     assert isinstance(segments, list), "a table of segments"
     with torch.cuda.device(device):
-        # Freed at return: its memory goes to later work of this stream alone.
+        # Freed at return, before the kernel runs: only later work of this stream gets the memory.
         table = torch.empty(module.table_nbytes(len(segments)), dtype=torch.uint8, device=device)
         module.adam_step(
             **arguments,
-            # Addresses, not values: the kernel reads them when the stream comes to it.
+            # Addresses, not values: the kernel reads them when the stream reaches it.
             device_grad_scale=0 if grad_scale is None else grad_scale.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
             table=table.data_ptr(),
@@ -73,7 +72,7 @@ def launch_sum_of_squares(module: ModuleType, values: torch.Tensor) -> torch.Ten
     Raises:
         RuntimeError: CUDA refuses a launch.
     """
-    # Buffers may be on another device than the current one, whose stream would be taken.
+    # The current device may be another than that of the buffers.
     device = values.device
     with torch.cuda.device(device):
         scratch_numel = module.scratch_numel(values.numel())
@@ -91,7 +90,7 @@ def launch_sum_of_squares(module: ModuleType, values: torch.Tensor) -> torch.Ten
     return total
 
 
-# Asked before each launch; the answer does not change, and the warning comes once.
+# Cached: it is called before each launch, and the warning must come once.
 @functools.cache
 def _why_not_on(index: int) -> str:
     module = cuda_module()

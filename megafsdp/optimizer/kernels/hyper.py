@@ -38,7 +38,7 @@ class AdamHyper:
     @classmethod
     def of(cls, group: Mapping[str, Any], *, adam_w_mode: bool) -> AdamHyper:
         """Read a parameter group of an optimizer; tensors are read by the host."""
-        # float() waits for a tensor on a device; a captured step does not come here.
+        # float() waits for a tensor on a device; a captured step passes a number instead.
         beta1, beta2 = group["betas"]
         return cls(
             lr=float(group["lr"]),
@@ -91,7 +91,7 @@ class AdamConstants(NamedTuple):
     step_size: float
 
     def flushed(self) -> AdamConstants:
-        """Return zero for subnormal numbers, as a processor takes them that flushes."""
+        """Return the constants with zero for subnormal ones, as a flushing processor reads them."""
         return AdamConstants(*(n if abs(n) >= 2.0**-126 else 0.0 for n in self))
 
     @classmethod

@@ -45,7 +45,7 @@ def update(
     weight = weight * c.decay
     exp_avg = _fma(grad - exp_avg, c.lerp, exp_avg if c.lerp > 0 else grad)
     exp_avg_sq = _fma(grad * c.square, grad, exp_avg_sq * c.beta2)
-    # Through double: MKL's fp32 root ignores the thread's flushing mode; twice rounded is exact.
+    # Through double: MKL's fp32 root ignores the flushing mode. Rounding twice changes no root.
     root = exp_avg_sq.double().sqrt().float()
     # By a tensor: CUDA multiplies by the reciprocal of a number instead.
     divisor = root.new_full((), c.root) if isinstance(c.root, float) else c.root
@@ -73,6 +73,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Ten
 @contextlib.contextmanager
 def denormal_mode(flushes: bool) -> Iterator[None]:
     """Flush subnormal numbers to zero on this thread, or keep them; restore the mode at the end."""
+    # torch has no getter of the mode: a product that is subnormal shows it.
     small = torch.full((1,), 2.0**-120, dtype=torch.float32, device="cpu")
     was_on = small.mul_(2.0**-20).item() == 0
     torch.set_flush_denormal(flushes)
@@ -88,11 +89,12 @@ def fp32_to_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The bf16 value is the nearest one; of two equally near, the one further from zero.
     """
     bits = values.view(torch.int32)
+    # The cast to int16 wraps: the remainder is negative where the high half was rounded up.
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def plain_nans(values: torch.Tensor) -> torch.Tensor:
-    """Return fp32 values whose NaNs have no payload: rounding one with a large one overflows."""
+    """Return fp32 values with one NaN for all: the bits of another, rounded, may be no NaN."""
     return values.masked_fill(values.isnan(), torch.nan)
 
 
@@ -103,10 +105,10 @@ def halves_to_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def join_weights(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return fp32 weights of halves of which the high ones may have been written by others.
+    """Return the fp32 weights of two halves, of which others may have written the high one.
 
-    A zero is one whatever was left beside it: a negative remainder, which of all numbers none that
-    rounds to zero has, would make it NaN.
+    A high half of zero with a negative remainder counts as zero: no number splits into these, and
+    their bits are those of a NaN. They arise where others have set the weight to zero.
     """
     is_another = (high == 0) & (remainder < 0)
     return halves_to_fp32(high, remainder.masked_fill(is_another, 0))

@@ -65,19 +65,19 @@ def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = Non
 
 
 def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return :func:`device_sum_of_squares`, and let :func:`known_square_sum` return it again.
+    """Return :func:`device_sum_of_squares`, and keep it for :func:`known_square_sum`.
 
     Args:
         values: A flat tensor whose writers bump its version counter, as those of main gradients do.
     """
     total = device_sum_of_squares(values)
-    # On the tensor: it lives as long as the gradient, and no table must be cleared.
+    # An attribute of the tensor lives as long as the gradient: no table must be cleared.
     values._megafsdp_square_sum = (version_of(values), total)  # type: ignore[attr-defined]
     return total
 
 
 def known_square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a contiguous tensor, not made again if it is remembered."""
+    """Return the sum of squares of a contiguous tensor; a kept one if it is still valid."""
     known: tuple[int, torch.Tensor] | None = getattr(values, "_megafsdp_square_sum", None)
     # A gradient that was changed in place since, by a scaler or a user, has another sum.
     if known is not None and known[0] == version_of(values):

@@ -1,7 +1,8 @@
 """Gather each matrix that is cut over ranks on one owner, and scatter its update back.
 
-Every rank knows every rank's cuts, so the messages are arithmetic, made once. Matrices
-travel in rounds; a round is one all-to-all each way. Two ranks, A owned by rank 0, B by rank 1::
+Each rank computes the cuts of all ranks, so messages are planned once, without communication.
+Matrices travel in rounds; a round is one all-to-all each way. Two ranks, A owned by rank 0, B by
+rank 1::
 
     rank 0 has [A0 A1 | B0]     sends B0 to 1         owns A: [A0 A1 | A2]
     rank 1 has [A2 | B1 B2]     sends A2 to 0         owns B: [B0 | B1 B2]
@@ -52,7 +53,7 @@ def choose_owners(matrices: Sequence[CutMatrix], num_ranks: int) -> list[int]:
     loads = [0.0] * num_ranks
     owners = [0] * len(matrices)
     for index in _costliest_first(matrices):
-        # Pure arithmetic of what all ranks know: all choose alike without a collective.
+        # Arithmetic on values that are equal on all ranks: all choose alike without a collective.
         ranges = matrices[index].ranges
         owner = min(range(num_ranks), key=lambda r: (loads[r], ranges[r][0] - ranges[r][1], r))
         loads[owner] += matrices[index].cost
@@ -80,7 +81,7 @@ def choose_rounds(
         send = [stop - start for start, stop in matrix.ranges]
         owned = [n + more for n, more in zip(owned, own, strict=True)]
         sent = [n + more for n, more in zip(sent, send, strict=True)]
-        # The same rounds on all ranks, since each is a collective: limits of all are looked at.
+        # A round is a collective, so all ranks must form the same: the limits of all are checked.
         if not rounds or max(owned) > limit or max(sent) > 2 * limit:
             rounds.append([])
             owned, sent = own, send
@@ -119,7 +120,7 @@ class Round:
         self._group = group
         num_ranks = len(matrices[indices[0]].ranges)
         self.owned = [i for i in indices if owners[i] == rank]
-        # By destination, as the all-to-all wants a message; within one in the order of the round.
+        # all_to_all() cuts a message by destination; to one rank, matrices keep the round's order.
         to = [
             [Segment(i, *matrices[i].ranges[rank]) for i in indices if owners[i] == r]
             for r in range(num_ranks)
@@ -127,7 +128,6 @@ class Round:
         of = [[Segment(i, *matrices[i].ranges[r]) for i in self.owned] for r in range(num_ranks)]
         self._num_sent = [sum(s.stop - s.start for s in segments) for segments in to]
         self._num_received = [sum(s.stop - s.start for s in segments) for segments in of]
-        # A rank without elements of a matrix has an empty segment, which is no piece of a message.
         self.sends = [s for segments in to for s in segments if s.stop > s.start]
         self.receives = [s for segments in of for s in segments if s.stop > s.start]
 
@@ -147,7 +147,7 @@ class Round:
     def _exchange(
         self, source: torch.Tensor, num_sent: list[int], num_received: list[int], label: str
     ) -> torch.Tensor:
-        # The result may be the source: callers treat it as read and then overwrite it.
+        # Nothing travels: the result is the source itself, which callers must not use further.
         if self._group is None or self._group.size() == 1:
             return source
         output = source.new_empty(sum(num_received))

@@ -1,7 +1,7 @@
 """The matrices of a parameter that Muon steps: itself, each of a stack, and their fused parts.
 
-This file says where a matrix lies in its parameter and how it becomes an update once it is whole;
-it calls no collective.
+This file finds a matrix in its parameter and makes it an update once it is whole; it calls no
+collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from megafsdp.mesh.annotation import FusedParts, annotation_of
 from megafsdp.optimizer.muon.exchange import CutMatrix
 from megafsdp.optimizer.muon.newton_schulz import lr_ratio, orthogonalize, part_shapes, part_views
 
-# Of a fused parameter: what is a matrix of its own.
 SPLITS = ("parts", "groups", "none")
 
 
@@ -56,12 +55,12 @@ class Matrix:
     def cut(self) -> CutMatrix:
         """Return the ranges of the matrix on each rank, and the cost of its owner."""
         shapes = part_shapes(self.shape, self.fused, self.fused_dim, by_group=self.by_group)
-        # Of the products with the shorter side, which take nearly all of the time.
+        # Products with the shorter side take nearly all of the time; one of them is counted.
         cost = float(sum(r * c * min(r, c) for r, c in shapes))
         if not isinstance(self.parameter, UnevenDTensor):
             return CutMatrix(self.numel, cost, ((0, self.numel),))
         layout = self.parameter.uneven_layout
-        # Of all ranks, from the layout: no rank asks another.
+        # The layout gives the ranges of all ranks, so nothing is communicated.
         ranges = (layout.element_range(shard) for shard in self.parameter.shards_by_rank())
         cuts = ((self._within(start), self._within(stop)) for start, stop in ranges)
         return CutMatrix(self.numel, cost, tuple(cuts))
@@ -72,7 +71,7 @@ class Matrix:
     def local_range(self, start: int, stop: int) -> slice:
         """Return where elements [start, stop) of the matrix lie in this rank's flat rows."""
         first = 0
-        # Rows of this rank begin somewhere in the parameter, maybe behind this matrix.
+        # A rank's rows may begin in an earlier matrix of the stack, or inside this one.
         if isinstance(self.parameter, UnevenDTensor):
             first = self.parameter.uneven_layout.element_range()[0]
         return slice(self.offset + start - first, self.offset + stop - first)
@@ -94,7 +93,7 @@ class Matrix:
 
 @contextlib.contextmanager
 def flat_elements(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Lend a tensor's elements in row-major order, whatever its strides, to be changed in place.
+    """Yield a tensor's elements in row-major order, whatever its strides, to be changed in place.
 
     Allocates a copy for the time of the change where the tensor is not contiguous.
     """

@@ -2,8 +2,8 @@
 
 Weights and momentum stay where the flat buffers put them. For a step each matrix of the momentum
 travels to one owner among the ranks that divide it, is orthogonalised there, and the update travels
-back: see docs/design, "Muon". The arithmetic is that of ``torch.optim.Muon``. Matrices travel by
-exchange.py, lie in parameters as matrices.py says, and are orthogonalised in newton_schulz.py.
+back: see docs/design, "Muon". The arithmetic is that of ``torch.optim.Muon``. exchange.py moves
+matrices, matrices.py finds them in parameters, and newton_schulz.py orthogonalises them.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Muon(Optimizer):
             for parameter in matrices:
                 # Decay comes before the update, as in torch; the rounds below only add to weights.
                 local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-                # States of the other rule may be there: a checkpoint's, or of another use_muon.
+                # AdamW's states may be there, from a checkpoint or another use_muon.
                 if "momentum_buffer" not in self.state[parameter]:
                     self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
             stepped += [(p, group) for p in matrices]
@@ -207,7 +207,7 @@ class Muon(Optimizer):
             for parameter, group in stepped:
                 divide = parameter.shard_group if isinstance(parameter, UnevenDTensor) else None
                 by_group.setdefault(divide, []).extend(matrices_of(parameter, group))
-            # Another set of parameters replaces the plan, so that none outlives its parameters.
+            # One key at a time: plans refer to parameters, and would keep old ones alive.
             self._plans = {key: {g: self._plan(m, g) for g, m in by_group.items()}}
         return self._plans[key]
 
@@ -229,7 +229,7 @@ class Muon(Optimizer):
             matrix = matrices[segment.matrix]
             self._average(matrix, matrix.local_range(segment.start, segment.stop), piece)
         gathered = each.gather(message, _LABEL)
-        # Bounds the memory of a round, which needs room for the gathered and for one matrix.
+        # Freed here: beside what was gathered, a round then needs room for one matrix only.
         del message
         received = list(zip(each.receives, pieces(gathered, each.receives), strict=True))
         for index in each.owned:
@@ -238,7 +238,7 @@ class Muon(Optimizer):
             for segment, piece in mine:
                 whole[segment.start : segment.stop] = piece
             matrices[index].orthogonalize_parts_(whole.view(matrices[index].shape))
-            # Back into the message, in the order in which it came.
+            # Into the gathered message: scatter() returns it in the order in which it came.
             for segment, piece in mine:
                 piece.copy_(whole[segment.start : segment.stop])
         updates = each.scatter(gathered, _LABEL)
@@ -267,6 +267,7 @@ class Muon(Optimizer):
         for parameter in parameters:
             if "exp_avg_sq" not in self.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
+                # adamw() reads the count on the host: one on a device would make each step wait.
                 count = torch.zeros((), dtype=torch.float32, device="cpu")
                 self.state[parameter] = {"step": count, **moments}
             state = self.state[parameter]

@@ -24,7 +24,7 @@ _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 3
 # Main weight and two moments, fp32.
 _RETURNED_NBYTES = 12
-# Of the bytes that no allocation has needed so far.
+# The part that is used of the bytes that no allocation has needed so far.
 _USABLE = 0.9
 
 
@@ -74,7 +74,7 @@ class _Marks:
 
 
 class FractionMeter:
-    """Measures the window and the host in the first steps; on every rank by itself.
+    """Measure the window and the host in the first steps; on every rank by itself.
 
     Args:
         handle: The device.
@@ -82,7 +82,7 @@ class FractionMeter:
 
     def __init__(self, handle: DeviceHandle) -> None:
         self._handle = handle
-        # Of its own: the worker writes it, everything else here belongs to the calling thread.
+        # A separate object with a lock: the worker writes it, and all else only the calling thread.
         self.rate = HostRate()
         self._marks = _Marks()
         self._windows_s: list[float] = []
@@ -146,8 +146,8 @@ def agree_on_fraction(
 ) -> float:
     """Return the fraction that is free on all ranks and leaves none without memory; collective.
 
-    Called by all ranks that share parameter groups, which offload alike: in one order of gathers,
-    by one small all-reduce for each of their process groups.
+    Called by all ranks that share parameter groups, which must offload alike: one small all-reduce
+    for each of their process groups.
 
     Args:
         meter: What this rank has measured.
@@ -157,7 +157,7 @@ def agree_on_fraction(
     numel = sum(group.main_weight.flat.numel() for group in groups)
     free = min(meter.free_numel() / max(numel, 1), 1.0)
     fitting = max(1.0 - meter.returnable_numel() / max(numel, 1), 0.0)
-    # The least of what is free, the most of what must go: one minimum.
+    # One minimum over ranks: the least that is free, and, negated, the most that must move.
     values = torch.tensor([free, -fitting], dtype=torch.float64, device=device)
     meshes = {g: None for group in groups for g in (group.axes.group, group.axes.outer_group) if g}
     for process_group in meshes:

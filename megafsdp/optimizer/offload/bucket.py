@@ -63,9 +63,9 @@ class Bucket:
         self.copy_out: torch.Tensor | None = None
         if dtypes.compute != dtypes.main:
             self.copy_out = _host_tensor(numel, dtypes.compute, is_pinned=is_param_pinned)
-        # Of the last step or of the coming one; a copy of the same gradients is not issued twice.
+        # The last step's or the coming one's; a copy of the same gradients is not issued twice.
         self.copy: GradientCopy | None = None
-        # Reads copy_out until it is done.
+        # The upload in flight; it reads copy_out until it is done.
         self.uploaded: Transfer | None = None
 
     @property
@@ -94,7 +94,7 @@ class Bucket:
         return self.copy
 
     def release_grads(self) -> None:
-        """Let this thread, and what it queues from here on, write the main gradients again."""
+        """Order the copy before what this thread queues from here on, which may write gradients."""
         if self.copy is not None:
             self.copy.release()
             self.copy = None
@@ -156,7 +156,7 @@ class EarlyStarter(Protocol):
 
 
 class BucketListener:
-    """Passes on to the optimizer what happens to one bucket's gradients and main weight.
+    """Pass on to the optimizer what happens to one bucket's gradients and main weight.
 
     Args:
         optimizer: The optimizer.
@@ -164,7 +164,7 @@ class BucketListener:
     """
 
     def __init__(self, optimizer: EarlyStarter, bucket: Bucket) -> None:
-        # Weakly: the parameter group has this listener, and the model must not keep the optimizer.
+        # Weak: the parameter group refers to this, and the model must not keep the optimizer alive.
         self._optimizer, self._bucket = weakref.ref(optimizer), weakref.ref(bucket)
 
     def grads_are_final(self, grads: torch.Tensor) -> None:
@@ -210,7 +210,7 @@ class GradientCopy:
         # The copies run on a stream of their own, behind what this thread has queued.
         bucket.link.fence()
         self.transfer = bucket.link.to_host(copies)
-        # Another stream than their own reads them: until then their memory must not be used again.
+        # The copy stream reads them, and the allocator sees their own stream only: keep them.
         self._kept = [source for _, source in copies]
         # To recognise them later; weakly, since a user may drop gradients that were not read.
         self._sources = [(weakref.ref(grads), version_of(grads)) for _, grads in pieces]
@@ -233,7 +233,7 @@ class GradientCopy:
         return math.sqrt(self._bucket.grad_squares.item())
 
     def release(self) -> None:
-        """Let this thread, and what it queues from here on, write the gradients again."""
+        """Order the copy before what this thread queues from here on, which may write gradients."""
         self.transfer.order()
         self._kept = []
 
@@ -254,7 +254,7 @@ def left_on_device(
 def _beside_weight(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return a gradient on the device of its parameter's main weight."""
     owner = group_of(parameter)
-    # A gradient that a user made for an offloaded parameter lies on the device.
+    # The main weight is on the host, while a gradient that a user made lies on the device.
     if owner is None or owner.host_memory is None:
         return grad
     return wrap_like(parameter, local_tensor(grad).to(owner.main_weight.flat.device))

@@ -1,4 +1,4 @@
-"""One step of one bucket on the host: gradients in, Adam, compute weights out, and who waits.
+"""One step of one bucket on the host: gradients in, Adam, compute weights out, and the waits.
 
 ::
 
@@ -83,7 +83,7 @@ class DeferredScalar:
         return self._transfer is None or self._transfer.is_done
 
     def value(self) -> float:
-        """Return the number; waits for it; from any thread."""
+        """Wait for the number and return it; from any thread."""
         if self._transfer is not None:
             self._transfer.wait()
         return float(self._kept)
@@ -155,10 +155,10 @@ class BucketStep:
         self._name = group.label
         self._target = group.compute_weight.start_copy()
         self._copy = self._issue_copy()
-        # The copy keeps what it reads; after it the gradients may be freed.
+        # The copy keeps its sources until they are read; this step must not keep them longer.
         self._grads = []
         in_use = self._take_buffers()
-        # Last: who finds the step waits for it, and one that could not begin never ends.
+        # Last: a reader that finds the step waits for its end, which never comes if start() failed.
         register_writer(in_use, self)
         group.step_in_flight = self
 
@@ -235,7 +235,7 @@ class BucketStep:
         Raises:
             RuntimeError: The step failed.
         """
-        # The first use alone ends the window.
+        # The first use alone ends the window that the meter measures.
         meter, self.meter = self.meter, None
         begin = None if meter is None else meter.mark_time()
         begin_s = time.perf_counter()

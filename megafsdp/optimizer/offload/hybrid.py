@@ -91,9 +91,9 @@ class HybridDeviceOptimizer(FusedAdam):
         weight_decay: Decoupled weight decay.
         offload_fraction: The part of the local elements to keep on the host, brought to the nearest
             boundary between parameter groups of units. ``"auto"`` begins with all and, in the sixth
-            step, brings back what the host was seen to be too slow for; that step is collective.
+            step, brings back what the host proved too slow for; that step is collective.
         speculate: Where the loop hands over, run Adam before the norm of all gradients is
-            known, as if it asked for no clipping, into a second slab: 12 bytes an element more.
+            known, as if nothing were clipped, into a second slab: 12 bytes an element more.
             ``"auto"`` does while few steps are clipped.
         overlap: Return from ``step`` while the host is at work.
         max_grad_norm: Clip by the norm of all gradients, as :class:`FusedAdam` does.
@@ -136,7 +136,7 @@ class HybridDeviceOptimizer(FusedAdam):
         check_fraction(offload_fraction, has_own_states=cpu_optimizer_cls is not None)
         check_speculate(speculate)
         check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
-        # Before the base class, whose constructor asks for them.
+        # Before the base class, whose constructor reads them through methods of this class.
         self._host: HostOptimizer | None = None
         self._in_flight: list[BucketStep] = []
         self._buckets: dict[FlatStates, Bucket] = {}
@@ -152,7 +152,7 @@ class HybridDeviceOptimizer(FusedAdam):
         self.host_ledger = ByteLedger()
         fraction = 1.0 if offload_fraction == "auto" else float(offload_fraction)
         groups = groups_to_offload(self._parameters(), fraction)
-        # Of the unit, not of a parameter: those that are offloaded report the host.
+        # The unit's device, not a parameter's: that of an offloaded one is the host.
         handle = device_handle(groups[0].device.type if groups else "cpu")
         self._meter = FractionMeter(handle) if offload_fraction == "auto" and groups else None
         self._link = link or link_of(handle)
@@ -177,7 +177,7 @@ class HybridDeviceOptimizer(FusedAdam):
     ) -> None:
         for position, group in enumerate(groups):
             has_cuda = group.device.type == "cuda"
-            # Another optimizer has states of its own: only where parameters lie is used then.
+            # Another optimizer keeps its own states: FlatStates then only locates parameters.
             is_ours = self._host is None
             states = self._store.flat_states(group) if is_ours else FlatStates(group, {})
             bucket = Bucket(
@@ -227,7 +227,7 @@ class HybridDeviceOptimizer(FusedAdam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the groups and states that ``load_state_dict`` has prepared."""
-        # The base class updates __dict__, where a property has no place.
+        # The base class updates __dict__, which would not reach the property's setter.
         self.state = state.pop("state", self._state)
         super().__setstate__(state)
 
@@ -248,7 +248,7 @@ class HybridDeviceOptimizer(FusedAdam):
             step.wait_for_reader()
         stepped, self._in_flight = self._in_flight, []
         if self._host is not None and stepped:
-            # Optimizers of torch make their states in the first step: shown once they are there.
+            # torch optimizers make their states in the first step: none can be shown before.
             self._state.update({p: self._host.shown_state(p) for p in self._on_host()})
 
     def begin_ahead(self, bucket: Bucket, grads: torch.Tensor) -> None:
@@ -258,7 +258,7 @@ class HybridDeviceOptimizer(FusedAdam):
             bucket: The bucket.
             grads: Its main gradient, 1-D.
         """
-        # Replicated gradients are plain DTensors: changes of theirs could not be found out. Without
+        # Replicated gradients are plain DTensors, whose changes cannot be noticed. Without
         # max_grad_norm the loop may clip after this.
         if self.max_grad_norm is None or not self.overlap or not bucket.group.axes.is_sharded:
             return
@@ -274,6 +274,7 @@ class HybridDeviceOptimizer(FusedAdam):
         """Return what the coming step will do to a bucket; None if it leaves elements out."""
         found: list[SegmentRun] = []
         for number, param_group in enumerate(self.param_groups):
+            # Not self.state: reading that cancels what was begun for other buckets.
             indices = self._plan(number).find_all(bucket.states, grads, self._state)
             if indices is None:
                 return None
@@ -326,7 +327,6 @@ class HybridDeviceOptimizer(FusedAdam):
     def _plan(self, number: int) -> GroupPlan:
         parameters = self.param_groups[number]["params"]
         plan = self._plans.get(number)
-        # A plan is made anew where the list of parameters has changed.
         if self._host is None or (plan is not None and plan.is_of(parameters)):
             return super()._plan(number)
         self._plans[number] = HostPlan(parameters, self._store, self._host)
@@ -355,7 +355,7 @@ class HybridDeviceOptimizer(FusedAdam):
             if self._meter.is_done:
                 self._settle_fraction(self._meter)
                 self._meter = None
-        # What is queued on the device may read weights that a step will write.
+        # Uploads must wait for queued device work, which may read the weights that they replace.
         self._link.fence()
         late_scale = DeferredScalar(scale, self._link)
         collect = self._collect if self._host is None else self._collect_torch
@@ -401,7 +401,7 @@ class HybridDeviceOptimizer(FusedAdam):
     def _collect_torch(self, found: list[FoundGrads], scale: DeferredScalar) -> list[BucketStep]:
         """Return the steps of another optimizer on the host, in the same order."""
         assert self._host is not None, "it steps the host's part"
-        # Copied now: a scheduler may change them before the worker comes to the step.
+        # Copied now: a scheduler may change them before the worker runs the step.
         values = self._host.hyperparameters(self.param_groups)
         steps: list[BucketStep] = []
         given = {id(parameter) for parameter in self._on_host()}

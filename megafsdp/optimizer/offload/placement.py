@@ -19,7 +19,7 @@ from megafsdp.fsdp.params.unit_ledger import HostMemory
 
 
 def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
-    """Return how many units at the front stay on the device so that about ``fraction`` does not.
+    """Return how many units at the front stay on the device, to offload about ``fraction``.
 
     ::
 
@@ -30,7 +30,6 @@ def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
         numels: Elements of each in forward order.
         fraction: The part of all elements to offload; of two choices equally near, the larger.
     """
-    # From the front: units that run last have most time to come back.
     total, offloaded = sum(numels), sum(numels)
     best, least = 0, abs(offloaded - fraction * total)
     for count, numel in enumerate(numels, start=1):
@@ -49,7 +48,7 @@ def first_offloaded(movable_numels: Sequence[int], other_numel: int, fraction: f
         other_numel: Elements that stay on the device whatever the fraction.
         fraction: The part of all elements to offload.
     """
-    # Exactly all that can move, whatever stays on the device and counts.
+    # 1.0 means all that can move, however much must stay on the device.
     if fraction == 1.0:
         return 0
     return max(num_kept_on_device([other_numel, *movable_numels], fraction) - 1, 0)
@@ -145,8 +144,8 @@ def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:
 
 
 def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
-    # A quantised weight is not a cast of the main weight: its kernels run on the device. Of a
-    # group shared with another optimizer, that one would step rows which are elsewhere.
+    # A quantised weight is not a cast of the main weight: its kernels run on the device. Where
+    # another optimizer shares the group, it would step rows that have moved away.
     return (
         group.dtypes.main == torch.float32
         and group.compute_weight.can_be_copied
@@ -166,7 +165,7 @@ def offload(group: ParameterGroup, ledger: ByteLedger, *, num_states: int, is_pi
 
 
 def zero_by_workers(memory: torch.Tensor) -> None:
-    """Zero memory of the host with the threads that will step it, whose pages are then near them.
+    """Zero host memory by the threads that will step it, so that its pages lie near them.
 
     Args:
         memory: 1-D uint8. It need not be touched by others before.

@@ -1,9 +1,9 @@
 """Speculative steps: Adam on the host during backward, before the norm of all gradients is known.
 
-A step that waits for the norm leaves the host idle during backward. Where the loop has said that
-the optimizer's step comes next, and the optimizer clips by itself, each bucket is stepped as soon
-as its gradients are complete, by the factor of a step that does not clip. It reads one slab and
-writes another, so nothing that is shown changes before ``step()``::
+A step that waits for the norm leaves the host idle during backward. Where the loop marks the last
+microbatch, and the optimizer clips by itself, each bucket is stepped as soon as its gradients are
+complete, by the factor of a step that does not clip. It reads one slab and writes another, so
+nothing that is shown changes before ``step()``::
 
     slab    weight  exp_avg  exp_avg_sq   read; parameters and states show it
     spare   weight  exp_avg  exp_avg_sq   written; a right guess exchanges the two
@@ -12,7 +12,7 @@ writes another, so nothing that is shown changes before ``step()``::
 costs time, never bits.
 
 hybrid.py calls :meth:`StepsAhead.begin` in backward and :meth:`StepsAhead.take` in ``step()``;
-:meth:`StepsAhead.cancel` drops work in between. bucket.py and bucket_step.py do not know this file.
+:meth:`StepsAhead.cancel` drops work in between. bucket.py and bucket_step.py do not use this file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megafsdp.optimizer.offload.bucket_step import (
 
 Speculate = bool | Literal["auto"]
 
-# Of the norms of past steps: the mean that "auto" compares, and how far below the limit it must be.
+# "auto" guesses while a running mean of past norms is below this part of the limit.
 _DECAY = 0.9
 _MARGIN = 0.8
 # Sums of squares are rounded differently here and in the norm.
@@ -95,7 +95,7 @@ class ClippingForecast:
         self.scale = scale
         self._limit = max_norm * (1.0 + _ROUNDING)
         self._square_sum = 0.0
-        # The worker adds norms while the thread of backward asks whether more may begin.
+        # For the sum, which the worker adds to. Backward reads is_refuted without it: one flag.
         self._lock = threading.Lock()
         self.is_refuted = False
 
@@ -109,7 +109,7 @@ class ClippingForecast:
 
 
 class Forecaster:
-    """Makes the forecast of each step from the norms of past steps.
+    """Make the forecast of each step from the norms of past steps.
 
     Args:
         speculate: Whether to guess; ``"auto"`` while the norm stays well below the limit.
@@ -132,7 +132,7 @@ class Forecaster:
         )
 
     def _read_last(self) -> None:
-        # Read one step later, when the device has long come to them: nothing waits in step().
+        # Read one step later, when the device has long made them: nothing waits in step().
         if self._last is None:
             return
         (norm, loss_scale), self._last = self._last, None
@@ -179,10 +179,10 @@ class SpareSlab:
             )
             for name, buffer in shown.items()
         }
-        # A step does not write the gaps between its runs, which are zero in both slabs.
+        # A step does not write the gaps between its runs, which must be zero in both slabs.
         for buffer in self._buffers.values():
             buffer.zero_gaps()
-        # Of the shown slab and of the spare: made once, since thousands are slow to make.
+        # Views of the shown slab and of the spare, made once: thousands are slow to make.
         self._views: dict[str, list[list[torch.Tensor]]] = {}
 
     def step_buffers(self, bucket: Bucket) -> AdamBuffers:
@@ -275,7 +275,7 @@ class AheadStep:
         self.counts.speculated += 1
 
     def cancel(self) -> None:
-        """Do not begin if it is not too late; the result is not taken. Returns at once.
+        """Cancel the step: it does not begin any more, and its result is dropped. Returns at once.
 
         The slab that is shown may be written meanwhile: a step that runs writes the spare one.
         """
@@ -294,7 +294,7 @@ class AheadStep:
     def is_of(self, copy: GradientCopy, segment_runs: list[SegmentRun]) -> bool:
         """Tell whether it steps the current weights by these gradients and hyperparameters."""
         group = self.bucket.group
-        # Writes by others are counted when they are looked for, not when they happen.
+        # Compare counts only after this: it is what notices writes by others since the last look.
         group.mark_stale_if_written()
         is_alike = self.copy is copy and self.segment_runs == segment_runs
         return is_alike and self._num_changes == group.num_changes and not self._is_cancelled
@@ -380,7 +380,7 @@ class StepsAhead:
         self.forecaster = Forecaster(speculate)
         self._worker, self._link, self._ledger = worker, link, ledger
         self._begun: dict[Bucket, AheadStep] = {}
-        # A bucket that comes back to the device takes its second slab with it.
+        # Weak: a bucket that returns to the device is freed, and its second slab with it.
         self._spares: weakref.WeakKeyDictionary[Bucket, SpareSlab] = weakref.WeakKeyDictionary()
         self._forecast: ClippingForecast | None = None
         self._is_new = True
@@ -425,7 +425,7 @@ class StepsAhead:
         norm: torch.Tensor | None,
         loss_scale: torch.Tensor | None,
     ) -> None:
-        """Give each step the one that was begun for its bucket; drop the others.
+        """Attach to each step the one that was begun for its bucket; drop the others.
 
         Args:
             steps: The steps of all buckets, not started.

@@ -26,7 +26,7 @@ from megafsdp.optimizer.offload.bucket import GradientCopy
 from megafsdp.optimizer.offload.bucket_step import BucketStep, SegmentRun
 from megafsdp.optimizer.states.store import StateStore
 
-# What follows the parameter groups of the optimizer that users see.
+# Hyperparameters that are copied from the parameter groups that users see.
 _FOLLOWED = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -50,10 +50,10 @@ class HostOptimizer:
         parameters: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         self._options = dict(options)
-        # States that users have seen: a dict without them then means that they dropped them.
+        # Parameters whose states were shown: an empty dict then means that the user dropped them.
         self._shown: set[int] = set()
         self.plain: dict[int, torch.nn.Parameter] = {
-            # Its own count of writes: what the worker writes must not be taken for a load.
+            # .data counts writes apart: the worker's must not be taken for a load by the user.
             id(p): torch.nn.Parameter(local_tensor(p).data.view(-1))
             for own in parameters
             for p in own
@@ -91,7 +91,7 @@ class HostOptimizer:
         }
 
     def begin_again(self, parameter: torch.Tensor) -> None:
-        """Drop a parameter's states if they were shown: its user has dropped what was shown."""
+        """Drop a parameter's states if they were shown, as its user dropped the shown ones."""
         plain = self.plain[id(parameter)]
         if id(parameter) not in self._shown or not self.optimizer.state.get(plain):
             return
@@ -145,7 +145,6 @@ class HostPlan(GroupPlan):
     def owners(self) -> list[ParameterGroup]:  # type: ignore[override]
         """Return the parameter groups whose main weights the parameters are."""
         found = {id(owner): owner for owner in super().owners()}
-        # Their compute weights become stale in a step like those of the others.
         found |= {id(o): o for o in map(group_of, self.on_host) if o is not None}
         return list(found.values())
 
@@ -216,7 +215,7 @@ class TorchBucketStep(BucketStep):
             grad = self.bucket.grad[start:stop].to(plain.dtype)
             # Multiplying by 1 costs a pass over the memory.
             plain.grad = grad if scale == 1.0 else grad * scale
-        # Views of the bucket's gradient, which the next copy overwrites.
+        # The gradients are views of the bucket's, which the next copy overwrites: drop them always.
         try:
             optimizer.step()
         finally:

@@ -21,7 +21,7 @@ from megafsdp.device.torch_private import version_of
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 
-# Which parameters are stepped together hardly changes; routed experts may change it every step.
+# Bounds the cache of runs: with routed experts other parameters may step together every time.
 _MOST_RUNS = 16
 _STEP = "step"
 
@@ -71,7 +71,7 @@ class FlatStates:
                     hint="Leave out one of the two",
                 )
             )
-        # The store has this by its group: a strong reference would keep both alive for good.
+        # Weak: the store maps the group to this, so a strong reference would keep both for good.
         self._group = weakref.ref(group)
         self.layout = group.layout
         self.buffers: dict[str, DBuffer] = {
@@ -88,7 +88,7 @@ class FlatStates:
             (i for i, t in enumerate(tensors) if t.numel()), key=lambda i: self._ranges[i]
         )
         self.indices = {id(p.sharded): i for i, p in enumerate(group.parameters)}
-        # Counts of steps: what the optimizer shows, and the same as numbers.
+        # Counts of steps twice: tensors that the optimizer shows, and numbers, read without a wait.
         device = group.device if counts_on_device else "cpu"
         self._steps = torch.zeros(len(tensors), dtype=torch.float32, device=device)
         # Adding a number takes several times as long: torch makes a tensor of it each time.
@@ -118,7 +118,7 @@ class FlatStates:
         if current is not None:
             local = local_tensor(current)
             is_there = local.data_ptr() == own.data_ptr() and local.dtype == own.dtype
-            # Empty tensors are all at one address; a plain one is not a state as users see it.
+            # Users get DTensors; a plain tensor, and any empty one, may only seem to be there.
             if is_there and isinstance(current, DTensor):
                 return current
             own.copy_(local.reshape(-1))
@@ -187,7 +187,7 @@ class FlatStates:
 
     def _current_counts(self) -> list[int]:
         if version_of(self._steps) != self._counted_version:
-            # A load has written into the counts.
+            # The shown counts are views, which a load has written.
             self._counts = [int(count) for count in self._steps.tolist()]
             self._counted_version = version_of(self._steps)
         return self._counts

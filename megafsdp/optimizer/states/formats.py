@@ -3,11 +3,11 @@
 A *scaled* state divides each row of a tensor into blocks of 128 elements, the last one shorter, and
 keeps ``absmax / largest`` of each block as an fp32 scale, where ``largest`` is the largest value
 that the format is used for. Rows are never cut between ranks, so values do not depend on the mesh.
-A block of zeros has scale 0 and stays zero. Second moments, by whose root a step
-divides, are rounded up where the format would make 0 of them: the step is then too short, not
-without bound. One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states.
+A block of zeros has scale 0 and stays zero. A step divides by the root of second moments, so these
+are rounded up where the format would make 0 of them: the step is then too short, not without bound.
+One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states.
 
-This file encodes and decodes tensors; store.py says which parameter has which state.
+This file encodes and decodes tensors; store.py decides which parameter has which state.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ def check_state_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def dtype_for(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a parameter of this global shape keeps a state wished in another.
+    """Return the dtype of a state: the given one, or fp32 where the parameter has no rows to scale.
 
-    Scaled states need rows.
+    Args:
+        shape: Global shape of the parameter.
+        dtype: The dtype that the user chose for such states.
     """
     return torch.float32 if dtype in _LARGEST and len(shape) < 2 else dtype
 
@@ -109,7 +111,7 @@ class ScaledState:
         blocks = padded.view(rows, num_blocks, BLOCK_NUMEL)
         scales = blocks.abs().amax(dim=2).div_(_LARGEST[self.codes.dtype])
         inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
-        # A scale below the normal range has an infinite inverse; such a block is as good as zero.
+        # A scale far below the normal range has an infinite inverse: the block is as good as zero.
         inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)
         # By the reciprocal, on every device: a division would round in another way.
         codes = blocks * inverse.unsqueeze(2)

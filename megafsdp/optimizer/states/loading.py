@@ -23,7 +23,7 @@ def packed_parameters(
     packed: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[object, torch.Tensor]]:
     """Yield each parameter of an optimizer with its number in a state dict."""
-    # torch checks the lengths.
+    # Not strict: torch checks the lengths, with a message of its own.
     for group, own in zip(packed["param_groups"], param_groups, strict=False):
         yield from zip(group["params"], own["params"], strict=False)
 
@@ -92,6 +92,6 @@ def fill_options(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, 
     """Add the default of each option that loaded parameter groups lack."""
     for group in param_groups:
         for name, value in defaults.items():
-            # Which torch adds to the defaults of any optimizer that loads.
+            # torch adds this one to the defaults of any optimizer that loads.
             if name != "differentiable":
                 group.setdefault(name, value)

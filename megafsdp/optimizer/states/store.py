@@ -4,7 +4,7 @@
 behind them and brings states that came from elsewhere, as a load leaves them, into that form.
 
 With *remainders* a bf16 parameter and an int16 state are the two halves of one fp32 weight, which
-is what a step works on and what checkpoints hold.
+is what a step works on and what checkpoints store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StateStore:
     """The states of an optimizer's parameters.
 
     Args:
-        dtypes: The dtype wished for each moment.
+        dtypes: The dtype of each moment; some parameters keep fp32 (:func:`_dtype_of`).
         has_remainders: Whether parameters are bf16 with a remainder each.
         counts_on_device: Whether counts of steps are kept where the parameters are.
     """
@@ -52,9 +52,9 @@ class StateStore:
         # The optimizer's elements of each parameter group, and groups of which these are few.
         self._numels: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
         self._apart: weakref.WeakSet[ParameterGroup] = weakref.WeakSet()
-        # Of each parameter, by name.
+        # Scales and codes by parameter, then by the name of the state.
         self._scaled = WeakTensorKeyDictionary()
-        # Parts of weights, which outlive states that are dropped.
+        # Apart from states: a remainder is half of a weight and outlives states that are dropped.
         self._remainders = WeakTensorKeyDictionary()
 
     def add_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -71,7 +71,6 @@ class StateStore:
         than half of the group is the optimizer's: flat states would be as long as all of it.
         """
         owner = group_of(parameter)
-        # A pass over flat buffers takes one dtype of weights.
         if owner is None or owner.dtypes.main != self._main_dtype or self._is_apart(owner):
             return None
         states = self.flat_states(owner)
@@ -190,7 +189,7 @@ class StateStore:
         self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor
     ) -> None:
         """Divide an fp32 weight, a tensor like the parameter, into parameter and remainder."""
-        # A NaN with a payload would become infinite when its high half is rounded up.
+        # Rounding its bits could make infinity or zero of a NaN with a payload.
         high, low = reference.fp32_to_halves(reference.plain_nans(local_tensor(weight)))
         local_tensor(parameter.detach()).copy_(high)
         state[REMAINDER] = wrap_like(parameter, low)
