@@ -15,6 +15,7 @@ from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.runtime import agreement
+from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.toy import Net, assert_same_grads, batches, full_grads, mine, pair, shard
 from tests.ranks import Ranks
 
@@ -408,6 +409,24 @@ def _bf16(reduce_dtype: torch.dtype | None, main_grads_dtype: torch.dtype | None
     packed = sum(g.layout.gathered_numel for m in (net, *net.blocks) for g in m._fsdp_unit().groups)
     assert record.nbytes["reduce_scatter"] == 2 * packed, "gradients travel in bf16"
     return next(iter(net.parameters())).grad.dtype
+
+
+def _bytes_that_wait(strategy: str) -> tuple[int, int]:
+    net = shard(Net(), strategy=strategy, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    with microbatch(net, is_last=False):
+        net(*mine(batches(1)[0])).backward()
+    groups = [group for unit in units_below([net]).values() for group in unit.groups]
+    numel = sum(group.layout.gathered_numel for group in groups if group.is_trainable)
+    return net._fsdp_unit().ledger.live[Category.PARTIAL_GRAD], 4 * numel
+
+
+@pytest.mark.parametrize("strategy", ["optim", "no_shard"])
+def test_waiting_microbatches_add_up_in_the_main_gradients_dtype(
+    ranks: Ranks, strategy: str
+) -> None:
+    """Gradients in bf16 wait for the last microbatch in full size and in fp32."""
+    for nbytes, expected in ranks(2).run(_bytes_that_wait, strategy):
+        assert nbytes == expected > 0
 
 
 @pytest.mark.parametrize("main_grads_dtype", [None, torch.bfloat16])
