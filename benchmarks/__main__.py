@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import adam, checkpoint, exits, fsdp_step, layout, offload, optimizer_step, scale
+from benchmarks import (
+    adam,
+    checkpoint,
+    exits,
+    fsdp_step,
+    layout,
+    offload,
+    optimizer_step,
+    scale,
+    trees,
+)
 from benchmarks.record import RECORDS, write
 
 CASES = {
@@ -17,6 +27,7 @@ CASES = {
     "offload": offload,
     "optimizer_step": optimizer_step,
     "scale": scale,
+    "trees": trees,
 }
 
 

@@ -188,7 +188,7 @@ class Module:
 
     @property
     def is_package(self) -> bool:
-        """Tell whether the file is the __init__ of a package."""
+        """Return whether the file is the __init__ of a package."""
         return self.path.endswith("/__init__.py")
 
     @functools.cached_property

@@ -279,7 +279,7 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
 
 
 def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: DeviceMesh) -> bool:
-    """Tell whether the first axis of the mesh divides main weights too.
+    """Return whether the first axis of the mesh divides main weights too.
 
     Raises:
         ValueError: The name is unknown, there is no outer axis to divide over, or compute weights

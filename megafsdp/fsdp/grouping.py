@@ -237,7 +237,7 @@ def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:
-    """Tell whether ``fully_shard`` has replaced this full parameter by a sharded one."""
+    """Return whether ``fully_shard`` has replaced this full parameter by a sharded one."""
     return hasattr(parameter, _OWNER_ATTRIBUTE)
 
 

@@ -47,7 +47,7 @@ class SelfMarkingOptimizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Holding:
+class _OptimizerRecord:
     """The parameters that an optimizer had at its last step.
 
     Attributes:
@@ -64,25 +64,25 @@ class _StepHooks:
     """The process-wide hooks on optimizer steps, and their record of each optimizer."""
 
     def __init__(self) -> None:
-        self._holdings: weakref.WeakKeyDictionary[Optimizer, _Holding]
-        self._holdings = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[Optimizer, _OptimizerRecord]
+        self._records = weakref.WeakKeyDictionary()
         self._is_registered = False
 
     def watch(self) -> None:
         """Register the hooks, once; look at all optimizers again at their next step."""
         # An optimizer that was seen before may have parameters that fully_shard() has replaced.
-        self._holdings.clear()
+        self._records.clear()
         if not self._is_registered:
             self._is_registered = True
             register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
 
     def _before_step(self, optimizer: Optimizer, *unused: object) -> None:
-        self._holding_of(optimizer)
+        self._record_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *unused: object) -> None:
         # Looked up again: a closure may have changed the optimizer's parameters.
-        references = self._holding_of(optimizer).groups
+        references = self._record_of(optimizer).groups
         if not references:
             return
         groups = [group for group in (reference() for reference in references) if group is not None]
@@ -94,7 +94,7 @@ class _StepHooks:
         for group in groups:
             group.mark_stale()
 
-    def _holding_of(self, optimizer: Optimizer) -> _Holding:
+    def _record_of(self, optimizer: Optimizer) -> _OptimizerRecord:
         """Return the record of an optimizer, made anew if its parameters have changed.
 
         Raises:
@@ -102,16 +102,16 @@ class _StepHooks:
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ids = tuple(map(id, parameters))
-        holding = self._holdings.get(optimizer)
-        if holding is None or holding.ids != ids:
+        record = self._records.get(optimizer)
+        if record is None or record.ids != ids:
             # Before the step: stepping replaced originals would change nothing that forward reads.
             if not isinstance(optimizer, SelfMarkingOptimizer):
                 fully_shard_optimizer(optimizer)
             # A dict, for an order that all ranks share.
             groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
-            holding = _Holding(ids, tuple(map(weakref.ref, groups)))
-            self._holdings[optimizer] = holding
-        return holding
+            record = _OptimizerRecord(ids, tuple(map(weakref.ref, groups)))
+            self._records[optimizer] = record
+        return record
 
 
 _hooks = _StepHooks()

@@ -306,7 +306,7 @@ def test_a_process_forked_meanwhile_waits_for_nothing(tmp_path: Path) -> None:
 
 
 def _collector_beside_a_save(root: Path) -> tuple[list[bool], bool]:
-    """Tell whether the collector could run while rank 0 waits, and whether it stays as chosen."""
+    """Return whether the collector could run while rank 0 waits, and whether it stays as chosen."""
     late, seen = threading.Event(), []
     waits = dist.get_rank() == 0
 

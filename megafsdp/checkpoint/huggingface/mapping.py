@@ -288,7 +288,7 @@ def mapping_rows(model_type: str, config: ModelConfig) -> Iterator[MappingRow]:
 
 
 def is_mapped(names: Iterable[str]) -> bool:
-    """Tell whether names are those of our models, rather than Hugging Face's own."""
+    """Return whether names are those of our models, rather than Hugging Face's own."""
     return _OUR_EMBEDDING in set(names)
 
 

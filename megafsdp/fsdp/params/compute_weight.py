@@ -203,14 +203,14 @@ class ComputeWeight:
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether a full buffer that is not persistent has memory."""
+        """Return whether a full buffer that is not persistent has memory."""
         if self._is_persistent:
             return False
         return any(buffer.storage.is_allocated for buffer in self._full.values())
 
     @property
     def needs_statistics(self) -> bool:
-        """Tell whether the next encoding must first agree with other ranks."""
+        """Return whether the next encoding must first agree with other ranks."""
         return self.is_stale and self.recipe.num_statistics > 0
 
     def statistics(self) -> torch.Tensor:
@@ -266,7 +266,7 @@ class ComputeWeight:
 
     @property
     def can_be_copied(self) -> bool:
-        """Tell whether a copy of the main weight in one dtype is all that is read of it."""
+        """Return whether a copy of the main weight in one dtype is all that is read of it."""
         return isinstance(self.recipe, CastRecipe)
 
     def move_main_weight(self, main_weight: DBuffer) -> None:

@@ -138,12 +138,12 @@ class GradientReducer:
 
     @property
     def has_grads(self) -> bool:
-        """Tell whether backward has left gradients that are not packed yet."""
+        """Return whether backward has left gradients that are not packed yet."""
         return any(p.grad is not None for p in self._parameters)
 
     @property
     def is_reducing(self) -> bool:
-        """Tell whether a reduction is under way."""
+        """Return whether a reduction is under way."""
         return self._reduction is not None
 
     def accumulate(self) -> None:
@@ -157,7 +157,7 @@ class GradientReducer:
             self._add(buffer)
 
     def is_left_over(self, *, is_final: bool) -> bool:
-        """Tell whether sums of earlier backwards wait, and no reduction of them is under way.
+        """Return whether sums of earlier backwards wait, and no reduction of them is under way.
 
         Args:
             is_final: Whether sums that only lack the outer axis count as well.

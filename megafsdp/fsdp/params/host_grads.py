@@ -88,7 +88,7 @@ class HostGradientReducer(GradientReducer):
         self._copied: torch.cuda.Event | None = None
 
     def is_left_over(self, *, is_final: bool) -> bool:
-        """Tell whether sums wait, on the device too, that are neither reduced nor copied."""
+        """Return whether sums wait, on the device too, that are neither reduced nor copied."""
         has_sum = self._sum is not None and self._reduction is None
         return has_sum or super().is_left_over(is_final=is_final)
 

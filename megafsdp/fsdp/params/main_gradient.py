@@ -154,7 +154,7 @@ class MainGradient:
 
     @property
     def has_undecided(self) -> bool:
-        """Tell whether some parameter waits for the other ranks' usage."""
+        """Return whether some parameter waits for the other ranks' usage."""
         return _GradState.UNDECIDED in self._states
 
     def usage(self) -> list[bool]:

@@ -47,7 +47,7 @@ class DataParallelAxes:
 
     @property
     def is_sharded(self) -> bool:
-        """Tell whether the group is gathered and reduce-scattered."""
+        """Return whether the group is gathered and reduce-scattered."""
         return self.shard >= 0
 
     @property

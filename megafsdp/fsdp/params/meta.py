@@ -112,7 +112,7 @@ class PlainTensor:
             setattr(self.module, self.attribute, made[key])
 
     def is_filled(self) -> bool:
-        """Tell whether the tensor in its place in the module was written."""
+        """Return whether the tensor in its place in the module was written."""
         tensor = getattr(self.module, self.attribute, None)
         if not isinstance(tensor, torch.Tensor):
             return True
@@ -167,7 +167,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def is_filled(tensor: torch.Tensor) -> bool:
-    """Tell whether no NaN is left or, where the dtype has none, any byte was written."""
+    """Return whether no NaN is left or, where the dtype has none, any byte was written."""
     if tensor.numel() == 0:
         return True
     if tensor.is_floating_point() and tensor.dtype.itemsize > 1:

@@ -341,17 +341,17 @@ class ParameterGroup:
 
     @property
     def is_moved(self) -> bool:
-        """Tell whether an optimizer has moved the main weight to the host."""
+        """Return whether an optimizer has moved the main weight to the host."""
         return self.host_memory is not None and not self.lives_on_host
 
     @property
     def is_trainable(self) -> bool:
-        """Tell whether any parameter of the group requires a gradient."""
+        """Return whether any parameter of the group requires a gradient."""
         return any(p.sharded.requires_grad for p in self.parameters)
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether full storage is allocated that is not persistent."""
+        """Return whether full storage is allocated that is not persistent."""
         return self.compute_weight.is_unsharded
 
     def mark_stale(self) -> None:

@@ -27,12 +27,12 @@ class Strategy(Enum):
 
     @property
     def has_persistent_compute_weight(self) -> bool:
-        """Tell whether compute weights stay in full between uses."""
+        """Return whether compute weights stay in full between uses."""
         return self is not Strategy.OPTIM_GRADS_PARAMS
 
     @property
     def defers_reduction(self) -> bool:
-        """Tell whether gradients wait in full for the last microbatch."""
+        """Return whether gradients wait in full for the last microbatch."""
         return self in (Strategy.NO_SHARD, Strategy.OPTIM)
 
 

@@ -69,5 +69,5 @@ class PendingForwards:
         self._by_pass.clear()
 
     def has_any_of(self, passes: Collection[ForwardPass]) -> bool:
-        """Tell whether a forward is counted that is a part of one of these passes."""
+        """Return whether a forward is counted that is a part of one of these passes."""
         return any(self._by_pass.get(each) for each in passes)

@@ -139,7 +139,7 @@ class GuardedUnit(Protocol):
 
     @property
     def is_resting(self) -> bool:
-        """Tell whether the unit is outside its forward and backward."""
+        """Return whether the unit is outside its forward and backward."""
 
     def mark_stale(self) -> None:
         """Note that main weights changed."""

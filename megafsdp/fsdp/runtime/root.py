@@ -36,7 +36,7 @@ class AttachedUnit(ScheduledUnit, Protocol):
 
     @property
     def is_resting(self) -> bool:
-        """Tell whether the unit is outside its forward and backward."""
+        """Return whether the unit is outside its forward and backward."""
 
     def rename(self, name: str) -> None:
         """Set the FQN within the root."""
@@ -107,7 +107,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
 
 
 def _has_root_beside(unit: AttachedUnit, found: dict[str, AttachedUnit]) -> bool:
-    """Tell whether a unit is under a root that is none of these units."""
+    """Return whether a unit is under a root that is none of these units."""
     context = unit.context
     roots = [] if context is None else [u for u in context.units if context.is_root(u)]
     return any(all(root is not other for other in found.values()) for root in roots)

@@ -78,7 +78,7 @@ class RecordedOrder(Generic[T]):
         return [u for u in (r() for r in expected) if u is not None]
 
     def is_last(self, unit: T) -> bool:
-        """Tell whether ``unit`` is the last of the record, and the run agrees with it so far."""
+        """Return whether ``unit`` is the last of the record, and the run agrees with it so far."""
         return self._is_followed and self._record[-1]() is unit
 
 
@@ -127,15 +127,15 @@ class ScheduledUnit(Protocol):
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether full storage is allocated."""
+        """Return whether full storage is allocated."""
 
     @property
     def is_at_work(self) -> bool:
-        """Tell whether a forward or backward has begun and not ended."""
+        """Return whether a forward or backward has begun and not ended."""
 
     @property
     def is_in_backward(self) -> bool:
-        """Tell whether the unit's backward has begun and not ended."""
+        """Return whether the unit's backward has begun and not ended."""
 
     def needs_statistics(self) -> bool:
         """Mark written weights stale; tell whether a stale one needs statistics of other ranks."""
@@ -185,7 +185,7 @@ class ReductionQueue:
         self._second_stages: list[Reduction] = []
 
     def __bool__(self) -> bool:
-        """Tell whether a reduction is under way."""
+        """Return whether a reduction is under way."""
         return bool(self._inner_sums or self._second_stages)
 
     def add(self, reduction: Reduction) -> None:
@@ -261,7 +261,7 @@ class FSDPContext:
         return [group for unit in self.units for group in unit.groups]
 
     def is_root(self, unit: ScheduledUnit) -> bool:
-        """Tell whether ``unit`` is the outermost one."""
+        """Return whether ``unit`` is the outermost one."""
         return self._root() is unit
 
     def separate_reductions(self, is_separate: bool) -> None:
@@ -302,7 +302,7 @@ class FSDPContext:
         self._unshard(unit, self._forward)
 
     def is_reserved_for_backward(self, unit: ScheduledUnit) -> bool:
-        """Tell whether a unit stays unsharded after forward: the root, the last unit, or by wish.
+        """Return whether a unit stays unsharded after forward: the root, the last unit, or by wish.
 
         Those two are the first that backward needs: to free them would gather them at once again.
         """
@@ -485,7 +485,7 @@ class FSDPContext:
 
     @property
     def has_backward_begun(self) -> bool:
-        """Tell whether a backward has not ended: it runs, or an exception cut it short."""
+        """Return whether a backward has not ended: it runs, or an exception cut it short."""
         return self._is_backward_running or bool(self.reductions)
 
     def reset_after_error(self) -> None:

@@ -88,11 +88,11 @@ class ModuleRun:
         return not self._to_end
 
     def has_to_end(self, module: nn.Module) -> bool:
-        """Tell whether a module's forward has not ended."""
+        """Return whether a module's forward has not ended."""
         return id(module) in self._to_end
 
     def is_cut_short_by(self, module: nn.Module) -> bool:
-        """Tell whether a module that begins now had begun and never ended, by an exception."""
+        """Return whether a module that begins now had begun and never ended, by an exception."""
         return id(module) in self._to_end and id(module) in self._begun
 
 
@@ -208,22 +208,22 @@ class FSDPUnit:
 
     @property
     def is_resting(self) -> bool:
-        """Tell whether the modules have sharded parameters, or full ones by the user's wish."""
+        """Return whether the modules have sharded parameters, or full ones by the user's wish."""
         return self._phase is Phase.RESTING
 
     @property
     def is_in_backward(self) -> bool:
-        """Tell whether the unit's backward has begun and not ended."""
+        """Return whether the unit's backward has begun and not ended."""
         return self._phase is Phase.BACKWARD
 
     @property
     def is_at_work(self) -> bool:
-        """Tell whether a forward or backward has begun and not ended."""
+        """Return whether a forward or backward has begun and not ended."""
         return self._phase is not Phase.RESTING or self._run is not None
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether a sharded group's full storage is allocated."""
+        """Return whether a sharded group's full storage is allocated."""
         return any(g.axes.is_sharded and g.is_unsharded for g in self.groups)
 
     def mark_stale(self) -> None:
@@ -439,7 +439,7 @@ class FSDPUnit:
 
 
 def _is_in_backward() -> bool:
-    """Tell whether the autograd engine is running on this thread, as during recomputation."""
+    """Return whether the autograd engine is running on this thread, as during recomputation."""
     return is_backward_running()
 
 

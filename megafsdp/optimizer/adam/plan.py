@@ -127,12 +127,12 @@ class GroupPlan:
         self._owners = [weakref.ref(owner) for owner in owners.values()]
 
     def is_of(self, parameters: list[torch.Tensor]) -> bool:
-        """Tell whether the plan was made for these parameters."""
+        """Return whether the plan was made for these parameters."""
         own = self._parameters
         return len(own) == len(parameters) and all(map(operator.is_, own, parameters))
 
     def has_originals(self) -> bool:
-        """Tell whether ``fully_shard`` has replaced one of the parameters."""
+        """Return whether ``fully_shard`` has replaced one of the parameters."""
         return any(map(is_replaced, self._others))
 
     def owners(self) -> Iterator[ParameterGroup]:

@@ -86,7 +86,7 @@ def known_square_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def has_square_sum_kernel(values: torch.Tensor) -> bool:
-    """Tell whether a compiled kernel adds the squares of a tensor, which may have any shape."""
+    """Return whether a compiled kernel adds the squares of a tensor, which may have any shape."""
     # A view with strides has no flat form without a copy.
     if not values.is_contiguous() or values.dtype not in VALUE_DTYPES:
         return False

@@ -49,7 +49,7 @@ class Matrix:
 
     @property
     def by_group(self) -> bool:
-        """Tell whether every repetition of a fused part is a matrix of its own."""
+        """Return whether every repetition of a fused part is a matrix of its own."""
         return self.param_group["split_fused"] == "groups"
 
     def cut(self) -> CutMatrix:
@@ -105,7 +105,7 @@ def flat_elements(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def is_for_muon(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Tell whether Muon steps a parameter of a group; AdamW does otherwise."""
+    """Return whether Muon steps a parameter of a group; AdamW does otherwise."""
     return group["use_muon"] and parameter.ndim > 1
 
 

@@ -125,7 +125,7 @@ class FractionMeter:
 
     @property
     def is_done(self) -> bool:
-        """Tell whether enough steps were measured; alike on all ranks."""
+        """Return whether enough steps were measured; alike on all ranks."""
         return self._num_steps >= _WARM_UP_STEPS + _MEASURED_STEPS
 
     def free_numel(self) -> float:

@@ -216,7 +216,7 @@ class GradientCopy:
         self._sources = [(weakref.ref(grads), version_of(grads)) for _, grads in pieces]
 
     def is_of(self, grads: torch.Tensor) -> bool:
-        """Tell whether it copies this tensor alone, unchanged since."""
+        """Return whether it copies this tensor alone, unchanged since."""
         if len(self._sources) != 1:
             return False
         ((source, version),) = self._sources

@@ -79,7 +79,7 @@ class DeferredScalar:
 
     @property
     def is_there(self) -> bool:
-        """Tell whether :meth:`value` returns at once."""
+        """Return whether :meth:`value` returns at once."""
         return self._transfer is None or self._transfer.is_done
 
     def value(self) -> float:
@@ -146,7 +146,7 @@ class BucketStep:
 
     @property
     def can_begin(self) -> bool:
-        """Tell whether the gradients and their factor are there: steps ahead need not wait."""
+        """Return whether the gradients and their factor are there: steps ahead need not wait."""
         return self._copy.transfer.is_done and self.scale.is_there
 
     def start(self) -> None:

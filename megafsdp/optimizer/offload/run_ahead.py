@@ -250,7 +250,7 @@ class AheadStep:
 
     @property
     def can_begin(self) -> bool:
-        """Tell whether the gradients are there."""
+        """Return whether the gradients are there."""
         return self.copy.transfer.is_done
 
     def run(self) -> None:
@@ -282,7 +282,7 @@ class AheadStep:
         self._is_cancelled = True
 
     def has_ended(self) -> bool:
-        """Tell whether the guessed step lies in the spare slab; in the worker's thread.
+        """Return whether the guessed step lies in the spare slab; in the worker's thread.
 
         Raises:
             BaseException: The error that made it fail.
@@ -292,7 +292,7 @@ class AheadStep:
         return self.is_done
 
     def is_of(self, copy: GradientCopy, segment_runs: list[SegmentRun]) -> bool:
-        """Tell whether it steps the current weights by these gradients and hyperparameters."""
+        """Return whether it steps the current weights by these gradients and hyperparameters."""
         group = self.bucket.group
         # Compare counts only after this: it is what notices writes by others since the last look.
         group.mark_stale_if_written()
@@ -300,7 +300,7 @@ class AheadStep:
         return is_alike and self._num_changes == group.num_changes and not self._is_cancelled
 
     def has_guessed(self, scale: float) -> bool:
-        """Tell whether this is the factor that was guessed."""
+        """Return whether this is the factor that was guessed."""
         return round_to_fp32(self.forecast.scale) == round_to_fp32(scale)
 
 
@@ -346,7 +346,7 @@ class ValidatingStep(BucketStep):
             super()._make_result(scale)
 
     def _is_done_ahead(self, scale: float) -> bool:
-        """Tell whether the step was made ahead, with this factor; count what becomes of it."""
+        """Return whether the step was made ahead, with this factor; count what becomes of it."""
         # Released here: it refers to gradients and their copy.
         ahead, self.ahead = self.ahead, None
         if ahead is None:

@@ -64,7 +64,7 @@ class HostOptimizer:
         self._followed = [name for name in _FOLLOWED if name == "lr" or name not in options]
 
     def steps(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter is stepped here."""
+        """Return whether a parameter is stepped here."""
         return id(parameter) in self.plain
 
     def hyperparameters(self, param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ class HostPlan(GroupPlan):
         self.on_host = [p for p in parameters if host.steps(p)]
 
     def is_of(self, parameters: list[torch.Tensor]) -> bool:
-        """Tell whether the plan was made for these parameters."""
+        """Return whether the plan was made for these parameters."""
         return len(self._all) == len(parameters) and all(
             a is b for a, b in zip(self._all, parameters, strict=True)
         )

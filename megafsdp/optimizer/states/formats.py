@@ -55,7 +55,7 @@ def dtype_for(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
 
 
 def is_scaled(dtype: torch.dtype) -> bool:
-    """Tell whether a state of this dtype has scales."""
+    """Return whether a state of this dtype has scales."""
     return dtype in _LARGEST
 
 

@@ -78,7 +78,7 @@ class StateStore:
         return None if index is None else (states, index)
 
     def _is_apart(self, owner: ParameterGroup) -> bool:
-        """Tell whether a group's parameters are stepped one by one, as decided at first."""
+        """Return whether a group's parameters are stepped one by one, as decided at first."""
         # Decided once: parameters that are added later must not move states that were shown.
         if owner not in self._flat and owner not in self._apart and owner in self._numels:
             trainable = (p.sharded for p in owner.parameters if p.sharded.requires_grad)

@@ -30,6 +30,7 @@ _OPTIONAL = (
     ("tensorboard", "logging.tensorboard cannot be set"),
     ("tokenizers", "only the byte tokenizer can be used"),
     ("safetensors", "Hugging Face weight files cannot be read or written"),
+    ("huggingface_hub", "models cannot be exported to Hugging Face files"),
     ("transformers", "models are not compared with Hugging Face's in the tests"),
 )
 
