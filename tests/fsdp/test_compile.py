@@ -11,17 +11,19 @@ import torch
 from torch import nn
 
 from megafsdp import full_tensor, fully_shard
-from tests.fsdp.toy import Net, adamw, batches, mine, pair, shard
+from tests.fsdp.toy import Net, adamw, batches, mine, shard
 from tests.ranks import Ranks
 
 # The tracer asks every input for .grad, and torch warns where it is not a leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
+NUM_BLOCKS = 2
+MATRIX = pytest.mark.matrix("compile")
 Made = tuple[nn.Module, Callable[..., torch.Tensor]]
 
 
 def _compiled_before(backend: str, is_full: bool) -> Made:
-    net = Net()
+    net = Net(NUM_BLOCKS)
     for block in net.blocks:
         block.compile(backend=backend, fullgraph=is_full)
     shard(net)
@@ -31,7 +33,7 @@ def _compiled_before(backend: str, is_full: bool) -> Made:
 
 
 def _compiled_after(backend: str, is_full: bool) -> Made:
-    net = shard(Net())
+    net = shard(Net(NUM_BLOCKS))
     for block in net.blocks:
         block.compile(backend=backend, fullgraph=is_full)
         assert not block._forward_pre_hooks and not block._forward_hooks, "they run around it"
@@ -39,19 +41,19 @@ def _compiled_after(backend: str, is_full: bool) -> Made:
 
 
 def _wrapper_before(backend: str, is_full: bool) -> Made:
-    net = Net()
+    net = Net(NUM_BLOCKS)
     for i, block in enumerate(net.blocks):
         net.blocks[i] = torch.compile(block, backend=backend, fullgraph=is_full)
     return shard(net), net
 
 
 def _compiled_root(backend: str, is_full: bool) -> Made:
-    net = shard(Net())
+    net = shard(Net(NUM_BLOCKS))
     return net, torch.compile(net, backend=backend, fullgraph=is_full)
 
 
 def _compiled_root_in_place(backend: str, is_full: bool) -> Made:
-    net = shard(Net())
+    net = shard(Net(NUM_BLOCKS))
     net.compile(backend=backend, fullgraph=is_full)
     return net, net
 
@@ -60,10 +62,10 @@ def _trains_alike(make: Callable[[str, bool], Made], backend: str, is_full: bool
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    _, eager = pair()
+    eager = shard(Net(NUM_BLOCKS))
     net, call = make(backend, is_full)
     optimizers = [adamw(eager), adamw(net)]
-    for step in range(3):
+    for step in range(2):
         batch = mine(batches(1, seed=step)[0])
         eager(*batch).backward()
         call(*batch).backward()
@@ -79,15 +81,25 @@ def _trains_alike(make: Callable[[str, bool], Made], backend: str, is_full: bool
         torch.testing.assert_close(
             full_tensor(parameter.detach()), full_tensor(wanted.detach()), rtol=1e-4, atol=1e-5
         )
-    assert not any(net.get_submodule(f"blocks.{i}")._fsdp_unit().is_at_work for i in range(3))
+    units = [net.get_submodule(f"blocks.{i}")._fsdp_unit() for i in range(NUM_BLOCKS)]
+    assert not any(unit.is_at_work for unit in units)
     assert counters["stats"]["unique_graphs"] > 0, "something was compiled"
     breaks = sum(counters["graph_break"].values())
     torch._dynamo.reset()
     return breaks
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-@pytest.mark.parametrize("make", [_compiled_before, _compiled_after, _wrapper_before])
+@pytest.mark.parametrize(
+    ("make", "is_full"),
+    [
+        (_compiled_before, True),
+        (_compiled_after, False),
+        (_wrapper_before, True),
+        pytest.param(_compiled_before, False, marks=MATRIX),
+        pytest.param(_compiled_after, True, marks=MATRIX),
+        pytest.param(_wrapper_before, False, marks=MATRIX),
+    ],
+)
 def test_a_compiled_unit_is_one_graph_without_hooks(
     ranks: Ranks, make: Callable[[str, bool], Made], is_full: bool
 ) -> None:
@@ -95,13 +107,12 @@ def test_a_compiled_unit_is_one_graph_without_hooks(
     assert ranks(2).run(_trains_alike, make, "aot_eager", is_full) == [0, 0]
 
 
-@pytest.mark.parametrize("make", [_compiled_after, _compiled_root, _compiled_root_in_place])
+@pytest.mark.parametrize("make", [_compiled_root, _compiled_root_in_place])
 def test_a_compiled_root_breaks_its_graph_at_the_units_hooks(
     ranks: Ranks, make: Callable[[str, bool], Made]
 ) -> None:
-    """Compiling the root or the units gives the numbers of the eager model."""
-    breaks = ranks(2).run(_trains_alike, make, "eager", False)
-    assert (breaks[0] > 0) == (make is not _compiled_after)
+    """Compiling the root gives the numbers of the eager model."""
+    assert min(ranks(2).run(_trains_alike, make, "eager", False)) > 0
 
 
 def _fails_inside() -> None:

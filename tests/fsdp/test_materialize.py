@@ -39,6 +39,7 @@ from tests.fsdp.toy import Block, Net, batches, mine, shard
 from tests.ranks import Ranks
 
 SEED = 7
+MATRIX = pytest.mark.matrix("materialize")
 
 
 def initialize(module: nn.Module) -> None:
@@ -152,8 +153,22 @@ def _equals_unsharded_deep(strategy: str, dtype: torch.dtype) -> None:
     assert model.stages[1][0].batch_norm.num_batches_tracked.item() == 0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("optim_grads_params", 1),
+        ("optim_grads_params", 3),
+        ("optim_grads_params", 4),
+        ("optim", 2),
+        ("no_shard", 2),
+        pytest.param("optim_grads_params", 2, marks=MATRIX),
+        *(
+            pytest.param(strategy, num_ranks, marks=MATRIX)
+            for strategy in ("optim", "no_shard")
+            for num_ranks in (1, 3, 4)
+        ),
+    ],
+)
 def test_values_are_those_of_the_unsharded_procedure(
     ranks: Ranks, num_ranks: int, strategy: str
 ) -> None:
@@ -174,8 +189,15 @@ def test_replicas_of_shards_are_equal(ranks: Ranks) -> None:
     ranks(4).run(_equals_unsharded_on_a_2d_mesh)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [
+        ("optim_grads_params", torch.float32),
+        ("optim_grads_params", torch.bfloat16),
+        ("no_shard", torch.bfloat16),
+        pytest.param("no_shard", torch.float32, marks=MATRIX),
+    ],
+)
 def test_parents_may_edit_what_their_children_drew(
     ranks: Ranks, strategy: str, dtype: torch.dtype
 ) -> None:

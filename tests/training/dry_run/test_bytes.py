@@ -56,17 +56,22 @@ def _assert_as_said(report: DryRunReport, measured: list[tuple[Any, ...]]) -> No
     assert host.total > 0
 
 
-@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+CASES = [
+    ("no_shard", 1.0, 1, True, "fp32"),
+    ("no_shard", 1.0, 1, True, "bf16"),
+    ("optim", 0.5, 0, True, "bf16"),
+    ("optim_grads", 0.3, 2, True, "fp32"),
+    ("optim_grads_params", 0.5, 1, True, "bf16"),
+    ("optim_grads_params", 1.0, 2, False, "fp32"),
+    ("optim_grads_params", 0.7, 0, True, "bf16"),
+]
+OTHER_DTYPE = {"fp32": "bf16", "bf16": "fp32"}
+OTHER_CASES = [(*case, OTHER_DTYPE[dtype]) for *case, dtype in CASES[2:]]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "fraction", "prefetch", "overlap"),
-    [
-        ("no_shard", 1.0, 1, True),
-        ("optim", 0.5, 0, True),
-        ("optim_grads", 0.3, 2, True),
-        ("optim_grads_params", 0.5, 1, True),
-        ("optim_grads_params", 1.0, 2, False),
-        ("optim_grads_params", 0.7, 0, True),
-    ],
+    ("strategy", "fraction", "prefetch", "overlap", "param_dtype"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix("dry-run")) for case in OTHER_CASES)],
 )
 def test_bytes_of_host_and_device_are_those_of_real_steps(
     ranks: Ranks,
@@ -96,7 +101,9 @@ def test_bytes_over_two_axes_are_those_of_real_steps(
 ) -> None:
     """Replicas of the host's part, or pieces of it that are joined over the outer axis."""
     outer = {"dp_outer": 2, "outer_strategy": outer_strategy}
-    config = _config(tmp_path, parallel=outer, train={"micro_batch_size": 3})
+    config = _config(
+        tmp_path, model={"num_layers": 2}, parallel=outer, train={"micro_batch_size": 3}
+    )
     _assert_as_said(dry_run(config, 4), ranks(4).run(_train_steps, config))
 
 
@@ -120,7 +127,9 @@ def test_steps_that_begin_early_have_a_second_copy(
 ) -> None:
     """Of main weights and moments, where gradients are divided; bytes as in real steps."""
     choices = {"speculate": speculate, "offload_overlap": overlap}
-    config = _config(tmp_path, parallel={"strategy": strategy}, optimizer=choices)
+    config = _config(
+        tmp_path, model={"num_layers": 2}, parallel={"strategy": strategy}, optimizer=choices
+    )
     report = dry_run(config, 2)
     three = report.host.main_weight + report.host.optimizer_state
     assert report.host.second_copy == has_copy * three
@@ -153,10 +162,14 @@ def test_auto_is_counted_as_all(tmp_path: Path) -> None:
     assert json.loads(none.to_json())["host_total_nbytes"] == 0
 
 
-def test_json_and_table_of_eight_billion_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_table_of_two_large_layers(capsys: pytest.CaptureFixture[str]) -> None:
     """30 bytes a parameter with both copies, a gradient and a cast; two stay on the device."""
-    words = ["--model.preset=qwen3-8b", "--precision.param_dtype=bf16", "--dry-run=64"]
-    words += ["--train.global_batch_size=64", "--optimizer.offload_fraction=1"]
+    words = ["--model.preset=qwen3-8b", "--model.num_layers=2", "--dry-run=64"]
+    words += [
+        "--precision.param_dtype=bf16",
+        "--train.global_batch_size=64",
+        "--optimizer.offload_fraction=1",
+    ]
     assert main(["train", *words, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     groups = [(unit["count"], group) for unit in content["units"] for group in unit["groups"]]
