@@ -57,7 +57,7 @@ def _fused_states(root: Path, kind: str) -> dict[str, torch.Tensor]:
     return wanted
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("ours", 4), ("torch's", 2)])
+@pytest.mark.parametrize(("kind", "world_size"), [("ours", 3), ("torch's", 2)])
 def test_c8_states_of_fused_parameters_are_stored_in_their_parts(
     ranks: Ranks, tmp_path: Path, kind: str, world_size: int
 ) -> None:

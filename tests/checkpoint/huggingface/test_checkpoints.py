@@ -144,7 +144,7 @@ def _peak_nbytes(action: Callable[[], object]) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_and_tensors_pass_one_by_one(family: str, tmp_path: Path) -> None:
     """A file and a few of the largest tensors are in memory, however many layers there are."""
-    wide = dataclasses.replace(our_config(family), num_layers=12)
+    wide = dataclasses.replace(our_config(family), num_layers=9)
     model = build_model(wide, seed=0)
     nbytes = [4 * parameter.numel() for parameter in model.parameters()]
     assert sum(nbytes) > 20 * max(nbytes)

@@ -193,9 +193,22 @@ def _plain_oracle() -> dict[str, torch.Tensor]:
     return stored
 
 
-@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "plain"])
+_MATRIX = pytest.mark.matrix("round-trips")
+# World size and number of groups of experts, one load and save after the other.
+_ALL_PLACES = ((2, 1), (4, 4), (4, 2), (1, 1), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("is_sharded", "places"),
+    [
+        pytest.param(True, ((2, 1), (4, 4), (4, 2)), id="sharded"),
+        pytest.param(False, ((1, 1), (4, 4), (2, 1)), id="plain"),
+        pytest.param(True, _ALL_PLACES, id="sharded-all", marks=_MATRIX),
+        pytest.param(False, _ALL_PLACES, id="plain-all", marks=_MATRIX),
+    ],
+)
 def test_experts_go_from_2_groups_to_1_to_4_and_back_bitwise(
-    ranks: Ranks, tmp_path: Path, is_sharded: bool
+    ranks: Ranks, tmp_path: Path, is_sharded: bool, places: tuple[tuple[int, int], ...]
 ) -> None:
     """Weights and states are those of one process that has all experts, whoever has them."""
     calls = ranks(4).run(_save_trained, tmp_path / "first", 2, is_sharded)
@@ -203,7 +216,7 @@ def test_experts_go_from_2_groups_to_1_to_4_and_back_bitwise(
     wanted = _plain_oracle()
     assert differences(wanted, _on_disk(tmp_path / "first")) == []
     source = tmp_path / "first"
-    for index, (world_size, degree) in enumerate([(2, 1), (4, 4), (4, 2), (1, 1), (2, 2)]):
+    for index, (world_size, degree) in enumerate(places):
         target = tmp_path / str(index)
         calls = ranks(world_size).run(_load_and_save, source, target, degree, is_sharded)
         assert max(calls) <= 2

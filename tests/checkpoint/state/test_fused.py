@@ -206,7 +206,7 @@ def _load_with_torch(path: Path) -> dict[str, object]:
 
 def test_torch_alone_reads_parts_and_wholes(ranks: Ranks, tmp_path: Path) -> None:
     """Torch's converter gives the parts; ``dcp.load`` finds the whole names of a module."""
-    saved = ranks(3).run(_save_first, tmp_path, "adamw")[0]
+    saved = ranks(2).run(_save_first, tmp_path, "adamw")[0]
     path = tmp_path / "iter_0000002"
     with warnings.catch_warnings():
         # torch's converter loads without a process group and says so.
@@ -239,7 +239,7 @@ def test_single_parts_and_wholes_can_be_left_out(
     ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A part's name leaves a part of weight and states alone, the whole's name leaves all."""
-    saved = ranks(3).run(_save_first, tmp_path, "adamw")[0]
+    saved = ranks(2).run(_save_first, tmp_path, "adamw")[0]
     patterns = ["layers.1.in_proj.weight.z*", "layers.2.up", "layers.2.up.*"]
     for before, after in ranks(2).run(_load_leaving, tmp_path, patterns, "ignore"):
         for key in ("", "exp_avg", "exp_avg_sq"):
@@ -330,10 +330,14 @@ def _write_whole(source: Path, target: Path) -> None:
         writer.publish()
 
 
-@pytest.mark.parametrize("kind", ["adamw", "fused-bf16", "remainders"])
-def test_wholes_of_a_foreign_writer_are_loaded(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("adamw", 3), ("fused-bf16", 2), ("remainders", 2)]
+)
+def test_wholes_of_a_foreign_writer_are_loaded(
+    ranks: Ranks, tmp_path: Path, kind: str, world_size: int
+) -> None:
     """What was written without parts is taken whole and saved in parts again."""
-    saved = ranks(3).run(_save_first, tmp_path / "a", kind)[0]
+    saved = ranks(world_size).run(_save_first, tmp_path / "a", kind)[0]
     _write_whole(tmp_path / "a", tmp_path / "b")
     assert "model.layers.2.up" in read_manifest(tmp_path / "b/iter_0000002").tensors
     for loaded, _ in ranks(2).run(_load_and_save, tmp_path / "b", tmp_path / "c", kind):

@@ -41,17 +41,17 @@ def _load(directory: str, kind: str, strategy: str, way: str) -> Saved:
     [
         ("adamw", "helpers", (2, "optim_grads_params"), (3, "optim_grads_params")),
         ("adamw-fused", "flat", (4, "hsdp"), (1, "no_shard")),
-        ("sgd", "stateful", (3, "optim"), (4, "hfsdp")),
+        ("sgd", "stateful", (3, "optim"), (2, "hfsdp")),
         ("adam", "modules", (2, "no_shard"), (3, "optim_grads")),
         ("adam-bf16", "state dicts", (2, "optim_grads"), (4, "hsdp")),
-        ("adam-bf16", "helpers", (2, "hfsdp"), (2, "optim_grads_params")),
         ("adam-fp8", "flat", (1, "optim"), (4, "hfsdp")),
-        ("adam-remainders", "stateful", (4, "hsdp"), (1, "no_shard")),
+        ("adam-remainders", "stateful", (2, "hsdp"), (1, "no_shard")),
         ("muon", "on the cpu", (4, "hfsdp"), (2, "no_shard")),
         *(
             pytest.param(kind, "helpers", saved_by, loaded_by, marks=_MATRIX)
             for kind, saved_by, loaded_by in [
                 ("adam", (4, "hfsdp"), (2, "optim")),
+                ("adam-bf16", (2, "hfsdp"), (2, "optim_grads_params")),
                 ("adam-fp8", (3, "optim_grads_params"), (2, "no_shard")),
                 ("adam-remainders", (2, "optim_grads_params"), (3, "optim")),
                 ("muon", (2, "optim_grads_params"), (3, "optim_grads_params")),
