@@ -26,7 +26,6 @@ from megafsdp.checkpoint.format.manifest import read_manifest
 from megafsdp.checkpoint.format.regions import local_regions
 from megafsdp.checkpoint.state.canonical import model_state, optimizer_state, parameter_names
 from megafsdp.optimizer.offload.bucket_step import BucketStep
-from tests import architecture
 from tests.fsdp.toy import Net
 from tests.optimizer.offload.hybrid_runs import (
     KINDS,
@@ -42,6 +41,7 @@ from tests.ranks import Ranks
 from tests.training.runs import stored_tensors
 
 _FRACTIONS = (0.0, 0.5, 1.0)
+_Pairs = tuple[tuple[float, float], ...]
 _ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +53,7 @@ def _trained(fraction: float | None, num_steps: int = 2) -> tuple[Net, FusedAdam
     return net, optimizer
 
 
-def _save_at_each_fraction(root: Path) -> list[Any]:
+def _save_at_each_fraction(root: Path, pairs: _Pairs) -> list[Any]:
     listed = []
     for fraction in _FRACTIONS:
         net, optimizer = _trained(fraction)
@@ -65,7 +65,7 @@ def _save_at_each_fraction(root: Path) -> list[Any]:
     wanted = bits(net, optimizer)
     wanted_losses = go_on(net, optimizer, range(2, 3))
     wanted_after = bits(net, optimizer)
-    for saved, fraction in itertools.product(_FRACTIONS, _FRACTIONS):
+    for saved, fraction in pairs:
         net, optimizer = _trained(fraction, num_steps=1)
         load(root / str(saved), model=net, optimizer=optimizer)
         assert_same(bits(net, optimizer), wanted)
@@ -74,9 +74,22 @@ def _save_at_each_fraction(root: Path) -> list[Any]:
     return listed
 
 
-def test_c3_states_are_stored_alike_whatever_is_offloaded(ranks: Ranks, tmp_path: Path) -> None:
-    """C3: the same keys, shapes and bits at each fraction, on all ranks; each loads into each."""
-    found = ranks(2).run(_save_at_each_fraction, tmp_path)
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(((0.0, 0.5), (0.5, 1.0), (1.0, 0.0)), id="next"),
+        pytest.param(
+            tuple(itertools.product(_FRACTIONS, _FRACTIONS)),
+            id="each",
+            marks=pytest.mark.matrix("offload"),
+        ),
+    ],
+)
+def test_c3_states_are_stored_alike_whatever_is_offloaded(
+    ranks: Ranks, tmp_path: Path, pairs: _Pairs
+) -> None:
+    """C3: the same keys, shapes and bits at each fraction, on all ranks; each loads others'."""
+    found = ranks(2).run(_save_at_each_fraction, tmp_path, pairs)
     assert all(own == found[0][0] for listed in found for own in listed)
     kinds, _ = found[0][0]
     assert ("UnevenDTensor", (60, 12)) in kinds.values()
@@ -110,7 +123,7 @@ def test_c4_main_weights_are_stored_once(ranks: Ranks, tmp_path: Path, kind: str
 
 
 def _describe(root: Path, fraction: float) -> tuple[Counter[str], Counter[str]]:
-    net, optimizer = _trained(fraction)
+    net, optimizer = _trained(fraction, num_steps=1)
     with record_collectives() as record:
         found = model_state(net)
         found.update(optimizer_state(optimizer, parameter_names(net)))
@@ -139,19 +152,29 @@ def test_c5_chunks_are_described_without_a_collective(ranks: Ranks, tmp_path: Pa
 
 
 @functools.cache
-def _nodes() -> list[tuple[str, ast.AST]]:
-    modules = architecture.read_modules(_ROOT, "megafsdp")
-    kinds = (ast.FunctionDef, ast.ClassDef, ast.Call)
-    return [(m.path, n) for m in modules for n in ast.walk(m.tree) if isinstance(n, kinds)]
+def _texts() -> dict[str, str]:
+    paths = sorted((_ROOT / "megafsdp").rglob("*.py"))
+    return {path.relative_to(_ROOT).as_posix(): path.read_text() for path in paths}
+
+
+@functools.cache
+def _nodes(path: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(_texts()[path])))
+
+
+def _nodes_with(name: str) -> list[tuple[str, ast.AST]]:
+    paths = [path for path, text in _texts().items() if name in text]
+    return [(path, node) for path in paths for node in _nodes(path)]
 
 
 def _definitions(name: str) -> list[str]:
     kinds = ast.FunctionDef | ast.ClassDef
-    return [path for path, node in _nodes() if isinstance(node, kinds) and node.name == name]
+    nodes = _nodes_with(name)
+    return [path for path, node in nodes if isinstance(node, kinds) and node.name == name]
 
 
 def _callers(name: str) -> list[str]:
-    calls = [(path, node.func) for path, node in _nodes() if isinstance(node, ast.Call)]
+    calls = [(path, node.func) for path, node in _nodes_with(name) if isinstance(node, ast.Call)]
     named = [
         (p, f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")) for p, f in calls
     ]
@@ -171,7 +194,7 @@ def test_c6_uneven_chunks_are_made_in_one_place() -> None:
 
 
 def _one_description() -> list[dict[str, Any]]:
-    net, optimizer = _trained(1.0)
+    net, optimizer = _trained(1.0, num_steps=1)
     found = optimizer_state(optimizer, parameter_names(net)).tensors
     chunks = {}
     for key, stored in found.items():
@@ -200,13 +223,13 @@ def test_c6_chunks_of_offloaded_states_cover_each_element_once(ranks: Ranks) -> 
 _NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16)
 
 
-def _long_run(kind: str) -> tuple[Net, FusedAdam]:
+def _narrow_run(kind: str) -> tuple[Net, FusedAdam]:
     net = make_net(Case(policy=_NARROW))
     return net, make_kind(net, kind, 0.5)
 
 
 def _saved_twice(root: Path, kind: str) -> None:
-    net, optimizer = _long_run(kind)
+    net, optimizer = _narrow_run(kind)
     with pytest.MonkeyPatch.context() as patch:
         inner = BucketStep.run
 
@@ -222,25 +245,25 @@ def _saved_twice(root: Path, kind: str) -> None:
 
         patch.setattr(BucketStep, "run", late)
         patch.setattr(Staging, "copy", late_copies)
-        losses = go_on(net, optimizer, range(10))
-        pending = async_save(root, model=net, optimizer=optimizer, step=10)
-        losses += go_on(net, optimizer, range(10, 12))
+        losses = go_on(net, optimizer, range(3))
+        pending = async_save(root, model=net, optimizer=optimizer, step=3)
+        losses += go_on(net, optimizer, range(3, 5))
         pending.result()
-        save(root, model=net, optimizer=optimizer, step=12)
-        losses += go_on(net, optimizer, range(12, 14))
+        save(root, model=net, optimizer=optimizer, step=5)
+        losses += go_on(net, optimizer, range(5, 6))
     wanted = bits(net, optimizer)
     assert isinstance(optimizer, HybridDeviceOptimizer)
     assert (optimizer.offload_counts.committed > 0) == (kind == "ahead")
-    for step in (10, 12):
-        other, restored = _long_run(kind)
+    for step in (3, 5):
+        other, restored = _narrow_run(kind)
         load(root, model=other, optimizer=restored, step=step)
-        assert go_on(other, restored, range(step, 14)) == losses[step:]
+        assert go_on(other, restored, range(step, 6)) == losses[step:]
         assert_same(bits(other, restored), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_c12_runs_saved_twice_resume_bit_for_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """C12: bf16 copies to and from a late worker; in the background at step 10, again at 12."""
+    """C12: bf16 copies to and from a late worker; in the background at step 3, again at 5."""
     ranks(2).run(_saved_twice, tmp_path, kind)
 
 

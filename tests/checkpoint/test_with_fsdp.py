@@ -95,7 +95,7 @@ def _run_and_save(
     saved = full_state(model, optimizer)
     with torch.no_grad():
         logits = model(_tokens(9))
-    losses = _train(model, optimizer, range(2, 4))
+    losses = _train(model, optimizer, range(2, 3))
     return saved, logits, losses, full_state(model, optimizer)
 
 
@@ -111,7 +111,7 @@ def _resume(
     loaded = full_state(model, optimizer)
     with torch.no_grad():
         logits = model(_tokens(9))
-    losses = _train(model, optimizer, range(2, 4))
+    losses = _train(model, optimizer, range(2, 3))
     return loaded, logits, losses, full_state(model, optimizer)
 
 
@@ -127,7 +127,7 @@ def _resume(
 def test_a_resumed_run_equals_one_that_never_stopped(
     ranks: Ranks, tmp_path: Path, kind: str, strategy: str, policy: MixedPrecisionPolicy
 ) -> None:
-    """State, logits right after the load, and the next steps are equal bit by bit."""
+    """State, logits right after the load, and the next step are equal bit by bit."""
     going = ranks(2).run(_run_and_save, tmp_path, kind, strategy, policy)
     resumed = ranks(2).run(_resume, tmp_path, kind, strategy, policy)
     for went, came in zip(going, resumed, strict=True):
@@ -147,9 +147,11 @@ def test_any_world_and_strategy_loads_the_same_state(
 ) -> None:
     """Two ZeRO-3 ranks save; other rank counts and strategies hold the same tensors, and go on."""
     saved = ranks(2).run(
-        _run_and_save, tmp_path, "adamw", "optim_grads_params", MixedPrecisionPolicy()
+        _run_and_save, tmp_path, "adamw-fused", "optim_grads_params", MixedPrecisionPolicy()
     )[0][0]
-    resumed = ranks(world_size).run(_resume, tmp_path, "adamw", strategy, MixedPrecisionPolicy())
+    resumed = ranks(world_size).run(
+        _resume, tmp_path, "adamw-fused", strategy, MixedPrecisionPolicy()
+    )
     for loaded, _, losses, _ in resumed:
         assert differences(saved, loaded) == []
         assert all(loss > 0 for loss in losses)
@@ -190,7 +192,7 @@ def test_weights_alone_begin_a_run_as_if_they_had_been_there(
     ranks: Ranks, tmp_path: Path, strategy: str
 ) -> None:
     """Right after the load compute weights are the cast main weights; two steps are equal."""
-    saved = ranks(2).run(_run_and_save, tmp_path, "adamw", "optim_grads_params", BF16)[0][0]
+    saved = ranks(2).run(_run_and_save, tmp_path, "adamw-fused", "optim_grads_params", BF16)[0][0]
     names = _Language().state_dict().keys()
     weights = {name: saved[name] for name in names}
     loaded = ranks(2).run(_finetune, tmp_path, strategy)
@@ -221,7 +223,8 @@ def test_states_are_made_without_a_step_and_cut_like_their_parameters(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     """A fresh optimizer receives uneven states; no step is taken and no parameter replaced."""
-    ranks(2).run(_run_and_save, tmp_path, "adamw", "optim_grads_params", MixedPrecisionPolicy())
+    arguments = ("adamw-fused", "optim_grads_params", MixedPrecisionPolicy())
+    ranks(2).run(_run_and_save, tmp_path, *arguments)
     for steps, cut_alike in ranks(3).run(_states_without_a_step, tmp_path):
         assert steps == []
         assert len(cut_alike) == 7 and all(cut_alike)

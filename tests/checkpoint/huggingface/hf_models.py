@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -26,9 +28,17 @@ from megafsdp.models import (
 )
 from tests.checkpoint.huggingface.whole_dicts import weights_from_hugging_face
 from tests.end_to_end.strategy_cases import mesh_of_shape
+from tests.pairwise import pairwise
 
 VOCABULARY = 61
 FAMILIES = ("gpt2", "llama", "qwen3")
+_PRODUCT = list(product(FAMILIES, (False, True), (1, 2, 3)))
+# Family, whether embeddings are tied, and number of ranks; beyond the pairs under --full.
+CASES = [
+    pytest.param(*case, marks=[] if case in selected else pytest.mark.matrix("round-trips"))
+    for selected in [pairwise(_PRODUCT)]
+    for case in _PRODUCT
+]
 _CONFIGS = {"gpt2": GPT2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
@@ -37,13 +47,13 @@ def their_config(family: str, is_tied: bool = False) -> PretrainedConfig:
     common = {"vocab_size": VOCABULARY, "tie_word_embeddings": is_tied, "initializer_range": 0.2}
     special = {"bos_token_id": 1, "eos_token_id": 2}
     if family == "gpt2":
-        sizes = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 80, "n_positions": 64}
+        sizes = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_inner": 80, "n_positions": 64}
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return GPT2Config(**common, **special, **sizes, **dropout)
     sizes = {
         "hidden_size": 48,
         "intermediate_size": 80,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,

@@ -19,6 +19,7 @@ from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.errors import CheckpointError
 from megafsdp.models import LanguageModel, build_model
 from tests.checkpoint.huggingface.hf_models import (
+    CASES,
     FAMILIES,
     VOCABULARY,
     assert_same_files,
@@ -54,9 +55,7 @@ def _import_and_export(family: str, is_tied: bool, source: str, target: str) -> 
     checkpoint.export_hf(model, target, config=fields, dtype=None, max_shard_nbytes=50_000)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "is_tied", "world_size"), CASES)
 def test_we_import_what_transformers_saves_and_export_it_again(
     ranks: Ranks, family: str, is_tied: bool, world_size: int, tmp_path: Path
 ) -> None:

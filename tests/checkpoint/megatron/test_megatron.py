@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import shutil
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,6 +32,34 @@ from tests.checkpoint.sharding import full
 from tests.ranks import Ranks
 
 ARCHITECTURES = ("gpt", "qwen3")
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A plain run, its directory as Megatron-LM writes it, and ours made of that."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    theirs: Path
+    ours: Path
+    path: Path
+
+
+Convert = Callable[..., _Converted]
+
+
+@pytest.fixture(scope="module")
+def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
+    """Return a function that converts once for each choice; tests leave what it returns as is."""
+
+    @functools.cache
+    def converted(architecture: str, **options: object) -> _Converted:
+        root = tmp_path_factory.mktemp(architecture)
+        run = toy.make(root / "theirs", architecture, **options)
+        path = from_megatron(root / "theirs", root / "ours")
+        return _Converted(*run, root / "theirs", root / "ours", path)
+
+    return converted
 
 
 def _whole(root: Path) -> dict[str, torch.Tensor]:
@@ -73,21 +105,20 @@ def _differences(left: dict, right: dict) -> list[str]:
     ids=["gpt", "qwen3", "qwen3-fp32-local"],
 )
 def test_every_tensor_is_read_under_our_names(
-    tmp_path: Path, architecture: str, options: dict
+    convert: Convert, architecture: str, options: dict
 ) -> None:
     """Weights, moments and steps are the written ones, whatever the form of their names."""
-    wanted = _wanted(*toy.make(tmp_path / "theirs", architecture, **options))
-    path = from_megatron(tmp_path / "theirs", tmp_path / "ours")
-    assert path == tmp_path / "ours" / "iter_0000002"
-    assert _differences(_whole(tmp_path / "ours"), wanted) == []
+    converted = convert(architecture, **options)
+    wanted = _wanted(converted.model, converted.optimizer)
+    assert converted.path == converted.ours / "iter_0000002"
+    assert _differences(_whole(converted.ours), wanted) == []
     assert len(wanted) == 4 * len(list(toy.build(architecture, 1).parameters()))
 
 
-def test_groups_schedule_samples_and_random_states_are_read(tmp_path: Path) -> None:
+def test_groups_schedule_samples_and_random_states_are_read(convert: Convert) -> None:
     """What stands beside tensors goes where a load and a resumed run look for it."""
-    model, _ = toy.make(tmp_path / "theirs", "gpt")
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
-    with CheckpointReader(tmp_path / "ours") as reader:
+    converted = convert("gpt")
+    with CheckpointReader(converted.ours) as reader:
         groups = _groups(reader)
         extra = reader.object("extra")
         schedule = reader.object("lr_scheduler")
@@ -97,7 +128,7 @@ def test_groups_schedule_samples_and_random_states_are_read(tmp_path: Path) -> N
             "model.output_layer.weight": "model.embedding.word_embeddings.weight"
         }
         qkv = reader.manifest.tensors["model.decoder.layers.0.self_attention.linear_qkv.weight"]
-    names = dict(model.named_parameters())
+    names = dict(converted.model.named_parameters())
     assert [set(g["names"]) for g in groups] == [
         {n for n, p in names.items() if p.ndim > 1},
         {n for n, p in names.items() if p.ndim == 1},
@@ -134,18 +165,18 @@ def _load_and_step(root: Path, architecture: str) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_sharded_run_goes_on_as_the_plain_one_does(
-    ranks: Ranks, tmp_path: Path, architecture: str
+    ranks: Ranks, convert: Convert, architecture: str
 ) -> None:
     """Two ranks load it into FusedAdam; the next steps are those of torch's AdamW in one process.
 
     Both ranks see the whole batch, so their gradients are the plain ones; the tolerance is for the
     order of the steps' operations, which differs between FusedAdam and AdamW.
     """
-    model, optimizer = toy.make(tmp_path / "theirs", architecture)
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    converted = convert(architecture)
+    model, optimizer = copy.deepcopy((converted.model, converted.optimizer))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     toy.train(model, optimizer, range(2, 4))
-    for loaded, stepped in ranks(2).run(_load_and_step, tmp_path / "ours", architecture):
+    for loaded, stepped in ranks(2).run(_load_and_step, converted.ours, architecture):
         assert _differences(loaded, before) == []
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(stepped[name], parameter.detach(), rtol=1e-5, atol=2e-6)
@@ -170,23 +201,29 @@ def _expected_keys(model: nn.Module, architecture: str, wrappers: int, fields: s
     return keys
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "architecture"),
+    [
+        ("bf16", "gpt"),
+        ("fp32", "qwen3"),
+        pytest.param("bf16", "qwen3", marks=pytest.mark.matrix("round-trips")),
+        pytest.param("fp32", "gpt", marks=pytest.mark.matrix("round-trips")),
+    ],
+)
 def test_torch_dcp_alone_reads_what_is_written(
-    tmp_path: Path, architecture: str, precision: str
+    convert: Convert, tmp_path: Path, architecture: str, precision: str
 ) -> None:
     """The keys are exactly Megatron-LM's, the tensors equal, the arguments a Namespace."""
     wrappers = 3 if precision == "bf16" else 2
-    options = {"wrappers": wrappers, "is_te": wrappers == 3}
-    model, _ = toy.make(tmp_path / "theirs", architecture, **options)
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    options = {} if wrappers == 3 else {"wrappers": wrappers, "is_te": False}
+    converted = convert(architecture, **options)
     impl = "transformer_engine" if wrappers == 3 else "local"
     path = to_megatron(
-        tmp_path / "ours", tmp_path / "back", precision=precision, transformer_impl=impl
+        converted.ours, tmp_path / "back", precision=precision, transformer_impl=impl
     )
     fields = {*toy.FIELDS, *toy.IDENTITY, "weight_decay", "wd_mult", "max_lr", "min_lr", "step"}
-    found, was = toy.read(path), toy.read(tmp_path / "theirs" / "iter_0000002")
-    assert set(found) == _expected_keys(model, architecture, wrappers, fields)
+    found, was = toy.read(path), toy.read(converted.theirs / "iter_0000002")
+    assert set(found) == _expected_keys(converted.model, architecture, wrappers, fields)
     added = {"step", "max_lr", "min_lr"}
     kept = {k: v for k, v in found.items() if k.rpartition(".")[2] not in added}
     was = {k: v for k, v in was.items() if k.rpartition(".")[2] not in {*added, "_extra_state"}}
@@ -205,12 +242,11 @@ def _blank(value: object) -> object:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
-def test_a_job_loads_it_into_its_nested_state(tmp_path: Path) -> None:
+def test_a_job_loads_it_into_its_nested_state(convert: Convert, tmp_path: Path) -> None:
     """Torch DCP fills the nested dict that Megatron-LM asks for, and converts it to one file."""
-    model, optimizer = toy.make(tmp_path / "theirs", "qwen3")
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
-    path = to_megatron(tmp_path / "ours", tmp_path / "back")
-    wanted = toy.their_state(model, optimizer, "qwen3")
+    converted = convert("qwen3")
+    path = to_megatron(converted.ours, tmp_path / "back")
+    wanted = toy.their_state(converted.model, converted.optimizer, "qwen3")
     toy.without_extra_state(wanted)
     state = toy.load(_blank(wanted), path)
     assert vars(wanted.pop("args")).items() <= vars(state.pop("args")).items()
@@ -275,11 +311,13 @@ class _Counting(DCPDirectory):
         return tensor
 
 
-def test_two_tensors_at_most_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tensors_at_most_are_in_memory(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one that is written may live until the next one has been read."""
-    toy.make(tmp_path / "theirs", "qwen3")
+    theirs = convert("qwen3").theirs
     monkeypatch.setattr(importer, "DCPDirectory", _Counting)
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(theirs, tmp_path / "ours")
     assert len(_Counting.seen) > 50 and _Counting.most_alive <= 2
 
 
@@ -387,10 +425,11 @@ def _drop(state: dict, section: str, *ends: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_published(
-    tmp_path: Path, change: Callable[[dict], object], message: str
+    convert: Convert, tmp_path: Path, change: Callable[[dict], object], message: str
 ) -> None:
     """Unknown keys, missing ones and odd shapes are errors with the key in them."""
-    state = toy.their_state(*toy.trained("qwen3"), "qwen3")
+    sound = convert("qwen3")
+    state = toy.their_state(sound.model, sound.optimizer, "qwen3")
     change(state)
     toy.save(state, tmp_path / "theirs")
     with pytest.raises(CheckpointError) as caught:
@@ -411,10 +450,13 @@ def _zero_a_record(directory: Path, key: str) -> None:
         stream.write(bytes(place.length))
 
 
-def test_a_damaged_record_on_either_side_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_damaged_record_on_either_side_leaves_nothing_behind(
+    convert: Convert, tmp_path: Path
+) -> None:
     """The error names the key; the root that was written to is empty."""
-    toy.make(tmp_path / "theirs", "gpt")
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    sound = convert("gpt")
+    shutil.copytree(sound.theirs, tmp_path / "theirs")
+    shutil.copytree(sound.ours, tmp_path / "ours")
     theirs, ours = (tmp_path / name / "iter_0000002" for name in ("theirs", "ours"))
     _zero_a_record(theirs, "model.module.decoder.final_layernorm.bias")
     with pytest.raises(CheckpointError, match=r"model\.module\.decoder\.final_layernorm\.bias"):
@@ -427,7 +469,7 @@ def test_a_damaged_record_on_either_side_leaves_nothing_behind(tmp_path: Path) -
 
 def test_unknown_keys_can_be_left_out(tmp_path: Path) -> None:
     """Patterns of keys to ignore are the way round an unknown key."""
-    state = toy.their_state(*toy.trained("gpt"), "gpt") | {"ema": 1}
+    state = toy.their_state(*toy.trained("qwen3"), "qwen3") | {"ema": 1}
     toy.save(state, tmp_path / "theirs")
     from_megatron(tmp_path / "theirs", tmp_path / "ours", ignore=["ema", "rng_state.*"])
     with CheckpointReader(tmp_path / "ours") as reader:
@@ -438,7 +480,7 @@ def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pickled call in the arguments is described instead of made; torch's own reader makes it."""
-    state = toy.their_state(*toy.trained("gpt"), "gpt")
+    state = toy.their_state(*toy.trained("qwen3"), "qwen3")
     trap = tmp_path / "sprung"
     state["args"] = toy.arguments(backend=toy.Backend.FLASH, hook=print, trap=[toy.Bomb(trap)])
     for fields in state["optimizer"]["param_to_group_meta"].values():
@@ -461,8 +503,7 @@ def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
 
 def test_states_that_are_no_tensors_go_both_ways(tmp_path: Path) -> None:
     """A word beside a weight, and a count of steps that is a plain number on their side."""
-    model, optimizer = toy.trained("gpt")
-    state = toy.their_state(model, optimizer, "gpt", has_step_in_group=False)
+    state = toy.their_state(*toy.trained("qwen3"), "qwen3", has_step_in_group=False)
     moments = state["optimizer"]["state"]["module.module.module.embedding.word_embeddings.weight"]
     moments |= {"mode": "slow", "step": 2}
     toy.save(state, tmp_path / "theirs")
@@ -487,11 +528,10 @@ def test_two_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "theirs").iterdir()) == []
 
 
-def test_choices_are_checked(tmp_path: Path) -> None:
+def test_choices_are_checked(convert: Convert, tmp_path: Path) -> None:
     """An unknown precision or layer form is refused by name."""
-    toy.make(tmp_path / "theirs", "gpt")
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    ours = convert("gpt").ours
     with pytest.raises(ValueError, match="precision"):
-        to_megatron(tmp_path / "ours", tmp_path / "back", precision="fp8")
+        to_megatron(ours, tmp_path / "back", precision="fp8")
     with pytest.raises(ValueError, match="transformer_impl"):
-        to_megatron(tmp_path / "ours", tmp_path / "back", transformer_impl="te")
+        to_megatron(ours, tmp_path / "back", transformer_impl="te")

@@ -11,15 +11,16 @@ from tests.checkpoint.plain_torch import everything, load, logits, run_of, state
 from tests.checkpoint.sharding import differences
 from tests.ranks import Ranks
 
+_MATRIX = pytest.mark.matrix("torch-tools")
 Saved = tuple[dict[str, object], dict[str, object]]
 
 
 def _save(directory: str, kind: str, strategy: str, way: str) -> Saved:
     run = run_of(kind, strategy)
-    train(run, range(2))
+    train(run, range(1))
     dcp.save(state_of(run, way), checkpoint_id=directory)
     saved = everything(run)
-    train(run, range(2, 4))
+    train(run, range(1, 2))
     return saved, everything(run)
 
 
@@ -31,7 +32,7 @@ def _load(directory: str, kind: str, strategy: str, way: str) -> Saved:
     logits(run)
     load(run, way, directory)
     loaded = everything(run)
-    train(run, range(2, 4))
+    train(run, range(1, 2))
     return loaded, everything(run)
 
 
@@ -40,17 +41,22 @@ def _load(directory: str, kind: str, strategy: str, way: str) -> Saved:
     [
         ("adamw", "helpers", (2, "optim_grads_params"), (3, "optim_grads_params")),
         ("adamw-fused", "flat", (4, "hsdp"), (1, "no_shard")),
-        ("sgd", "stateful", (3, "optim"), (4, "hfsdp")),
-        ("adam", "helpers", (4, "hfsdp"), (2, "optim")),
+        ("sgd", "stateful", (3, "optim"), (2, "hfsdp")),
         ("adam", "modules", (2, "no_shard"), (3, "optim_grads")),
         ("adam-bf16", "state dicts", (2, "optim_grads"), (4, "hsdp")),
-        ("adam-bf16", "helpers", (2, "hfsdp"), (2, "optim_grads_params")),
-        ("adam-fp8", "helpers", (3, "optim_grads_params"), (2, "no_shard")),
         ("adam-fp8", "flat", (1, "optim"), (4, "hfsdp")),
-        ("adam-remainders", "helpers", (2, "optim_grads_params"), (3, "optim")),
-        ("adam-remainders", "stateful", (4, "hsdp"), (1, "no_shard")),
-        ("muon", "helpers", (2, "optim_grads_params"), (3, "optim_grads_params")),
+        ("adam-remainders", "stateful", (2, "hsdp"), (1, "no_shard")),
         ("muon", "on the cpu", (4, "hfsdp"), (2, "no_shard")),
+        *(
+            pytest.param(kind, "helpers", saved_by, loaded_by, marks=_MATRIX)
+            for kind, saved_by, loaded_by in [
+                ("adam", (4, "hfsdp"), (2, "optim")),
+                ("adam-bf16", (2, "hfsdp"), (2, "optim_grads_params")),
+                ("adam-fp8", (3, "optim_grads_params"), (2, "no_shard")),
+                ("adam-remainders", (2, "optim_grads_params"), (3, "optim")),
+                ("muon", (2, "optim_grads_params"), (3, "optim_grads_params")),
+            ]
+        ),
     ],
 )
 def test_a_loaded_run_goes_on_as_if_it_had_never_stopped(
@@ -61,7 +67,7 @@ def test_a_loaded_run_goes_on_as_if_it_had_never_stopped(
     saved_by: tuple[int, str],
     loaded_by: tuple[int, str],
 ) -> None:
-    """State, logits right after the load and after two more steps are equal bit by bit."""
+    """State, logits right after the load and after another step are equal bit by bit."""
     _check(ranks, str(tmp_path), kind, way, saved_by, loaded_by)
 
 
@@ -90,7 +96,7 @@ _MESHES = [
 _KINDS = ("adamw", "sgd", "adam", "adam-bf16", "adam-fp8", "adam-remainders", "muon")
 
 
-@pytest.mark.matrix("torch-tools")
+@_MATRIX
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("saved_by", _MESHES)
 @pytest.mark.parametrize("loaded_by", _MESHES)
