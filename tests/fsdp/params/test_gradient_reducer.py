@@ -498,8 +498,7 @@ def _whole_and_odd() -> None:
             return (y @ (self.rows + self.frozen).t()).square().mean() + self.empty.sum()
 
     reference = Odd()
-    original = copy.deepcopy(reference)
-    net = fully_shard(original)
+    net = fully_shard(copy.deepcopy(reference))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (reference, net)]
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(2):

@@ -116,11 +116,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def _train(
     net: Net, optimizer: torch.optim.Optimizer, kind: str, *, num_steps: int
 ) -> list[torch.Tensor]:
-    """Train with three microbatches and a loss scale; return what a run shows on this rank."""
+    """Train with two microbatches and a loss scale; return what a run shows on this rank."""
     shown = []
     scaler = LossScaler(ScaleRule.constant(4.0))
     for step in range(num_steps):
-        parts = batches(3, seed=step)
+        parts = batches(2, seed=step)
         for k, batch in enumerate(parts):
             with microbatch(net, is_last=kind == "plain" or k == len(parts) - 1):
                 loss = net(*mine(batch)) / len(parts)
