@@ -250,10 +250,10 @@ MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def _optimizer_steps(name: str) -> None:
-    reference, net = pair()
+    reference, net = pair(num_blocks=1)
     optimizers = [MAKERS[name](reference), MAKERS[name](net)]
     start = copy.deepcopy(reference)
-    for step in range(3):
+    for step in range(2):
         batch = batches(1, seed=step)[0]
         reference(*batch).backward()
         net(*mine(batch)).backward()
@@ -271,7 +271,7 @@ def test_any_torch_optimizer_steps_sharded_parameters(ranks: Ranks, name: str) -
 
 
 def _fused_sgd_of_narrow_weights(dtype: torch.dtype) -> None:
-    net = shard(Net(), mp_policy=MixedPrecisionPolicy(main_params_dtype=dtype))
+    net = shard(Net(num_blocks=1), mp_policy=MixedPrecisionPolicy(main_params_dtype=dtype))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)
     net(*mine(batches(1)[0])).backward()
     _refused(optimizer.step, NotImplementedError, ["SGD(fused=True)", str(dtype), "fused=False"])
@@ -284,7 +284,9 @@ def test_fused_sgd_of_narrow_weights_is_refused_on_a_cpu(ranks: Ranks, dtype: to
 
 
 def _edited_in_place(param_dtype: torch.dtype | None, strategy: str) -> None:
-    reference, net = pair(mp_policy=MixedPrecisionPolicy(param_dtype), strategy=strategy)
+    reference, net = pair(
+        num_blocks=1, mp_policy=MixedPrecisionPolicy(param_dtype), strategy=strategy
+    )
     batch = batches(1)[0]
     with torch.no_grad():
         net(*mine(batch))

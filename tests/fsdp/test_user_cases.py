@@ -25,6 +25,7 @@ from tests.fsdp.toy import (
     assert_same_parameters,
     batches,
     full_grads,
+    fused_adamw,
     mine,
     pair,
     shard,
@@ -141,9 +142,9 @@ def _engine_options(strategy: str) -> dict[str, object]:
 def _inference_first_in_bf16(strategy: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     options = _engine_options(strategy)
-    wanted, net = (pair(mp_policy=policy, **options)[1] for _ in range(2))
-    optimizers = [adamw(wanted), adamw(net)]
-    for step in range(3):
+    wanted, net = (pair(num_blocks=1, mp_policy=policy, **options)[1] for _ in range(2))
+    optimizers = [fused_adamw(wanted), fused_adamw(net)]
+    for step in range(2):
         batch = mine(batches(1, seed=step)[0])
         with torch.inference_mode():
             net(*batch)
@@ -156,18 +157,18 @@ def _inference_first_in_bf16(strategy: str) -> None:
 
 
 def _inference_first(strategy: str) -> None:
-    reference, net = pair(**_engine_options(strategy))
+    reference, net = pair(num_blocks=1, **_engine_options(strategy))
     with torch.inference_mode():
         batch = batches(1)[0]
         logits = net(mine(batch)[0])
         torch.testing.assert_close(logits, reference(mine(batch)[0]))
-    train_both(reference, net, num_steps=1)
+    train_both(reference, net, num_steps=1, make_optimizer=fused_adamw)
     with torch.inference_mode():
         batch = batches(1)[0]
         logits = net(mine(batch)[0])
         wanted = reference(mine(batch)[0])
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
-    train_both(reference, net, num_steps=1)
+    train_both(reference, net, num_steps=1, make_optimizer=fused_adamw)
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -197,7 +198,7 @@ def _wrapped_after_inner_forward() -> None:
     assert_same_grads(net, reference)
     for model in (reference, net):
         model.zero_grad()
-    train_both(reference, net, num_steps=2)
+    train_both(reference, net, num_steps=2, make_optimizer=fused_adamw)
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -214,7 +215,7 @@ def _part_first() -> None:
     assert_same_grads(net.blocks[1], reference.blocks[1])
     for model in (reference, net):
         model.zero_grad()
-    train_both(reference, net, num_steps=2)
+    train_both(reference, net, num_steps=2, make_optimizer=fused_adamw)
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -381,21 +382,14 @@ class WritesPastAutograd(torch.optim.Optimizer):
 
 
 def _optimizer_swapped(strategy: str) -> None:
-    reference, net = pair(strategy=strategy)
-    train_both(reference, net, num_steps=2)
-    train_both(
-        reference,
-        net,
-        num_steps=2,
-        make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
-    )
-    train_both(
-        reference,
-        net,
-        num_steps=2,
-        make_optimizer=lambda m: WritesPastAutograd(m.parameters()),
-    )
-    train_both(reference, net, num_steps=1, make_optimizer=adamw)
+    reference, net = pair(num_blocks=1, strategy=strategy)
+    for make_optimizer in (
+        adamw,
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+        lambda m: WritesPastAutograd(m.parameters()),
+        adamw,
+    ):
+        train_both(reference, net, num_steps=1, make_optimizer=make_optimizer)
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -419,7 +413,7 @@ class _Halves(torch.optim.Optimizer):
 
 
 def _stepped_without_gradients(strategy: str) -> None:
-    reference, net = pair(strategy=strategy)
+    reference, net = pair(num_blocks=1, strategy=strategy)
     tokens = batches(1)[0][0]
     with torch.no_grad():
         net(mine((tokens, tokens))[0])

@@ -60,9 +60,9 @@ def shard(net: Net, **options: object) -> Net:
     return fully_shard(net, **options)
 
 
-def pair(**options: object) -> tuple[Net, Net]:
+def pair(num_blocks: int = 3, **options: object) -> tuple[Net, Net]:
     """Return an unsharded net and the same net sharded over all ranks."""
-    reference = Net()
+    reference = Net(num_blocks)
     return reference, shard(copy.deepcopy(reference), **options)
 
 
@@ -95,10 +95,15 @@ def full_grads(net: nn.Module) -> dict[str, torch.Tensor | None]:
 
 def assert_same_grads(
     sharded: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-6
-) -> None:
-    """Assert that gradients are equal, None exactly where the reference has None."""
+) -> dict[str, torch.Tensor | None]:
+    """Assert that gradients are equal, None exactly where the reference has None.
+
+    Returns:
+        The full gradients of the sharded side.
+    """
     expected = dict(reference.named_parameters())
-    for name, grad in full_grads(sharded).items():
+    found = full_grads(sharded)
+    for name, grad in found.items():
         wanted = expected[name].grad
         assert (grad is None) == (wanted is None), f"{name}: {grad} and {wanted}"
         if grad is not None and wanted is not None:
@@ -109,6 +114,7 @@ def assert_same_grads(
                 atol=atol,
                 msg=lambda m, n=name: f"{m}\n{n}",
             )
+    return found
 
 
 def assert_same_parameters(
@@ -129,6 +135,19 @@ def assert_same_parameters(
 def adamw(net: nn.Module, **options: object) -> torch.optim.AdamW:
     """Return AdamW with an epsilon that does not turn rounding noise into steps."""
     return torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-5, **options)
+
+
+def fused_adamw(net: nn.Module) -> torch.optim.AdamW:
+    """Return the same in torch's fused form, which costs a step the least."""
+    return adamw(net, fused=True)
+
+
+def with_grads(net: nn.Module) -> nn.Module:
+    """Return a copy of a net with copies of its gradients."""
+    copied = copy.deepcopy(net)
+    for own, parameter in zip(copied.parameters(), net.parameters(), strict=True):
+        own.grad = None if parameter.grad is None else parameter.grad.clone()
+    return copied
 
 
 def train_both(

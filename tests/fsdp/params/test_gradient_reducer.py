@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
@@ -16,68 +18,88 @@ from megafsdp.buffer.comm.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.runtime import agreement
 from megafsdp.fsdp.runtime.unit import units_below
-from tests.fsdp.toy import Net, assert_same_grads, batches, full_grads, mine, pair, shard
+from tests.end_to_end.strategy_cases import mesh_of_shape, told
+from tests.fsdp.toy import (
+    Net,
+    assert_same_grads,
+    batches,
+    full_grads,
+    mine,
+    pair,
+    shard,
+    with_grads,
+)
+from tests.pairwise import pairwise
 from tests.ranks import Ranks
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
 
 
-def _accumulate(
-    strategy: str, num_microbatches: int, manner: str, mesh_shape: tuple[int, ...] = ()
-) -> float:
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("o", "i")) if mesh_shape else None
-    reference, net = pair(strategy=strategy, mesh=mesh)
+MANNERS = ("plain", "microbatch", "no_sync")
+
+Case = tuple[str, tuple[int, ...], str, int]
+NAMES = ("strategy", "mesh_shape", "manner", "num_microbatches")
+PRODUCT: list[Case] = [
+    *itertools.product(STRATEGIES, [(1,), (2,), (4,)], MANNERS, [3]),
+    *itertools.product(["optim_grads_params"], [(2, 2), (1, 4), (4, 1)], MANNERS, [1, 3]),
+    *itertools.product(["no_shard", "optim", "optim_grads"], [(2, 2)], ["microbatch"], [3]),
+]
+PAIRWISE = pairwise(PRODUCT)
+
+
+@functools.cache
+def _references(world_size: int, num_microbatches: int) -> list[nn.Module]:
+    """Return the net after one pass over the global batches and after a second; once a rank."""
+    net = Net(num_blocks=2)
+    passes = []
     for _ in range(2):
+        for batch in batches(num_microbatches):
+            net(*batch).backward()
+        passes.append(with_grads(net))
+    return passes
+
+
+def _accumulate(
+    strategy: str, mesh_shape: tuple[int, ...], manner: str, num_microbatches: int
+) -> float:
+    net = shard(Net(num_blocks=2), strategy=strategy, mesh=mesh_of_shape(mesh_shape))
+    for reference in _references(dist.get_world_size(), num_microbatches):
         # The second pass adds to gradients that were reduced before.
         for k, batch in enumerate(batches(num_microbatches)):
-            reference(*batch).backward()
-            is_last = k == num_microbatches - 1
-            if manner == "microbatch":
-                with microbatch(net, is_last=is_last):
-                    net(*mine(batch)).backward()
-            elif manner == "no_sync" and not is_last:
-                with net.no_sync():
-                    net(*mine(batch)).backward()
-            else:
+            with told(net, manner, k, num_microbatches):
                 net(*mine(batch)).backward()
-        assert_same_grads(net, reference)
+        found = assert_same_grads(net, reference)
     norms = [
-        torch.stack([g.norm() for g in grads]).norm()
-        for grads in (
-            [g for g in full_grads(net).values() if g is not None],
-            [p.grad for p in reference.parameters()],
-        )
+        torch.stack([grad.norm() for grad in grads if grad is not None]).norm()
+        for grads in (found.values(), [p.grad for p in reference.parameters()])
     ]
     return float(norms[0] / norms[1])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("manner", ["plain", "microbatch", "no_sync"])
-def test_gradients_accumulate_over_microbatches_and_backwards(
-    ranks: Ranks, num_ranks: int, strategy: str, manner: str
-) -> None:
-    """Three microbatches, twice without clearing, are the sum of the single-process gradients."""
-    ratios = ranks(num_ranks).run(_accumulate, strategy, 3, manner)
+def _check(ranks: Ranks, case: Case) -> None:
+    num_ranks = math.prod(case[1])
+    ratios = ranks(num_ranks).run(_accumulate, *case)
     assert ratios == pytest.approx([1.0] * num_ranks, abs=1e-5)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (4, 1)])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("manner", ["plain", "microbatch", "no_sync"])
-def test_gradients_of_replicated_shards_accumulate(
-    ranks: Ranks, mesh_shape: tuple[int, int], num_microbatches: int, manner: str
+@pytest.mark.parametrize(NAMES, PAIRWISE, ids=str)
+def test_gradients_accumulate_over_microbatches_and_backwards(
+    ranks: Ranks, strategy: str, mesh_shape: tuple[int, ...], manner: str, num_microbatches: int
 ) -> None:
-    """HSDP over four ranks: each shard is summed over its replicas exactly once."""
-    arguments = ("optim_grads_params", num_microbatches, manner, mesh_shape)
-    assert ranks(4).run(_accumulate, *arguments) == pytest.approx([1.0] * 4, abs=1e-5)
+    """The same microbatches twice without clearing give the single process's sum.
+
+    With replicas each shard is summed over them exactly once.
+    """
+    _check(ranks, (strategy, mesh_shape, manner, num_microbatches))
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_other_strategies_work_on_a_mesh_of_two_axes(ranks: Ranks, strategy: str) -> None:
-    """Replicas and shards combine for every strategy."""
-    ratios = ranks(4).run(_accumulate, strategy, 3, "microbatch", (2, 2))
-    assert ratios == pytest.approx([1.0] * 4, abs=1e-5)
+@pytest.mark.matrix("accumulation")
+@pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE], ids=str)
+def test_gradients_accumulate_in_the_whole_product(
+    ranks: Ranks, strategy: str, mesh_shape: tuple[int, ...], manner: str, num_microbatches: int
+) -> None:
+    """The cases beyond the pairwise selection."""
+    _check(ranks, (strategy, mesh_shape, manner, num_microbatches))
 
 
 def _told_of_the_last_backward() -> None:
@@ -476,11 +498,10 @@ def _whole_and_odd() -> None:
             return (y @ (self.rows + self.frozen).t()).square().mean() + self.empty.sum()
 
     reference = Odd()
-    original = copy.deepcopy(reference)
-    net = fully_shard(original)
+    net = fully_shard(copy.deepcopy(reference))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (reference, net)]
     world, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(3):
+    for step in range(2):
         x = torch.randn(2 * world, 5, generator=torch.Generator().manual_seed(step))
         reference(x).backward()
         net(x[2 * rank : 2 * rank + 2]).backward()

@@ -17,7 +17,7 @@ from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.runtime.test_unit import Choosing, Guard, used_and_kept
-from tests.fsdp.toy import Block, Net, assert_same_grads, batches, mine, pair, shard
+from tests.fsdp.toy import Block, assert_same_grads, batches, mine, pair
 from tests.ranks import Ranks
 
 
@@ -149,9 +149,7 @@ def test_a_unit_may_be_under_two_roots(ranks: Ranks) -> None:
 
 def _given_up(strategy: str, manner: str, clears: str, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-    reference = Net()
-    net = copy.deepcopy(reference)
-    shard(net, strategy=strategy, mesh=mesh)
+    reference, net = pair(num_blocks=1, strategy=strategy, mesh=mesh)
     first, second = batches(2)
     with microbatch(net, is_last=False) if manner == "microbatch" else net.no_sync():
         net(*mine(first)).backward()

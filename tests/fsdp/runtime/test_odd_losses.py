@@ -105,7 +105,7 @@ def _matches(
 ) -> None:
     reference = kind()
     net = _shard_layers(copy.deepcopy(reference), strategy, is_joined=is_joined)
-    for step in range(3):
+    for step in range(2):
         inputs = _inputs(step)
         for x in inputs:
             loss_of(reference, x, 1 / len(inputs))
@@ -150,13 +150,13 @@ def test_gradients_that_pass_by_a_units_outputs_are_reduced(
 
 
 def _regularised(strategy: str, is_before: bool) -> None:
-    reference, net = pair(strategy=strategy)
+    reference, net = pair(num_blocks=1, strategy=strategy)
 
     def penalty(model: nn.Module) -> torch.Tensor:
         locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
         return sum((p.square().sum() for p in locals_), torch.zeros(()))
 
-    for batch in batches(3):
+    for batch in batches(2):
         (reference(*batch) + penalty(reference)).backward()
         first = penalty(net) if is_before else None
         loss = net(*mine(batch))
@@ -183,7 +183,7 @@ class _Writer(Net):
 
 
 def _generates_between(strategy: str, has_sync: bool) -> None:
-    reference = _Writer()
+    reference = _Writer(num_blocks=1)
     net = shard(copy.deepcopy(reference), strategy=strategy)
     register_fsdp_forward_method(net, "generate")
     first, last = batches(2)
@@ -212,7 +212,7 @@ def test_a_method_that_calls_the_model_keeps_the_sums_of_microbatches(
 
 
 def _sees_edits(strategy: str, how: str) -> None:
-    net = shard(Net(), strategy=strategy, mp_policy=BF16)
+    net = shard(Net(num_blocks=1), strategy=strategy, mp_policy=BF16)
     tokens, labels = batches(1)[0]
     before = net(tokens, labels).item()
     with torch.no_grad():
@@ -222,7 +222,7 @@ def _sees_edits(strategy: str, how: str) -> None:
             else:
                 parameter.mul_(2.0)
     after = net(tokens, labels).item()
-    fresh = shard(Net(), strategy=strategy, mp_policy=BF16)
+    fresh = shard(Net(num_blocks=1), strategy=strategy, mp_policy=BF16)
     fresh.load_state_dict(net.state_dict())
     assert after == fresh(tokens, labels).item() != before
 
