@@ -105,7 +105,7 @@ def _reads_what_is_stepped(readers: Sequence[str], case: Case) -> None:
 @pytest.mark.parametrize("speculate", [True, False])
 def test_readers_wait_for_the_step_on_the_host(ranks: Ranks, speculate: bool) -> None:
     """By operation, in lists, in place, by shards and whole: the bits of FusedAdam."""
-    case = Case(1.0, speculate=speculate, max_grad_norm=1e6)
+    case = Case(1.0, speculate=speculate, max_grad_norm=1e6, num_blocks=1)
     # Each once as the first to read: it alone meets steps that are still under way.
     ranks(2).run(_reads_what_is_stepped, list(READERS), case)
 
@@ -113,5 +113,5 @@ def test_readers_wait_for_the_step_on_the_host(ranks: Ranks, speculate: bool) ->
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp"])
 def test_readers_wait_in_every_strategy(ranks: Ranks, strategy: str) -> None:
     """Replicated parameters are plain DTensors of torch: there ``step`` itself has waited."""
-    case = Case(1.0, strategy=strategy)
-    ranks(2).run(_reads_what_is_stepped, ["full_tensor", "norms"] * 2, case)
+    case = Case(1.0, strategy=strategy, num_blocks=1)
+    ranks(2).run(_reads_what_is_stepped, ["full_tensor", "norms"], case)
