@@ -22,7 +22,7 @@ from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.training.config.optimizer_sections import LossScaleSection
-from tests.fsdp.toy import adamw, batches, full_grads, mine, pair
+from tests.fsdp.toy import Net, adamw, batches, full_grads, mine, pair, shard
 from tests.ranks import Ranks
 
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
@@ -189,7 +189,7 @@ def test_decoupled_gradients_are_unscaled_and_looked_at() -> None:
 
 
 def _skip(strategy: str, bad_rank: int, value: float) -> None:
-    _, net = pair(strategy=strategy)
+    net = shard(Net(num_blocks=1), strategy=strategy)
     net.scale = nn.Parameter(torch.full((3,), 2.0))
     optimizer = adamw(net)
     scaler = LossScaler(ScaleRule(1024.0, hysteresis=1))

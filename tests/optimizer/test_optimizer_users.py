@@ -204,9 +204,9 @@ MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 def _trains(kind: str, folder: Path, device: str | None, dtype: torch.dtype) -> list[torch.Tensor]:
-    net = shard(Net())
+    net = shard(Net(num_blocks=1))
     optimizer, scaler = MAKERS[kind](net), LossScaler()
-    inputs = [mine(batches(1, seed=seed)[0]) for seed in range(3)]
+    inputs = [mine(batches(1, seed=seed)[0]) for seed in range(2)]
 
     def steps(part: slice) -> None:
         for arguments in inputs[part]:
@@ -217,10 +217,10 @@ def _trains(kind: str, folder: Path, device: str | None, dtype: torch.dtype) -> 
             optimizer.zero_grad()
 
     def everything() -> None:
-        steps(slice(0, 2))
-        save(folder, step=2, model=net, optimizer=optimizer, loss_scaler=scaler)
-        load(folder, step=2, model=net, optimizer=optimizer, loss_scaler=scaler)
-        steps(slice(2, 3))
+        steps(slice(0, 1))
+        save(folder, step=1, model=net, optimizer=optimizer, loss_scaler=scaler)
+        load(folder, step=1, model=net, optimizer=optimizer, loss_scaler=scaler)
+        steps(slice(1, 2))
 
     if device is None:
         everything()

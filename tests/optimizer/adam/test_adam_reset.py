@@ -120,13 +120,9 @@ def _begins_again(directory: Path, strategy: str, kind: str) -> None:
         _assert_alike(net, optimizer, other, own, how)
 
 
-# The default suite has each strategy and each format, and remainders in all strategies.
-SOME = [
-    (strategy, kind)
-    for s, strategy in enumerate(STRATEGIES)
-    for k, kind in enumerate(FORMATS)
-    if s % len(FORMATS) == k or kind == "remainders"
-]
+# The default suite has each strategy and each format, and remainders both replicated and sharded.
+SOME = list(zip(STRATEGIES, [*FORMATS, "fp32"], strict=True))
+SOME.append(("optim_grads_params", "remainders"))
 OTHERS = [case for case in itertools.product(STRATEGIES, FORMATS) if case not in SOME]
 
 

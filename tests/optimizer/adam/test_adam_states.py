@@ -20,7 +20,6 @@ from megafsdp import (
     FusedAdam,
     MixedPrecisionPolicy,
     Muon,
-    full_state_dict,
     full_tensor,
     fully_shard,
     mark_main_weights_changed,
@@ -43,6 +42,7 @@ ALL_BF16 = MixedPrecisionPolicy(param_dtype=BF16, main_params_dtype=BF16)
 FP32_MAIN = MixedPrecisionPolicy(param_dtype=BF16, main_params_dtype=FP32)
 HYPER = AdamHyper(lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
 FORMATS = (FP32, BF16, FP16, FP8)
+NUM_STEPS = 3
 # Formats that differ in how they are stepped: whole buffers, chunks of them, one by one.
 SOME_MODES = [(FP32, FP32), (BF16, FP32), (FP8, FP16)]
 
@@ -87,29 +87,30 @@ class _Moment:
 
 
 def _steps_on(net: nn.Module, optimizer: FusedAdam, num_steps: int, seed: int = 0) -> None:
-    """Step by gradients that every mesh has alike."""
+    """Step by gradients that every mesh has alike, in the place of those of one backward."""
     generator = torch.Generator().manual_seed(seed)
+    net(*mine(batches(1)[0])).backward()
     for _ in range(num_steps):
-        net(*mine(batches(1)[0])).backward()
         for parameter in net.parameters():
             values = torch.randn(parameter.shape, generator=generator)
             parameter.grad.copy_from_full_(values.to(parameter.grad.dtype))
         optimizer.step()
-        optimizer.zero_grad()
+    optimizer.zero_grad()
 
 
-def _matches_the_definition(modes: tuple[torch.dtype, torch.dtype]) -> None:
-    net = shard(Net())
-    optimizer = _optimizer(net, modes)
-    weights = {n: full_tensor(p.detach()).clone() for n, p in net.named_parameters()}
+Definition = dict[str, list[torch.Tensor]]
+
+
+def _by_definition(modes: tuple[torch.dtype, torch.dtype]) -> Definition:
+    """Return by name the weight and the two moments, as they are read, of the small toy's steps."""
+    weights = {n: p.detach().clone() for n, p in _small().named_parameters()}
     moments = {
         name: [_Moment(weight.shape, modes[i], is_second=bool(i)) for i in range(2)]
         for name, weight in weights.items()
     }
-    num_steps = 3
     generator = torch.Generator().manual_seed(0)
     with reference.denormal_mode(True):
-        for step in range(1, num_steps + 1):
+        for step in range(1, NUM_STEPS + 1):
             for name, weight in weights.items():
                 grad = torch.randn(weight.shape, generator=generator)
                 constants = AdamConstants.rounded(HYPER, step)
@@ -117,24 +118,45 @@ def _matches_the_definition(modes: tuple[torch.dtype, torch.dtype]) -> None:
                 weights[name], *values = reference.update(weight, grad, *values, constants)
                 for moment, value in zip(moments[name], values, strict=True):
                     moment.set(value)
-    _steps_on(net, optimizer, num_steps)
+    return {name: [w, *(m.get() for m in moments[name])] for name, w in weights.items()}
+
+
+def _small(seed: int = 0) -> Net:
+    return Net(num_blocks=1, seed=seed)
+
+
+def _rows(like: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a full tensor that this rank has of a sharded one."""
+    rows = torch.zeros_like(like)
+    rows.copy_from_full_(full)
+    return local_tensor(rows)
+
+
+def _matches_the_definition(modes: tuple[torch.dtype, torch.dtype], wanted: Definition) -> int:
+    """Return how many elements this rank has."""
+    net = shard(_small())
+    optimizer = _optimizer(net, modes)
+    _steps_on(net, optimizer, NUM_STEPS)
     for name, parameter in net.named_parameters():
-        assert torch.equal(full_tensor(parameter.detach()), weights[name]), name
-        for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments[name], strict=True):
+        weight, *moments = wanted[name]
+        assert torch.equal(local_tensor(parameter), _rows(parameter.detach(), weight)), name
+        for kind, mode, moment in zip(("exp_avg", "exp_avg_sq"), modes, moments, strict=True):
             values = optimizer.get_unscaled_state(parameter, kind)
-            assert torch.equal(full_tensor(values), moment.get()), (name, kind)
+            assert torch.equal(local_tensor(values), _rows(values, moment)), (name, kind)
             state = optimizer.state[parameter][kind]
-            assert state.dtype == moment.dtype
+            assert state.dtype == dtype_for(parameter.shape, mode)
             # Bytes are those of this rank's rows.
-            numel = local_tensor(parameter).numel()
-            assert local_tensor(state).numel() == numel
+            assert local_tensor(state).numel() == local_tensor(parameter).numel()
+    return sum(local_tensor(parameter).numel() for parameter in net.parameters())
 
 
 @pytest.mark.parametrize("first", FORMATS)
 def test_every_format_steps_as_decode_update_encode(ranks: Ranks, first: torch.dtype) -> None:
     """All pairs of formats, bit by bit, rows divided among three ranks."""
-    cases = [((first, second),) for second in FORMATS]
-    ranks(3).run(for_each, _matches_the_definition, cases)
+    pairs = [(first, second) for second in FORMATS]
+    cases = [(modes, _by_definition(modes)) for modes in pairs]
+    numels = ranks(3).run(for_each, _matches_the_definition, cases)
+    assert all(min(own) > 0 for own in numels), "each rank has rows"
 
 
 def _seven_large_steps(
@@ -335,14 +357,14 @@ def test_decoupled_bf16_gradients_of_dtensors_step_as_fp32_ones(ranks: Ranks) ->
 
 def _remainders_follow_fp32(strategy: str, compute: torch.dtype) -> None:
     policies = [MixedPrecisionPolicy(compute, main_params_dtype=main) for main in (BF16, FP32)]
-    net, twin = (shard(Net(), mp_policy=policy, strategy=strategy) for policy in policies)
+    net, twin = (shard(_small(), mp_policy=policy, strategy=strategy) for policy in policies)
     with torch.no_grad():
         for parameter, other in zip(net.parameters(), twin.parameters(), strict=True):
             local_tensor(other).copy_(local_tensor(parameter))
     mark_main_weights_changed(twin)
     ours = _optimizer(net, (FP32, FP32), store_param_remainders=True)
     wanted = _optimizer(twin, (FP32, FP32))
-    for step in range(4):
+    for step in range(3):
         for model in (net, twin):
             model(*mine(batches(1, seed=step)[0])).backward()
         for parameter, other in zip(net.parameters(), twin.parameters(), strict=True):
@@ -438,7 +460,7 @@ def test_halves_of_every_kind_of_number_join_to_the_same_bits() -> None:
 
 
 def _resumes(directory: Path, kind: str, modes: tuple[torch.dtype, torch.dtype]) -> None:
-    going, resumed = shard(Net()), shard(Net(seed=1))
+    going, resumed = shard(_small()), shard(_small(seed=1))
     optimizer, other = (_optimizer(net, modes) for net in (going, resumed))
     _steps_on(going, optimizer, 2)
     # A load also replaces what is there.
@@ -466,9 +488,8 @@ def _resumes(directory: Path, kind: str, modes: tuple[torch.dtype, torch.dtype])
             assert state.__create_chunk_list__() == parameter.__create_chunk_list__()
     _steps_on(going, optimizer, 2, seed=1)
     _steps_on(resumed, other, 2, seed=1)
-    wanted = full_state_dict(going)
-    for name, value in full_state_dict(resumed).items():
-        assert torch.equal(value, wanted[name]), name
+    for (name, ours), theirs in zip(resumed.named_parameters(), going.parameters(), strict=True):
+        assert torch.equal(local_tensor(ours), local_tensor(theirs)), name
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "local", "checkpoint"])
@@ -479,7 +500,7 @@ def test_narrow_states_resume_bit_by_bit(ranks: Ranks, tmp_path: Path, kind: str
 
 
 def _saves(directory: Path, modes: tuple[torch.dtype, torch.dtype]) -> dict[str, torch.Tensor]:
-    net = shard(Net())
+    net = shard(_small())
     optimizer = _optimizer(net, modes)
     _steps_on(net, optimizer, 2)
     save(directory, step=2, model=net, optimizer=optimizer)
@@ -487,7 +508,7 @@ def _saves(directory: Path, modes: tuple[torch.dtype, torch.dtype]) -> dict[str,
 
 
 def _loads(directory: Path, modes: tuple[torch.dtype, torch.dtype]) -> dict[str, torch.Tensor]:
-    net = shard(Net(seed=1))
+    net = shard(_small(seed=1))
     optimizer = _optimizer(net, modes)
     load(directory, model=net, optimizer=optimizer)
     return _full_states(net, optimizer)
@@ -518,13 +539,13 @@ def test_checkpoints_load_on_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path
 
 
 def _changes_its_weights(directory: Path) -> None:
-    narrow = shard(Net(), mp_policy=ALL_BF16)
+    narrow = shard(_small(), mp_policy=ALL_BF16)
     optimizer = _optimizer(narrow, (FP32, FP32), store_param_remainders=True)
     _steps_on(narrow, optimizer, 3)
     weights = {n: full_tensor(optimizer.canonical_weight(p)) for n, p in narrow.named_parameters()}
     save(directory / "narrow", step=3, model=narrow, optimizer=optimizer)
 
-    wide = shard(Net(seed=1), mp_policy=FP32_MAIN)
+    wide = shard(_small(seed=1), mp_policy=FP32_MAIN)
     wide_optimizer = _optimizer(wide, (FP32, FP32))
     load(directory / "narrow", model=wide, optimizer=wide_optimizer)
     for name, parameter in wide.named_parameters():
@@ -532,7 +553,7 @@ def _changes_its_weights(directory: Path) -> None:
     save(directory / "wide", step=3, model=wide, optimizer=wide_optimizer)
 
     for source in ("narrow", "wide"):
-        again = shard(Net(seed=2), mp_policy=ALL_BF16)
+        again = shard(_small(seed=2), mp_policy=ALL_BF16)
         other = _optimizer(again, (FP32, FP32), store_param_remainders=True)
         load(directory / source, model=again, optimizer=other)
         for (name, parameter), own in zip(
@@ -544,14 +565,14 @@ def _changes_its_weights(directory: Path) -> None:
         assert torch.equal(loss, narrow(*mine(batches(1)[0])))
 
     packed = copy.deepcopy(optimizer.state_dict())
-    again = shard(Net(seed=3), mp_policy=ALL_BF16)
+    again = shard(_small(seed=3), mp_policy=ALL_BF16)
     again.load_state_dict(narrow.state_dict())
     other = _optimizer(again, (FP32, FP32), store_param_remainders=True)
     other.load_state_dict(packed)
     for name, parameter in again.named_parameters():
         assert torch.equal(full_tensor(other.canonical_weight(parameter)), weights[name])
 
-    bare = shard(Net(), mp_policy=ALL_BF16)
+    bare = shard(_small(), mp_policy=ALL_BF16)
     with pytest.raises(CheckpointError, match="bfloat16"):
         load(directory / "wide", model=bare)
     load(directory / "wide", model=bare, strict="none")

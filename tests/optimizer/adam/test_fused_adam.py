@@ -60,7 +60,7 @@ def _trains_like_torch(strategy: str) -> None:
     losses = train_both(
         reference,
         net,
-        num_steps=5,
+        num_steps=3,
         num_microbatches=2,
         make_optimizer=lambda model: next(optimizers)(model),
     )
@@ -72,8 +72,8 @@ def _trains_like_torch(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_models_train_as_one_process_with_adamw(ranks: Ranks, strategy: str) -> None:
-    """Five steps of FusedAdam on two or four ranks against torch's AdamW on one."""
-    ranks(4 if strategy.startswith("h") else 2).run(_trains_like_torch, strategy)
+    """Three steps of FusedAdam on two or four ranks against torch's AdamW on one."""
+    ranks(4 if strategy == "hfsdp" else 2).run(_trains_like_torch, strategy)
 
 
 def _casts_after_a_step(strategy: str) -> int:
@@ -103,7 +103,7 @@ def test_what_the_step_has_cast_is_not_cast_again(ranks: Ranks, strategy: str) -
 
 
 def _bf16_steps(strategy: str) -> tuple[list[torch.Tensor], list[int]]:
-    _, net = pair(mp_policy=BF16, **_options(strategy))
+    net = shard(Net(num_blocks=1), mp_policy=BF16, **_options(strategy))
     optimizer = _fused(net)
     losses, gathers = [], []
     for step in range(3):
@@ -122,7 +122,7 @@ def test_compute_weights_written_by_the_step_are_the_casts(
     ranks: Ranks, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With and without the copy-out of the kernel, losses are equal bit by bit."""
-    num_ranks = 4 if strategy.startswith("h") else 2
+    num_ranks = 4 if strategy == "hfsdp" else 2
     written = ranks(num_ranks).run(_bf16_steps, strategy)
     cast = ranks(num_ranks).run(_without_copy_out, strategy)
     for (losses, gathers), (wanted, wanted_gathers) in zip(written, cast, strict=True):
@@ -176,16 +176,15 @@ def test_a_group_is_one_launch(ranks: Ranks) -> None:
 
 
 def _keeps_states(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    net = shard(Net())
+    net = shard(Net(num_blocks=1))
     optimizer = _fused(net, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
     generator = torch.Generator().manual_seed(0)
+    net(*mine(batches(1)[0])).backward()
     for _ in range(3):
-        net(*mine(batches(1)[0])).backward()
         for parameter in net.parameters():
             # Gradients that no sum over ranks has rounded.
             parameter.grad.copy_from_full_(torch.randn(parameter.shape, generator=generator))
         optimizer.step()
-        optimizer.zero_grad()
     states = {}
     for name, parameter in net.named_parameters():
         is_plain = parameter.ndim < 2 and dtype is not torch.bfloat16
@@ -274,10 +273,10 @@ def _resumes(directory: Path, kind: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    going = shard(Net())
+    going = shard(Net(num_blocks=1))
     optimizer = _fused(going)
     steps(going, optimizer, batches_[:2])
-    resumed = shard(Net(seed=1))
+    resumed = shard(Net(num_blocks=1, seed=1))
     other = _fused(resumed) if kind != "torch" else adamw(resumed)
     if kind == "state_dict":
         resumed.load_state_dict(going.state_dict())
@@ -294,7 +293,7 @@ def _resumes(directory: Path, kind: str) -> None:
         else:
             assert torch.equal(value, wanted[name]), name
     storage = {p.untyped_storage().data_ptr() for p in _local_states(other)}
-    assert kind == "torch" or len(storage) == 2 * 4
+    assert kind == "torch" or len(storage) == 2 * 2
 
 
 def _local_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -18,21 +18,23 @@ from tests.optimizer.offload.host_reads import NoHostReads
 from tests.ranks import Ranks
 
 
-def _clip(strategy: str, norm_type: float, max_norm: float, of_module: bool) -> None:
+def _clip(strategy: str, norm_type: float, of_module: bool) -> None:
     reference, net = pair(strategy=strategy)
     net.scale = nn.Parameter(torch.full((3,), 2.0))
     reference.scale = nn.Parameter(torch.full((3,), 2.0))
     batch = batches(1)[0]
     reference(*batch).backward()
     net(*mine(batch)).backward()
-    for model in (reference, net):
-        model.scale.grad = torch.full((3,), 0.5)
-    wanted = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
-    with record_collectives() as record:
-        norm = clip_grad_norm_(net if of_module else net.parameters(), max_norm, norm_type)
-    assert record.calls["all_reduce"] <= 1
-    torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
-    assert_same_grads_with_scale(net, reference)
+    # The first limit is above the norm: the second clips what backward has left.
+    for max_norm in (100.0, 0.01):
+        for model in (reference, net):
+            model.scale.grad = torch.full((3,), 0.5)
+        wanted = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
+        with record_collectives() as record:
+            norm = clip_grad_norm_(net if of_module else net.parameters(), max_norm, norm_type)
+        assert record.calls["all_reduce"] <= 1
+        torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+        assert_same_grads_with_scale(net, reference)
 
 
 def assert_same_grads_with_scale(net: nn.Module, reference: nn.Module) -> None:
@@ -44,18 +46,17 @@ def assert_same_grads_with_scale(net: nn.Module, reference: nn.Module) -> None:
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.01, 100.0])
 def test_clipping_equals_torchs_on_the_whole_model(
-    ranks: Ranks, strategy: str, norm_type: float, max_norm: float
+    ranks: Ranks, strategy: str, norm_type: float
 ) -> None:
     """Sharded, replicated and plain gradients, some shards empty, one all-reduce at most."""
-    ranks(3).run(_clip, strategy, norm_type, max_norm, norm_type == 2.0)
+    ranks(3).run(_clip, strategy, norm_type, norm_type == 2.0)
 
 
 def test_the_norm_of_a_long_tensor_is_exact() -> None:
-    """50 M elements of fp32 lose less than 1e-6, where one running sum would lose 4e-3."""
-    parameter = nn.Parameter(torch.zeros(50_000_000))
-    parameter.grad = torch.rand(50_000_000, generator=torch.Generator().manual_seed(0))
+    """10 M elements of fp32 lose less than 1e-6, where one running sum would lose 4e-3."""
+    parameter = nn.Parameter(torch.zeros(10_000_000))
+    parameter.grad = torch.rand(10_000_000, generator=torch.Generator().manual_seed(0))
     wanted = math.sqrt(sum(c.double().square().sum().item() for c in parameter.grad.split(1 << 20)))
     assert clip_grad_norm_([parameter], 1e9).item() == pytest.approx(wanted, rel=1e-6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -119,6 +120,17 @@ def test_every_length_has_the_bits_of_a_step_in_place(level: str) -> None:
         assert_guards_hold(aligned, ALIGNED_GUARD)
 
 
+_RANGES = ((1, 30, HYPER), (30, 31, L2_HYPER), (77, 700_001, L2_HYPER))
+_SEGMENTS = [AdamSegment(*r) for r in (*_RANGES, (700_040, STREAMED_NUMEL - 3, HYPER))]
+
+
+@functools.cache
+def _streamed(level: str) -> tuple[AdamBuffers, AdamBuffers]:
+    """Return large buffers, and a step of their segments in place at a level that is forced."""
+    buffers = make_buffers(STREAMED_NUMEL, (BF16, FP32, "fp32 to bf16"))
+    return buffers, _stepped(buffers, hyper=_SEGMENTS, num_threads=1)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize(
     "guards", [(64, 64, 64), (3, 3, 3), (16, 16, 16), (1, 64, 7), (31, 2, 64)], ids=str
@@ -127,17 +139,12 @@ def test_streamed_outputs_equal_cached_ones(
     level: str, guards: tuple[int, ...], num_threads: int
 ) -> None:
     """Buffers too large for any cache, at addresses alike and unlike in a line, begun anywhere."""
-    buffers = make_buffers(STREAMED_NUMEL, (BF16, FP32, "fp32 to bf16"))
-    ranges = ((1, 30, HYPER), (30, 31, L2_HYPER), (77, 700_001, L2_HYPER))
-    ranges += ((700_040, STREAMED_NUMEL - 3, HYPER),)
-    segments = [AdamSegment(*r) for r in ranges]
-    options = {"hyper": segments, "num_threads": num_threads}
+    buffers, wanted = _streamed(level)
     result = _apart(buffers, *guards)
-    adam_step(result, segments, step=2, grad_scale=1 / 3, num_threads=num_threads)
-    wanted = _stepped(buffers, **options)
+    adam_step(result, _SEGMENTS, step=2, grad_scale=1 / 3, num_threads=num_threads)
     is_stepped = torch.zeros(STREAMED_NUMEL, dtype=torch.bool)
-    for start, stop, _ in ranges:
-        is_stepped[start:stop] = True
+    for segment in _SEGMENTS:
+        is_stepped[segment.start : segment.stop] = True
     for name, output in zip(OLD, result.outputs, strict=True):
         there = torch.where(is_stepped, getattr(wanted, name), _poison(STREAMED_NUMEL))
         assert torch.equal(output.view(torch.int32), there.view(torch.int32)), name

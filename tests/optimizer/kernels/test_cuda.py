@@ -70,7 +70,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("no C++ compiler")
     library = tmp_path_factory.mktemp("emulation") / "emulation.so"
     source = Path(__file__).with_name("cuda_emulation.cpp")
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    options = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC"]
     subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=300)
     return ctypes.CDLL(str(library))
 
@@ -317,9 +317,9 @@ def test_sum_of_squares_has_the_bits_of_a_cpu(
         monkeypatch.setenv("MEGAFSDP_NATIVE", str(int(is_native)))
         for guard in (GUARD, ALIGNED_GUARD):
             there = guarded(values, guard, where)
-            sums = [device_sum_of_squares(there) for _ in range(3)]
+            sums = [device_sum_of_squares(there) for _ in range(2)]
             assert all(s.device == where and s.shape == () for s in sums)
-            assert [s.item() for s in sums] == [wanted] * 3
+            assert [s.item() for s in sums] == [wanted] * 2
             assert sum_of_squares(there) == wanted
 
 

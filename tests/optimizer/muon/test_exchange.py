@@ -18,6 +18,7 @@ from megafsdp.optimizer.muon.exchange import (
     choose_rounds,
     pieces,
 )
+from tests.optimizer.cases import for_each
 from tests.ranks import Ranks
 
 
@@ -105,5 +106,4 @@ def _travels(seed: int, bucket: int) -> None:
 @pytest.mark.parametrize("bucket", [1, 200, 10**6])
 def test_matrices_arrive_whole_and_return(ranks: Ranks, num_ranks: int, bucket: int) -> None:
     """Pieces of any length, none among them, from ranks whose shards are in any order."""
-    for seed in range(3):
-        ranks(num_ranks).run(_travels, seed, bucket)
+    ranks(num_ranks).run(for_each, _travels, [(seed, bucket) for seed in range(3)])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import FusedAdam, MixedPrecisionPolicy, full_tensor, microbatch
+from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from tests.fsdp.toy import Net, batches, mine, shard
 
@@ -45,6 +46,7 @@ class Case:
         policy: Dtypes.
         speculate: Whether Adam runs ahead of step().
         optimizer_may_start: Whether the loop says which microbatch is the last.
+        num_blocks: Of the toy; there is one unit more.
     """
 
     fraction: float | str | None = None
@@ -55,6 +57,7 @@ class Case:
     policy: MixedPrecisionPolicy = BF16
     speculate: bool | str = "auto"
     optimizer_may_start: bool = True
+    num_blocks: int = 3
 
 
 def make_net(case: Case) -> Net:
@@ -66,7 +69,7 @@ def make_net(case: Case) -> Net:
         options = {"mesh": mesh}
         if case.strategy == "hfsdp":
             options["outer_strategy"] = "optim"
-    return shard(Net(), mp_policy=case.policy, **options)
+    return shard(Net(case.num_blocks), mp_policy=case.policy, **options)
 
 
 def make_optimizer(net: nn.Module, case: Case, **options: Any) -> FusedAdam:
@@ -87,8 +90,8 @@ def make_optimizer(net: nn.Module, case: Case, **options: Any) -> FusedAdam:
     )
 
 
-def train(net: Net, optimizer: FusedAdam, case: Case, num_steps: int = 4) -> dict[str, Any]:
-    """Train with a schedule of the learning rate; return all that a run shows."""
+def train(net: Net, optimizer: FusedAdam, case: Case, num_steps: int = 3) -> dict[str, Any]:
+    """Train with a schedule of the learning rate; return all that a run shows on this rank."""
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses, norms = [], []
     for step in range(num_steps):
@@ -103,7 +106,7 @@ def train(net: Net, optimizer: FusedAdam, case: Case, num_steps: int = 4) -> dic
         norms.append(None if optimizer.grad_norm is None else optimizer.grad_norm.item())
         optimizer.zero_grad()
         schedule.step()
-    return {"losses": losses, "norms": norms} | bits(net, optimizer)
+    return {"losses": losses, "norms": norms} | local_bits(net, optimizer)
 
 
 def bits(net: nn.Module, optimizer: FusedAdam) -> dict[str, Any]:
@@ -113,6 +116,18 @@ def bits(net: nn.Module, optimizer: FusedAdam) -> dict[str, Any]:
         for state_name, value in optimizer.state[parameter].items():
             found[f"{name}.{state_name}"] = full_tensor(value).clone()
         found[name] = full_tensor(parameter.detach()).clone()
+    return found
+
+
+def local_bits(net: nn.Module, optimizer: FusedAdam) -> dict[str, Any]:
+    """Return this rank's rows of every weight and state, once all steps on the host have ended."""
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        optimizer.synchronize()
+    found: dict[str, Any] = {}
+    for name, parameter in net.named_parameters():
+        for state_name, value in optimizer.state[parameter].items():
+            found[f"{name}.{state_name}"] = local_tensor(value).clone()
+        found[name] = local_tensor(parameter).clone()
     return found
 
 

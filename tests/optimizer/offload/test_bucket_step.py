@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -22,7 +23,7 @@ from tests.optimizer.offload.hybrid_runs import (
     Case,
     assert_same,
     backward,
-    bits,
+    local_bits,
     make_net,
     make_optimizer,
     train,
@@ -65,14 +66,18 @@ def _held_back(place: str) -> Iterator[_Gate]:
             gate.event.set()
 
 
+@functools.cache
+def _losses_without_offload() -> list[float]:
+    net = make_net(Case())
+    return train(net, make_optimizer(net, Case()), Case())["losses"]
+
+
 def _step_returns_first(place: str) -> None:
     case = Case(1.0)
-    wanted_net = make_net(case)
-    wanted = train(wanted_net, make_optimizer(wanted_net, replace(case, fraction=None)), case)
     net = make_net(case)
     optimizer = make_optimizer(net, case)
     losses = []
-    for seed in range(4):
+    for seed in range(3):
         losses.append(backward(net, seed))
         with _held_back(place) as gate:
             optimizer.step()
@@ -89,7 +94,7 @@ def _step_returns_first(place: str) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
     # The schedule of the other run multiplies in another way: rates, not bits, are equal.
-    assert losses == pytest.approx(wanted["losses"], rel=1e-6)
+    assert losses == pytest.approx(_losses_without_offload(), rel=1e-6)
 
 
 @pytest.mark.parametrize("place", list(_PLACES))
@@ -144,7 +149,7 @@ def _accumulates_after_a_step() -> None:
     """Run two backwards, step, backward again without clearing, step."""
     found = []
     for fraction in (None, 1.0):
-        net = make_net(Case())
+        net = make_net(Case(num_blocks=1))
         optimizer = make_optimizer(net, Case(fraction))
         with _held_back("copy") as gate:
             for seed in range(3):
@@ -153,7 +158,7 @@ def _accumulates_after_a_step() -> None:
                 optimizer.step()
                 threading.Timer(0.05, gate.event.set).start()
             optimizer.synchronize() if fraction else None
-        found.append(bits(net, optimizer))
+        found.append(local_bits(net, optimizer))
     assert_same(found[1], found[0])
 
 
@@ -269,10 +274,10 @@ def _stressed(num_steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_steps", [50, pytest.param(200, marks=pytest.mark.matrix("offload-delays"))]
+    "num_steps", [12, pytest.param(200, marks=pytest.mark.matrix("offload-delays"))]
 )
 def test_random_delays_of_copies_and_steps_change_no_bit(ranks: Ranks, num_steps: int) -> None:
-    """Many steps with clipping, each place of each bucket delayed at random."""
+    """Steps with clipping, each place of each bucket delayed at random."""
     ranks(2).run(_stressed, num_steps)
 
 

@@ -32,7 +32,7 @@ from tests.optimizer.offload.hybrid_runs import (
     Case,
     assert_same,
     backward,
-    bits,
+    local_bits,
     make_net,
     make_optimizer,
 )
@@ -110,7 +110,7 @@ def _spying() -> Iterator[_Seen]:
 
 
 def _copies_are_local(max_grad_norm: float | None, strategy: str) -> None:
-    net = make_net(Case(strategy=strategy))
+    net = make_net(Case(strategy=strategy, num_blocks=1))
     with _spying() as seen:
         optimizer = make_optimizer(net, Case(1.0, max_grad_norm=max_grad_norm, speculate=True))
         for seed in range(2):
@@ -152,7 +152,7 @@ def _train_with_flags(pins_params: bool, pins_grads: bool, device: str) -> tuple
         nbytes[is_pinned] += num
         return inner(num, is_pinned=is_pinned, is_meta=is_meta)
 
-    net = shard(Net().to(device), mp_policy=BF16)
+    net = shard(Net(num_blocks=1).to(device), mp_policy=BF16)
     with pytest.MonkeyPatch.context() as patch, _spying() as seen:
         patch.setattr(host_memory, "host_bytes", noted)
         optimizer = HybridDeviceOptimizer(
@@ -161,7 +161,7 @@ def _train_with_flags(pins_params: bool, pins_grads: bool, device: str) -> tuple
         tokens = torch.arange(8, device=device).view(2, 4)
         net(tokens, tokens).backward()
         optimizer.step()
-        found = bits(net, optimizer)
+        found = local_bits(net, optimizer)
     assert device == "cuda" or not _PINNING & (seen.by_dtensor + seen.plain).keys()
     is_host_pinned = {local_tensor(p).is_pinned() for p in net.parameters()}
     assert is_host_pinned == {pins_params and device == "cuda"}
@@ -270,7 +270,7 @@ def _plain_model_alone() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert addresses == [p.data_ptr() for p in model.parameters()]
-        found.append(bits(model, optimizer))
+        found.append(local_bits(model, optimizer))
     assert isinstance(optimizer, HybridDeviceOptimizer)
     assert (optimizer.host_nbytes, optimizer.offloaded_fraction) == (0, 0.0)
     assert_same(found[1], found[0])
@@ -331,7 +331,7 @@ def _few_rows() -> dict[str, Any]:
             model(torch.randn(2, 6)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(bits(model, optimizer))
+        found.append(local_bits(model, optimizer))
     assert_same(found[1], found[0])
     assert isinstance(optimizer, HybridDeviceOptimizer)
     parameters = list(model.parameters())

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megafsdp import FusedAdam, HybridDeviceOptimizer, clip_grad_norm_, full_tensor
+from megafsdp import FusedAdam, HybridDeviceOptimizer, clip_grad_norm_
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.checkpoint import load, save
 from tests.fsdp.toy import Net, batches, mine
-from tests.optimizer.offload.hybrid_runs import Case, assert_same, backward, bits, make_net
+from tests.optimizer.offload.hybrid_runs import Case, assert_same, backward, local_bits, make_net
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
+_SMALL = Case(num_blocks=1)
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "adamw": (torch.optim.AdamW, {"foreach": False}),
@@ -52,26 +53,27 @@ def _whole(net: Net, kind: str) -> torch.optim.Optimizer:
 
 
 def _trains_alike(kind: str, clips: bool) -> None:
-    whole_net = make_net(Case())
+    whole_net = make_net(_SMALL)
     whole = _whole(whole_net, kind)
-    net = make_net(Case())
+    net = make_net(_SMALL)
     hybrid = _hybrid(net, kind, max_grad_norm=0.5 if clips else None)
-    for seed in range(5):
+    for seed in range(4):
         assert backward(net, seed) == backward(whole_net, seed)
         if seed == 2:
-            net.blocks[1].up.weight.grad = whole_net.blocks[1].up.weight.grad = None
+            net.blocks[0].up.weight.grad = whole_net.blocks[0].up.weight.grad = None
         if clips:
             clip_grad_norm_(whole_net, 0.5)
         for optimizer in (whole, hybrid):
             optimizer.step()
             optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] *= 0.8
+    hybrid.synchronize()
     for (name, a), b in zip(net.named_parameters(), whole_net.parameters(), strict=True):
         states, wanted = hybrid.state[a], whole.state[b]
         assert states.keys() == wanted.keys()
         for key, value in wanted.items():
-            assert torch.equal(full_tensor(states[key]), full_tensor(value)), (name, key)
-        assert torch.equal(full_tensor(a.detach()), full_tensor(b.detach())), name
+            assert torch.equal(local_tensor(states[key]), local_tensor(value)), (name, key)
+        assert torch.equal(local_tensor(a), local_tensor(b)), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +118,7 @@ def test_the_device_keeps_adam(ranks: Ranks) -> None:
 
 
 def _resumes(path: str) -> None:
-    net = make_net(Case())
+    net = make_net(_SMALL)
     optimizer = _hybrid(net, "adamw")
     for seed in range(2):
         backward(net, seed)
@@ -124,7 +126,7 @@ def _resumes(path: str) -> None:
         optimizer.zero_grad()
     save(path, model=net, optimizer=optimizer, step=2)
     state_dict = optimizer.state_dict()
-    restored_net, copied_net = make_net(Case()), make_net(Case())
+    restored_net, copied_net = make_net(_SMALL), make_net(_SMALL)
     restored, copied = _hybrid(restored_net, "adamw"), _hybrid(copied_net, "adamw")
     backward(restored_net, 8)
     restored.step()
@@ -139,10 +141,10 @@ def _resumes(path: str) -> None:
         backward(model, 3)
         stepped.step()
         stepped.zero_grad()
-    wanted = bits(net, optimizer)
+    wanted = local_bits(net, optimizer)
     assert any(name.endswith("exp_avg_sq") for name in wanted)
-    assert_same(bits(restored_net, restored), wanted)
-    assert_same(bits(copied_net, copied), wanted)
+    assert_same(local_bits(restored_net, restored), wanted)
+    assert_same(local_bits(copied_net, copied), wanted)
 
 
 def test_states_of_the_hosts_optimizer_are_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_states_of_the_hosts_optimizer_are_saved_and_loaded(ranks: Ranks, tmp_pa
 
 def _made_again() -> None:
     """A second optimizer over weights that are on the host already."""
-    wanted_net, net = make_net(Case()), make_net(Case())
+    wanted_net, net = make_net(_SMALL), make_net(_SMALL)
     HybridDeviceOptimizer(net.parameters(), offload_fraction=1.0)
     second: FusedAdam = HybridDeviceOptimizer(net.parameters(), offload_fraction=0.0)
     reference = FusedAdam(wanted_net.parameters())
@@ -161,7 +163,7 @@ def _made_again() -> None:
             model(*mine(batches(1)[0])).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(bits(net, second), bits(wanted_net, reference))
+    assert_same(local_bits(net, second), local_bits(wanted_net, reference))
 
 
 def test_weights_on_the_host_stay_there_for_another_optimizer(ranks: Ranks) -> None:
@@ -179,9 +181,9 @@ def test_what_is_no_class_of_optimizers_is_refused(options: dict[str, Any]) -> N
 
 
 def _begins_again(kind: str) -> None:
-    nets = [make_net(Case()) for _ in range(2)]
+    nets = [make_net(_SMALL) for _ in range(2)]
     hybrid, other = (_hybrid(net, kind) for net in nets)
-    for seed in range(3):
+    for seed in range(2):
         backward(nets[0], seed)
         hybrid.step()
         hybrid.zero_grad()
