@@ -1,8 +1,12 @@
-"""Training sharded equals training in one process: twenty steps, every loss and every parameter."""
+"""Training sharded equals training in one process: every loss, norm and parameter.
+
+Four steps by default, twenty with ``--full trajectories``.
+"""
 
 from __future__ import annotations
 
-import copy
+import functools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,7 +18,6 @@ from megafsdp import clip_grad_norm_, full_tensor, fully_shard_model
 from megafsdp.models import ModelConfig, build_model, presets, unit_classes
 from tests.ranks import Ranks
 
-NUM_STEPS = 20
 GLOBAL_BATCH = 12
 SEQUENCE_LENGTH = 12
 SIZES = {
@@ -54,50 +57,88 @@ def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **forms)
 
 
+@dataclass(frozen=True)
+class OneProcess:
+    """Losses, gradient norms and parameters of training in one process on the global batches."""
+
+    losses: list[torch.Tensor]
+    norms: list[torch.Tensor]
+    start: dict[str, torch.Tensor]
+    end: dict[str, torch.Tensor]
+
+
+@functools.cache
+def one_process(architecture: str, optimizer_name: str, num_steps: int) -> OneProcess:
+    """Train in one process."""
+    model = build_model(tiny(architecture), seed=3)
+    start = _parameters_of(model)
+    optimizer = make_optimizer(model, optimizer_name)
+    losses, norms = [], []
+    for tokens, labels in _batches(num_steps):
+        loss = model(tokens, labels)
+        loss.backward()
+        losses.append(loss.detach())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return OneProcess(losses, norms, start, _parameters_of(model))
+
+
+def _parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _batches(num_steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (GLOBAL_BATCH, SEQUENCE_LENGTH + 1)
+    drawn = [torch.randint(0, 67, shape, generator=generator) for _ in range(num_steps)]
+    return [(ids[:, :-1], ids[:, 1:]) for ids in drawn]
+
+
 def _trajectory(
+    wanted: OneProcess,
     architecture: str,
     optimizer_name: str,
     strategy: str,
-    mesh_shape: tuple[int, ...] = (),
-) -> float:
+    mesh_shape: tuple[int, ...],
+) -> None:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("o", "i")) if mesh_shape else None
     world, rank = dist.get_world_size(), dist.get_rank()
+    rows = slice(rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world)
     config = tiny(architecture)
-    reference = build_model(config, seed=3)
-    start = copy.deepcopy(reference)
     model = build_model(config, seed=3)
     fully_shard_model(model, unit_classes(config), strategy=strategy, mesh=mesh)
-    optimizers = [make_optimizer(m, optimizer_name) for m in (reference, model)]
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(NUM_STEPS):
-        ids = torch.randint(0, 67, (GLOBAL_BATCH, SEQUENCE_LENGTH + 1), generator=generator)
-        tokens, labels = ids[:, :-1], ids[:, 1:]
-        wanted = reference(tokens, labels)
-        wanted.backward()
-        rows = slice(rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world)
+    optimizer = make_optimizer(model, optimizer_name)
+    for step, (tokens, labels) in enumerate(_batches(len(wanted.losses))):
         loss = model(tokens[rows], labels[rows])
         loss.backward()
         mean = loss.detach().clone()
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-        torch.testing.assert_close(mean, wanted.detach(), rtol=1e-5, atol=1e-5)
-        norms = [
-            nn.utils.clip_grad_norm_(reference.parameters(), 1.0),
-            clip_grad_norm_(model, 1.0),
-        ]
-        torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    wanted_parameters, first = dict(reference.named_parameters()), dict(start.named_parameters())
-    worst = 0.0
+        torch.testing.assert_close(mean, wanted.losses[step], rtol=1e-5, atol=1e-5)
+        norm = clip_grad_norm_(model, 1.0)
+        torch.testing.assert_close(norm, wanted.norms[step], rtol=1e-4, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
     for name, parameter in model.named_parameters():
-        full, expected = full_tensor(parameter.detach()), wanted_parameters[name].detach()
+        full, expected = full_tensor(parameter.detach()), wanted.end[name]
         torch.testing.assert_close(
             full, expected, rtol=RTOL, atol=ATOL, msg=lambda m, n=name: n + m
         )
-        worst = max(worst, (full - expected).abs().max().item())
-        assert not torch.equal(full, first[name].detach()), f"{name} did not move"
-    return worst
+        assert not torch.equal(full, wanted.start[name]), f"{name} did not move"
+
+
+def _check(
+    ranks: Ranks,
+    num_ranks: int,
+    architecture: str,
+    optimizer: str,
+    strategy: str = "optim_grads_params",
+    mesh_shape: tuple[int, ...] = (),
+    *,
+    num_steps: int = 4,
+) -> None:
+    wanted = one_process(architecture, optimizer, num_steps)
+    ranks(num_ranks).run(_trajectory, wanted, architecture, optimizer, strategy, mesh_shape)
 
 
 OPTIMIZERS = ("adamw-foreach", "adamw-fused", "sgd-foreach", "sgd-fused")
@@ -123,11 +164,11 @@ PAIRWISE = [
 
 
 @pytest.mark.parametrize(("num_ranks", "architecture", "optimizer"), PAIRWISE)
-def test_twenty_sharded_steps_equal_one_process(
+def test_sharded_steps_equal_one_process(
     ranks: Ranks, num_ranks: int, architecture: str, optimizer: str
 ) -> None:
     """ZeRO-3 on 1 to 4 ranks: losses, gradient norms and every parameter."""
-    ranks(num_ranks).run(_trajectory, architecture, optimizer, "optim_grads_params")
+    _check(ranks, num_ranks, architecture, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -139,19 +180,23 @@ def test_twenty_sharded_steps_equal_one_process(
         (3, "no_shard", "gpt"),
     ],
 )
-def test_twenty_steps_of_other_strategies_equal_one_process(
+def test_steps_of_other_strategies_equal_one_process(
     ranks: Ranks, num_ranks: int, strategy: str, architecture: str
 ) -> None:
     """ZeRO-1, ZeRO-2 and DDP train as ZeRO-3 does."""
-    ranks(num_ranks).run(_trajectory, architecture, "adamw-fused", strategy)
+    _check(ranks, num_ranks, architecture, "adamw-fused", strategy)
 
 
+@pytest.mark.parametrize(
+    "num_steps", [4, pytest.param(20, marks=pytest.mark.matrix("trajectories"))]
+)
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (4, 1)])
-def test_twenty_steps_of_replicated_shards_equal_one_process(
-    ranks: Ranks, mesh_shape: tuple[int, int]
+def test_steps_of_replicated_shards_equal_one_process(
+    ranks: Ranks, mesh_shape: tuple[int, int], num_steps: int
 ) -> None:
     """HSDP trains as ZeRO-3 does."""
-    ranks(4).run(_trajectory, "qwen3", "adamw-foreach", "optim_grads_params", mesh_shape)
+    strategy = "optim_grads_params"
+    _check(ranks, 4, "qwen3", "adamw-foreach", strategy, mesh_shape, num_steps=num_steps)
 
 
 # torch has no fused SGD for plain DTensors, which replicated parameters are; it says so itself.
@@ -171,4 +216,4 @@ def test_twenty_steps_of_the_whole_product(
     ranks: Ranks, num_ranks: int, architecture: str, optimizer: str, strategy: str
 ) -> None:
     """Every strategy, every optimizer form, both architectures, 1 to 4 ranks."""
-    ranks(num_ranks).run(_trajectory, architecture, optimizer, strategy)
+    _check(ranks, num_ranks, architecture, optimizer, strategy, num_steps=20)
