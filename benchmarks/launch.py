@@ -15,6 +15,9 @@ import torch.multiprocessing as mp
 
 from megafsdp.device.host_memory import keep_freed_memory
 
+# Tests choose one that imports torch once for all launches.
+START_METHOD = "spawn"
+
 
 def launch(function: Callable[..., object], *args: object, num_ranks: int) -> object:
     """Run ``function(*args)`` on ranks of a fresh process group, one thread each.
@@ -40,7 +43,7 @@ def launch(function: Callable[..., object], *args: object, num_ranks: int) -> ob
             _run_rank,
             (num_ranks, directory, function, args),
             nprocs=num_ranks,
-            start_method="spawn",
+            start_method=START_METHOD,
         )
         return pickle.loads(Path(directory, "value").read_bytes())
 

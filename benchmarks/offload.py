@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link-gb-per-s", type=float, default=8.0, help="each way; simulated")
     parser.add_argument("--preset", default="gpt2-small", help="model on CUDA")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step on CUDA")
+    parser.add_argument("--sequence", type=int, default=0, help="tokens of a row; 0: the longest")
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "simulated"
     if kind == "cuda":
-        shape = offload_cuda.Shape(options.preset, options.batch)
+        shape = offload_cuda.Shape(options.preset, options.batch, options.sequence)
         measured = launch(offload_cuda.measure, shape, shared, num_ranks=1)
     else:
         simulated = offload_simulated.Shape(

@@ -50,10 +50,11 @@ _LOSS_TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: rows of the longest sequences of a preset."""
+    """What is trained: rows of a preset's model, ``sequence`` tokens each, 0 for its longest."""
 
     preset: str
     batch: int
+    sequence: int = 0
 
 
 def measure(shape: Shape, options: Options) -> dict[str, object]:
@@ -119,7 +120,7 @@ def make_setting(shape: Shape, device: torch.device) -> Setting:
     handle = device_handle(device.type)
     config = presets[shape.preset]
     generator = torch.Generator().manual_seed(0)
-    size = (shape.batch, config.max_sequence_length + 1)
+    size = (shape.batch, (shape.sequence or config.max_sequence_length) + 1)
     batches = [
         torch.randint(0, config.vocab_size, size, generator=generator).to(device)
         for _ in range(_NUM_BATCHES)

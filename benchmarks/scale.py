@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import megafsdp
-from benchmarks import host_time
+from benchmarks import host_time, launch
 from benchmarks.record import CheckError, spread
 from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.comm.collectives import record_collectives
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         CheckError: A world's gradients are wrong, or worlds differ in their collectives.
     """
     shape = Shape(options.layers, options.hidden)
-    context = mp.get_context("spawn")
+    context = mp.get_context(launch.START_METHOD)
     ends, processes = [], []
     try:
         for world in options.worlds:

@@ -135,7 +135,7 @@ def test_what_a_device_waits_for_the_thread_is_no_time_of_its_own() -> None:
 
 
 def _train_gpt_on_a_cpu() -> tuple[dict[str, bool], dict[str, dict[str, object]]]:
-    setting = offload_cuda.make_setting(offload_cuda.Shape("gpt-toy", 1), torch.device("cpu"))
+    setting = offload_cuda.make_setting(offload_cuda.Shape("gpt-toy", 1, 16), torch.device("cpu"))
     sides = offload_sides.build_sides(0.5, setting)
     offload_sides.warm_up(sides, setting, 2)
     timed = offload_sides.time_blocks(sides, setting, Options((0.5,), repeats=1, steps=2))

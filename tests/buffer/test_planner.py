@@ -62,14 +62,7 @@ def _assert_sound(layout: FlatLayout, row_numels: Sequence[int]) -> None:
         _assert_partition([*owned, *layout.local_gaps(shard)], layout.shard_numel)
 
 
-@settings(max_examples=2000)
-@given(
-    shapes=shape_sets(with_zero_dim=False, with_empty=False), n=world_sizes(), itemsize=ITEMSIZES
-)
-@example(shapes=[(2, 4), (3, 3)], n=2, itemsize=4)  # A published planner cuts a row here.
-@example(shapes=[(4, 6), (6, 9), (1,)], n=1, itemsize=2)
-def test_random_layouts_are_sound_and_tight(shapes: list[Shape], n: int, itemsize: int) -> None:
-    """No row is cut, nothing overlaps, shards are equal, and padding stays within the bound."""
+def _assert_sound_and_tight(shapes: list[Shape], n: int, itemsize: int) -> None:
     specs = _specs(shapes)
     layout = plan_layout(specs, n, itemsize=itemsize)
     _assert_sound(layout, [math.prod(s[1:]) for s in shapes])
@@ -81,6 +74,28 @@ def test_random_layouts_are_sound_and_tight(shapes: list[Shape], n: int, itemsiz
     steps = sum(math.lcm(math.prod(s[1:]), alignment) for s in shapes)
     assert padding_bound(specs, n, itemsize=itemsize) == max(0.005 * numel, least + steps)
     assert layout.padding_numel <= max(0.005 * numel, least + steps)
+
+
+_RANDOM_LAYOUTS = given(
+    shapes=shape_sets(with_zero_dim=False, with_empty=False), n=world_sizes(), itemsize=ITEMSIZES
+)
+
+
+@settings(max_examples=500)
+@_RANDOM_LAYOUTS
+@example(shapes=[(2, 4), (3, 3)], n=2, itemsize=4)  # A published planner cuts a row here.
+@example(shapes=[(4, 6), (6, 9), (1,)], n=1, itemsize=2)
+def test_random_layouts_are_sound_and_tight(shapes: list[Shape], n: int, itemsize: int) -> None:
+    """No row is cut, nothing overlaps, shards are equal, and padding stays within the bound."""
+    _assert_sound_and_tight(shapes, n, itemsize)
+
+
+@pytest.mark.matrix("layouts")
+@settings(max_examples=2000)
+@_RANDOM_LAYOUTS
+def test_thousands_of_random_layouts(shapes: list[Shape], n: int, itemsize: int) -> None:
+    """They are as sound and tight as the few of every run."""
+    _assert_sound_and_tight(shapes, n, itemsize)
 
 
 @settings(max_examples=200)

@@ -103,8 +103,12 @@ def test_training_goes_on_and_the_earlier_state_is_stored(
     assert ranks(world_size).run(_save_while_training, tmp_path) == [[]] * world_size
 
 
-def test_a_background_save_writes_what_a_save_writes(tmp_path: Path) -> None:
-    """The files of both are equal, byte by byte, but for the step."""
+def test_a_background_save_writes_what_a_save_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of both are equal, byte by byte, but for the step and the clock."""
+    # Large records are zip archives whose entries bear the time.
+    monkeypatch.setattr(time, "localtime", lambda *seconds: time.gmtime(1e9))
     model = Toy(width=512)
     fill(model)
     save(tmp_path / "a", step=1, model=model)
@@ -480,54 +484,62 @@ def test_a_rank_without_copies_fails_the_save_on_all(
     assert list(tmp_path.glob(".tmp*")) == []
 
 
-_PROGRAM = """
-import sys, time, torch
+# Imports, then forks a program for each line that it reads: a mode. Prints how each ended.
+_PROGRAMS = """
+import os, sys, time, torch
 from megafsdp import checkpoint
 from megafsdp.checkpoint.format import save_root
 def reached(point):
     if point == "file opened":
-        print("writing", flush=True)
+        print("writing", os.getpid(), flush=True)
         time.sleep(1)
-        if sys.argv[2] == "fail":
+        if mode == "fail":
             raise OSError("no space left")
 save_root.reached = reached
-checkpoint.async_save(sys.argv[1], step=7, model=torch.nn.Linear(3, 3))
-if sys.argv[2] == "sleep":
+for mode in iter(sys.stdin.readline, ""):
+    mode = mode.strip()
+    program = os.fork()
+    if program == 0:
+        break
+    print("ended", os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]), flush=True)
+else:
+    sys.exit()
+checkpoint.async_save(os.path.join(sys.argv[1], mode), step=7, model=torch.nn.Linear(3, 3))
+if mode == "sleep":
     time.sleep(60)
 """
 
 
-def _start(root: Path, mode: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(root), mode],
+def test_the_end_of_a_process_waits_for_the_save(tmp_path: Path) -> None:
+    """A program that just ends has published, as one ended by SIGTERM; a failed save is told."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAMS, tmp_path],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as programs:
+        assert programs.stdin is not None and programs.stdout is not None
 
+        def start(mode: str) -> int:
+            print(mode, file=programs.stdin, flush=True)
+            said, process_id = programs.stdout.readline().split()
+            assert said == "writing"
+            return int(process_id)
 
-def test_the_end_of_the_process_waits_for_the_save(tmp_path: Path) -> None:
-    """A program that just ends has published; one whose save failed says so."""
-    # Both at once: a process spends its time on the import of torch.
-    ends, fails = (_start(tmp_path / mode, mode) for mode in ("end", "fail"))
-    _, stderr = ends.communicate(timeout=60)
-    assert latest_step(tmp_path / "end") == 7, stderr
-    _, stderr = fails.communicate(timeout=60)
+        start("end")
+        assert programs.stdout.readline() == "ended 0\n"
+        assert latest_step(tmp_path / "end") == 7
+        process_id = start("sleep")
+        os.kill(process_id, signal.SIGTERM)
+        begin_s = time.monotonic()
+        assert programs.stdout.readline() == f"ended {-signal.SIGTERM}\n"
+        assert time.monotonic() - begin_s < 40
+        assert latest_step(tmp_path / "sleep") == 7
+        start("fail")
+        _, stderr = programs.communicate(timeout=60)
     assert latest_step(tmp_path / "fail") is None
     assert "background save of step 7 failed" in stderr and "no space left" in stderr
-
-
-def test_sigterm_lets_the_save_end_first(tmp_path: Path) -> None:
-    """The signal ends the process as ever, after publication."""
-    process = _start(tmp_path, "sleep")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    process.send_signal(signal.SIGTERM)
-    start = time.monotonic()
-    process.communicate(timeout=60)
-    assert time.monotonic() - start < 40
-    assert process.returncode == -signal.SIGTERM
-    assert latest_step(tmp_path) == 7
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from megafsdp.device import background
 from megafsdp.device.background import BackgroundThread
 
 
@@ -112,9 +113,11 @@ def test_a_job_may_close_its_own_thread() -> None:
     assert not _threads("own")
 
 
+# The file by itself: a process of its own would take seconds to import torch.
 _PROGRAM = """
-import threading, weakref
-from megafsdp.device.background import BackgroundThread
+import runpy, sys, threading, weakref
+
+BackgroundThread = runpy.run_path(sys.argv[1])["BackgroundThread"]
 
 class Blocked:
     urgency, can_begin = 0, True
@@ -135,5 +138,6 @@ raise SystemExit(3)
 
 def test_a_blocked_job_does_not_hold_up_the_end_of_the_process() -> None:
     """Such as a copy behind a collective that another rank never enters."""
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, timeout=60)
+    arguments = [sys.executable, "-c", _PROGRAM, background.__file__]
+    done = subprocess.run(arguments, capture_output=True, timeout=60)
     assert done.returncode == 3, done.stderr.decode()

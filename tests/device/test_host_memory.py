@@ -13,20 +13,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafsdp.device import host_memory
 from megafsdp.device.host_memory import HostArena, aligned_nbytes, host_bytes
 
-# Prints the answer, and the page faults of blocks that are freed at once, each larger than any
-# before: glibc by itself maps every one of them afresh.
+# Prints, of a process as it starts and of one that keeps freed memory, the answer and the page
+# faults of blocks that are freed at once, each larger than any before: glibc by itself maps every
+# one of them afresh. Both are forked from one, which imports the file alone: imports take seconds.
 _FAULTS = """
-import resource, sys, torch
-from megafsdp.device.host_memory import keep_freed_memory
+import os, resource, runpy, sys, torch
 
+keep_freed_memory = runpy.run_path(sys.argv[1])["keep_freed_memory"]
 torch.set_num_threads(1)
-answer = "--keep" in sys.argv and keep_freed_memory()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for mebibytes in range(1, 25):
-    torch.ones(mebibytes << 18)
-print(answer, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+for is_kept in (False, True):
+    if os.fork() == 0:
+        answer = is_kept and keep_freed_memory()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for mebibytes in range(1, 25):
+            torch.ones(mebibytes << 18)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        print(answer, faults, flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
@@ -78,24 +85,19 @@ def test_memory_that_lives_long_asks_for_huge_pages() -> None:
     assert "hg" not in _mapping_flags(other.data_ptr())
 
 
-def _answer_and_faults(*options: str, **variables: str) -> tuple[str, int]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
-    answer, faults = subprocess.run(
-        [sys.executable, "-c", _FAULTS, *options],
-        env=kept | variables,
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_kept_for_the_next_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it each block faults in afresh; the environment's settings win."""
+    pages_of_all, pages_of_largest = (mebibytes << 8 for mebibytes in (sum(range(1, 25)), 24))
+    printed = subprocess.run(
+        [sys.executable, "-c", _FAULTS, host_memory.__file__],
+        env={k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))},
         capture_output=True,
         text=True,
         check=True,
-    ).stdout.split()
-    return answer, int(faults)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_freed_memory_is_kept_for_the_next_allocation() -> None:
-    """Without it each block faults in afresh; the environment's settings win."""
-    pages_of_all, pages_of_largest = (mebibytes << 8 for mebibytes in (sum(range(1, 25)), 24))
-    answer, faults = _answer_and_faults()
-    assert answer == "False" and faults > 0.9 * pages_of_all
-    answer, faults = _answer_and_faults("--keep")
-    assert answer == "True" and faults < 2 * pages_of_largest
-    assert _answer_and_faults("--keep", MALLOC_TRIM_THRESHOLD_="0")[0] == "False"
+    ).stdout.splitlines()
+    (answer, faults), (answer_kept, faults_kept) = map(str.split, printed)
+    assert answer == "False" and int(faults) > 0.9 * pages_of_all
+    assert answer_kept == "True" and int(faults_kept) < 2 * pages_of_largest
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    assert not host_memory.keep_freed_memory()
