@@ -18,6 +18,8 @@ from megafsdp.buffer.comm.collectives import (
 )
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.native
+
 
 class _C10dCounter(TorchDispatchMode):
     """Count c10d operators and the bytes of their largest tensor argument."""

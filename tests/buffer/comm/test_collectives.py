@@ -30,6 +30,8 @@ from megafsdp.buffer.comm.collectives import (
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
 from tests.ranks import Ranks, RanksError
 
+pytestmark = pytest.mark.native
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8)
 

@@ -9,6 +9,8 @@ import torch
 from megafsdp._native import native_module
 from megafsdp.buffer.comm.gloo import sum_shards
 
+pytestmark = pytest.mark.native
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Below, at and beside vector widths; below, at and beyond the kernel's block of 1024.
 NUMELS = (1, 3, 15, 16, 17, 63, 1023, 1024, 1025, 2500)

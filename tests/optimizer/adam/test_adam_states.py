@@ -150,6 +150,7 @@ def _matches_the_definition(modes: tuple[torch.dtype, torch.dtype], wanted: Defi
     return sum(local_tensor(parameter).numel() for parameter in net.parameters())
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("first", FORMATS)
 def test_every_format_steps_as_decode_update_encode(ranks: Ranks, first: torch.dtype) -> None:
     """All pairs of formats, bit by bit, rows divided among three ranks."""
@@ -180,6 +181,7 @@ def _seven_large_steps(
     return weight.detach()
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("modes", "mean", "largest"),
     [
@@ -201,6 +203,7 @@ def test_formats_stay_near_fp32_with_bf16_gradients(
     assert error.max() < largest
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("modes", [(FP8, FP8), (FP16, FP16), (BF16, BF16)])
 def test_zero_gradients_leave_zero_states(modes: tuple[torch.dtype, torch.dtype]) -> None:
     """No scale of zero divides: five steps by zeros change nothing and give no NaN."""
@@ -350,6 +353,7 @@ def _takes_decoupled_grads() -> None:
         assert torch.equal(local_tensor(parameter), local_tensor(twin))
 
 
+@pytest.mark.native
 def test_decoupled_bf16_gradients_of_dtensors_step_as_fp32_ones(ranks: Ranks) -> None:
     """They are read in bf16, without a cast, and step as their fp32 values do."""
     ranks(2).run(_takes_decoupled_grads)
@@ -385,6 +389,7 @@ def _remainders_follow_fp32(strategy: str, compute: torch.dtype) -> None:
     assert any(local_tensor(ours.state[p]["param_remainder"]).any() for p in net.parameters())
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_remainders_make_fp32_weights_of_bf16_parameters(ranks: Ranks, strategy: str) -> None:
     """Bits of parameter and remainder are those of fp32 main weights with the same gradients.
@@ -417,6 +422,7 @@ def test_weights_are_stored_once(ranks: Ranks) -> None:
     ranks(2).run(_has_no_second_weight)
 
 
+@pytest.mark.native
 def test_remainders_of_plain_parameters_and_refusals() -> None:
     """Transposed bf16 parameters too; fp32 ones are refused, in groups added later as well."""
     torch.manual_seed(0)
@@ -585,6 +591,7 @@ def test_fp32_weights_load_into_remainders_and_back(ranks: Ranks, tmp_path: Path
     ranks(2).run(_changes_its_weights, tmp_path)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("has_remainders", [False, True])
 def test_copies_and_pickles_step_on_as_the_optimizer_does(

@@ -70,6 +70,7 @@ def _trains_like_torch(strategy: str) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(rows, reference.parameters(), strict=True))
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_models_train_as_one_process_with_adamw(ranks: Ranks, strategy: str) -> None:
     """Three steps of FusedAdam on two or four ranks against torch's AdamW on one."""
@@ -96,6 +97,7 @@ def _casts_after_a_step(strategy: str) -> int:
     return num_casts
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "no_shard", "hfsdp"])
 def test_what_the_step_has_cast_is_not_cast_again(ranks: Ranks, strategy: str) -> None:
     """Where a cast is made once a step, the step has made it."""
@@ -117,6 +119,7 @@ def _bf16_steps(strategy: str) -> tuple[list[torch.Tensor], list[int]]:
     return losses, gathers
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_compute_weights_written_by_the_step_are_the_casts(
     ranks: Ranks, strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -201,6 +204,7 @@ def _keeps_states(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return states
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", NARROW)
 def test_narrow_states_are_near_fp32_and_do_not_depend_on_the_mesh(
     ranks: Ranks, dtype: torch.dtype
@@ -329,6 +333,7 @@ def _clips_in_the_step() -> None:
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.native
 def test_the_step_clips_by_the_norm_of_all_gradients(ranks: Ranks) -> None:
     """As clip_grad_norm_ before the step, without a pass over the gradients."""
     ranks(2).run(_clips_in_the_step)
@@ -354,6 +359,7 @@ def _scales_with_torch() -> None:
     assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.native
 def test_torchs_gradient_scaler_unscales_inside_the_step(ranks: Ranks) -> None:
     """A step whose gradients are not finite is left out."""
     ranks(2).run(_scales_with_torch)
@@ -369,6 +375,7 @@ def _unlike() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(nn.Parameter(t.clone()), nn.Parameter(t.clone())) for t in made]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_plain_parameters_of_any_shape_and_layout_match_torch(adam_w_mode: bool) -> None:
     """0-d, transposed and bf16 parameters; coupled decay is torch.optim.Adam's."""

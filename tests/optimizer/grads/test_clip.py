@@ -17,6 +17,8 @@ from tests.fsdp.toy import assert_same_grads, batches, mine, pair
 from tests.optimizer.offload.host_reads import NoHostReads
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.native
+
 
 def _clip(strategy: str, norm_type: float, of_module: bool) -> None:
     reference, net = pair(strategy=strategy)

@@ -241,6 +241,7 @@ def _hold_back(patch: pytest.MonkeyPatch, owner: type, name: str) -> threading.E
     return event
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("of", _CHANGES)
 def test_what_changes_between_backward_and_step_counts(ranks: Ranks, of: str) -> None:
     """The step is that of FusedAdam; what ran ahead may have ended by then, or not begun."""
@@ -330,6 +331,7 @@ def _scaled_runs_agree(unscales: bool) -> OffloadCounts | None:
     return counts
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("unscales", [False, True])
 def test_loss_scales_and_overflows_change_no_bit(ranks: Ranks, unscales: bool) -> None:
     """The guess follows the scale; gradients that are unscaled in place are copied anew."""
@@ -366,6 +368,7 @@ def _sums_are_made_once() -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
+@pytest.mark.native
 def test_the_norm_is_made_of_the_sums_that_travel_with_gradients(ranks: Ranks) -> None:
     """Each gradient is read once for both; without kernels the norm is made in another way."""
     num_for_norm = 0 if native_module() is None else 4
@@ -394,6 +397,7 @@ def _frozen_parts_agree() -> int:
     return optimizer.offload_counts.committed
 
 
+@pytest.mark.native
 def test_frozen_parts_of_a_unit_keep_their_values(ranks: Ranks) -> None:
     """A unit whose step leaves elements out is not stepped into the second slab."""
     for num_committed in ranks(2).run(_frozen_parts_agree):
