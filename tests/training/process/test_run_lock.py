@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,15 +24,12 @@ from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, tiny, write_corpus
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-HOLDER = """
-import sys, time
-from pathlib import Path
-from megafsdp.training.process.run_lock import sole_job
-from megafsdp.training.process.world import World
-with sole_job(Path(sys.argv[1]), World(0, 1, 0, 1, "cpu")):
-    print("held", flush=True)
-    time.sleep(600)
-"""
+
+
+def _hold(folder: Path, told: Connection) -> None:
+    with sole_job(folder, ALONE):
+        told.send("held")
+        time.sleep(600)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -107,20 +105,19 @@ def test_a_failed_run_unlocks_its_folder(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_killed_job_leaves_no_lock(tmp_path: Path) -> None:
     """Neither its end nor the file that it leaves keeps the next one out."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as job:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "held\n"
-        with (
-            pytest.raises(ConfigError, match=f"process {job.pid} on"),
-            sole_job(tmp_path, ALONE),
-        ):
-            pass
-        job.send_signal(signal.SIGKILL)
-        job.wait()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    job = context.Process(target=_hold, args=(tmp_path, theirs), daemon=True)
+    job.start()
+    assert ours.recv() == "held"
+    with pytest.raises(ConfigError, match=f"process {job.pid} on"), sole_job(tmp_path, ALONE):
+        pass
+    job.kill()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
     with sole_job(tmp_path, ALONE):
         assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def _statistics(kind: str, scale: float | None, strategy: str, is_wanted: bool) 
     return result.grad_norm, list(found.group_norms), found.num_zeros
 
 
+@functools.cache
 def _wanted() -> Statistics:
     """Measure plain gradients of the whole batch, elsewhere than here."""
     model = _model()
