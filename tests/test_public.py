@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -192,3 +194,13 @@ def test_fully_shard_has_the_promised_keywords() -> None:
     assert defaults["outer_strategy"] == "no_shard"
     assert defaults["average"] == "rank"
     assert defaults["prefetch"] == 1
+
+
+def test_an_import_brings_neither_the_compiler_nor_optional_libraries() -> None:
+    """torch._dynamo takes seconds to import; the commands work without Hugging Face's libraries."""
+    code = (
+        "import sys, megafsdp; assert 'torch._dynamo' not in sys.modules; "
+        "import megafsdp.training.cli.main; "
+        "assert not {'safetensors', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

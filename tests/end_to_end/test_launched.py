@@ -50,46 +50,6 @@ def _rank_processes(launcher: int) -> list[int]:
     return [int(child) for child in children]
 
 
-def test_quickstart_learns_stops_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its two commands: loss falls, SIGTERM to the ranks saves with code 0, a restart ends."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["prep", "--stdlib", "--output", "runs/quickstart/data"]) == 0
-    words = ["-m", "megafsdp", "train", "--config", str(QUICKSTART)]
-    words += ["--train.steps=24", "--logging.interval_steps=1", "--evaluation.batches=2"]
-    words += ["--evaluation.sample_tokens=8"]
-    # A third of its batches: the same steps in a third of the time.
-    words += ["--train.global_batch_size=8", "--schedule.warmup_samples=160"]
-    metrics = tmp_path / "runs/quickstart/metrics.jsonl"
-    job = _launch(tmp_path, *words)
-    deadline_s = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 6):
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    for rank in _rank_processes(job.pid):
-        os.kill(rank, signal.SIGTERM)
-    output = job.communicate(timeout=60)[0]
-    assert job.returncode == 0, output
-    assert "stopped; resume with:" in output
-    stopped_at = len(metrics.read_text().splitlines())
-    assert 6 <= stopped_at < 24
-
-    job = _launch(tmp_path, *words)
-    output = job.communicate(timeout=120)[0]
-    assert job.returncode == 0, output
-    assert f"resumed from step {stopped_at} of 24" in output
-    assert "---- sample ----" in output
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert len(losses) == 24
-    assert 5.0 < losses[0] < 6.0
-    assert losses[-1] < 3.2
-    assert rows[-1]["bits_per_byte"] < 5.0
-    assert (tmp_path / "runs/quickstart/checkpoints/iter_0000024").is_dir()
-
-
 def _run_as_launched(folder: Path, port: int, words: Sequence[str]) -> tuple[object, str]:
     """Run a program where a launcher would; return the code it ends with and its output."""
     rank, output = dist.get_rank(), io.StringIO()
@@ -117,6 +77,45 @@ def port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def test_quickstart_learns_stops_and_resumes(
+    ranks: Ranks, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its two commands: loss falls, SIGTERM to the ranks saves with code 0, a restart ends."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["prep", "--stdlib", "--output", "runs/quickstart/data"]) == 0
+    words = ["-m", "megafsdp", "train", "--config", str(QUICKSTART)]
+    words += ["--train.steps=24", "--logging.interval_steps=1", "--evaluation.batches=2"]
+    words += ["--evaluation.sample_tokens=8"]
+    # A third of its batches: the same steps in a third of the time.
+    words += ["--train.global_batch_size=8", "--schedule.warmup_samples=160"]
+    metrics = tmp_path / "runs/quickstart/metrics.jsonl"
+    job = _launch(tmp_path, *words)
+    deadline_s = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 6):
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    for rank in _rank_processes(job.pid):
+        os.kill(rank, signal.SIGTERM)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, output
+    assert "stopped; resume with:" in output
+    stopped_at = len(metrics.read_text().splitlines())
+    assert 6 <= stopped_at < 24
+
+    (code, output), (other, _) = ranks(2).run(_run_as_launched, tmp_path, port, words[1:])
+    assert code == other == 0, output
+    assert f"resumed from step {stopped_at} of 24" in output
+    assert "---- sample ----" in output
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 24
+    assert 5.0 < losses[0] < 6.0
+    assert losses[-1] < 3.2
+    assert rows[-1]["bits_per_byte"] < 5.0
+    assert (tmp_path / "runs/quickstart/checkpoints/iter_0000024").is_dir()
 
 
 def test_wrong_name_ends_every_rank_with_a_code(ranks: Ranks, tmp_path: Path, port: int) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.native
-
 ROOT = Path(__file__).parents[3]
 _CHILD = """
 import os, sys, threading, time
