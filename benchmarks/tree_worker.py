@@ -242,7 +242,7 @@ def checkpoint(layers: int, hidden: int) -> Block:
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
         dist.barrier()
-        return figures, float(sum(p.to_local().sum() for p in model.parameters()))
+        return figures, float(sum(p.detach().to_local().sum() for p in model.parameters()))
 
     return block
 

@@ -39,15 +39,17 @@ def _run(monkeypatch: pytest.MonkeyPatch, *wrong_blocks: int) -> dict[str, objec
         yield _Team(tree, wrong_blocks)
 
     monkeypatch.setattr(trees, "_team", team)
-    options = argparse.Namespace(other=_ROOT / "tests", jobs=["optimizer_step"], repeats=5)
+    options = argparse.Namespace(
+        other=_ROOT / "tests", jobs=["optimizer_step"], rounds=2, repeats=5
+    )
     return trees.run(options)
 
 
 def test_the_figure_is_the_median_ratio_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three milliseconds here over two there, in each of five pairs."""
+    """Three milliseconds here over two there, in each of five pairs of two rounds."""
     results = _run(monkeypatch)
     case = results["jobs"]["optimizer_step"]["step"]  # type: ignore[index]
-    assert (case["ratio"], case["this"]["count"], case["other"]["count"]) == (1.5, 5, 5)
+    assert (case["ratio"], case["this"]["count"], case["other"]["count"]) == (1.5, 10, 10)
     assert "step: 3.000 / 2.000, ratio 1.500" in trees.describe(results)
 
 
@@ -63,7 +65,7 @@ def test_no_figure_is_given_when_checkouts_compute_different_numbers(
 @pytest.mark.parametrize("job", list(trees.tree_worker.JOBS))
 def test_every_job_runs_beside_itself(job: str) -> None:
     """A checkout beside itself, in processes of their own."""
-    results = trees.run(argparse.Namespace(other=_ROOT, jobs=[job], repeats=1))
+    results = trees.run(argparse.Namespace(other=_ROOT, jobs=[job], rounds=1, repeats=1))
     assert results["jobs"][job], "figures are there"  # type: ignore[index]
 
 
