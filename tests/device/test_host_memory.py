@@ -18,18 +18,24 @@ from megafsdp.device.host_memory import HostArena, aligned_nbytes, host_bytes
 
 # Prints, of a process as it starts and of one that keeps freed memory, the answer and the page
 # faults of blocks that are freed at once, each larger than any before: glibc by itself maps every
-# one of them afresh. Both are forked from one, which imports the file alone: imports take seconds.
+# one of them afresh. Tensors would bring small blocks of their own between them. Both processes are
+# forked from one, which imports the file alone: imports take seconds.
 _FAULTS = """
-import os, resource, runpy, sys, torch
+import ctypes, os, resource, runpy, sys
 
 keep_freed_memory = runpy.run_path(sys.argv[1])["keep_freed_memory"]
-torch.set_num_threads(1)
+libc = ctypes.CDLL(None)
+libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 for is_kept in (False, True):
     if os.fork() == 0:
         answer = is_kept and keep_freed_memory()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for mebibytes in range(1, 25):
-            torch.ones(mebibytes << 18)
+            block = libc.malloc(mebibytes << 20)
+            libc.memset(block, 1, mebibytes << 20)
+            libc.free(block)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         print(answer, faults, flush=True)
         os._exit(0)
