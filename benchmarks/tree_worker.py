@@ -31,6 +31,23 @@ _LINK_BYTES_PER_S = 8e9
 _WARM_UP_STEPS = 8
 
 
+def _gpt(layers: int, hidden: int, *, vocab_size: int = 1024, tie_embeddings: bool = True) -> Any:
+    from megafsdp.models import ModelConfig
+
+    return ModelConfig(
+        architecture="gpt",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=8,
+        num_query_groups=8,
+        head_dim=hidden // 8,
+        ffn_hidden_size=4 * hidden,
+        vocab_size=vocab_size,
+        max_sequence_length=128,
+        tie_embeddings=tie_embeddings,
+    )
+
+
 def _training_step(
     layers: int, hidden: int, dtype: str, *, has_fused_adam: bool = False
 ) -> Callable[[], dict[str, float]]:
@@ -39,21 +56,10 @@ def _training_step(
     import torch.distributed as dist
 
     import megafsdp
-    from megafsdp.models import ModelConfig, build_model
+    from megafsdp.models import build_model
     from megafsdp.models.common import TransformerLayer
 
-    config = ModelConfig(
-        architecture="gpt",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=8,
-        num_query_groups=8,
-        head_dim=hidden // 8,
-        ffn_hidden_size=4 * hidden,
-        vocab_size=1024,
-        max_sequence_length=128,
-        tie_embeddings=False,
-    )
+    config = _gpt(layers, hidden, tie_embeddings=False)
     model = build_model(config, seed=0)
     param_dtype = torch.bfloat16 if dtype == "bf16" else None
     policy = megafsdp.MixedPrecisionPolicy(param_dtype, torch.float32)
@@ -195,19 +201,9 @@ def checkpoint(layers: int, hidden: int) -> Block:
 
     import megafsdp
     from megafsdp import checkpoint as ckpt
-    from megafsdp.models import ModelConfig, build_model, unit_classes
+    from megafsdp.models import build_model, unit_classes
 
-    config = ModelConfig(
-        architecture="gpt",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=8,
-        num_query_groups=8,
-        head_dim=hidden // 8,
-        ffn_hidden_size=4 * hidden,
-        vocab_size=16_000,
-        max_sequence_length=128,
-    )
+    config = _gpt(layers, hidden, vocab_size=16_000)
     model = build_model(config, seed=0)
     megafsdp.fully_shard_model(model, unit_classes(config))
     optimizer = megafsdp.FusedAdam(model.parameters(), lr=1e-3)

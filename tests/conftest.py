@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -62,6 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the nursery: every test module is imported and no test has started a thread."""
+    # Collections in tests and ranks then look at what these make, not at all of torch.
+    gc.collect()
+    gc.freeze()
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[_NURSERY] = Nursery()
 

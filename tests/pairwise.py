@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Case = TypeVar("Case", bound=tuple[Hashable, ...])
 
@@ -27,3 +29,20 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
         selected.append(best)
         waiting -= pairs_of(best)
     return selected
+
+
+def gate_of(
+    product: Sequence[tuple[Any, ...]],
+    name: str,
+    selected: Collection[tuple[Any, ...]] | None = None,
+) -> list[Any]:
+    """Return the cases of a product for ``pytest.mark.parametrize``; most run with --full alone.
+
+    Args:
+        product: All cases.
+        name: The product's name for --full.
+        selected: Cases that always run; by default a pairwise selection.
+    """
+    always = pairwise(product) if selected is None else selected
+    rest = pytest.mark.matrix(name)
+    return [pytest.param(*case, marks=() if case in always else rest) for case in product]

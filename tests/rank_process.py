@@ -102,9 +102,6 @@ def serve_nursery(requests: Connection) -> NoReturn:
         requests: Receives :class:`ForkRanks` and :class:`BuryRanks`; closed by the parent's death.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Collections after each call then look at what the call made, not at all of torch.
-    gc.collect()
-    gc.freeze()
     alive: set[int] = set()
     try:
         while True:

@@ -29,6 +29,7 @@ from tests.checkpoint.sharding import (
     train,
     whole_mesh,
 )
+from tests.pairwise import gate_of
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -90,11 +91,7 @@ _IN_GATE = {(1, "sgd"), (2, "adamw-fused"), (3, "adamw-foreach")}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind"),
-    [
-        pytest.param(*case, marks=[] if case in _IN_GATE else pytest.mark.matrix("round-trips"))
-        for case in _WORLDS_AND_KINDS
-    ],
+    ("world_size", "kind"), gate_of(_WORLDS_AND_KINDS, "round-trips", _IN_GATE)
 )
 def test_two_ranks_save_and_any_number_loads_bitwise(
     ranks: Ranks, tmp_path: Path, kind: str, world_size: int

@@ -106,7 +106,7 @@ STRATEGIES = [
     (4, {"dp_outer": 2, "dp_shard": 2, "reshard_after_forward": True}, 1 / 2),
     (4, {"dp_outer": 2, "strategy": "optim"}, 1 / 2),
     (4, {"dp_outer": 2, "strategy": "optim_grads", "prefetch": 2}, 1 / 2),
-    _more(4, {"dp_outer": 4}, 1),
+    (4, {"dp_outer": 4}, 1),
     _more(4, {"dp_outer": 2, "strategy": "no_shard"}, 1),
     (2, {"dp_outer": 2, "outer_strategy": "optim"}, 1 / 2),
     (4, {"dp_outer": 2, "outer_strategy": "optim"}, 1 / 4),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -28,17 +27,12 @@ from megafsdp.models import (
 )
 from tests.checkpoint.huggingface.whole_dicts import weights_from_hugging_face
 from tests.end_to_end.strategy_cases import mesh_of_shape
-from tests.pairwise import pairwise
+from tests.pairwise import gate_of
 
 VOCABULARY = 61
 FAMILIES = ("gpt2", "llama", "qwen3")
-_PRODUCT = list(product(FAMILIES, (False, True), (1, 2, 3)))
 # Family, whether embeddings are tied, and number of ranks; beyond the pairs under --full.
-CASES = [
-    pytest.param(*case, marks=[] if case in selected else pytest.mark.matrix("round-trips"))
-    for selected in [pairwise(_PRODUCT)]
-    for case in _PRODUCT
-]
+CASES = gate_of(list(product(FAMILIES, (False, True), (1, 2, 3))), "round-trips")
 _CONFIGS = {"gpt2": GPT2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedUnit, fake_ran
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD, ParallelDims
 from tests.fsdp.toy import Block, Net, batches, mine, shard
-from tests.pairwise import pairwise
+from tests.pairwise import gate_of
 from tests.ranks import Ranks
 from tests.strategies import shape_sets, world_sizes
 
@@ -204,18 +203,12 @@ POLICIES = {
     "low": MIXED,
 }
 LOOPS = [(1, True), (3, True), (3, False)]
-MATRIX = pytest.mark.matrix("footprint")
-
-
-def _in_the_gate(product: list[tuple[Any, ...]]) -> list[Any]:
-    """Return the product, marked matrix beyond its pairwise selection."""
-    selected = pairwise(product)
-    return [pytest.param(*case, marks=() if case in selected else MATRIX) for case in product]
+PRODUCT_NAME = "footprint"
 
 
 @pytest.mark.parametrize(
     ("strategy", "prefetch", "policy", "num_microbatches", "in_microbatch", "is_frozen"),
-    _in_the_gate(
+    gate_of(
         [
             (strategy, prefetch, policy, *loop, is_frozen)
             for strategy in STRATEGIES
@@ -223,7 +216,8 @@ def _in_the_gate(product: list[tuple[Any, ...]]) -> list[Any]:
             for policy in ("fp32", "bf16", "low")
             for loop in LOOPS
             for is_frozen in (False, True)
-        ]
+        ],
+        PRODUCT_NAME,
     ),
 )
 def test_a_step_on_two_ranks_costs_what_was_said(
@@ -268,13 +262,14 @@ def test_frozen_groups_are_planned_apart(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     ("is_outer_sharded", "policy", "num_microbatches", "in_microbatch"),
-    _in_the_gate(
+    gate_of(
         [
             (is_outer_sharded, policy, *loop)
             for is_outer_sharded in (False, True)
             for policy in ("fp32", "narrow sum", "low")
             for loop in LOOPS
-        ]
+        ],
+        PRODUCT_NAME,
     ),
 )
 def test_a_step_on_two_axes_costs_what_was_said(
@@ -297,12 +292,11 @@ def test_a_step_on_two_axes_costs_what_was_said(
 
 @pytest.mark.parametrize(
     ("policy", "num_microbatches"),
-    [
-        ("fp32", 1),
-        ("bf16", 2),
-        pytest.param("fp32", 2, marks=MATRIX),
-        pytest.param("bf16", 1, marks=MATRIX),
-    ],
+    gate_of(
+        [(policy, num) for policy in ("fp32", "bf16") for num in (1, 2)],
+        PRODUCT_NAME,
+        selected=[("fp32", 1), ("bf16", 2)],
+    ),
 )
 def test_slices_kept_among_neighbours_cost_what_was_said(
     ranks: Ranks, policy: str, num_microbatches: int

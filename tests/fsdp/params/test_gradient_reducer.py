@@ -29,22 +29,18 @@ from tests.fsdp.toy import (
     shard,
     with_grads,
 )
-from tests.pairwise import pairwise
+from tests.pairwise import gate_of
 from tests.ranks import Ranks
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-
-
 MANNERS = ("plain", "microbatch", "no_sync")
 
-Case = tuple[str, tuple[int, ...], str, int]
 NAMES = ("strategy", "mesh_shape", "manner", "num_microbatches")
-PRODUCT: list[Case] = [
+PRODUCT = [
     *itertools.product(STRATEGIES, [(1,), (2,), (4,)], MANNERS, [3]),
     *itertools.product(["optim_grads_params"], [(2, 2), (1, 4), (4, 1)], MANNERS, [1, 3]),
     *itertools.product(["no_shard", "optim", "optim_grads"], [(2, 2)], ["microbatch"], [3]),
 ]
-PAIRWISE = pairwise(PRODUCT)
 
 
 @functools.cache
@@ -76,13 +72,7 @@ def _accumulate(
     return float(norms[0] / norms[1])
 
 
-def _check(ranks: Ranks, case: Case) -> None:
-    num_ranks = math.prod(case[1])
-    ratios = ranks(num_ranks).run(_accumulate, *case)
-    assert ratios == pytest.approx([1.0] * num_ranks, abs=1e-5)
-
-
-@pytest.mark.parametrize(NAMES, PAIRWISE, ids=str)
+@pytest.mark.parametrize(NAMES, gate_of(PRODUCT, "accumulation"), ids=str)
 def test_gradients_accumulate_over_microbatches_and_backwards(
     ranks: Ranks, strategy: str, mesh_shape: tuple[int, ...], manner: str, num_microbatches: int
 ) -> None:
@@ -90,16 +80,9 @@ def test_gradients_accumulate_over_microbatches_and_backwards(
 
     With replicas each shard is summed over them exactly once.
     """
-    _check(ranks, (strategy, mesh_shape, manner, num_microbatches))
-
-
-@pytest.mark.matrix("accumulation")
-@pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE], ids=str)
-def test_gradients_accumulate_in_the_whole_product(
-    ranks: Ranks, strategy: str, mesh_shape: tuple[int, ...], manner: str, num_microbatches: int
-) -> None:
-    """The cases beyond the pairwise selection."""
-    _check(ranks, (strategy, mesh_shape, manner, num_microbatches))
+    num_ranks = math.prod(mesh_shape)
+    ratios = ranks(num_ranks).run(_accumulate, strategy, mesh_shape, manner, num_microbatches)
+    assert ratios == pytest.approx([1.0] * num_ranks, abs=1e-5)
 
 
 def _told_of_the_last_backward() -> None:

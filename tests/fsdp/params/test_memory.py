@@ -20,7 +20,7 @@ from megafsdp import MixedPrecisionPolicy, microbatch
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from tests.end_to_end.strategy_cases import ENGINES, MeshShape
 from tests.fsdp.toy import Net, batches, mine
-from tests.pairwise import pairwise
+from tests.pairwise import gate_of
 from tests.ranks import Ranks
 
 
@@ -191,7 +191,7 @@ def _check_peak(
 
 
 NAMES = ("engine", "mesh", "dtype", "prefetch", "num_blocks")
-MESHES = {"hsdp": ((2, 2), (2, 1)), "hfsdp": ((2, 2), (4, 1))}
+MESHES = {"hsdp": ((2, 2), (4, 1)), "hfsdp": ((2, 2), (4, 1))}
 PRODUCT = [
     (name, shape, dtype, prefetch, num_blocks)
     for name in AT_REST
@@ -200,10 +200,9 @@ PRODUCT = [
     for prefetch in (0, 1, 2)
     for num_blocks in (3, 6)
 ]
-PAIRWISE = pairwise(PRODUCT)
 
 
-@pytest.mark.parametrize(NAMES, PAIRWISE)
+@pytest.mark.parametrize(NAMES, gate_of(PRODUCT, "memory"))
 def test_bytes_are_those_of_the_formula(
     ranks: Ranks,
     engine: str,
@@ -216,18 +215,4 @@ def test_bytes_are_those_of_the_formula(
 
     After two steps storages of weights are released and allocated again, never made anew.
     """
-    ranks(math.prod(mesh)).run(_check_bytes, engine, mesh, dtype, prefetch, num_blocks)
-
-
-@pytest.mark.matrix("memory")
-@pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE])
-def test_bytes_are_those_of_the_formula_in_the_whole_product(
-    ranks: Ranks,
-    engine: str,
-    mesh: MeshShape,
-    dtype: torch.dtype,
-    prefetch: int,
-    num_blocks: int,
-) -> None:
-    """The cases beyond the pairwise selection."""
     ranks(math.prod(mesh)).run(_check_bytes, engine, mesh, dtype, prefetch, num_blocks)

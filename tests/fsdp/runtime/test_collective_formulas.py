@@ -24,7 +24,7 @@ from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collective
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from tests.end_to_end.strategy_cases import ENGINES, MIXED_ENGINES, MeshShape, Odd
 from tests.fsdp.toy import Net, batches, mine
-from tests.pairwise import pairwise
+from tests.pairwise import gate_of, pairwise
 from tests.ranks import Ranks
 
 NUM_BLOCKS = 3
@@ -235,10 +235,10 @@ PRODUCT = [
     for in_microbatch in (False, True)
 ]
 # Four ranks on one axis run one strategy.
-PAIRWISE = pairwise([c for c in PRODUCT if c[1] != (4,) or c[0] == "optim_grads_params"])
+SELECTED = pairwise([c for c in PRODUCT if c[1] != (4,) or c[0] == "optim_grads_params"])
 
 
-@pytest.mark.parametrize(NAMES, PAIRWISE)
+@pytest.mark.parametrize(NAMES, gate_of(PRODUCT, "collective-formulas", SELECTED))
 def test_a_step_issues_exactly_the_collectives_of_the_formula(
     ranks: Ranks,
     engine: str,
@@ -248,20 +248,6 @@ def test_a_step_issues_exactly_the_collectives_of_the_formula(
     in_microbatch: bool,
 ) -> None:
     """Calls, bytes, and what torch dispatches, of the second step."""
-    ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, in_microbatch)
-
-
-@MATRIX
-@pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE])
-def test_a_step_issues_exactly_the_collectives_of_the_formula_in_the_whole_product(
-    ranks: Ranks,
-    engine: str,
-    mesh: MeshShape,
-    dtype: torch.dtype,
-    num_microbatches: int,
-    in_microbatch: bool,
-) -> None:
-    """The cases beyond the pairwise selection."""
     ranks(math.prod(mesh)).run(_check_step, engine, mesh, dtype, num_microbatches, in_microbatch)
 
 

@@ -14,15 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from megafsdp import full_tensor, fully_shard
 from tests.end_to_end.strategy_cases import told
 from tests.fsdp.toy import assert_same_grads, assert_same_parameters, fused_adamw, with_grads
-from tests.pairwise import pairwise
+from tests.pairwise import gate_of
 from tests.ranks import Ranks
 
 WIDTH = 6
 NUM_EXPERTS = 3
 
-Case = tuple[str, tuple[int, int], str]
 NAMES = ("strategy", "mesh_shape", "kind")
-PRODUCT: list[Case] = [
+PRODUCT = [
     (strategy, mesh_shape, kind)
     for strategy, mesh_shape in (
         ("no_shard", (1, 2)),
@@ -34,7 +33,6 @@ PRODUCT: list[Case] = [
     )
     for kind in ("plain", "microbatch", "no_sync", "mixed", "set_requires_all_reduce")
 ]
-PAIRWISE = pairwise(PRODUCT)
 
 
 class Switch(nn.Module):
@@ -107,23 +105,11 @@ def _steps(strategy: str, mesh_shape: tuple[int, ...], kind: str) -> list[list[b
     return shown
 
 
-def _check(ranks: Ranks, case: Case) -> None:
-    world = math.prod(case[1])
-    assert ranks(world).run(_steps, *case) == [[[True, True, False]] * 3] * world
-
-
-@pytest.mark.parametrize(NAMES, PAIRWISE, ids=str)
+@pytest.mark.parametrize(NAMES, gate_of(PRODUCT, "partly-used"), ids=str)
 def test_a_unit_that_the_last_microbatch_skips_still_gets_its_gradients(
     ranks: Ranks, strategy: str, mesh_shape: tuple[int, int], kind: str
 ) -> None:
     """Sums that wait for the last microbatch are reduced in it, whichever units it runs."""
-    _check(ranks, (strategy, mesh_shape, kind))
-
-
-@pytest.mark.matrix("partly-used")
-@pytest.mark.parametrize(NAMES, [case for case in PRODUCT if case not in PAIRWISE], ids=str)
-def test_units_that_some_microbatches_skip_in_the_whole_product(
-    ranks: Ranks, strategy: str, mesh_shape: tuple[int, int], kind: str
-) -> None:
-    """The cases beyond the pairwise selection."""
-    _check(ranks, (strategy, mesh_shape, kind))
+    world = math.prod(mesh_shape)
+    shown = ranks(world).run(_steps, strategy, mesh_shape, kind)
+    assert shown == [[[True, True, False]] * 3] * world

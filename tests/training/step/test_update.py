@@ -19,7 +19,7 @@ from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.training.process.signals import StopRequest
 from megafsdp.training.step.train_step import StepResult, TrainStep
 from megafsdp.training.step.update import WeightUpdate
-from tests.pairwise import pairwise
+from tests.pairwise import gate_of
 from tests.ranks import Ranks, RanksError
 from tests.training.step.steps import batches_of, rows_of, sharded_model, tiny_model
 
@@ -36,7 +36,6 @@ WAYS = (
     ("no_shard", "reduced"),
 )
 OVERFLOWS = list(itertools.product(("megafsdp", "torch"), ("fp32", "fp16"), WAYS))
-PAIRS = pairwise(OVERFLOWS)
 
 Weights = dict[str, torch.Tensor]
 Stepped = Callable[..., Weights]
@@ -170,13 +169,7 @@ def _reference(num_ranks: int) -> tuple[list[float], list[float], Weights]:
     return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "way"),
-    [
-        c if c in PAIRS else pytest.param(*c, marks=pytest.mark.matrix("overflows"))
-        for c in OVERFLOWS
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype", "way"), gate_of(OVERFLOWS, "overflows"))
 def test_overflow_on_one_rank_skips_the_step_on_all(
     ranks: Ranks, kind: str, dtype: str, way: tuple[str, str]
 ) -> None:
