@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 
 import megafsdp
-from megafsdp import checkpoint
 from tests.checkpoint.sharding import differences
 from tests.ranks import Ranks
 
@@ -24,57 +22,35 @@ def python_blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def _run_block(source: str, directory: str) -> tuple[int | None, float]:
-    os.chdir(directory)
-    names: dict[str, object] = {}
-    exec(compile(source, "README.md", "exec"), names)
-    loss = names["loss"]
-    assert isinstance(loss, torch.Tensor)
-    dist.barrier()
-    return checkpoint.latest_step("runs/own"), loss.item()
-
-
-def test_the_quick_start_loop_runs(ranks: Ranks, tmp_path: Path) -> None:
-    """The block trains on 2 ranks and leaves the checkpoint it says."""
-    block, *_ = python_blocks((ROOT / "README.md").read_text())
-    for step, loss in ranks(2).run(_run_block, block, str(tmp_path)):
-        assert step == 10
-        assert loss < 0.1
-
-
-def _run_checkpoints(blocks: list[str], directory: str, seed: int) -> dict[str, object]:
-    """Run the blocks on checkpoints; return where they began, and what they leave."""
+def _run_loop(block: str, directory: str, seed: int) -> dict[str, object]:
+    """Run the block; return the step and the weights it begins with, and the weights it leaves."""
     os.chdir(directory)
     torch.manual_seed(seed)
-    names: dict[str, Any] = {"megafsdp": megafsdp, "torch": torch, "nn": torch.nn}
-    names["transformers"] = transformers
-    lines = blocks[0].splitlines(keepends=True)
+    names: dict[str, Any] = {}
+    lines = block.splitlines(keepends=True)
     after_load = next(i for i, line in enumerate(lines) if line.startswith("for step"))
     exec(compile("".join(lines[:after_load]), "README.md", "exec"), names)
     loaded = megafsdp.full_state_dict(names["model"])
     exec(compile("".join(lines[after_load:]), "README.md", "exec"), names)
     model = names["model"]
-    found = {"first": names["done"] or 0, "loaded": loaded, "left": megafsdp.full_state_dict(model)}
-    if len(blocks) > 1:
-        exec(compile(blocks[1], "README.md", "exec"), names)
-        tokens = torch.arange(24).reshape(2, 12)
-        with torch.no_grad():
-            ours, theirs = model(tokens), names["exported"].eval()(tokens).logits
-        # The two add up in another order; logits are of size 1.
-        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
-    return found
+    exported = transformers.AutoModelForCausalLM.from_pretrained(f"exported-{names['step']}").eval()
+    tokens = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        ours, theirs = model(tokens), exported(tokens).logits
+    # The two add up in another order; logits are of size 1.
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+    first = names["done"] or 0
+    return {"first": first, "loaded": loaded, "left": megafsdp.full_state_dict(model)}
 
 
-def test_a_checkpoint_goes_from_2_ranks_to_1_to_3_and_to_transformers(
+def test_the_loop_goes_on_from_2_ranks_to_1_to_3_and_to_transformers(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Each start holds what the one before left, tensor by tensor; the last one exports."""
-    _, *blocks = python_blocks((ROOT / "README.md").read_text())
-    assert len(blocks) == 2
+    """Each start holds what the one before left, tensor by tensor; transformers reads it."""
+    (block,) = python_blocks((ROOT / "README.md").read_text())
     before: dict[str, object] = {}
     for turn, num_ranks in enumerate((2, 1, 3)):
-        wanted = blocks if turn == 2 else blocks[:1]
-        results = ranks(num_ranks).run(_run_checkpoints, wanted, str(tmp_path), turn)
+        results = ranks(num_ranks).run(_run_loop, block, str(tmp_path), turn)
         assert [result["first"] for result in results] == [5 * turn] * num_ranks
         for result in results if turn else ():
             assert differences(before, result["loaded"]) == []
