@@ -116,6 +116,16 @@ split_as: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor
 split_as = torch._utils._unflatten_dense_tensors
 
 
+def wrapper_like(cls: type[T], tensor: torch.Tensor) -> T:
+    """Make a tensor of a class without memory, with the shape, dtype and device of another.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
+    )
+
+
 def unscale_and_check(
     tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:

@@ -20,12 +20,13 @@ from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 # Mesh, placements and shape of a DTensor's global tensor; public: DTensor.from_local() makes them,
 # through autograd and with a check of the placements. 2.11 to 2.13.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 D = TypeVar("D", bound=DTensor)
 
@@ -64,6 +65,14 @@ def make_dtensor(cls: type[D], local: torch.Tensor, spec: DTensorSpec) -> D:
     result = cast(D, cls.__new__(cls, source, spec, requires_grad=False))
     result._local_tensor = local
     return result
+
+
+def norm_placement(order: float) -> Partial:
+    """Return the placement of norms of each rank's own elements: their powers are added.
+
+    Public: none; ``Partial`` adds the norms themselves. 2.11 to 2.13.
+    """
+    return _NormPartial(order)
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,9 +1,10 @@
 """Operations that an unevenly sharded DTensor allows, and how they run.
 
 Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
-sharding propagation, hence no superlinear first step with many parameters. Sums and 2-norms go
-through DTensor, whose ``Partial`` results are right for any cuts. Any other operation would give
-wrong values without an error, or leave some ranks waiting, and is refused on all ranks alike.
+sharding propagation, hence no superlinear first step with many parameters. Sums, means, extremes,
+norms and deviations are computed by statistics.py, to be combined over ranks later. Any other
+operation would give wrong values without an error, or leave some ranks waiting, and is refused on
+all ranks alike.
 
 The file has the base class that applies these rules. What users see of it, and its protocol for
 checkpoints, is in uneven.py.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -22,12 +22,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
+from megafsdp.buffer.dtensor.statistics import STATISTICS, arguments_of, reduce_rows
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.device.torch_private import (
     OpOverload,
     no_torch_function,
     schema_of,
     without_torch_function,
+    wrapper_like,
 )
 from megafsdp.errors import expected
 from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_dtensor, spec_of
@@ -47,12 +49,10 @@ _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _FUSED_SGD = "_fused_sgd_"
 _RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "rand_like", "randn_like"})
+# Those that torch combines over ranks at once.
 _REDUCTIONS = frozenset(
-    {"sum", "norm", "linalg_vector_norm", "_foreach_norm", "any", "all", "equal", "count_nonzero"}
-    | {"_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
+    {"equal", "_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
 )
-# A norm of infinite order has no value on an empty shard; _reduce() refuses it.
-_NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
 # Names of functions and methods, not of operators; rule_function() alone reads these four (2.11).
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
 _EXTREMA = frozenset({"max", "min"})
@@ -96,15 +96,48 @@ class RowShardedDTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation on the local tensors, through DTensor, or refuse it."""
-        name = schema_of(func).name.removeprefix("aten::")
-        is_pointwise = torch.Tag.pointwise in func.tags
-        if name.endswith("_") and not is_pointwise:
-            # torch does not tag some in-place forms, such as abs_.
-            is_pointwise = _is_pointwise(name[:-1])
-        # A view as a dtype of the same size keeps rows and cuts; FP8 codes are viewed as bytes.
-        if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
-            is_pointwise = args[1].itemsize == args[0].dtype.itemsize
-        return _run_by_rule(func, name, is_pointwise, args, kwargs or {})
+        return _run_operator(func, args, kwargs or {})
+
+
+class _StandIn(torch.Tensor):
+    """An uneven DTensor in a call of a function, whose operators it brings to the rules (2.11)."""
+
+    _original: RowShardedDTensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation on what is stood in for."""
+        return _run_operator(func, *_map_operands(_original_of, args, kwargs or {}))
+
+
+def _stand_in_for(value: object) -> object:
+    if not isinstance(value, RowShardedDTensor):
+        return value
+    result = wrapper_like(_StandIn, value)
+    result._original = value
+    return result
+
+
+def _original_of(value: object) -> object:
+    return value._original if isinstance(value, _StandIn) else value
+
+
+def _run_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = schema_of(func).name.removeprefix("aten::")
+    is_pointwise = torch.Tag.pointwise in func.tags
+    if name.endswith("_") and not is_pointwise:
+        # torch does not tag some in-place forms, such as abs_.
+        is_pointwise = _is_pointwise(name[:-1])
+    # A view as a dtype of the same size keeps rows and cuts; FP8 codes are viewed as bytes.
+    if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
+        is_pointwise = args[1].itemsize == args[0].dtype.itemsize
+    return _run_by_rule(func, name, is_pointwise, args, kwargs)
 
 
 # A context variable, because another thread, such as one that loads a checkpoint, may draw.
@@ -139,8 +172,13 @@ def _run_by_rule(
     # DTensor would compare the shards, whose equality means nothing where the cuts differ.
     if name == "equal":
         _check_operands(func, args)
+    if name in STATISTICS:
+        return _statistic(func, name, args, kwargs)
     if name in _REDUCTIONS:
-        return _reduce(func, name, *_map_operands(_as_plain_dtensor, args, kwargs))
+        args, kwargs = _map_operands(_as_plain_dtensor, args, kwargs)
+        result = func(*args, **kwargs)
+        _count_writes(func, args, kwargs)
+        return result
     if name == _FUSED_SGD:
         _check_fused_sgd(args)
     # The same decision on every rank: it depends on names and layouts, never on local tensors.
@@ -150,24 +188,19 @@ def _run_by_rule(
     return _run_on_locals(func, args, kwargs)
 
 
-def _reduce(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a reduction through DTensor; refuse a result that depends on the cuts."""
-    if name in _NORMS and not {math.inf, -math.inf}.isdisjoint(_numbers(args, kwargs)):
-        # An empty shard has no largest element, so some ranks would raise and the others hang.
-        refuse(f"{name} of infinite order", args, kwargs)
-    result = func(*args, **kwargs)
-    _count_writes(func, args, kwargs)
-    for leaf in _leaves_of([result]):
-        if isinstance(leaf, DTensor) and any(p.is_shard() for p in leaf.placements):
+def _statistic(
+    func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor | list[DTensor]:
+    """Compute a statistic of the own rows, of each tensor of a list; local."""
+    bound = arguments_of(func, args, kwargs)
+    if isinstance(args[0], torch.Tensor):
+        found = reduce_rows(func, name, args[0], args[0]._uneven_layout, bound)
+        if found is None:
             # One value a row would be cut like the rows, which a plain DTensor cannot express.
             refuse(f"{name} of each row", args, kwargs)
-    return result
-
-
-def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
+        return found
+    # One by one: a list may have replicated tensors too.
+    return [torch.ops.aten.linalg_vector_norm(tensor, **bound) for tensor in args[0]]
 
 
 def rule_function(
@@ -187,12 +220,23 @@ def rule_function(
     is_pointwise = bare not in _EXTREMA and any(map(_is_pointwise, operators))
     is_list = name.startswith(_LIST_PREFIXES)
     with without_torch_function():
-        if name in _REDUCTIONS or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
+        is_statistic = name in STATISTICS
+        if (
+            is_statistic
+            or name in _REDUCTIONS
+            or is_like
+            or is_pointwise
+            or is_list
+            or name == _NEW_EMPTY
+        ):
             is_traced = torch.is_grad_enabled() and name != "detach" and not name.endswith("_like")
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
                 # Autograd makes plain DTensors here, to which torch gives cuts of its own.
                 refuse(f"{name} within autograd", args, kwargs)
             with torch.no_grad():
+                if is_statistic:
+                    args, kwargs = _map_operands(_stand_in_for, args, kwargs)
+                    return func(*args, **kwargs)
                 return _run_by_rule(func, name, is_pointwise or is_like, args, kwargs)
         if name in _INDEXING or (hasattr(torch.ops.aten, bare) and name not in _METADATA):
             refuse(name, args, kwargs)
@@ -388,7 +432,7 @@ def refuse(
     shape = next((tuple(t.shape) for t in leaves if isinstance(t, DTensor)), "unknown")
     raise NotImplementedError(
         expected(
-            "an elementwise operation, a sum, or a 2-norm",
+            "an elementwise operation, or a statistic of all rows",
             f"'{name}'",
             where=f"an unevenly sharded tensor of shape {shape}",
             hint=hint or "Call full_tensor() first, or work on .local, this rank's rows",
