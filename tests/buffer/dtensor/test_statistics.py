@@ -17,7 +17,6 @@ from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from tests.buffer.cuts import cut, random, whole_mesh
 from tests.buffer.dtensor.test_op_rules import CUTS, _path
-
 from tests.ranks import Ranks
 
 # By the number of ranks; with an empty shard at either end.
