@@ -8,6 +8,7 @@ here has a meaning for the engine: a function does what torch does.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -186,6 +187,27 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     Public: none; ``state_dict()`` runs hooks. 2.11 to 2.13.
     """
     return module._non_persistent_buffers_set
+
+
+@functools.cache
+def run_truncated_normal(run: Callable[[torch.Tensor, Callable[..., Any]], bool]) -> None:
+    """Have ``torch.nn.init.trunc_normal_`` call ``run`` first, once a process for each function.
+
+    It draws anew where a value is outside of the bounds, as often as any value is, which a rank
+    cannot know of the others' rows. ``run(tensor, fill)`` returns whether it has filled the tensor;
+    ``fill(other)`` fills another by the same distribution.
+
+    Public: none; torch offers an override for most other initialisers. 2.11 to 2.13.
+    """
+    original = nn.init._no_grad_trunc_normal_
+
+    @functools.wraps(original)
+    def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if run(tensor, lambda other: original(other, *args, **kwargs)):
+            return tensor
+        return original(tensor, *args, **kwargs)
+
+    nn.init._no_grad_trunc_normal_ = fill
 
 
 def fast_profiler_range(name: str) -> AbstractContextManager[object]:

@@ -247,7 +247,7 @@ class FSDPModule:
         """Accept ``.to()`` and its kin where they change nothing, and refuse them otherwise."""
         # torch's own _apply() would replace the parameters even where nothing changes.
         assert isinstance(self, nn.Module)
-        refuse_changes(self, fn)
+        refuse_changes(self, fn, recurse)
         return self
 
     def __deepcopy__(self, memo: object) -> NoReturn:

@@ -15,7 +15,6 @@ is cut is decided elsewhere; which ones have values is recorded by :mod:`megafsd
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,9 @@ from torch import nn
 from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.buffer.comm.collectives import require_equal
 from megafsdp.buffer.dtensor.op_rules import refusing_random_numbers
+from megafsdp.buffer.dtensor.random_values import random_state_digest
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
+from megafsdp.buffer.dtensor.unwritten import mark_unwritten
 from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
 from megafsdp.fsdp.full_params import device_below
@@ -91,7 +92,7 @@ def materialize(
             hint="Build the same model and wrap the same modules on all ranks",
         )
         require_equal(
-            _random_state_digest(walk.device),
+            random_state_digest(walk.device),
             what="random state",
             group=group,
             where=_WHERE,
@@ -120,16 +121,6 @@ def _has_reset_parameters(module: nn.Module) -> bool:
     return callable(getattr(module, "reset_parameters", None))
 
 
-def _random_state_digest(device: torch.device) -> str:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    digest = hashlib.sha256()
-    for state in states:
-        digest.update(state.numpy().tobytes())
-    return digest.hexdigest()
-
-
 @dataclass(eq=False)
 class _Managed:
     """A unit's parameter during the walk.
@@ -138,6 +129,7 @@ class _Managed:
         name: FQN within the model.
         record: The parameter.
         group: Its group.
+        had_values: Whether it had values before the walk, which it keeps.
         has_rows: Whether the main weight has values, if only of a first visit.
         storage: Memory of the full tensor while it is shown.
         full: The parameter over it.
@@ -147,6 +139,7 @@ class _Managed:
     name: str
     record: ManagedParameter
     group: ParameterGroup
+    had_values: bool
     has_rows: bool
     storage: FlatStorage | None = None
     full: nn.Parameter | None = None
@@ -191,7 +184,7 @@ class _Managed:
         A parameter that had values before the walk has the same after it, whatever was written.
         """
         assert self.full is not None, "open() comes first"
-        if not self.record.is_initialized:
+        if not self.had_values:
             sharded = self.record.sharded
             if isinstance(sharded, UnevenDTensor):
                 sharded.copy_from_full_(self.full)
@@ -239,8 +232,10 @@ class _Walk:
                 for record in group.parameters:
                     known.add(id(record.sharded))
                     name = names.get(id(record.sharded), record.name)
-                    has_rows = record.is_initialized
-                    managed = _Managed(name, record, group, has_rows, is_filled=has_rows)
+                    has_values = record.is_initialized
+                    managed = _Managed(
+                        name, record, group, has_values, has_values, is_filled=has_values
+                    )
                     for reference, _ in record.owners:
                         found.setdefault(id(reference()), []).append(managed)
         named = self.model.named_parameters()
@@ -359,7 +354,11 @@ class _Walk:
 
     def undo(self) -> None:
         """Return what the walk made to the meta device, so that another walk begins afresh."""
-        # Rows in main weights may stay: their parameters are not marked as initialised.
+        # Rows in main weights may stay: their parameters are not marked as initialised. A parent's
+        # edit of a sharded one in the walk counts as a write, and must not.
+        for managed in dict.fromkeys(_flat(self.managed)):
+            if not managed.had_values:
+                mark_unwritten(managed.record.sharded, is_meta=True)
         for item in _flat(self.plain):
             item.restore()
 

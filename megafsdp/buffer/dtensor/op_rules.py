@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +23,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
+from megafsdp.buffer.dtensor.random_values import (
+    DRAWS,
+    DRAWS_IN_PLACE,
+    FIRST_OF_INITIALIZER,
+    draw_rows,
+    running_initializer,
+    write_rows,
+)
 from megafsdp.buffer.dtensor.statistics import STATISTICS, arguments_of, reduce_rows
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.device.torch_private import (
@@ -41,14 +50,13 @@ _NEW_EMPTY = "new_empty"
 # pointwise.
 _LIKE = frozenset(
     {"detach", "clone", "alias", "contiguous", "_to_copy", "lift_fresh", "copy_"}
-    | {f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn")}
-    | {"zero_", "fill_", "normal_", "uniform_", "bernoulli_"}
+    | {f"{name}_like" for name in ("zeros", "ones", "empty", "full")}
+    | {"zero_", "fill_"}
 )
 # The optimizers' operators on lists step each tensor by itself, though torch tags none of them.
 _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _FUSED_SGD = "_fused_sgd_"
-_RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "rand_like", "randn_like"})
 # Those that torch combines over ranks at once.
 _REDUCTIONS = frozenset(
     {"equal", "_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
@@ -147,11 +155,17 @@ _refused = contextvars.ContextVar("refused", default=frozenset[str]())
 @contextlib.contextmanager
 def refusing_random_numbers() -> Iterator[None]:
     """Refuse to draw into uneven DTensors: ranks of equal random states would draw equal rows."""
-    token = _refused.set(_RANDOM)
+    token = _refused.set(DRAWS)
     try:
         yield
     finally:
         _refused.reset(token)
+
+
+def check_may_draw(name: str, tensor: torch.Tensor) -> None:
+    """Raise within :func:`refusing_random_numbers`."""
+    if name in _refused.get():
+        refuse(name, [tensor], hint="Draw each module's own parameters in its own initializer")
 
 
 def _run_by_rule(
@@ -161,24 +175,18 @@ def _run_by_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if name in _refused.get():
-        refuse(name, args, kwargs, "Draw each module's own parameters in its own initializer")
+    check_may_draw(name, args[0] if args else None)
+    # Before the first write of an initialiser that the rules would stop half done.
+    if name in FIRST_OF_INITIALIZER and running_initializer() is not None:
+        refuse(name, args, kwargs)
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
     # Even operations that only write wait: the other thread's writes would come after theirs.
     if is_any_in_use():
         for leaf in _uneven_leaves(args, kwargs):
             wait_for_writer(local_of(leaf))
-    # DTensor would compare the shards, whose equality means nothing where the cuts differ.
-    if name == "equal":
-        _check_operands(func, args)
-    if name in STATISTICS:
-        return _statistic(func, name, args, kwargs)
-    if name in _REDUCTIONS:
-        args, kwargs = _map_operands(_as_plain_dtensor, args, kwargs)
-        result = func(*args, **kwargs)
-        _count_writes(func, args, kwargs)
-        return result
+    if name in _RULES:
+        return _RULES[name](func, name, args, kwargs)
     if name == _FUSED_SGD:
         _check_fused_sgd(args)
     # The same decision on every rank: it depends on names and layouts, never on local tensors.
@@ -186,6 +194,19 @@ def _run_by_rule(
     if not (is_pointwise or is_list or name in _LIKE):
         refuse(name, args, kwargs)
     return _run_on_locals(func, args, kwargs)
+
+
+def _reduce(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a reduction through DTensor, which combines it over ranks at once."""
+    # DTensor would compare the shards, whose equality means nothing where the cuts differ.
+    if name == "equal":
+        _check_operands(func, args)
+    args, kwargs = _map_operands(_as_plain_dtensor, args, kwargs)
+    result = func(*args, **kwargs)
+    _count_writes(func, args, kwargs)
+    return result
 
 
 def _statistic(
@@ -203,6 +224,48 @@ def _statistic(
     return [torch.ops.aten.linalg_vector_norm(tensor, **bound) for tensor in args[0]]
 
 
+def _draw(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RowShardedDTensor:
+    """Draw the own rows as one process draws the whole, into the tensor or into one like it."""
+    target, *others = args
+    if any(isinstance(o, torch.Tensor) for o in (*others, *kwargs.values())):
+        # Of another sharded tensor no rank has all elements.
+        refuse(f"{name} with a tensor of parameters", args, kwargs)
+    rows = draw_rows(target, target._uneven_layout, lambda full: func(full, *others, **kwargs))
+    if name not in DRAWS_IN_PLACE:
+        return type(target).wrap(rows, spec_of(target), target._uneven_layout)
+    write_rows(target, rows)
+    return target
+
+
+def _select_row(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RowShardedDTensor:
+    """Return row ``index`` over the same memory, which one rank has, as embeddings pad by one."""
+    tensor, dim, index = args
+    layout: UnevenLayout = tensor._uneven_layout
+    is_watched = tensor.requires_grad and torch.is_grad_enabled()
+    if dim % len(layout.shape) or is_watched:
+        refuse(name, args)
+    place, of_row = layout.row(index)
+    start, stop = of_row.element_range()
+    rows = local_of(tensor).view(-1).narrow(0, place, stop - start).view(of_row.local_shape())
+    strides = tuple(math.prod(of_row.shape[d + 1 :]) for d in range(len(of_row.shape)))
+    meta = TensorMeta(torch.Size(of_row.shape), strides, rows.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    return type(tensor).wrap(rows, spec, of_row)
+
+
+# Operators that neither run on the local tensors as they are nor are refused.
+_RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(STATISTICS, _statistic),
+    **dict.fromkeys(DRAWS, _draw),
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    "select": _select_row,
+}
+
+
 def rule_function(
     cls: type,
     func: Callable[..., Any],
@@ -214,7 +277,9 @@ def rule_function(
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
     bare = name.strip("_")
-    is_like = not {name, bare, f"{bare}_"}.isdisjoint(_LIKE | _CONVERSIONS)
+    is_like = not {name, bare, f"{bare}_"}.isdisjoint(_LIKE | _CONVERSIONS | DRAWS)
+    if name == "__getitem__" and type(args[1]) is int:
+        name, args, is_like = "select", (args[0], 0, args[1]), True
     # The second name is that of the operator behind __rdiv__ and __iadd__.
     operators = (bare, bare[1:]) if name.startswith("__") else (bare,)
     is_pointwise = bare not in _EXTREMA and any(map(_is_pointwise, operators))
@@ -274,6 +339,9 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     # An in-place operation returns its operand, which must stay the object that the caller has.
     for leaf in sources:
         if result is local_of(leaf):
+            if IS_DISPATCH_BYPASSED:
+                # No layer of torch is above this one there that counts the write.
+                torch.autograd.graph.increment_version(leaf)
             return leaf
     return _wrap_result(result, sources[0])
 
@@ -429,6 +497,10 @@ def refuse(
 ) -> NoReturn:
     """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
     leaves = _leaves_of((*args, *(kwargs or {}).values()))
+    initializer = running_initializer()
+    if initializer is not None:
+        name = f"torch.nn.init.{initializer}"
+        hint = "Call it in megafsdp.materialize(model, initialize), which shows full parameters"
     shape = next((tuple(t.shape) for t in leaves if isinstance(t, DTensor)), "unknown")
     raise NotImplementedError(
         expected(

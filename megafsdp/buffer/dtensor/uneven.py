@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -36,10 +36,21 @@ from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
 from megafsdp.buffer.dtensor.op_rules import (
     IS_DISPATCH_BYPASSED,
     RowShardedDTensor,
+    check_may_draw,
     refuse,
     refuse_full_state,
 )
+from megafsdp.buffer.dtensor.random_values import (
+    DRAWS_IN_PLACE,
+    FIRST_OF_INITIALIZER,
+    copy_initial_dtype,
+    draw_rows,
+    running_initializer,
+    write_rows,
+)
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
+from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta
+from megafsdp.device.torch_private import OpOverload, schema_of
 from megafsdp.errors import expected
 from megafsdp.mesh.parallel_dims import flat_group
 from megafsdp.mesh.torch_private import (
@@ -51,7 +62,12 @@ from megafsdp.mesh.torch_private import (
 
 
 def _outside_autograd(parameter: DTensor) -> torch.Tensor:
-    return parameter.detach()
+    alias = parameter.detach()
+    if isinstance(parameter, ReplicatedParameter):
+        # So that a draw into .data is one into the parameter.
+        alias.__class__ = type(parameter)  # type: ignore[assignment]
+    copy_initial_dtype(parameter, alias)
+    return alias
 
 
 def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
@@ -68,12 +84,44 @@ def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
 
 # torch's own setter would point the parameter at other memory, which no gather reads.
 FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
+# Parameters that came on the meta device have memory, but no values until the user writes some.
+SHOWN_AS_META = property(is_shown_as_meta)
+
+
+# Few operators, looked up for each operation of each replicated parameter.
+_RULED_IF_REPLICATED = frozenset(
+    getattr(packet, overload)
+    for packet in (getattr(torch.ops.aten, name) for name in FIRST_OF_INITIALIZER | DRAWS_IN_PLACE)
+    for overload in packet.overloads()
+)
 
 
 class ReplicatedParameter(DTensor):
     """A replicated parameter over a flat buffer; its operations give plain DTensors."""
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Draw as one process does, and leave all other operations to torch."""
+        if func in _RULED_IF_REPLICATED:
+            name = schema_of(func).name.removeprefix("aten::")
+            if name in FIRST_OF_INITIALIZER and running_initializer() is not None:
+                refuse(name, args, kwargs)
+            if name in DRAWS_IN_PLACE and isinstance(args[0], ReplicatedParameter):
+                # torch's own draw into a DTensor advances the random state by another amount.
+                others, options = args[1:], kwargs or {}
+                rows = draw_rows(args[0], None, lambda full: func(full, *others, **options))
+                write_rows(args[0], rows)
+                return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     data = FIXED_DATA  # type: ignore[assignment]
+    is_meta = SHOWN_AS_META  # type: ignore[assignment]
 
 
 class UnevenDTensor(RowShardedDTensor):
@@ -320,6 +368,23 @@ class UnevenDTensor(RowShardedDTensor):
         )
 
     data = FIXED_DATA  # type: ignore[assignment]
+    is_meta = SHOWN_AS_META  # type: ignore[assignment]
+
+
+def fill_truncated(tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Fill a sharded or replicated tensor with the rows of a whole one that ``fill`` fills.
+
+    Returns:
+        False for any other tensor, which is left as it is.
+    """
+    if isinstance(tensor, UnevenDTensor):
+        check_may_draw("normal_", tensor)
+    elif not isinstance(tensor, ReplicatedParameter):
+        return False
+    layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
+    with torch.no_grad():
+        write_rows(tensor, draw_rows(tensor, layout, fill))
+    return True
 
 
 class _LocalRows(torch.autograd.Function):

@@ -10,7 +10,7 @@ checkpoint/format.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -152,3 +152,26 @@ class UnevenLayout:
             return regions
         origin, part = whole(self.region_shape), Region(self.region_offsets, self.region_shape)
         return [region.moved(origin, part) for region in regions]
+
+    def row(self, index: int) -> tuple[int, UnevenLayout]:
+        """Return where row ``index`` starts in the local tensor, and how it lies over the shards.
+
+        One shard has all of a matrix's row; the place is 0 on the others, which have none of it.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        row = index + self.shape[0] if index < 0 else index
+        if not 0 <= row < self.shape[0]:
+            raise IndexError(f"Index {index} is out of range for {self.shape[0]} rows.")
+        numel = math.prod(self.shape[1:])
+        layout = replace(
+            self,
+            shape=self.shape[1:],
+            region_offsets=self.region_offsets[1:],
+            region_shape=self.region_shape[1:],
+            row_numel=math.prod(self.shape[2:]),
+            buffer_offset=self.buffer_offset + row * numel,
+        )
+        start, stop = layout.element_range()
+        return (row * numel + start - self.element_range()[0] if stop > start else 0), layout

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megafsdp.buffer.dtensor.unwritten import is_unwritten, mark_unwritten, mark_written
 from megafsdp.device.memory import poison
 from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
@@ -32,7 +33,7 @@ def mark_initialized(
     for group in groups:
         for record in group.parameters:
             if given is None or id(record.sharded) in given:
-                record.is_initialized = True
+                mark_written(record.sharded)
 
 
 def device_of(groups: Sequence[ParameterGroup]) -> torch.device:
@@ -42,15 +43,20 @@ def device_of(groups: Sequence[ParameterGroup]) -> torch.device:
 
 def uninitialized_names(module: nn.Module) -> list[str]:
     """Return the FQNs of what has no values below a module at rest; local."""
-    # A sharded parameter has memory, so is_meta says nothing of it.
     parameters = list(module.named_parameters())
     groups = {group for _, p in parameters if (group := group_of(p)) is not None}
     # On a mesh of meta devices, a dry run, no tensor ever has values.
     if any(group.device.type == "meta" for group in groups):
         return []
-    fresh = {id(p.sharded) for group in groups for p in group.parameters if not p.is_initialized}
-    names = [name for name, p in parameters if id(p) in fresh or p.is_meta]
-    return names + [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    tensors = [*parameters, *module.named_buffers()]
+    return [name for name, tensor in tensors if _is_without_values(tensor)]
+
+
+def _is_without_values(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor):
+        return is_unwritten(tensor)
+    # A write through .data is counted on neither; it leaves a plain tensor filled.
+    return tensor.is_meta or (is_unwritten(tensor) and not is_filled(tensor))
 
 
 def require_initialized(modules: Iterable[nn.Module], *, where: str) -> None:
@@ -70,8 +76,8 @@ def require_initialized(modules: Iterable[nn.Module], *, where: str) -> None:
                 "initialised parameters and buffers",
                 f"{quote(missing)} without values, as they came on the meta device",
                 where=where,
-                hint="Call megafsdp.materialize(model) first, or load a checkpoint, or call "
-                "megafsdp.load_full_state_dict()",
+                hint="Call megafsdp.materialize(model) first, or to_empty() and initialisers that "
+                "write them, or load a checkpoint, or call megafsdp.load_full_state_dict()",
             )
         )
 
@@ -133,7 +139,7 @@ def find_plain_tensors(model: nn.Module, *, is_meta: bool) -> dict[int, list[Pla
             # DTensors are sharded parameters here: they have memory.
             if tensor is None or isinstance(tensor, DTensor):
                 continue
-            if tensor.is_meta == is_meta:
+            if _is_without_values(tensor) == is_meta:
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 item = PlainTensor(name, module, attribute, tensor)
                 found.setdefault(id(module), []).append(item)
@@ -156,6 +162,28 @@ def give_memory_to_meta_tensors(
         for item in items:
             if is_wanted(item.name):
                 item.give_memory(made, device)
+
+
+def give_memory_as(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *, recurse: bool
+) -> None:
+    """Do what ``to_empty()`` does: give meta tensors memory without values; local.
+
+    Sharded parameters have theirs, and are no longer shown as meta tensors.
+
+    Args:
+        module: The module on which ``_apply()`` was called.
+        fn: Makes memory for a tensor, where ``to_empty()`` wants it.
+        recurse: Whether modules below are meant too.
+    """
+    for parameter in module.parameters(recurse=recurse):
+        if isinstance(parameter, DTensor) and is_unwritten(parameter):
+            mark_unwritten(parameter)
+    made: dict[int, torch.Tensor] = {}
+    for owner, items in find_plain_tensors(module, is_meta=True).items():
+        for item in items if recurse or owner == id(module) else ():
+            if item.original.is_meta:
+                item.give_memory(made, fn(item.original).device)
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -189,4 +217,5 @@ def _unfilled_like(original: torch.Tensor, device: torch.device) -> torch.Tensor
             made = nn.Parameter(made, requires_grad=original.requires_grad)
     copy_attributes(original, made)
     copy_annotation(original, made)
+    mark_unwritten(made)
     return made

@@ -38,18 +38,21 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.dtensor.random_values import set_initial_dtype
 from megafsdp.buffer.dtensor.uneven import (
     ReplicatedParameter,
     UnevenDTensor,
+    fill_truncated,
     local_object,
     make_replicated,
 )
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.buffer.dtensor.unwritten import is_unwritten, mark_unwritten
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
-from megafsdp.device.torch_private import sum_of_versions
+from megafsdp.device.torch_private import run_truncated_normal, sum_of_versions
 from megafsdp.fsdp.params.compute_weight import ComputeWeight
 from megafsdp.fsdp.params.group_buffers import GroupBuffers, GroupDtypes, LocalRows
 from megafsdp.fsdp.params.host_grads import make_reducer
@@ -69,7 +72,6 @@ class ManagedParameter:
         owners: Modules that own it, with the attribute names; several if it is tied.
         shape: Its full shape.
         dtype: The dtype in which it is initialised.
-        is_initialized: False if it came without values and none were given since.
         sharded: What the optimizer sees.
         unsharded: What forward and backward see.
     """
@@ -78,9 +80,13 @@ class ManagedParameter:
     owners: list[tuple[weakref.ref[nn.Module], str]]
     shape: torch.Size
     dtype: torch.dtype = field(init=False)
-    is_initialized: bool = field(init=False, default=True)
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter = field(init=False)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Return whether it came with values or got some since."""
+        return not is_unwritten(self.sharded)
 
     def show(self, parameter: nn.Parameter) -> None:
         """Put one of the two forms into the owners."""
@@ -288,13 +294,15 @@ class ParameterGroup:
     def _make_parameters(self, index: int, original: nn.Parameter) -> None:
         parameter = self.parameters[index]
         parameter.dtype = original.dtype
-        parameter.is_initialized = not original.is_meta
         local = self.main_weight.tensor(index)
         # Every rank copies its own rows of its own original: no collective.
         if not original.is_meta:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
             local.copy_(original.detach().reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
+        # The initialisers of torch.nn must find the rules, whatever imports them.
+        run_truncated_normal(fill_truncated)
+        set_initial_dtype(sharded, original.dtype)
         if not isinstance(sharded, UnevenDTensor):
             # As UnevenDTensor, it refuses assignments to .data, which cut it from the buffer.
             sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
@@ -302,6 +310,8 @@ class ParameterGroup:
         for name, value in vars(original).items():
             setattr(sharded, name, value)
         tie_to_group(sharded, self)
+        if original.is_meta:
+            mark_unwritten(sharded, is_meta=True)
         if self.dtypes.grad != self.dtypes.main:
             # Any dtype: torch's state dict helpers give a gradient of zeros in the main dtype.
             sharded.grad_dtype = None

@@ -23,18 +23,31 @@ from torch.distributed.tensor import DTensor
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
 from megafsdp.buffer.dtensor.uneven import wrap_like
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, mark_initialized
+from megafsdp.fsdp.params.meta import (
+    device_of,
+    give_memory_as,
+    give_memory_to_meta_tensors,
+    mark_initialized,
+)
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.mesh.torch_private import local_of
 
 
-def refuse_changes(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def refuse_changes(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> None:
     """Raise if a conversion would change a parameter or buffer below a module; local.
+
+    ``to_empty()`` gives what is on the meta device its memory, and leaves values as they are.
 
     Raises:
         RuntimeError: ``fn`` changes a dtype or device.
     """
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
+    gives_memory = any(tensor.is_meta for _, tensor in named) and _gives_memory(fn)
+    for name, tensor in named:
+        if gives_memory and tensor.device.type == "meta":
+            continue
         # fn may copy what it is given: an empty tensor shows the dtype and device of the result.
         probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         result = fn(probe)
@@ -48,6 +61,16 @@ def refuse_changes(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
                     "MixedPrecisionPolicy(param_dtype=...)",
                 )
             )
+    if gives_memory:
+        give_memory_as(module, fn, recurse=recurse)
+
+
+def _gives_memory(fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Return whether a conversion is that of ``to_empty()``: others refuse meta tensors."""
+    try:
+        return not fn(torch.empty(0, device="meta")).is_meta
+    except RuntimeError:
+        return False
 
 
 def refuse_copy(operation: str) -> NoReturn:
@@ -95,7 +118,7 @@ def _guard_part(module: nn.Module) -> None:
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         part = reference()
         assert part is not None, "its attribute is called"
-        refuse_changes(part, fn)
+        refuse_changes(part, fn, recurse)
         return part
 
     # On the instance: the class serves modules that are in no unit, and torch has hooks for none of

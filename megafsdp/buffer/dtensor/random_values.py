@@ -1,0 +1,126 @@
+"""Random values of sharded tensors: the rows of the whole tensor's draw.
+
+Each rank draws the whole, in one tensor that is freed at once, and takes its own rows. With equal
+random states the values are thus those of one process for any number of ranks and any strategy, and
+the states stay equal. Drawing by rows would repeat numbers: ranks of equal states would draw equal
+rows.
+
+Initialisers of ``torch.nn.init`` that draw or fill element by element work through these rules.
+Those that look at the whole are refused by name, before they write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.comm.collectives import require_equal
+from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
+from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout, whole
+from megafsdp.mesh.torch_private import local_of
+
+# In place, on every element by itself; torch tags none of them pointwise.
+DRAWS_IN_PLACE = frozenset(
+    {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+)
+DRAWS = DRAWS_IN_PLACE | frozenset({"rand_like", "randn_like"})
+# The first operator of each initialiser that looks at more than one element.
+FIRST_OF_INITIALIZER = frozenset({"new_empty", "normal_", "zero_", "eye"})
+_INITIALIZERS = {
+    initializer.__code__: name
+    for name in ("orthogonal_", "sparse_", "eye_", "dirac_")
+    if (initializer := getattr(nn.init, name))
+}
+# Deeper than an initialiser above the rules, each of whose frames is few calls away.
+_MAX_FRAMES = 12
+_INITIAL_DTYPE = "_megafsdp_initial_dtype"
+
+
+def draw_rows(
+    tensor: DTensor, layout: UnevenLayout | None, draw: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Draw as for the whole of a tensor, and return this rank's rows, in the local shape.
+
+    Local, or collective over the ranks that have the same rows, if any: they must draw the same.
+    Allocates the whole tensor.
+
+    Args:
+        tensor: The sharded or replicated tensor.
+        layout: How it is cut; None for a replicated one.
+        draw: Fills the whole tensor that it is given, in the dtype in which an unsharded model
+            has it, or returns another.
+
+    Raises:
+        ValueError: The random states of ranks with the same rows differ.
+    """
+    _require_equal_states(tensor)
+    rows = local_of(tensor)
+    shape = rows.shape if layout is None else layout.shape
+    dtype = getattr(tensor, _INITIAL_DTYPE, rows.dtype)
+    drawn = draw(torch.empty(shape, dtype=dtype, device=rows.device))
+    if layout is None:
+        return drawn
+    everything = whole(layout.shape)
+    pieces = [drawn[region.slices_in(everything)].reshape(-1) for region in layout.regions()]
+    return torch.cat([drawn.new_empty(0), *pieces]).view(rows.shape)
+
+
+def write_rows(target: DTensor, rows: torch.Tensor) -> None:
+    """Copy rows into a sharded or replicated tensor, and count the write; local."""
+    wait_for_writer(local_of(target))
+    local_of(target).copy_(rows)
+    # Of the wrapper too, for callers below autograd's layer, which counts.
+    torch.autograd.graph.increment_version([local_of(target), target])
+
+
+def set_initial_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Note the dtype in which an unsharded model would draw a tensor's values."""
+    setattr(tensor, _INITIAL_DTYPE, dtype)
+
+
+def copy_initial_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy what :func:`set_initial_dtype` has noted on a tensor to an alias of it."""
+    if hasattr(source, _INITIAL_DTYPE):
+        setattr(target, _INITIAL_DTYPE, getattr(source, _INITIAL_DTYPE))
+
+
+def running_initializer() -> str | None:
+    """Return the initialiser of ``torch.nn.init`` that looks at the whole and calls us, if any."""
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        if frame.f_code in _INITIALIZERS:
+            return _INITIALIZERS[frame.f_code]
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def random_state_digest(device: torch.device) -> str:
+    """Return a digest of the default generators that a draw on a device may use."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    digest = hashlib.sha256()
+    for state in states:
+        digest.update(state.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _require_equal_states(tensor: DTensor) -> None:
+    mesh = tensor.device_mesh
+    for axis, placement in enumerate(tensor.placements):
+        # Sharded alone needs no check: ranks of other states draw other values, and no replicas.
+        if placement.is_replicate() and mesh.size(axis) > 1:
+            require_equal(
+                random_state_digest(local_of(tensor).device),
+                what="random state",
+                group=mesh.get_group(axis),
+                where=f"a draw into a replicated tensor of shape {tuple(tensor.shape)}",
+                hint="Call torch.manual_seed() with the same seed on all ranks just before",
+            )
