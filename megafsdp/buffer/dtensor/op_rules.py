@@ -113,7 +113,7 @@ class _StandIn(torch.Tensor):
     _original: RowShardedDTensor
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,
         types: Iterable[type],
@@ -162,10 +162,10 @@ def refusing_random_numbers() -> Iterator[None]:
         _refused.reset(token)
 
 
-def check_may_draw(name: str, tensor: torch.Tensor) -> None:
-    """Raise within :func:`refusing_random_numbers`."""
+def check_may_draw(name: str, args: Sequence[object]) -> None:
+    """Raise for a draw within :func:`refusing_random_numbers`."""
     if name in _refused.get():
-        refuse(name, [tensor], hint="Draw each module's own parameters in its own initializer")
+        refuse(name, args, hint="Draw each module's own parameters in its own initializer")
 
 
 def _run_by_rule(
@@ -175,7 +175,7 @@ def _run_by_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    check_may_draw(name, args[0] if args else None)
+    check_may_draw(name, args)
     # Before the first write of an initialiser that the rules would stop half done.
     if name in FIRST_OF_INITIALIZER and running_initializer() is not None:
         refuse(name, args, kwargs)
@@ -214,14 +214,26 @@ def _statistic(
 ) -> DTensor | list[DTensor]:
     """Compute a statistic of the own rows, of each tensor of a list; local."""
     bound = arguments_of(func, args, kwargs)
-    if isinstance(args[0], torch.Tensor):
-        found = reduce_rows(func, name, args[0], args[0]._uneven_layout, bound)
-        if found is None:
-            # One value a row would be cut like the rows, which a plain DTensor cannot express.
-            refuse(f"{name} of each row", args, kwargs)
-        return found
+    if isinstance(args[0], RowShardedDTensor):
+        return _statistic_of(func, name, args[0], bound)
+    norm = torch.ops.aten.linalg_vector_norm.default
     # One by one: a list may have replicated tensors too.
-    return [torch.ops.aten.linalg_vector_norm(tensor, **bound) for tensor in args[0]]
+    return [
+        _statistic_of(norm, name, tensor, bound)
+        if isinstance(tensor, RowShardedDTensor)
+        else norm(tensor, **bound)
+        for tensor in args[0]
+    ]
+
+
+def _statistic_of(
+    func: OpOverload, name: str, tensor: RowShardedDTensor, bound: dict[str, Any]
+) -> DTensor:
+    found = reduce_rows(func, name, tensor, tensor._uneven_layout, bound)
+    if found is None:
+        # One value a row would be cut like the rows, which a plain DTensor cannot express.
+        refuse(f"{name} of each row", [tensor])
+    return found
 
 
 def _draw(

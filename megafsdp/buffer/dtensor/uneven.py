@@ -41,6 +41,7 @@ from megafsdp.buffer.dtensor.op_rules import (
     refuse_full_state,
 )
 from megafsdp.buffer.dtensor.random_values import (
+    DRAWS,
     DRAWS_IN_PLACE,
     FIRST_OF_INITIALIZER,
     copy_initial_dtype,
@@ -91,7 +92,8 @@ SHOWN_AS_META = property(is_shown_as_meta)
 # Few operators, looked up for each operation of each replicated parameter.
 _RULED_IF_REPLICATED = frozenset(
     getattr(packet, overload)
-    for packet in (getattr(torch.ops.aten, name) for name in FIRST_OF_INITIALIZER | DRAWS_IN_PLACE)
+    for name in FIRST_OF_INITIALIZER | DRAWS | {"empty_like"}
+    for packet in [getattr(torch.ops.aten, name)]
     for overload in packet.overloads()
 )
 
@@ -112,13 +114,24 @@ class ReplicatedParameter(DTensor):
             name = schema_of(func).name.removeprefix("aten::")
             if name in FIRST_OF_INITIALIZER and running_initializer() is not None:
                 refuse(name, args, kwargs)
-            if name in DRAWS_IN_PLACE and isinstance(args[0], ReplicatedParameter):
-                # torch's own draw into a DTensor advances the random state by another amount.
-                others, options = args[1:], kwargs or {}
-                rows = draw_rows(args[0], None, lambda full: func(full, *others, **options))
-                write_rows(args[0], rows)
-                return args[0]
+            if name in DRAWS and isinstance(args[0], ReplicatedParameter):
+                return args[0]._draw(func, name, args[1:], kwargs or {})
+            if name == "empty_like":
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+                # So that a draw into it, to be copied into the parameter, is one of ours.
+                result.__class__ = cls
+                return result
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _draw(
+        self, func: OpOverload, name: str, others: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> DTensor:
+        """Draw as one process does: torch's draws move the random state by other amounts."""
+        drawn = draw_rows(self, None, lambda full: func(full, *others, **kwargs))
+        if name not in DRAWS_IN_PLACE:
+            return make_replicated(drawn, self.device_mesh)
+        write_rows(self, drawn)
+        return self
 
     data = FIXED_DATA  # type: ignore[assignment]
     is_meta = SHOWN_AS_META  # type: ignore[assignment]
@@ -378,7 +391,7 @@ def fill_truncated(tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Te
         False for any other tensor, which is left as it is.
     """
     if isinstance(tensor, UnevenDTensor):
-        check_may_draw("normal_", tensor)
+        check_may_draw("normal_", [tensor])
     elif not isinstance(tensor, ReplicatedParameter):
         return False
     layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None

@@ -35,6 +35,7 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 
 def is_shown_as_meta(tensor: torch.Tensor) -> bool:
     """Return what a sharded parameter's ``is_meta`` says: no values, and no ``to_empty()`` yet."""
-    if torch.Tensor.is_meta.__get__(tensor):
+    # Of the tensor's own class it would be this function.
+    if torch.Tensor.is_meta.__get__(tensor):  # type: ignore[attr-defined]
         return True
     return is_unwritten(tensor) and bool(getattr(tensor, _ATTRIBUTE)[1])
