@@ -244,7 +244,7 @@ class FSDPModule:
             unit.discard_unreduced_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Accept ``.to()`` and its kin where they change nothing, and refuse them otherwise."""
+        """Accept ``to_empty()``, and ``.to()`` and its kin where they change nothing."""
         # torch's own _apply() would replace the parameters even where nothing changes.
         assert isinstance(self, nn.Module)
         refuse_changes(self, fn, recurse)

@@ -132,6 +132,7 @@ def _equals_one_process() -> None:
             for name in ("layers.0.up.bias", "layers.1.experts", "layers.1.down.weight"):
                 full = named[name].detach().full_tensor()
                 assert torch.equal(full, reference.get_parameter(name).float()), name
+                assert torch.rand_like(named[name]).dtype == named[name].dtype
             model(torch.arange(13))
 
 

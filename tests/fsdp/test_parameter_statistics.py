@@ -32,10 +32,12 @@ STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def options_of_strategies() -> Iterator[dict[str, object]]:
-    """Yield the options of fully_shard for each strategy on the ranks of a call."""
+    """Yield the options of fully_shard for each strategy; on 4 ranks those of a 2 x 2 mesh."""
     num_ranks = dist.get_world_size()
-    yield from ({"strategy": s} for s in ("optim_grads_params", "optim_grads", "optim", "no_shard"))
-    shapes = [(num_ranks, 1), (1, num_ranks)] + [(2, 2)] * (num_ranks == 4)
+    shapes = [(2, 2)] if num_ranks == 4 else [(num_ranks, 1), (1, num_ranks)]
+    if num_ranks != 4:
+        strategies = ("optim_grads_params", "optim_grads", "optim", "no_shard")
+        yield from ({"strategy": strategy} for strategy in strategies)
     for shape in shapes:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
         for outer in ("no_shard", "optim"):
@@ -55,7 +57,9 @@ def _are_those_of_one_process() -> None:
     for options in options_of_strategies():
         reference, net = _with_gradients(options)
         wanted = dict(reference.named_parameters())
-        for name, parameter in net.named_parameters():
+        # Many rows, few rows of which some ranks have none, and vectors.
+        for name in ("embedding.weight", "blocks.0.down.weight", "blocks.0.norm.bias"):
+            parameter = net.get_parameter(name)
             assert parameter.grad is not None
             for key, statistic in STATISTICS.items():
                 for own, full in ((parameter, wanted[name]), (parameter.grad, wanted[name].grad)):
@@ -83,7 +87,7 @@ def test_logged_statistics_are_those_of_one_process(ranks: Ranks, num_ranks: int
 
 def _torch_clips() -> None:
     for options in options_of_strategies():
-        for order in (math.inf, 2.0, 1.0, 3.0):
+        for order in (math.inf, 2.0, 3.0):
             reference, net = _with_gradients(options)
             wanted = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()], order)
             for foreach in (True, False):

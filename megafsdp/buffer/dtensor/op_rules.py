@@ -28,6 +28,7 @@ from megafsdp.buffer.dtensor.random_values import (
     DRAWS_IN_PLACE,
     FIRST_OF_INITIALIZER,
     draw_rows,
+    initial_dtype,
     running_initializer,
     write_rows,
 )
@@ -244,8 +245,12 @@ def _draw(
     if any(isinstance(o, torch.Tensor) for o in (*others, *kwargs.values())):
         # Of another sharded tensor no rank has all elements.
         refuse(f"{name} with a tensor of parameters", args, kwargs)
-    rows = draw_rows(target, target._uneven_layout, lambda full: func(full, *others, **kwargs))
-    if name not in DRAWS_IN_PLACE:
+    is_into = name in DRAWS_IN_PLACE
+    dtype = initial_dtype(target) if is_into else target.dtype
+    rows = draw_rows(
+        target, target._uneven_layout, lambda full: func(full, *others, **kwargs), dtype
+    )
+    if not is_into:
         return type(target).wrap(rows, spec_of(target), target._uneven_layout)
     write_rows(target, rows)
     return target

@@ -42,7 +42,10 @@ _INITIAL_DTYPE = "_megafsdp_initial_dtype"
 
 
 def draw_rows(
-    tensor: DTensor, layout: UnevenLayout | None, draw: Callable[[torch.Tensor], torch.Tensor]
+    tensor: DTensor,
+    layout: UnevenLayout | None,
+    draw: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Draw as for the whole of a tensor, and return this rank's rows, in the local shape.
 
@@ -52,8 +55,8 @@ def draw_rows(
     Args:
         tensor: The sharded or replicated tensor.
         layout: How it is cut; None for a replicated one.
-        draw: Fills the whole tensor that it is given, in the dtype in which an unsharded model
-            has it, or returns another.
+        draw: Fills the whole tensor that it is given, or returns another.
+        dtype: Of the whole tensor: :func:`initial_dtype` for a draw into ``tensor``.
 
     Raises:
         ValueError: The random states of ranks with the same rows differ.
@@ -61,7 +64,6 @@ def draw_rows(
     _require_equal_states(tensor)
     rows = local_of(tensor)
     shape = rows.shape if layout is None else layout.shape
-    dtype = getattr(tensor, _INITIAL_DTYPE, rows.dtype)
     drawn = draw(torch.empty(shape, dtype=dtype, device=rows.device))
     if layout is None:
         return drawn
@@ -78,8 +80,14 @@ def write_rows(target: DTensor, rows: torch.Tensor) -> None:
     torch.autograd.graph.increment_version([local_of(target), target])
 
 
+def initial_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which an unsharded model would draw a tensor's values."""
+    dtype: torch.dtype = getattr(tensor, _INITIAL_DTYPE, tensor.dtype)
+    return dtype
+
+
 def set_initial_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Note the dtype in which an unsharded model would draw a tensor's values."""
+    """Note what :func:`initial_dtype` returns of a tensor, if it is another than its own."""
     setattr(tensor, _INITIAL_DTYPE, dtype)
 
 

@@ -46,6 +46,7 @@ from megafsdp.buffer.dtensor.random_values import (
     FIRST_OF_INITIALIZER,
     copy_initial_dtype,
     draw_rows,
+    initial_dtype,
     running_initializer,
     write_rows,
 )
@@ -127,8 +128,10 @@ class ReplicatedParameter(DTensor):
         self, func: OpOverload, name: str, others: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> DTensor:
         """Draw as one process does: torch's draws move the random state by other amounts."""
-        drawn = draw_rows(self, None, lambda full: func(full, *others, **kwargs))
-        if name not in DRAWS_IN_PLACE:
+        is_into = name in DRAWS_IN_PLACE
+        dtype = initial_dtype(self) if is_into else self.dtype
+        drawn = draw_rows(self, None, lambda full: func(full, *others, **kwargs), dtype)
+        if not is_into:
             return make_replicated(drawn, self.device_mesh)
         write_rows(self, drawn)
         return self
@@ -396,7 +399,7 @@ def fill_truncated(tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Te
         return False
     layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
     with torch.no_grad():
-        write_rows(tensor, draw_rows(tensor, layout, fill))
+        write_rows(tensor, draw_rows(tensor, layout, fill, initial_dtype(tensor)))
     return True
 
 
