@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
@@ -301,28 +302,33 @@ def rule_function(
     operators = (bare, bare[1:]) if name.startswith("__") else (bare,)
     is_pointwise = bare not in _EXTREMA and any(map(_is_pointwise, operators))
     is_list = name.startswith(_LIST_PREFIXES)
+    # torch.nn.init offers its functions whole; what they do to the tensor comes back as operators.
+    if getattr(func, "__module__", "") == nn.init.__name__:
+        return _run_on_stand_ins(func, args, kwargs)
+    is_statistic = name in STATISTICS
     with without_torch_function():
-        is_statistic = name in STATISTICS
-        if (
-            is_statistic
-            or name in _REDUCTIONS
-            or is_like
-            or is_pointwise
-            or is_list
-            or name == _NEW_EMPTY
-        ):
+        is_reduction = is_statistic or name in _REDUCTIONS
+        if is_reduction or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
             is_traced = torch.is_grad_enabled() and name != "detach" and not name.endswith("_like")
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
                 # Autograd makes plain DTensors here, to which torch gives cuts of its own.
                 refuse(f"{name} within autograd", args, kwargs)
+            if is_statistic:
+                return _run_on_stand_ins(func, args, kwargs)
             with torch.no_grad():
-                if is_statistic:
-                    args, kwargs = _map_operands(_stand_in_for, args, kwargs)
-                    return func(*args, **kwargs)
                 return _run_by_rule(func, name, is_pointwise or is_like, args, kwargs)
         if name in _INDEXING or (hasattr(torch.ops.aten, bare) and name not in _METADATA):
             refuse(name, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _run_on_stand_ins(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a function whose operators come to the rules one by one, as on later torch."""
+    with without_torch_function(), torch.no_grad():
+        args, kwargs = _map_operands(_stand_in_for, args, kwargs)
+        return _original_of(func(*args, **kwargs))
 
 
 @functools.cache

@@ -77,7 +77,9 @@ def write_rows(target: DTensor, rows: torch.Tensor) -> None:
     wait_for_writer(local_of(target))
     local_of(target).copy_(rows)
     # Of the wrapper too, for callers below autograd's layer, which counts.
-    torch.autograd.graph.increment_version([local_of(target), target])
+    written = [t for t in (local_of(target), target) if not t.is_inference()]
+    if written:
+        torch.autograd.graph.increment_version(written)
 
 
 def initial_dtype(tensor: torch.Tensor) -> torch.dtype:
