@@ -27,10 +27,8 @@ from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
 from megafsdp.buffer.dtensor.random_values import (
     DRAWS,
     DRAWS_IN_PLACE,
-    FIRST_OF_INITIALIZER,
     draw_rows,
     initial_dtype,
-    running_initializer,
     write_rows,
 )
 from megafsdp.buffer.dtensor.statistics import STATISTICS, arguments_of, reduce_rows
@@ -178,9 +176,6 @@ def _run_by_rule(
     kwargs: dict[str, Any],
 ) -> Any:
     check_may_draw(name, args)
-    # Before the first write of an initialiser that the rules would stop half done.
-    if name in FIRST_OF_INITIALIZER and running_initializer() is not None:
-        refuse(name, args, kwargs)
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
     # Even operations that only write wait: the other thread's writes would come after theirs.
@@ -274,6 +269,13 @@ def _select_row(
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
     return type(tensor).wrap(rows, spec, of_row)
 
+
+# What initialisers of torch.nn.init that look at the whole call: orthogonal_, eye_ and sparse_.
+_CURES = dict.fromkeys(
+    ("linalg_qr", "eye", "select", "index_put_"),
+    "Initialise in megafsdp.materialize(model, initialize), which shows full parameters; elsewhere "
+    "call full_tensor() first, or work on .local, this rank's rows",
+)
 
 # Operators that neither run on the local tensors as they are nor are refused.
 _RULES: dict[str, Callable[..., Any]] = {
@@ -520,17 +522,14 @@ def refuse(
 ) -> NoReturn:
     """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
     leaves = _leaves_of((*args, *(kwargs or {}).values()))
-    initializer = running_initializer()
-    if initializer is not None:
-        name = f"torch.nn.init.{initializer}"
-        hint = "Call it in megafsdp.materialize(model, initialize), which shows full parameters"
     shape = next((tuple(t.shape) for t in leaves if isinstance(t, DTensor)), "unknown")
     raise NotImplementedError(
         expected(
             "an elementwise operation, or a statistic of all rows",
             f"'{name}'",
             where=f"an unevenly sharded tensor of shape {shape}",
-            hint=hint or "Call full_tensor() first, or work on .local, this rank's rows",
+            hint=hint
+            or _CURES.get(name, "Call full_tensor() first, or work on .local, this rank's rows"),
         )
     )
 

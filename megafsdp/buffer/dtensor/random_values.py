@@ -6,17 +6,15 @@ the states stay equal. Drawing by rows would repeat numbers: ranks of equal stat
 rows.
 
 Initialisers of ``torch.nn.init`` that draw or fill element by element work through these rules.
-Those that look at the whole are refused by name, before they write.
+Those that look at the whole meet an operation that op_rules.py refuses.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.comm.collectives import require_equal
@@ -29,15 +27,6 @@ DRAWS_IN_PLACE = frozenset(
     {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
 )
 DRAWS = DRAWS_IN_PLACE | frozenset({"rand_like", "randn_like"})
-# The first operator of each initialiser that looks at more than one element.
-FIRST_OF_INITIALIZER = frozenset({"new_empty", "normal_", "zero_", "eye"})
-_INITIALIZERS = {
-    initializer.__code__: name
-    for name in ("orthogonal_", "sparse_", "eye_", "dirac_")
-    if (initializer := getattr(nn.init, name))
-}
-# Deeper than an initialiser above the rules, each of whose frames is few calls away.
-_MAX_FRAMES = 12
 _INITIAL_DTYPE = "_megafsdp_initial_dtype"
 
 
@@ -97,18 +86,6 @@ def copy_initial_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy what :func:`set_initial_dtype` has noted on a tensor to an alias of it."""
     if hasattr(source, _INITIAL_DTYPE):
         setattr(target, _INITIAL_DTYPE, getattr(source, _INITIAL_DTYPE))
-
-
-def running_initializer() -> str | None:
-    """Return the initialiser of ``torch.nn.init`` that looks at the whole and calls us, if any."""
-    frame = sys._getframe(1)
-    for _ in range(_MAX_FRAMES):
-        if frame.f_code in _INITIALIZERS:
-            return _INITIALIZERS[frame.f_code]
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
 
 
 def random_state_digest(device: torch.device) -> str:

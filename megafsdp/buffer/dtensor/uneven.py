@@ -14,8 +14,9 @@ class is a DTensor, so the file reads private names of torch.
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -41,18 +42,14 @@ from megafsdp.buffer.dtensor.op_rules import (
     refuse_full_state,
 )
 from megafsdp.buffer.dtensor.random_values import (
-    DRAWS,
     DRAWS_IN_PLACE,
-    FIRST_OF_INITIALIZER,
     copy_initial_dtype,
     draw_rows,
     initial_dtype,
-    running_initializer,
     write_rows,
 )
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta
-from megafsdp.device.torch_private import OpOverload, schema_of
 from megafsdp.errors import expected
 from megafsdp.mesh.parallel_dims import flat_group
 from megafsdp.mesh.torch_private import (
@@ -90,54 +87,34 @@ FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
 SHOWN_AS_META = property(is_shown_as_meta)
 
 
-# Few operators, looked up for each operation of each replicated parameter.
-_RULED_IF_REPLICATED = frozenset(
-    getattr(packet, overload)
-    for name in FIRST_OF_INITIALIZER | DRAWS | {"empty_like"}
-    for packet in [getattr(torch.ops.aten, name)]
-    for overload in packet.overloads()
-)
-
-
 class ReplicatedParameter(DTensor):
     """A replicated parameter over a flat buffer; its operations give plain DTensors."""
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Draw as one process does, and leave all other operations to torch."""
-        if func in _RULED_IF_REPLICATED:
-            name = schema_of(func).name.removeprefix("aten::")
-            if name in FIRST_OF_INITIALIZER and running_initializer() is not None:
-                refuse(name, args, kwargs)
-            if name in DRAWS and isinstance(args[0], ReplicatedParameter):
-                return args[0]._draw(func, name, args[1:], kwargs or {})
-            if name == "empty_like":
-                result = super().__torch_dispatch__(func, types, args, kwargs)
-                # So that a draw into it, to be copied into the parameter, is one of ours.
-                result.__class__ = cls
-                return result
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _draw(
-        self, func: OpOverload, name: str, others: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> DTensor:
-        """Draw as one process does: torch's draws move the random state by other amounts."""
-        is_into = name in DRAWS_IN_PLACE
-        dtype = initial_dtype(self) if is_into else self.dtype
-        drawn = draw_rows(self, None, lambda full: func(full, *others, **kwargs), dtype)
-        if not is_into:
-            return make_replicated(drawn, self.device_mesh)
-        write_rows(self, drawn)
-        return self
-
     data = FIXED_DATA  # type: ignore[assignment]
     is_meta = SHOWN_AS_META  # type: ignore[assignment]
+
+
+def _drawing_as_one_process(name: str) -> Callable[..., torch.Tensor]:
+    """Return a method that draws into a replicated parameter as into a plain one."""
+    draw = getattr(torch.Tensor, name)
+
+    @functools.wraps(draw)
+    def method(self: ReplicatedParameter, *args: object, **kwargs: object) -> torch.Tensor:
+        # torch refuses to write to a leaf that autograd watches.
+        if self.requires_grad and torch.is_grad_enabled():
+            refused: torch.Tensor = draw(self, *args, **kwargs)
+            return refused
+        rows = draw_rows(self, None, lambda full: draw(full, *args, **kwargs), initial_dtype(self))
+        write_rows(self, rows)
+        return self
+
+    return method
+
+
+# torch's draws into DTensors move the random state by other amounts. As methods, for an override of
+# the dispatch would take each operation of each step off torch's fast path.
+for _name in DRAWS_IN_PLACE:
+    setattr(ReplicatedParameter, _name, _drawing_as_one_process(_name))
 
 
 class UnevenDTensor(RowShardedDTensor):
