@@ -7,9 +7,11 @@ rank takes effect on all ranks at the next agreement.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -110,6 +112,13 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
             run.report.close()
 
 
+def _seed_all(seed: int) -> None:
+    """Seed every generator that a checkpoint keeps: torch's, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 class _Run:
     """A job whose parts are built and whose checkpoint is loaded."""
 
@@ -118,7 +127,7 @@ class _Run:
     ) -> None:
         self.config, self.world, self.stop = config, world, stop
         self.on_step = on_step
-        torch.manual_seed(config.run.seed + world.rank)
+        _seed_all(config.run.seed + world.rank)
         stored = find_stored(config)
         self.state = RunState() if stored is None else stored.state
         step, consumed_samples = self.state.step, self.state.consumed_samples

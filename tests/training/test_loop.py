@@ -8,13 +8,16 @@ import functools
 import io
 import logging
 import os
+import random
 import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -59,6 +62,35 @@ def test_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert "step 6/6  100.0%" in printed
     assert f"train --config {config.run_directory}/config.yaml" in printed
+
+
+def _draws(config: Config, stop_at: int = 0) -> list[tuple[float, float, float]]:
+    found: list[tuple[float, float, float]] = []
+
+    def draw(step: int, result: StepResult) -> None:
+        found.append((random.random(), float(np.random.random()), torch.rand(()).item()))
+        _interrupt(stop_at, step, result)
+
+    train(config, on_step=draw)
+    return found
+
+
+def test_every_generator_begins_with_the_seed_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    """Python's, NumPy's and torch's: equal runs draw equally, ranks unlike, resumed ones go on."""
+    write_corpus(tmp_path)
+    runs = []
+    for name in ("first", "second"):
+        config = tiny(tmp_path, run={"directory": str(tmp_path / name), "device": "cpu"})
+        if name == "first":
+            runs.append(ranks(2).run(_draws, config))
+        else:
+            head = ranks(2).run(_draws, config, 3)
+            tail = ranks(2).run(_draws, config)
+            runs.append([[*begun, *rest] for begun, rest in zip(head, tail, strict=True)])
+    assert runs[0] == runs[1]
+    assert len(runs[0][0]) == 6
+    for numbers in zip(*[step for rank in runs[0] for step in rank], strict=True):
+        assert len(set(numbers)) == 12
 
 
 def test_finished_run_is_evaluated_again(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def export_hf_checkpoint(
     *,
     step: int | None = None,
     config: ConfigLike | None = None,
-    dtype: torch.dtype | None = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     max_shard_nbytes: int = DEFAULT_SHARD_NBYTES,
     tokenizer: SavesPretrained | None = None,
     show_progress: bool = False,

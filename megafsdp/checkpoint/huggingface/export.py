@@ -48,7 +48,7 @@ def export_hf(
     directory: str | os.PathLike[str],
     *,
     config: ConfigLike | None = None,
-    dtype: torch.dtype | None = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     max_shard_nbytes: int = DEFAULT_SHARD_NBYTES,
     tokenizer: SavesPretrained | None = None,
 ) -> Path:

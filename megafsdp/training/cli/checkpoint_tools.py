@@ -39,7 +39,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--step", type=int, help="step; the latest by default")
     add("--config", help="config.json of the model, where the checkpoint does not say it")
     add("--vocab-size", type=int, help="rows of the vocabulary to keep; the padding goes")
-    add("--dtype", choices=tuple(_DTYPES), default="bf16", help="dtype of the files")
+    add("--dtype", choices=tuple(_DTYPES), default="keep", help="dtype of the files")
     add("--max-shard-gb", type=float, default=5.0, help="size of a file, in units of 10**9 bytes")
     add("--tokenizer", help="tokenizers JSON file to add, as tokenizer.json")
     _add_output(parser)

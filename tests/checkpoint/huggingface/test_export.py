@@ -77,18 +77,21 @@ def test_every_sharding_exports_the_same_tensors(
     assert_loads(target, "qwen3", True)
 
 
-def test_a_plain_model_exports_without_ranks(tmp_path: Path) -> None:
-    """By default in bf16, in one file without an index; the config is the model's own."""
-    target = checkpoint.export_hf(our_model("llama"), tmp_path / "exported")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_plain_model_exports_without_ranks(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """In its own dtype unless another is asked for; one file without an index, its own config."""
+    options = {} if dtype is None else {"dtype": dtype}
+    target = checkpoint.export_hf(our_model("llama"), tmp_path / "exported", **options)
     assert sorted(p.name for p in target.iterdir()) == ["config.json", "model.safetensors"]
     fields = json.loads((target / "config.json").read_text())
     assert fields["architectures"] == ["LlamaForCausalLM"]
-    assert fields["torch_dtype"] == "bfloat16"
+    wanted_dtype = dtype or torch.float32
+    assert fields["torch_dtype"] == str(wanted_dtype).removeprefix("torch.")
     wanted = their_model("llama").state_dict()
     got = read(target)
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert torch.equal(got[name], tensor.to(torch.bfloat16)), name
+        assert torch.equal(got[name], tensor.to(wanted_dtype)), name
 
 
 class _Tokenizer:
@@ -279,7 +282,8 @@ def _allocated_and_asked_for(
         mock.patch.object(hf, "nbytes_to_gather", asking),
         mock.patch.object(hf, "gather_to", gathering),
     ):
-        checkpoint.export_hf(model, directory, max_shard_nbytes=20_000)
+        # A copy in another dtype takes memory even where nothing is gathered.
+        checkpoint.export_hf(model, directory, dtype=torch.bfloat16, max_shard_nbytes=20_000)
     return asked, used
 
 

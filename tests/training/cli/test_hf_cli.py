@@ -32,7 +32,7 @@ def test_a_run_is_exported_and_imported_again(
 ) -> None:
     """The run says which model it is; padding can be cut off; the same tensors come back."""
     root, target = _save_as_run(tmp_path), tmp_path / "exported"
-    words = ["ckpt", "export-hf", str(root), str(target), "--dtype", "fp32"]
+    words = ["ckpt", "export-hf", str(root), str(target)]
     tokenizer = tmp_path / "bpe.json"
     tokenizer.write_text("{}")
     more = ["--vocab-size", "300", "--tokenizer", str(tokenizer), "--json"]
