@@ -18,17 +18,21 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import mark_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.runtime.unit import units_below
+from megafsdp.mesh.torch_private import local_of, write_full_states_by
 
 _before_loads: list[Callable[[], object]] = []
 
@@ -123,6 +127,17 @@ def watch_optimizer_steps() -> None:
     Called whenever parameters become sharded.
     """
     _hooks.watch()
+    write_full_states_by(_write_from_full)
+
+
+def _write_from_full(tensor: DTensor, full: torch.Tensor) -> bool:
+    """Take the own rows of a full tensor that torch's setters of states give; local."""
+    if not isinstance(tensor, UnevenDTensor):
+        return False
+    wait_before_load()
+    wait_for_writer(local_of(tensor))
+    tensor.copy_from_full_(full)
+    return True
 
 
 def register_before_load(wait: Callable[[], object]) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
@@ -102,27 +103,46 @@ def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
 
 
 @functools.cache
-def check_before_chunk_writes(check: Callable[[DTensor], None]) -> None:
-    """Have torch call ``check`` on each DTensor that is to take its chunk of a full tensor.
+def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None:
+    """Have torch's setters of full states call ``write`` with each DTensor and its full tensor.
 
-    ``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``broadcast_from_rank0`` cut the
-    full tensor as ``torch.chunk`` does and write the chunk over the local tensor. Once a process
-    for each function; torch's own DTensors pass through it too.
+    ``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``full_state_dict`` cut a full
+    tensor as ``torch.chunk`` does, unless ``write`` has written and returns True. Once a process
+    for each function; torch's own DTensors come too.
 
-    Public: none; the writer reads nothing of the tensor that other code does not read, so the
-    tensor cannot refuse by itself. 2.11 to 2.13.
+    Public: none; the setters read nothing of the tensor that other code does not read, so the
+    tensor cannot say how it is cut. 2.11 to 2.13.
     """
-    write = _state_dict_utils._distribute_tensors
+    write_chunks = _state_dict_utils._distribute_tensors
+    distribute = dcp_state_dict._distribute_state_dict
 
-    @functools.wraps(write)
-    def checked(
+    @functools.wraps(write_chunks)
+    def distribute_tensors(
         local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
     ) -> None:
         for key in keys:
             # A pair is a DTensor and its full tensor; any other value needs no cut.
             pair = local_state_dict.get(key)
-            if isinstance(pair, tuple):
-                check(pair[0])
-        write(local_state_dict, keys, *args, **kwargs)
+            if isinstance(pair, tuple) and write(*pair):
+                local_state_dict[key] = pair[0]
+        write_chunks(local_state_dict, keys, *args, **kwargs)
 
-    _state_dict_utils._distribute_tensors = checked
+    @functools.wraps(distribute)
+    def distribute_state_dict(
+        full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], **kwargs: Any
+    ) -> None:
+        rest = {
+            key: value
+            for key, value in full_state_dict.items()
+            if not (
+                isinstance(own := local_state_dict.get(key), DTensor)
+                and isinstance(value, torch.Tensor)
+                and value.ndim > 0
+                and write(own, value)
+            )
+        }
+        distribute(rest, local_state_dict, **kwargs)
+
+    # Broadcast from rank 0, and given by every rank.
+    _state_dict_utils._distribute_tensors = distribute_tensors
+    dcp_state_dict._distribute_state_dict = distribute_state_dict

@@ -39,7 +39,6 @@ from megafsdp.buffer.dtensor.op_rules import (
     RowShardedDTensor,
     check_may_draw,
     refuse,
-    refuse_full_state,
 )
 from megafsdp.buffer.dtensor.random_values import (
     DRAWS_IN_PLACE,
@@ -55,7 +54,6 @@ from megafsdp.mesh.parallel_dims import flat_group
 from megafsdp.mesh.torch_private import (
     DTensorSpec,
     TensorMeta,
-    check_before_chunk_writes,
     make_dtensor,
 )
 
@@ -155,8 +153,6 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Give exactly the rows that the layout assigns to this rank",
                 )
             )
-        # torch would load the rows of torch.chunk() here, without an error where their number fits.
-        check_before_chunk_writes(_refuse_chunk)
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
         meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
         # Shard(0) stands for uneven rows too: a placement of our own would enter torch's caches.
@@ -395,12 +391,6 @@ class _LocalRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> UnevenDTensor:
         """Wrap the gradient of the rows."""
         return UnevenDTensor.wrap(grads[0].contiguous(), ctx.spec, ctx.layout)
-
-
-def _refuse_chunk(tensor: DTensor) -> None:
-    # For a meta tensor torch makes a DTensor of its own, which load_state_dict() refuses later.
-    if isinstance(tensor, UnevenDTensor) and not tensor.is_meta:
-        refuse_full_state(f"a tensor of shape {tensor.uneven_layout.shape}")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,16 +12,16 @@ gets methods of its own, and the state dict hooks that torch offers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
-from megafsdp.buffer.dtensor.uneven import wrap_like
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrap_like
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.meta import (
     device_of,
@@ -211,34 +211,44 @@ def _after_state_dict(
 def _before_load_state_dict(
     unit: GuardedUnit,
     module: nn.Module,
-    state: Mapping[str, object],
+    state: MutableMapping[str, object],
     prefix: str,
     metadata: dict[str, object],
     *unused: object,
 ) -> None:
-    if metadata.get("assign_to_params_buffers", False):
-        raise RuntimeError(
-            expected(
-                "load_state_dict(assign=False)",
-                "assign=True, which would cut parameters from their flat buffer",
-                where=f"unit '{unit.name}'",
-                hint="Load with assign=False, or call megafsdp.load_full_state_dict() "
-                "for full tensors",
-            )
-        )
+    # Parameters stay views of their flat buffer: values are copied.
+    metadata["assign_to_params_buffers"] = False
     # A step that runs beside this thread would overwrite what is loaded.
     for group in unit.groups:
         group.wait_for_step()
     for name, parameter in module._parameters.items():
         given = state.get(f"{prefix}{name}")
-        if given is not None and not is_cut_alike(given, parameter):
+        if given is None or is_cut_alike(given, parameter):
+            continue
+        if not isinstance(given, DTensor) or given.shape != parameter.shape:
             refuse_full_state(f"load_state_dict() of '{prefix}{name}'")
+        # Cut as distribute_tensor() and FSDP2 cut: all ranks load it, so all take part.
+        assert isinstance(parameter, UnevenDTensor), "others may be copied as they are"
+        rows = parameter.like(torch.empty_like(local_of(parameter), dtype=given.dtype))
+        rows.copy_from_full_(_gathered(given))
+        state[f"{prefix}{name}"] = rows
     # torch copies into the tensors after this hook: on the meta device the values would be lost.
     give_memory_to_meta_tensors(
         module, device_of(unit.groups), is_wanted=lambda name: f"{prefix}{name}" in state
     )
     named = module.named_parameters(remove_duplicate=False)
     mark_initialized(unit.groups, [p for name, p in named if f"{prefix}{name}" in state])
+
+
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """Return the whole of a tensor that torch has cut; collective."""
+    placements = list(tensor.placements)
+    # Axis by axis: where the mesh has been flattened, torch 2.13 gathers both axes at once and
+    # leaves the padding of uneven chunks in.
+    for axis in reversed(range(len(placements))):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def _after_load_state_dict(unit: GuardedUnit, *unused: object) -> None:

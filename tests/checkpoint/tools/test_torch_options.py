@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megafsdp import FusedAdam, full_state_dict, fully_shard_model
@@ -45,6 +47,10 @@ from tests.ranks import Ranks
 
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+BROADCAST_ON_CPU = StateDictOptions(
+    full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True
+)
 
 
 def _trained(kind: str, strategy: str) -> Run:
@@ -154,38 +160,91 @@ def test_full_states_are_whole(ranks: Ranks, kind: str, strategy: str) -> None:
     ranks(4 if strategy in ("hsdp", "hfsdp") else 2).run(_full_states, kind, strategy)
 
 
-def _full_states_set(kind: str) -> list[str]:
+def _values(run: Run) -> dict[str, object]:
+    """Return everything, with tuples of options as torch's setters give them back."""
+    found = everything(run)
+    for index in range(len(run.optimizer.param_groups)):
+        group = run.optimizer.param_groups[index].items()
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in group if k != "params"}
+        found[f"group {index}"] = plain
+    return found
+
+
+def _full_states_set(kind: str, strategy: str) -> None:
     run = _trained(kind, "optim_grads_params")
-    model, optimizer = get_state_dict(run.model, run.optimizer, options=FULL)
-    before = everything(run)
-    messages = []
-    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    for options in (FULL, broadcast):
-        with pytest.raises(NotImplementedError) as caught:
-            set_model_state_dict(run.model, dict(model), options=options)
-        messages.append(str(caught.value))
-    with pytest.raises(NotImplementedError) as caught:
-        run.model.load_state_dict(model)
-    messages.append(str(caught.value))
-    assert differences(everything(run), before) == [], "nothing has been written"
-    # torch's optimizers accept any states; they are told apart at the step.
-    with pytest.raises((NotImplementedError, ValueError), match="cut like the"):
-        set_optimizer_state_dict(run.model, run.optimizer, optimizer, options=FULL)
-        train(run, range(1, 2))
-    return messages
+    wanted = _values(run)
+    full = get_state_dict(run.model, run.optimizer, options=FULL)
+    for options in (FULL, BROADCAST, BROADCAST_ON_CPU):
+        model, optimizer = copy.deepcopy(full)
+        if options.broadcast_from_rank0 and dist.get_rank() > 0:
+            model, optimizer = {}, {}
+        other = run_of(kind, strategy, salt=1)
+        train(other, range(5, 6))
+        assert differences(_values(other), wanted)
+        set_model_state_dict(other.model, model, options=options)
+        set_optimizer_state_dict(other.model, other.optimizer, optimizer, options=options)
+        assert differences(_values(other), wanted) == [], options
+        # What was set is what forward computes with.
+        assert torch.equal(logits(other), logits(run))
+        train(other, range(1, 2))
+    # A load that is not torch's setters' must say how it is cut.
+    with pytest.raises(NotImplementedError, match=r"load_full_state_dict\(\)"):
+        run.model.load_state_dict(full[0])
+    assert differences(_values(run), wanted) == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size"),
-    [("adamw", 2), ("adamw-fused", 2), ("sgd", 2), ("adam", 3), ("adam-fp8", 2), ("muon", 2)],
+    ("kind", "strategy", "world_size"),
+    [
+        ("adamw", "optim_grads_params", 2),
+        ("adamw-fused", "optim", 3),
+        ("sgd", "optim_grads", 2),
+        ("adam", "hsdp", 4),
+        ("adam", "hfsdp", 4),
+        ("adam-fp8", "optim_grads_params", 2),
+        ("muon", "no_shard", 2),
+    ],
 )
-def test_setting_full_states_is_refused_on_all_ranks(
-    ranks: Ranks, kind: str, world_size: int
+def test_torchs_setters_take_full_states(
+    ranks: Ranks, kind: str, strategy: str, world_size: int
 ) -> None:
-    """Torch would cut them as torch.chunk does; the error names what loads them."""
-    for messages in ranks(world_size).run(_full_states_set, kind):
-        assert len(messages) == 3
-        assert all("load_full_state_dict()" in message for message in messages)
+    """On every rank, or broadcast from rank 0: weights, states, the next forward, bit for bit."""
+    ranks(world_size).run(_full_states_set, kind, strategy)
+
+
+def _as_accelerate_loads(strategy: str) -> None:
+    run = _trained("adam", "optim_grads_params")
+    wanted = full_state_dict(run.model)
+    with torch.device("meta"):
+        other = run_of("adam", strategy, salt=1)
+    state = {}
+    for name, own in other.model.state_dict().items():
+        full = wanted[name]
+        if dist.get_rank() > 0:
+            full = torch.empty_like(full)
+        dist.broadcast(full, src=0)
+        if isinstance(own, DTensor):
+            full = distribute_tensor(full, own.device_mesh, own.placements)
+        state[name] = full
+    other.model.load_state_dict(state, assign=True)
+    for block in other.model.blocks:
+        # In no state dict: accelerate keeps these from before the move to meta.
+        block.register_buffer("scratch", torch.zeros(2), persistent=False)
+    assert differences(full_state_dict(other.model), wanted) == []
+    assert torch.equal(logits(other), logits(run))
+    parameters = dict(other.model.named_parameters())
+    assert not any(parameters[name] is value for name, value in state.items() if name in parameters)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("optim_grads_params", 3), ("no_shard", 2), ("hsdp", 4), ("hfsdp", 4)],
+)
+def test_a_model_on_meta_takes_what_rank_zero_distributes(
+    ranks: Ranks, strategy: str, world_size: int
+) -> None:
+    """Tensors that torch has cut, with assign=True: values are copied, parameters stay."""
+    ranks(world_size).run(_as_accelerate_loads, strategy)
 
 
 def _options() -> None:
