@@ -129,7 +129,10 @@ def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None
 
     @functools.wraps(distribute)
     def distribute_state_dict(
-        full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], **kwargs: Any
+        full_state_dict: dict[str, Any],
+        local_state_dict: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         rest = {
             key: value
@@ -141,7 +144,7 @@ def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None
                 and write(own, value)
             )
         }
-        distribute(rest, local_state_dict, **kwargs)
+        distribute(rest, local_state_dict, *args, **kwargs)
 
     # Broadcast from rank 0, and given by every rank.
     _state_dict_utils._distribute_tensors = distribute_tensors

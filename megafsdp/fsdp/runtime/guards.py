@@ -223,7 +223,7 @@ def _before_load_state_dict(
         group.wait_for_step()
     for name, parameter in module._parameters.items():
         given = state.get(f"{prefix}{name}")
-        if given is None or is_cut_alike(given, parameter):
+        if given is None or parameter is None or is_cut_alike(given, parameter):
             continue
         if not isinstance(given, DTensor) or given.shape != parameter.shape:
             refuse_full_state(f"load_state_dict() of '{prefix}{name}'")

@@ -53,6 +53,12 @@ _COPIED = (
     "capturable",
     "ftz",
 )
+# Of the groups of torch's AdamW, in this version; all are what this optimizer does.
+_TORCH_OPTIONS = {
+    name: value
+    for name, value in torch.optim.AdamW([torch.zeros(1)]).defaults.items()
+    if name not in ("lr", "betas", "eps", "weight_decay")
+}
 
 
 class FusedAdam(Optimizer):
@@ -350,8 +356,10 @@ class FusedAdam(Optimizer):
         return factor.scale if is_cpu and not self.capturable else factor.scale.float()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch's Adam: moments in fp32, whatever they are kept in; local.
+        """Return a state dict of torch's AdamW: moments in fp32, whatever they are kept in; local.
 
+        Its groups have the options of torch's AdamW, so that ``torch.distributed.checkpoint`` finds
+        in the files of either what the other asks for; ``bias_correction`` is there if it is off.
         With ``store_param_remainders`` the remainders are there too, in int16.
         """
 
@@ -359,6 +367,11 @@ class FusedAdam(Optimizer):
             for index, parameter in packed_parameters(packed, self.param_groups):
                 if index in packed["state"]:
                     packed["state"][index] = self._portable_state(parameter)
+            for group in packed["param_groups"]:
+                own = {"capturable": self.capturable, "decoupled_weight_decay": self.adam_w_mode}
+                group |= _TORCH_OPTIONS | own
+                if group["bias_correction"]:
+                    del group["bias_correction"]
 
         # Before the hooks of others, which may replace what they see. A hook for the time of this
         # call, since only the base class packs the states.
@@ -401,6 +414,9 @@ class FusedAdam(Optimizer):
         # Remainders of the old weights; a state dict without remainders means zeros.
         self._store.forget_remainders()
         fill_options(self.param_groups, self.defaults)
+        for group in self.param_groups:
+            for name in _TORCH_OPTIONS:
+                group.pop(name, None)
         for index, parameter in packed_parameters(packed, self.param_groups):
             given = packed["state"].get(index)
             if given is None:
