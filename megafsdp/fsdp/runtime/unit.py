@@ -35,7 +35,7 @@ from megafsdp.fsdp.runtime.autograd_hooks import (
     tensors_of,
 )
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken, PendingForwards
-from megafsdp.fsdp.runtime.guards import guard_parameters, guard_state_dicts
+from megafsdp.fsdp.runtime.guards import guard_parameters, guard_state_dicts, refuse_transforms
 from megafsdp.fsdp.runtime.root import adopt_units_below, attach, attached_unit, attached_units
 from megafsdp.fsdp.runtime.schedule import FSDPContext, UnitOptions
 
@@ -293,6 +293,7 @@ class FSDPUnit:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        refuse_transforms(self.name)
         context, run = self.require_context(), self._run
         goes_on = run is not None and run.goes_on_with(module, is_interrupted=self.is_resting)
         if not goes_on and not _is_in_backward():
