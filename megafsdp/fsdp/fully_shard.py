@@ -395,8 +395,9 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether a module has neither a forward nor another method of its own to run as one."""
-    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+    """Return whether a list or dict of torch has neither a forward nor another method to run."""
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    if not isinstance(module, kinds) or type(module).forward is not nn.Module.forward:
         return False
     # register_fsdp_forward_method() serves a class of the user's that has other methods.
     classes = [c for c in type(module).__mro__ if not c.__module__.startswith("torch.")]

@@ -47,16 +47,21 @@ class Shelf(nn.ModuleList):
     size = 2
 
 
+class Holder(nn.Module):
+    """Has parts that others run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Block()
+
+
 def _containers() -> None:
     blocks = {"a": Block()}
-    bare = nn.Module()
-    bare.block = Block()
     parameters = nn.ParameterList([nn.Parameter(torch.ones(3))])
     for container in (
         nn.ModuleList(blocks.values()),
         nn.ModuleDict(blocks),
         Shelf(),
-        bare,
         parameters,
     ):
         for given in (container, [Block(), container]):
@@ -66,6 +71,7 @@ def _containers() -> None:
             assert "one call for each" in str(caught.value)
             assert not record.calls
         assert not any(isinstance(m, FSDPModule) for m in container.modules())
+    assert isinstance(fully_shard(Holder()), FSDPModule), "its units may be gathered by hand"
     x = torch.randn(2, 3, WIDTH)
     reference = Runs([Block()])
     torch.testing.assert_close(fully_shard(copy.deepcopy(reference))(x), reference(x))
