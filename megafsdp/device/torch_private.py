@@ -77,6 +77,18 @@ def is_backward_running() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+def func_transforms() -> list[str]:
+    """Return the transforms of ``torch.func`` that run on this thread, outermost first.
+
+    Named grad (of vjp and Jacobians too), jvp, vmap or functionalize. Public: none. 2.11 to 2.13.
+    """
+    functorch = torch._C._functorch
+    # Asked for in every forward; the stack is built anew by each call.
+    if functorch.peek_interpreter_stack() is None:
+        return []
+    return [each.key().name.lower() for each in functorch.get_interpreter_stack() or ()]
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have the autograd engine call a function at the end of the backward that runs.
 

@@ -20,6 +20,7 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
 from megafsdp.fsdp.runtime.schedule import references
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
+from megafsdp.mesh.torch_private import register_as_fully_sharded
 
 
 class UnshardHandle:
@@ -38,6 +39,14 @@ class UnshardHandle:
 
 class FSDPModule:
     """Mixin of modules given to ``fully_shard``."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
+        """Make a module of the class without this mixin.
+
+        torch makes a slice of an ``nn.Sequential`` by the class of the whole, and is no unit.
+        """
+        plain = next(c for c in cls.__mro__[1:] if issubclass(c, nn.Module))
+        return plain(*args, **kwargs)
 
     def _fsdp_unit(self) -> FSDPUnit:
         unit = unit_of(self) if isinstance(self, nn.Module) else None
@@ -261,6 +270,7 @@ class FSDPModule:
 
 def mix_in(module: nn.Module) -> None:
     """Give a module the methods of :class:`FSDPModule` by changing its class."""
+    register_as_fully_sharded(module)
     cls = type(module)
     # A class for each module: register_fsdp_forward_method() sets methods on it.
     module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})

@@ -12,7 +12,7 @@ default mesh.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from megafsdp.fsdp.grouping import (
     device_type_of,
     find_parameters,
     find_units,
+    leave_out_tied,
     policies_by_module,
 )
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
@@ -93,8 +94,8 @@ def fully_shard(
         ``module``, whose class is now also an :class:`FSDPModule`.
 
     Raises:
-        ValueError: A module is a unit already, a parameter is tied to another unit, parameters lie
-            on several devices, or an argument has no meaning.
+        ValueError: A module is a unit already or a container without a forward, a parameter is
+            tied to another unit, parameters lie on several devices, or an argument has no meaning.
         TypeError: A policy is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
@@ -137,6 +138,9 @@ def fully_shard_model(
 ) -> nn.Module:
     """Make every instance of some classes below a model, and then the model, into units.
 
+    All of them are checked before the first is changed. A unit that has a parameter tied to one
+    outside of it is left out, which is logged: its parameters belong to the unit around it.
+
     Args:
         model: The model, changed in place.
         fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None
@@ -152,12 +156,16 @@ def fully_shard_model(
             ``mp_policy.keep_fp32`` matches nothing.
         Exception: Whatever :func:`fully_shard` raises.
     """
-    units = find_units(model, fsdp_unit_modules)
+    # A list, because each unit reads it.
+    options["ignored_params"] = ignored = list(options.get("ignored_params") or ())
+    units = leave_out_tied(model, find_units(model, fsdp_unit_modules), ignored)
     # Before the first call: names are matched to parameters by id, and it replaces parameters.
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
-    for module in [*reversed(units), model]:
-        fully_shard(module, mp_policy=policies[module], **options)
+    policies = {module: policies[module] for module in (*reversed(units), model)}
+    check_units(policies, ignored, options.get("shard_placement_fn"))
+    for module, policy in policies.items():
+        fully_shard(module, mp_policy=policy, **options)
     return model
 
 
@@ -319,11 +327,37 @@ def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: De
     return True
 
 
-def check_modules(modules: Sequence[nn.Module], prefetch: int) -> None:
-    """Check that the modules can become a unit.
+def check_units(
+    policies: Mapping[nn.Module, MixedPrecisionPolicy],
+    ignored: Sequence[nn.Parameter],
+    placement_fn: Callable[[nn.Parameter], object] | None,
+) -> None:
+    """Check what could refuse one of several units, so that all are made or none.
+
+    Args:
+        policies: The modules that will be a unit each, inner ones first, and their policies.
+        ignored: Parameters to leave alone.
+        placement_fn: As for :func:`fully_shard`.
 
     Raises:
-        ValueError: There is none, one is a unit already, or ``prefetch`` is negative.
+        Exception: Whatever :func:`fully_shard` raises for one of the modules.
+    """
+    check_modules(list(policies))
+    taken: dict[nn.Module, list[nn.Parameter]] = {}
+    for module, policy in policies.items():
+        of_inner = [p for m in module.modules() if m in taken for p in taken[m]]
+        found = find_parameters([module], [*ignored, *of_inner], policy)
+        check_placements(found, placement_fn)
+        device_type_of(found)
+        taken[module] = [item.parameter for item in found]
+
+
+def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
+    """Check that the modules can become a unit, or one each.
+
+    Raises:
+        ValueError: There is none, one is a unit already or only contains modules, or ``prefetch``
+            is negative.
     """
     # Two units over one module would each gather, and each end its backward.
     for module in modules:
@@ -334,6 +368,15 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int) -> None:
                     f"{type(module).__name__}, which was given to fully_shard() before",
                     where="fully_shard()",
                     hint="Call it once for each unit, on the root last",
+                )
+            )
+        if is_container(module):
+            raise ValueError(
+                expected(
+                    "a module with a forward, around which it can be gathered",
+                    f"{type(module).__name__}, which only contains modules",
+                    where="fully_shard()",
+                    hint="Give the modules in it: one call for each, or a list of them as one unit",
                 )
             )
     if not modules:
@@ -349,6 +392,21 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int) -> None:
                 hint="Use 1; 0 gathers each unit when it runs",
             )
         )
+
+
+def is_container(module: nn.Module) -> bool:
+    """Return whether a list or dict of torch has neither a forward nor another method to run."""
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    if not isinstance(module, kinds) or type(module).forward is not nn.Module.forward:
+        return False
+    # register_fsdp_forward_method() serves a class of the user's that has other methods.
+    classes = [c for c in type(module).__mro__ if not c.__module__.startswith("torch.")]
+    return not any(
+        callable(value)
+        for cls in classes
+        for name, value in vars(cls).items()
+        if not name.startswith("__")
+    )
 
 
 def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bool | int | None:

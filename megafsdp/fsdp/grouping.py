@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
@@ -33,6 +35,7 @@ from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import units_below
 
+_LOGGER = logging.getLogger("megafsdp.fsdp")
 # Set on full parameters: the name of the unit that owns the sharded form, and the FQN in it.
 _OWNER_ATTRIBUTE = "_megafsdp_owner"
 
@@ -104,6 +107,62 @@ def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bo
         if any(cls is each or each in names for each in wanted):
             return True
     return False
+
+
+def leave_out_tied(
+    model: nn.Module, units: Sequence[nn.Module], ignored: Iterable[nn.Parameter]
+) -> list[nn.Module]:
+    """Return the units that have no parameter tied to one outside of them; the rest is logged.
+
+    What is left out belongs to the unit around it: a tied parameter has one main weight, so all its
+    users must be in one unit.
+
+    Args:
+        model: The root.
+        units: Modules below it, none of them a unit yet.
+        ignored: Parameters to leave alone.
+    """
+    kept, reasons = list(units), []
+    ignored_ids = {id(parameter) for parameter in ignored}
+    while tied := _tied_outside(model, kept, ignored_ids):
+        kept = [unit for unit in kept if unit not in tied]
+        reasons += [f"{type(unit).__name__} ({names})" for unit, names in tied.items()]
+    # All ranks have the same model, and one line is enough.
+    if reasons and rank_and_world_size()[0] == 0:
+        _LOGGER.warning(
+            "Not made units, because parameters are tied to others outside of them: %s. The unit "
+            "around gathers them with its own parameters",
+            "; ".join(reasons),
+        )
+    return kept
+
+
+def _tied_outside(
+    model: nn.Module, units: Sequence[nn.Module], ignored_ids: set[int]
+) -> dict[nn.Module, str]:
+    """Return the units with a parameter that a unit outside of them has too, and its names."""
+    chosen = set(units)
+    below = {unit: set(unit.modules()) for unit in units}
+    fqns = {module: name for name, module in model.named_modules()}
+    # The units that would own a parameter, by its id, each with a name of it.
+    owners: dict[int, dict[nn.Module, str]] = {}
+    for unit in (model, *units):
+        inner = [m for m in unit.modules() if m in chosen and m is not unit]
+        owned_below = set().union(*(below[m] for m in inner))
+        for module in unit.modules():
+            if module in owned_below:
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in ignored_ids and group_of(parameter) is None:
+                    fqn = f"{fqns[module]}.{name}".lstrip(".")
+                    owners.setdefault(id(parameter), {}).setdefault(unit, fqn)
+    tied: dict[nn.Module, str] = {}
+    for names in owners.values():
+        for unit in chosen.intersection(names):
+            outside = [name for other, name in names.items() if other not in below[unit]]
+            if outside:
+                tied[unit] = f"'{names[unit]}' is '{outside[0]}'"
+    return tied
 
 
 def find_parameters(

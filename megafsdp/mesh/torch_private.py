@@ -16,7 +16,9 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import _state_dict_utils
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.checkpoint.utils import _create_file_view
@@ -82,6 +84,16 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     Collective on first use. Public: none. 2.11 to 2.13.
     """
     return mesh._flatten()
+
+
+def register_as_fully_sharded(module: nn.Module) -> None:
+    """Register a module as torch's own ``fully_shard`` does, whose companions look there.
+
+    ``replicate()`` refuses such a module, and leaves its parameters out below another one. Public:
+    none. 2.11 to 2.13.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
 
 
 def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any]:

@@ -86,9 +86,7 @@ def _trains(name: str) -> set[tuple[str, str]]:
 def test_one_rank_trains_on_nccl(ranks: Ranks, name: str) -> None:
     """Gradients, norm and parameters of three steps equal the unsharded model's."""
     (groups,) = ranks(1, "nccl").run(_trains, name)
-    gathers = {group for kind, group in groups if kind == "all_gather"}
-    reductions = {group for kind, group in groups if kind == "reduce_scatter"}
-    assert not gathers & reductions, "communicators of their own"
+    assert not groups, "one rank issues no collective"
 
 
 @pytest.mark.parametrize("name", OPTIONS)

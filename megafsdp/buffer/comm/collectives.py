@@ -2,8 +2,9 @@
 
 Every exchange between ranks goes through this file. So it is the one place for what differs between
 torch versions and backends, for the byte view of dtypes that a backend refuses, and for the count
-of calls and bytes (:func:`record_collectives`). It takes tensors and process groups; layouts,
-units and the order of collectives are decided above.
+of calls and bytes (:func:`record_collectives`). One rank exchanges nothing: in a process group of
+size 1 a function does its work on the rank, and no collective is issued or counted. This file takes
+tensors and process groups; layouts, units and the order of collectives are decided above.
 
 Collectives of flat buffers return a :class:`Pending`, on which gloo blocks the thread and NCCL the
 stream. Those of small tensors and objects return when their result may be read.
@@ -87,6 +88,13 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backends(group).get(device.type) == "gloo"
 
 
+def _is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Return whether a group is of one rank; None means all ranks, of which one may be all."""
+    if group is None:
+        return not dist.is_initialized() or dist.get_world_size() == 1
+    return group.size() == 1
+
+
 def small_device(group: dist.ProcessGroup) -> str:
     """Return the device on which a group exchanges what is on none yet, such as labels."""
     return "cpu" if "cpu" in backends(group) else "cuda"
@@ -149,6 +157,12 @@ def all_gather(
     Returns:
         The pending collective. Neither side may be touched before ``wait()``.
     """
+    if _is_alone(group):
+        for out, shard in zip(output, shards, strict=True):
+            # A gather in place has its shard there already.
+            if out.data_ptr() != shard.data_ptr():
+                out.copy_(shard)
+        return Pending()
     _count("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
     # NCCL coalesces only tensors of one dtype, and codes and scales of a format have two dtypes.
     as_bytes = len({o.dtype for o in output}) > 1
@@ -213,12 +227,17 @@ def reduce_scatter(
     Returns:
         The pending collective; ``output`` is written by its ``wait()``.
     """
-    _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials), group)
+    is_alone = _is_alone(group)
+    if not is_alone:
+        _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials), group)
     works: list[dist.Work | None] = []
     finishes: list[Callable[[], None]] = []
     with profiler_range("reduce_scatter", label):
         for out, partial in zip(output, partials, strict=True):
-            exchange = _exchange if is_gloo(group, partial.device) else _library_reduce_scatter
+            if is_alone:
+                exchange = _keep
+            else:
+                exchange = _exchange if is_gloo(group, partial.device) else _library_reduce_scatter
             work, shards_of = exchange(partial, group, reduce_dtype)
             works.append(work)
             finishes.append(_summing(out, shards_of, scale, accumulate))
@@ -238,6 +257,9 @@ def all_to_all(
 
     Returns when ``output`` may be read. ``splits``: elements received from each, sent to each rank.
     """
+    if _is_alone(group):
+        output.copy_(source)
+        return
     _count(_UNEVEN, label, source.numel() * source.element_size(), group)
     received, sent = map(list, splits)
     dist.all_to_all_single(output, source, received, sent, group=group)
@@ -249,13 +271,18 @@ def _summing(
     return lambda: sum_shards(shards, out, scale=scale, accumulate=accumulate)
 
 
+def _keep(
+    partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
+) -> tuple[dist.Work | None, list[torch.Tensor]]:
+    """Return the only rank's partial, which is the sum; it is not rounded to ``reduce_dtype``."""
+    return None, [partial]
+
+
 def _exchange(
     partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
     """Send each rank its shard of the sum; return what is to be summed, in rank order."""
     rank, parts = group.rank(), list(partial.chunk(group.size()))
-    if len(parts) == 1:
-        return None, parts
     if len(parts) == 2:
         # The own part is not sent, which halves the bytes. With more ranks it lies between parts
         # that are sent, and all_to_all_single sends one contiguous tensor.
@@ -300,6 +327,8 @@ def all_reduce_partials(
     Returns:
         The pending collective; ``output`` is written by its ``wait()``.
     """
+    if _is_alone(group):
+        return Pending(finish=_summing(output, [partial], scale, accumulate))
     # In place where the dtypes agree: the partials have no reader after the sum.
     wire = partial.to(reduce_dtype)
     _count("all_reduce", label, wire.numel() * wire.element_size(), group)
@@ -338,9 +367,9 @@ def start_all_reduce(
         label: What for, for counters.
 
     Returns:
-        The pending collective; complete at once without process groups.
+        The pending collective; complete at once on one rank.
     """
-    if not dist.is_initialized():
+    if _is_alone(group):
         return Pending()
     _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
     everyone = group or dist.group.WORLD
@@ -364,8 +393,8 @@ def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: st
 
 
 def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's small object in rank order; ``[obj]`` without process groups."""
-    if not dist.is_initialized():
+    """Return every rank's small object in rank order; ``[obj]`` itself on one rank."""
+    if _is_alone(group):
         return [obj]
     _count("all_gather_objects", "", 0, group)
     # torch overwrites each entry; these only give the list its length.
@@ -376,7 +405,7 @@ def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T
 
 def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
     """Return every rank's small object in rank order on rank 0, None on the others."""
-    if not dist.is_initialized():
+    if _is_alone(group):
         return [obj]
     _count("gather_objects", "", 0, group)
     size = dist.get_world_size(group)
@@ -387,7 +416,7 @@ def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T] | 
 
 def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the small object of rank ``src``, its number within ``group``, on all ranks."""
-    if not dist.is_initialized():
+    if _is_alone(group):
         return obj
     _count("broadcast_object", "", 0, group)
     holder = [obj]
@@ -397,7 +426,7 @@ def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = Non
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Return when all ranks have called it."""
-    if dist.is_initialized():
+    if not _is_alone(group):
         _count("barrier", "", 0, group)
         dist.barrier(group=group)
 
@@ -422,6 +451,8 @@ def require_equal(
     Raises:
         ValueError: The values differ.
     """
+    if _is_alone(group):
+        return
     # A digest, because whole values would be megabytes on each rank at thousands of ranks.
     digest = hashlib.sha256(value.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=small_device(group))

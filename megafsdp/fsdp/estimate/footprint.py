@@ -138,6 +138,9 @@ def _traffic(
         axis = axes.everywhere if any(group.axes.is_divided for group in sharded) else DP_SHARD
         extra.append((axis, _NORM_NBYTES))
     for axis, size in extra:
+        # One rank issues none.
+        if axes.sizes[axis] == 1:
+            continue
         calls[axis, "all_reduce"] += 1
         nbytes[axis, "all_reduce"] += size
     return {key: Traffic(calls[key], nbytes[key]) for key in sorted(calls)}

@@ -72,10 +72,12 @@ class AxisNames:
     Attributes:
         names: Name of a mesh axis, or of both together, by the name of its process group.
         everywhere: Name of all axes together.
+        sizes: Number of ranks by these names.
     """
 
     names: dict[str, str]
     everywhere: str
+    sizes: dict[str, int]
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> AxisNames:
@@ -84,7 +86,9 @@ class AxisNames:
         everywhere = " x ".join(axes)
         # A collective without a group is one over all ranks.
         names = {"": everywhere, flat_group(mesh).group_name: everywhere}
-        return cls(names | {mesh.get_group(a).group_name: a for a in axes}, everywhere)
+        names |= {mesh.get_group(a).group_name: a for a in axes}
+        sizes = dict(zip(axes, mesh.shape, strict=True)) | {everywhere: mesh.size()}
+        return cls(names, everywhere, sizes)
 
 
 @contextlib.contextmanager

@@ -30,14 +30,21 @@ class ForwardToken:
     Args:
         inputs: The inputs that need a gradient, before they pass through the identity.
         forward_pass: Which forward of the root it is a part of; None for one of its own.
+        is_in_order: Whether its backward has a place in the order that is recorded. That of a head
+            on one chunk has none: the order to follow is that of the root's backward.
     """
 
-    __slots__ = ("__weakref__", "forward_pass", "number", "outer_ids")
+    __slots__ = ("__weakref__", "forward_pass", "is_in_order", "number", "outer_ids")
 
     def __init__(
-        self, inputs: Sequence[torch.Tensor] = (), forward_pass: ForwardPass | None = None
+        self,
+        inputs: Sequence[torch.Tensor] = (),
+        forward_pass: ForwardPass | None = None,
+        *,
+        is_in_order: bool = True,
     ) -> None:
         self.forward_pass = forward_pass or ForwardPass()
+        self.is_in_order = is_in_order
         self.number = next(_numbers)
         # The ids stay those of the inputs: the graph, which owns this token, owns them too.
         self.outer_ids = frozenset(id(t if base_of(t) is None else base_of(t)) for t in inputs)

@@ -1,8 +1,9 @@
 """What the modules and parameters of a unit refuse, and which writes to main weights they note.
 
-They refuse conversions and copies, gradient hooks that would never fire, and state dicts at the
-wrong time. They note what a state dict or a load writes into main weights: after it compute weights
-are stale, and the parameters are initialised.
+They refuse conversions and copies, gradient hooks that would never fire, ``torch.func`` and
+``DistributedDataParallel``, and state dicts at the wrong time. They note what a state dict or a
+load writes into main weights: after it compute weights are stale, and the parameters are
+initialised.
 
 :class:`~megafsdp.fsdp.fsdp_module.FSDPModule` is in the class of a unit's own modules and calls the
 functions here. The plain modules below them stay of their class: each with sharded parameters
@@ -11,6 +12,7 @@ gets methods of its own, and the state dict hooks that torch offers.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
@@ -19,9 +21,12 @@ from typing import NoReturn, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrap_like
+from megafsdp.device.torch_private import func_transforms
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.meta import (
     device_of,
@@ -29,7 +34,7 @@ from megafsdp.fsdp.params.meta import (
     give_memory_to_meta_tensors,
     mark_initialized,
 )
-from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.mesh.torch_private import local_of
 
 
@@ -98,6 +103,7 @@ def guard_parameters(
     Returns:
         The plain modules.
     """
+    _watch_data_parallel()
     # A dict, for an order that all ranks share.
     parts: dict[nn.Module, None] = {}
     for parameter in (p for group in groups for p in group.parameters):
@@ -108,6 +114,12 @@ def guard_parameters(
     for part in found:
         _guard_part(part)
     return found
+
+
+@functools.cache
+def _watch_data_parallel() -> None:
+    """Have ``DistributedDataParallel`` refuse parameters of units, once for the process."""
+    register_module_module_registration_hook(_refuse_data_parallel)
 
 
 def _guard_part(module: nn.Module) -> None:
@@ -152,6 +164,44 @@ def _refuse_gradient_hook(hook: object) -> NoReturn:
             hint="Call register_post_accumulate_grad_hook() and read or change .grad in it",
         )
     )
+
+
+def _refuse_data_parallel(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    # torch's constructor registers the module before its first collective.
+    if not isinstance(wrapper, DistributedDataParallel) or module is None:
+        return
+    ignored = wrapper.parameters_to_ignore
+    # All names of a tied parameter must be ignored: the reducer finds it by any.
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        if fqn not in ignored and group_of(parameter) is not None:
+            raise ValueError(
+                expected(
+                    "parameters that no unit owns",
+                    f"'{fqn}', which fully_shard() has sharded",
+                    where=f"DistributedDataParallel of {type(module).__name__}",
+                    hint="Leave it out: units reduce their gradients themselves, over replicas too "
+                    "with strategy='no_shard' or a mesh of two axes",
+                )
+            )
+
+
+def refuse_transforms(unit_name: str) -> None:
+    """Raise if ``torch.func`` transforms the forward of a unit; local.
+
+    Raises:
+        NotImplementedError: It does, by another transform than ``vmap`` without gradients.
+    """
+    names = func_transforms()
+    if names and (torch.is_grad_enabled() or set(names) != {"vmap"}):
+        raise NotImplementedError(
+            expected(
+                "a forward that backward() or torch.autograd.grad() follows",
+                f"one within torch.func.{names[-1]}",
+                where=f"unit '{unit_name}'",
+                hint="Use torch.autograd.grad(), or torch.autograd.functional for Jacobians: "
+                "units begin and end their backward by hooks, which torch.func does not call",
+            )
+        )
 
 
 class GuardedUnit(Protocol):

@@ -137,6 +137,10 @@ class ScheduledUnit(Protocol):
     def is_in_backward(self) -> bool:
         """Return whether the unit's backward has begun and not ended."""
 
+    @property
+    def is_list(self) -> bool:
+        """Return whether the unit is of several modules."""
+
     def needs_statistics(self) -> bool:
         """Mark written weights stale; tell whether a stale one needs statistics of other ranks."""
 
@@ -244,6 +248,7 @@ class FSDPContext:
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._is_backward_running = False
+        self._is_backward_order_begun = False
         # Only the root's backward has begun, and nothing was gathered after it.
         self._is_in_loss_backward = False
         # Units gathered ahead that have not run. By id: references keep a deleted model alive.
@@ -275,8 +280,15 @@ class FSDPContext:
             self._begin_root()
         elif self.has_backward_begun:
             self.reset_after_error()  # An exception cut it short: none runs on this thread.
-        if root is unit or root is None or not root.is_at_work:
+        # A module of a list that runs after the root, as a head on chunks of the root's output, is
+        # a part of the root's pass: what ran of the list before waits for the same backward.
+        if root is unit or (self.is_without_root(unit) and not unit.is_list):
             self.forward_pass = ForwardPass()
+
+    def is_without_root(self, unit: ScheduledUnit) -> bool:
+        """Return whether a unit that runs now runs outside of the root's forward."""
+        root = self._root()
+        return root is not unit and (root is None or not root.is_at_work)
 
     def _begin_root(self) -> None:
         self.reset_after_error()
@@ -299,7 +311,10 @@ class FSDPContext:
 
     def unshard_for_forward(self, unit: ScheduledUnit) -> None:
         """Gather a unit for its forward, and issue the gathers of those expected next."""
-        self._unshard(unit, self._forward)
+        root = self._root()
+        # A unit that runs without the root is in no forward order.
+        is_in_order = root is not None and root.is_at_work
+        self._unshard(unit, self._forward, is_in_order=is_in_order)
 
     def is_reserved_for_backward(self, unit: ScheduledUnit) -> bool:
         """Return whether a unit stays unsharded after forward: the root, the last unit, or by wish.
@@ -333,16 +348,18 @@ class FSDPContext:
             if unit.is_in_backward:
                 return
             unit.enter_backward()
+            if token.is_in_order and not self._is_backward_order_begun:
+                self._is_backward_order_begun = True
+                self._backward.start(guess=self._forward)
             if unit.options.unshard_in_backward:
-                self._unshard(unit, self._backward)
+                self._unshard(unit, self._backward, is_in_order=token.is_in_order)
             unit.show_unsharded()
 
     def _begin_whole_backward(self) -> None:
         """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
         if self._is_backward_running:
             return
-        self._is_backward_running = True
-        self._backward.start(guess=self._forward)
+        self._is_backward_running, self._is_backward_order_begun = True, False
         # The engine calls it on this thread, after the last node and before backward() returns.
         call_after_backward(self.end_backward)
 
@@ -368,10 +385,14 @@ class FSDPContext:
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
         self._is_backward_running = self._is_in_loss_backward = False
-        units = self.units
+        units, root = self.units, self._root()
         # All ranks end the rest in this order, whichever gradients arrived on each of them.
         for unit in reversed(units):
             self._end_unit(unit)
+        # A recomputation may have run some modules of a list, and none of the others follows.
+        if root is None or not root.is_at_work:
+            for unit in units:
+                unit.end_partial_forward()
         if self.is_last_microbatch:
             self._reduce_leftovers(units)
         # Before backward() returns: users read .grad at once.
@@ -442,7 +463,9 @@ class FSDPContext:
             refresh_with_statistics(self.groups)
         unit.start_unshard(in_backward=in_backward)
 
-    def _unshard(self, unit: ScheduledUnit, order: RecordedOrder[ScheduledUnit]) -> None:
+    def _unshard(
+        self, unit: ScheduledUnit, order: RecordedOrder[ScheduledUnit], *, is_in_order: bool
+    ) -> None:
         """Gather a unit, and issue the gathers of those expected next before waiting for it.
 
         The root's backward begins with the loss, when most bytes are alive: what comes after it is
@@ -451,11 +474,8 @@ class FSDPContext:
         in_backward = order is self._backward
         self._ahead.discard(id(unit))
         self.start_unshard(unit, in_backward=in_backward)
-        root = self._root()
-        # A unit that runs without the root is in no forward order.
-        is_recorded = in_backward or (root is not None and root.is_at_work)
-        recorded = order.arrive(unit, unit.options.prefetch) if is_recorded else []
-        self._is_in_loss_backward = in_backward and root is unit
+        recorded = order.arrive(unit, unit.options.prefetch) if is_in_order else []
+        self._is_in_loss_backward = in_backward and self.is_root(unit)
         if not self._is_in_loss_backward:
             self._gather_ahead(unit, recorded, in_backward=in_backward)
         # Last: the gathers ahead are under way while this one is waited for.

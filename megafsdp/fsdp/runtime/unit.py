@@ -35,7 +35,7 @@ from megafsdp.fsdp.runtime.autograd_hooks import (
     tensors_of,
 )
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken, PendingForwards
-from megafsdp.fsdp.runtime.guards import guard_parameters, guard_state_dicts
+from megafsdp.fsdp.runtime.guards import guard_parameters, guard_state_dicts, refuse_transforms
 from megafsdp.fsdp.runtime.root import adopt_units_below, attach, attached_unit, attached_units
 from megafsdp.fsdp.runtime.schedule import FSDPContext, UnitOptions
 
@@ -91,9 +91,23 @@ class ModuleRun:
         """Return whether a module's forward has not ended."""
         return id(module) in self._to_end
 
-    def is_cut_short_by(self, module: nn.Module) -> bool:
-        """Return whether a module that begins now had begun and never ended, by an exception."""
-        return id(module) in self._to_end and id(module) in self._begun
+    @property
+    def is_open(self) -> bool:
+        """Return whether a module has begun and not ended."""
+        return not self._begun.isdisjoint(self._to_end)
+
+    def goes_on_with(self, module: nn.Module, *, is_interrupted: bool) -> bool:
+        """Return whether a module that begins now is a part of this run.
+
+        Args:
+            module: The module.
+            is_interrupted: Whether the unit rests meanwhile.
+        """
+        if not self.has_to_end(module):
+            # A second call. The modules that ran before are not waited for again at rest.
+            return not is_interrupted
+        # One that began and never ended was cut short by an exception.
+        return id(module) not in self._begun
 
 
 class FSDPUnit:
@@ -219,7 +233,13 @@ class FSDPUnit:
     @property
     def is_at_work(self) -> bool:
         """Return whether a forward or backward has begun and not ended."""
-        return self._phase is not Phase.RESTING or self._run is not None
+        is_running = self._run is not None and self._run.is_open
+        return is_running or self._phase is not Phase.RESTING
+
+    @property
+    def is_list(self) -> bool:
+        """Return whether the unit is of several modules."""
+        return len(self._modules) > 1
 
     @property
     def is_unsharded(self) -> bool:
@@ -273,10 +293,10 @@ class FSDPUnit:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        context = self.require_context()
-        run = self._run
-        is_new_run = run is None or run.is_cut_short_by(module)
-        if is_new_run and not _is_in_backward():
+        refuse_transforms(self.name)
+        context, run = self.require_context(), self._run
+        goes_on = run is not None and run.goes_on_with(module, is_interrupted=self.is_resting)
+        if not goes_on and not _is_in_backward():
             context.begin_forward(self)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
@@ -285,11 +305,11 @@ class FSDPUnit:
             context.start_unshard(self)
             self.finish_unshard()
             return args, kwargs
-        if run is not None and not is_new_run:
-            run.begin(module)
-            return args, kwargs
-        self._run = run = ModuleRun(self.modules)
+        if run is None or not goes_on:
+            self._run = run = ModuleRun(self.modules)
         run.begin(module)
+        if self._phase is Phase.FORWARD and goes_on:
+            return args, kwargs
         if self.post_optim_event is not None:
             # The gather reads main weights that the optimizer writes on a stream of the user's.
             device_handle("cuda").wait_event(self.post_optim_event)
@@ -298,14 +318,16 @@ class FSDPUnit:
         # The parameters are put in place after the wait: a hook of the user may read them at once.
         context.unshard_for_forward(self)
         self.show_unsharded()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not goes_on:
             args, kwargs = self._watch_inputs(run, (args, kwargs))
         return args, kwargs
 
     def _watch_inputs(self, run: ModuleRun, inputs: Any) -> Any:
         """Pass inputs that need a gradient through the identity that ends the unit's backward."""
         watched = [t for t in tensors_of(inputs) if t.requires_grad]
-        run.token = token = ForwardToken(watched, self.require_context().forward_pass)
+        context = self.require_context()
+        is_in_order = not (self.is_list and context.is_without_root(self))
+        run.token = token = ForwardToken(watched, context.forward_pass, is_in_order=is_in_order)
         if not watched:
             # Without such an input the unit's backward ends in the schedule's callback.
             return inputs
@@ -322,32 +344,44 @@ class FSDPUnit:
         output = cast_floating(output, self.policy.output_dtype)
         if self._phase is Phase.BACKWARD:
             return output
-        run, token = self._run, None
-        if run is not None:
-            if not run.end(module):
+        context, run = self.require_context(), self._run
+        is_partial = run is not None and not run.end(module)
+        token = None if run is None else run.token
+        if run is not None and is_partial:
+            is_within_root = not (context.is_root(self) or context.is_without_root(self))
+            if is_within_root or run.is_open or _is_in_backward():
+                # The modules that come next find the parameters in place.
+                self._watch_outputs(token, output)
                 return output
-            token = run.token
-        self._run = None
+        # The others may come or not, so the unit rests. Those of a root that come with a graph too
+        # go on with the run; under a root, or without a graph, each call is a run of its own.
+        is_reserved = is_partial and context.is_root(self) and torch.is_grad_enabled()
+        if not is_reserved:
+            self._run = None
         # A backward of an earlier forward may have run inside of this one, and has ended the phase.
         if self._phase is Phase.FORWARD:
             self.phase = Phase.RESTING
         self.show_sharded()
-        self._end_run(token, output)
+        self._end_run(is_reserved=is_reserved)
+        self._watch_outputs(token, output)
         return output
 
-    def _end_run(self, token: ForwardToken | None, output: Any) -> None:
-        """Reshard after a forward, and have backward begin at its outputs."""
+    def _end_run(self, *, is_reserved: bool) -> None:
+        """Reshard after a forward, unless storage is reserved for what follows it."""
         context = self.require_context()
         is_graph_built = torch.is_grad_enabled()
         # A recomputed forward is followed by its own backward at once.
         is_recomputing = _is_in_backward()
-        is_reserved = is_recomputing or context.is_reserved_for_backward(self)
+        is_reserved = is_reserved or is_recomputing or context.is_reserved_for_backward(self)
         if not (is_graph_built and is_reserved):
             self._release_after_forward(is_graph_built=is_graph_built)
         if context.is_root(self) and not is_recomputing:
             context.end_forward(is_graph_built=is_graph_built)
-        if is_graph_built:
-            hook = BackwardHook(self, token)
+
+    def _watch_outputs(self, token: ForwardToken | None, output: Any) -> None:
+        """Have backward begin at the outputs of a module."""
+        if torch.is_grad_enabled():
+            context, hook = self.require_context(), BackwardHook(self, token)
             for tensor in tensors_of(output):
                 hook.watch(tensor)
                 context.watch_root(self, tensor)
@@ -365,7 +399,8 @@ class FSDPUnit:
 
     def end_partial_forward(self) -> None:
         """End a forward in which some of the unit's modules did not run: it stays gathered."""
-        if self._phase is Phase.FORWARD and self._run is not None:
+        run = self._run
+        if self._phase is Phase.FORWARD and run is not None and not run.is_open:
             self.phase = Phase.RESTING
             self._run = None
             self.show_sharded()

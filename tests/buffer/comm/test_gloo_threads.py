@@ -14,7 +14,7 @@ _CHILD = """
 import os, sys, threading, time
 import torch
 import torch.distributed as dist
-from megafsdp.buffer.comm import collectives
+import megafsdp.buffer.comm.collectives
 
 class Late:
     # Collected when the interpreter ends; gives Python's lock away then.
@@ -30,7 +30,7 @@ late = Late()
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(4):
-    collectives.broadcast_object([1])
+    dist.broadcast_object_list([1])
     time.sleep(0.01)
 cpu = min(os.sched_getaffinity(0))
 for task in map(int, os.listdir(TASKS)):
@@ -38,7 +38,7 @@ for task in map(int, os.listdir(TASKS)):
     if task != threading.get_native_id():
         os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
 for _ in range(100):
-    collectives.broadcast_object([1])
+    dist.broadcast_object_list([1])
     if is_running():
         print("left with work", flush=True)
         break

@@ -73,6 +73,7 @@ class Setting:
         num_outer_exchanges: The same over the outer axis, where that divides main weights.
         num_sub_buffers: Sub-buffers of all groups.
         num_kept_sub_buffers: Those of the groups kept after forward.
+        num_replicas: Ranks of the outer axis, 1 without one.
     """
 
     n: int
@@ -87,6 +88,17 @@ class Setting:
     num_outer_exchanges: int = 0
     num_sub_buffers: int = 0
     num_kept_sub_buffers: int = 0
+    num_replicas: int = 2
+
+    @property
+    def i(self) -> int:
+        """Return 1 where the inner axis exchanges anything, 0 where it is one rank."""
+        return int(self.num_shards > 1)
+
+    @property
+    def o(self) -> int:
+        """Return the same of the outer axis."""
+        return int(self.num_replicas > 1)
 
     @property
     def deferred_nbytes(self) -> int:
@@ -98,31 +110,35 @@ Table = dict[str, Callable[[Setting], tuple[int, int, int]]]
 
 # All-gathers, reduce-scatters and all-reduces of one step that is not the first.
 CALLS: Table = {
-    "no_shard": lambda s: (0, 0, s.n * s.c),
-    "optim": lambda s: (s.n, s.n * s.c, 0),
-    "optim_grads": lambda s: (s.n, s.n * s.m, 0),
-    "optim_grads_params": lambda s: ((2 * s.n - s.r) * s.m, s.n * s.m, 0),
-    "hsdp": lambda s: ((2 * s.n - s.r) * s.m, s.n * s.m, s.n * s.c),
-    "hfsdp": lambda s: ((2 * s.n - s.r) * s.m + s.n, s.n * s.m + s.n * s.c, 0),
+    "no_shard": lambda s: (0, 0, s.i * s.n * s.c),
+    "optim": lambda s: (s.i * s.n, s.i * s.n * s.c, 0),
+    "optim_grads": lambda s: (s.i * s.n, s.i * s.n * s.m, 0),
+    "optim_grads_params": lambda s: (s.i * (2 * s.n - s.r) * s.m, s.i * s.n * s.m, 0),
+    "hsdp": lambda s: (s.i * (2 * s.n - s.r) * s.m, s.i * s.n * s.m, s.o * s.n * s.c),
+    "hfsdp": lambda s: (
+        s.i * (2 * s.n - s.r) * s.m + s.o * s.n,
+        s.i * s.n * s.m + s.o * s.n * s.c,
+        0,
+    ),
 }
 # Their bytes, on the full-size side.
 NBYTES: Table = {
-    "no_shard": lambda s: (0, 0, s.main_grad_nbytes * s.c),
-    "optim": lambda s: (s.weight_nbytes, s.deferred_nbytes * s.c, 0),
-    "optim_grads": lambda s: (s.weight_nbytes, s.weight_nbytes * s.m, 0),
+    "no_shard": lambda s: (0, 0, s.i * s.main_grad_nbytes * s.c),
+    "optim": lambda s: (s.i * s.weight_nbytes, s.i * s.deferred_nbytes * s.c, 0),
+    "optim_grads": lambda s: (s.i * s.weight_nbytes, s.i * s.weight_nbytes * s.m, 0),
     "optim_grads_params": lambda s: (
-        (2 * s.weight_nbytes - s.kept_nbytes) * s.m,
-        s.weight_nbytes * s.m,
+        s.i * (2 * s.weight_nbytes - s.kept_nbytes) * s.m,
+        s.i * s.weight_nbytes * s.m,
         0,
     ),
     "hsdp": lambda s: (
-        (2 * s.weight_nbytes - s.kept_nbytes) * s.m,
-        s.weight_nbytes * s.m,
-        s.main_grad_nbytes // s.num_shards * s.c,
+        s.i * (2 * s.weight_nbytes - s.kept_nbytes) * s.m,
+        s.i * s.weight_nbytes * s.m,
+        s.o * s.main_grad_nbytes // s.num_shards * s.c,
     ),
     "hfsdp": lambda s: (
-        (2 * s.weight_nbytes - s.kept_nbytes) * s.m + s.weight_nbytes // s.num_shards,
-        s.weight_nbytes * s.m + s.main_grad_nbytes // s.num_shards * s.c,
+        s.i * (2 * s.weight_nbytes - s.kept_nbytes) * s.m + s.o * s.weight_nbytes // s.num_shards,
+        s.i * s.weight_nbytes * s.m + s.o * s.main_grad_nbytes // s.num_shards * s.c,
         0,
     ),
 }
@@ -172,6 +188,7 @@ def _setting(net: Net, num_microbatches: int, in_microbatch: bool) -> Setting:
         num_outer_exchanges=_num_outer_exchanges(groups),
         num_sub_buffers=_num_sub_buffers(groups),
         num_kept_sub_buffers=_num_sub_buffers(kept),
+        num_replicas=1 if (outer := groups[0].axes.outer_group) is None else outer.size(),
     )
 
 
@@ -204,7 +221,7 @@ def _check_step(
     *nbytes, all_reduced_nbytes = NBYTES[engine](setting)
     wanted_nbytes = (*nbytes, all_reduced_nbytes + num_votes * num_flags)
     assert tuple(record.nbytes[kind] for kind in KINDS) == wanted_nbytes
-    num_outer = setting.c if engine == "hfsdp" else 0
+    num_outer = setting.o * setting.c if engine == "hfsdp" else 0
     num_reductions = wanted[1] // setting.n - num_outer
     assert dispatched["reduce_scatter"] == (
         num_reductions * setting.num_exchanges + num_outer * setting.num_outer_exchanges

@@ -1,0 +1,234 @@
+"""What people put around units or ask of them as of plain modules: right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+from torch.nn.parallel import DistributedDataParallel
+
+from megafsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.fsdp.runtime.unit import units_below
+from tests.fsdp.toy import WIDTH, Block, assert_same_grads, batches, mine, pair
+from tests.ranks import Ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class Stack(nn.ModuleList):
+    """A list that has a method of its own to run."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what all of them make of x."""
+        for module in self:
+            x = module(x)
+        return x
+
+
+class Runs(nn.ModuleList):
+    """A list with a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the first makes of x."""
+        return self[0](x)
+
+
+class Shelf(nn.ModuleList):
+    """A list that only looks like a module."""
+
+    size = 2
+
+
+class Holder(nn.Module):
+    """Has parts that others run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Block()
+
+
+def _containers() -> None:
+    blocks = {"a": Block()}
+    parameters = nn.ParameterList([nn.Parameter(torch.ones(3))])
+    for container in (
+        nn.ModuleList(blocks.values()),
+        nn.ModuleDict(blocks),
+        Shelf(),
+        parameters,
+    ):
+        for given in (container, [Block(), container]):
+            with record_collectives() as record, pytest.raises(ValueError) as caught:
+                fully_shard(given)
+            assert type(container).__name__ in str(caught.value)
+            assert "one call for each" in str(caught.value)
+            assert not record.calls
+        assert not any(isinstance(m, FSDPModule) for m in container.modules())
+    assert isinstance(fully_shard(Holder()), FSDPModule), "its units may be gathered by hand"
+    x = torch.randn(2, 3, WIDTH)
+    reference = Runs([Block()])
+    torch.testing.assert_close(fully_shard(copy.deepcopy(reference))(x), reference(x))
+    reference = Stack([Block(), Block()])
+    net = fully_shard(copy.deepcopy(reference))
+    register_fsdp_forward_method(net, "run")
+    torch.testing.assert_close(net.run(x), reference.run(x))
+
+
+def test_a_container_without_a_forward_is_refused(ranks: Ranks) -> None:
+    """Nothing could be gathered around it; one with a forward or a method to run is a unit."""
+    ranks(2).run(_containers)
+
+
+class Chain(nn.Sequential):
+    """A sequential of the user's own class."""
+
+
+def _slices() -> None:
+    x = torch.randn(2, 3, WIDTH)
+    for cls in (nn.Sequential, Chain):
+        reference = cls(Block(), Block(), Block())
+        net = copy.deepcopy(reference)
+        for block in net:
+            fully_shard(block)
+        fully_shard(net)
+        with torch.no_grad():
+            torch.testing.assert_close(net(x), reference(x))
+            part = net[1:]
+            assert type(part) is cls and isinstance(net, FSDPModule)
+            assert [*part] == [net[1], net[2]]
+            torch.testing.assert_close(part(x), reference[1:](x))
+        assert list(units_below([part]).values()) == [m._fsdp_unit() for m in part]
+        made = type(net)(nn.Linear(2, 2))
+        assert type(made) is cls and len(made) == 1
+
+
+def test_a_slice_of_a_sharded_sequential_is_a_plain_one(ranks: Ranks) -> None:
+    """Its modules are the sharded ones, which run in it."""
+    ranks(2).run(_slices)
+
+
+def _transformed() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+    x, t = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    with warnings.catch_warnings():
+        # torch itself uses what it has deprecated, once.
+        warnings.simplefilter("ignore")
+        wanted_tangent = torch.func.jvp(reference, (x,), (t,))
+    for strategy in STRATEGIES:
+        net = copy.deepcopy(reference)
+        fully_shard(net[2], strategy=strategy)
+        fully_shard(net, strategy=strategy)
+
+        def loss(y: torch.Tensor, model: nn.Module = net) -> torch.Tensor:
+            return model(y).square().sum()
+
+        wrong: dict[str, Callable[[], object]] = {
+            "grad": lambda: torch.func.grad(loss)(x),
+            "jvp": lambda: torch.func.jvp(net, (x,), (t,)),  # noqa: B023
+            "vmap": lambda: torch.func.vmap(torch.func.grad(loss))(x),
+        }
+        for name, call in wrong.items():
+            with record_collectives() as record, pytest.raises(NotImplementedError) as caught:
+                call()
+            message = str(caught.value)
+            assert f"torch.func.{'grad' if name == 'vmap' else name}" in message
+            assert "unit 'Sequential'" in message and "torch.autograd" in message
+            assert not record.calls
+            assert not any(unit.is_at_work for unit in units_below([net]).values())
+        # What the errors name instead, and what stays right.
+        leaf = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(loss(leaf), leaf)
+        (wanted,) = torch.autograd.grad(loss(leaf, reference), leaf)
+        torch.testing.assert_close(found, wanted)
+        found = torch.autograd.functional.jvp(net, x, t)
+        torch.testing.assert_close(found, wanted_tangent)
+        with torch.no_grad():
+            torch.testing.assert_close(torch.func.vmap(net)(x), reference(x))
+        net.zero_grad()
+        loss(x).backward()
+        reference.zero_grad()
+        loss(x, reference).backward()
+        assert_same_grads(net, reference)
+
+
+def test_transforms_of_functions_are_refused_by_name(ranks: Ranks) -> None:
+    """Grad and jvp of torch.func find no hooks; autograd's own ways are right."""
+    ranks(2).run(_transformed)
+
+
+class Around(nn.Module):
+    """A sharded net and a plain layer."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.own = nn.Linear(3, 3)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss of both."""
+        return self.net(tokens, labels) + self.own(x).square().mean()
+
+
+def _names_of_replicas() -> dict[str, Callable[[nn.Module], nn.Module]]:
+    return {
+        "DistributedDataParallel": DistributedDataParallel,
+        "replicate": replicate,
+        "replicate by fsdp": replicate_by_fsdp,
+    }
+
+
+def _replicated() -> None:
+    for strategy in STRATEGIES:
+        for name, wrap in _names_of_replicas().items():
+            _, net = pair(num_blocks=1, strategy=strategy)
+            before = [type(m) for m in net.modules()], list(net.parameters())
+            with (
+                record_collectives() as record,
+                pytest.raises((ValueError, RuntimeError)) as caught,
+            ):
+                wrap(net)
+            assert "fully_shard" in str(caught.value) and name.split()[0] in str(caught.value)
+            assert not record.calls
+            assert [type(m) for m in net.modules()] == before[0]
+            assert all(a is b for a, b in zip(net.parameters(), before[1], strict=True))
+            net(*mine(batches(1)[0])).backward()
+
+
+def _replicated_around() -> None:
+    x = torch.randn(dist.get_world_size(), 2, 3)
+    for strategy in STRATEGIES:
+        for name, wrap in _names_of_replicas().items():
+            reference, net = pair(num_blocks=1, strategy=strategy)
+            torch.manual_seed(0)
+            reference, net = Around(reference), Around(net)
+            net.own.load_state_dict(reference.own.state_dict())
+            if name == "DistributedDataParallel":
+                with pytest.raises(ValueError, match="fully_shard"):
+                    wrap(net)
+                net._ddp_params_and_buffers_to_ignore = [
+                    f"net.{n}" for n, _ in net.net.named_parameters(remove_duplicate=False)
+                ]
+            wrapped = wrap(net)
+            for batch in batches(2):
+                reference(*batch, x).backward()
+                wrapped(*mine(batch), x[dist.get_rank()]).backward()
+            assert_same_grads(net.net, reference.net)
+            grad = net.own.weight.grad
+            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            torch.testing.assert_close(grad, reference.own.weight.grad)
+
+
+@pytest.mark.parametrize("body", [_replicated, _replicated_around])
+def test_replicas_of_units_are_refused_and_of_what_is_around_them_are_right(
+    ranks: Ranks, body: Callable[[], None]
+) -> None:
+    """DistributedDataParallel and replicate() leave units alone, or are refused."""
+    ranks(2).run(body)

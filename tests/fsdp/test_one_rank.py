@@ -1,0 +1,161 @@
+"""A process group of one rank: the engine issues no collective in it, whatever is called."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafsdp import (
+    FusedAdam,
+    MixedPrecisionPolicy,
+    checkpoint,
+    clip_grad_norm_,
+    full_state_dict,
+    load_full_state_dict,
+    materialize,
+    microbatch,
+    summon_full_params,
+)
+from megafsdp.buffer.comm import collectives as door
+from megafsdp.buffer.comm.agreement import agree, on_rank_zero, raise_together
+from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
+from tests.end_to_end.strategy_cases import ENGINES, MeshShape, mesh_of_shape
+from tests.fsdp.toy import Net, assert_same_grads, assert_same_parameters, batches, mine
+from tests.ranks import Ranks
+
+
+class GroupSizes(TorchDispatchMode):
+    """Note the number of ranks of every collective that reaches torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Note and run."""
+        if func.namespace == "c10d":
+            boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            self.sizes.append(dist.ProcessGroup.unbox(boxed).size())
+        return func(*args, **(kwargs or {}))
+
+
+def _program(engine: str, shape: MeshShape, root: Path) -> None:
+    """Train beside one process, clip, save, load, and fill an empty net."""
+    world = dist.get_world_size()
+    # Sums of one rank are not rounded to the dtype in which others would be sent.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if world == 1 else None)
+    engine_options = ENGINES[engine].with_options(mp_policy=policy)
+    reference = Net(2)
+    net = engine_options.shard(copy.deepcopy(reference), shape)
+    optimizer = FusedAdam(net.parameters(), lr=1e-2, eps=1e-5)
+    of_reference = torch.optim.Adam(reference.parameters(), lr=1e-2, eps=1e-5)
+    for step in range(2):
+        for k, batch in enumerate(batches(2, seed=step)):
+            reference(*batch).backward()
+            with microbatch(net, is_last=k == 1):
+                net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+        clip_grad_norm_(net.parameters(), 1e-2)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e-2)
+        for each in (optimizer, of_reference):
+            each.step()
+            each.zero_grad()
+    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
+    with summon_full_params(net):
+        torch.testing.assert_close(net.norm.weight, reference.norm.weight)
+    state = full_state_dict(net)
+    load_full_state_dict(net, state)
+    checkpoint.save(root / engine, step=2, model=net, optimizer=optimizer)
+    checkpoint.load(root / engine, model=net, optimizer=optimizer)
+    assert all(torch.equal(full_state_dict(net)[name], value) for name, value in state.items())
+    with torch.device("meta"):
+        empty = Net(2)
+    materialize(engine_options.shard(empty, shape))
+
+
+def _issues_none(root: Path, sizes: list[int]) -> None:
+    world = dist.get_world_size()
+    for engine, options in ENGINES.items():
+        shapes = [(1, world), (world, 1)] if len(options.meshes[0]) == 2 else [(world,)]
+        for shape in dict.fromkeys(shape for shape in shapes if 1 in shape):
+            mesh_of_shape(shape)
+            with GroupSizes() as noted:
+                _program(engine, shape, root / str(shape))
+            assert set(noted.sizes) == set(sizes), f"{engine} on {shape}"
+
+
+def _issues_none_in_debug_mode(root: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DEBUG_VARIABLE, "1")
+        _issues_none(root, [])
+
+
+def test_one_rank_issues_no_collective(ranks: Ranks, tmp_path: Path) -> None:
+    """In every strategy, from the agreement of the first forward to a checkpoint."""
+    ranks(1).run(_issues_none_in_debug_mode, tmp_path)
+
+
+def test_an_axis_of_one_rank_issues_no_collective(ranks: Ranks, tmp_path: Path) -> None:
+    """Whether it is the outer axis or the inner one; the other issues its own."""
+    ranks(2).run(_issues_none, tmp_path, [2])
+
+
+def _door() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    shard = torch.arange(6.0)
+    code = torch.arange(6, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    with GroupSizes() as noted, door.record_collectives() as record:
+        outputs = [torch.full((6,), torch.nan), torch.zeros(6, dtype=torch.float8_e4m3fn)]
+        door.all_gather(outputs, [shard, code], group=group, label="").wait()
+        assert torch.equal(outputs[0], shard) and outputs[1].view(torch.uint8).tolist() == [
+            *range(6)
+        ]
+        door.all_gather([shard], [shard], group=group, label="").wait()
+        assert torch.equal(door.all_gather_equal(shard, group=group, label=""), shard[None])
+        options: dict[str, Any] = {"group": group, "reduce_dtype": torch.bfloat16, "label": ""}
+        third = torch.full((4,), 1 / 3)
+        for accumulate in (False, True):
+            for out in (torch.ones(4), torch.ones(4, dtype=torch.float64)):
+                wanted = accumulate * out.clone() + 0.5 * third
+                pending = door.reduce_scatter(
+                    [out], [third], scale=0.5, accumulate=accumulate, **options
+                )
+                pending.wait()
+                pending.wait()
+                assert torch.equal(out, wanted.to(out.dtype))
+                out.fill_(1)
+                door.all_reduce_partials(
+                    out, third.clone(), scale=0.5, accumulate=accumulate, **options
+                ).wait()
+                assert torch.equal(out, wanted.to(out.dtype))
+        out = torch.ones(4)
+        door.reduce_scatter([out], [third], scale=1, accumulate=False, **options).discard()
+        assert torch.equal(out, torch.ones(4)), "a discarded sum is not written"
+        received = torch.empty(4)
+        door.all_to_all(received, third, ([4], [4]), group, "")
+        assert torch.equal(received, third)
+        for op in ("sum", "max", "min", "avg"):
+            for of in (None, group):
+                door.all_reduce(received, op=op, group=of)
+        assert torch.equal(received, third)
+        assert door.all_gather_objects({"a": 1}) == door.gather_objects({"a": 1}) == [{"a": 1}]
+        assert door.broadcast_object({"a": 1}) == {"a": 1}
+        door.barrier()
+        door.require_equal("a", what="", group=group, hint="")
+        raise_together(None)
+        assert agree(1, None) == [1] and on_rank_zero(lambda: 2) == 2
+        with pytest.raises(ValueError, match="own error"):
+            raise_together(ValueError("own error"))
+    assert noted.sizes == [] and not record.events
+
+
+def test_the_door_does_the_work_of_one_rank_itself(ranks: Ranks) -> None:
+    """Every function of it returns or writes what a collective would."""
+    ranks(1).run(_door)
