@@ -179,7 +179,8 @@ def find_parameters(
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
             outer unit was made first), or has gradient hooks that its sharded form would not have.
             Or the policy names in fp32 only parameters of inner units, which compute otherwise.
-        NotImplementedError: A parameter is a DTensor, complex, or floating-point of 8 bits.
+        NotImplementedError: A parameter is a DTensor or of another subclass, complex, or
+            floating-point of 8 bits.
     """
     # By id: comparing tensors compares their elements.
     ignored_ids = {id(parameter) for parameter in ignored}
@@ -409,6 +410,18 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 f"'{name}', a DTensor with placements {parameter.placements}",
                 where="fully_shard()",
                 hint="Shard over data parallel ranks alone",
+            )
+        )
+    # A parameter over a flat buffer has neither the subclass's operations nor what it carries.
+    if type(parameter) is not nn.Parameter:
+        cls = type(parameter)
+        raise NotImplementedError(
+            expected(
+                "parameters that are plain tensors",
+                f"'{name}', a {cls.__module__}.{cls.__qualname__}",
+                where="fully_shard()",
+                hint="Name it in ignored_params, which leaves it whole on every rank, or convert "
+                "or quantize after training",
             )
         )
     # A real main weight drops imaginary parts; a compute weight of 8 bits would need scales.

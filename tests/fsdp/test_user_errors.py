@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -59,6 +60,58 @@ def _hooks_on_originals() -> None:
 def test_a_gradient_hook_registered_before_wrapping_is_refused(ranks: Ranks) -> None:
     """Sharded parameters would not have it."""
     ranks(2).run(_hooks_on_originals)
+
+
+class Codes(torch.Tensor):
+    """A quantized weight as torchao has them: codes and a scale behind operations of its own."""
+
+    @staticmethod
+    def __new__(cls: type[Codes], codes: torch.Tensor, scale: torch.Tensor) -> Codes:
+        """Show the dtype that the weight stands for."""
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Keep both."""
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run on the values; detach, which a Parameter is made by, keeps the codes."""
+        (weight, *others) = args
+        assert isinstance(weight, cls)
+        if func is torch.ops.aten.detach.default:
+            return cls(weight.codes, weight.scale)
+        return func(weight.codes * weight.scale, *others, **(kwargs or {}))
+
+
+class Packed(nn.Parameter):
+    """Codes that carry their scale as an attribute, as bitsandbytes has them."""
+
+
+def _subclasses() -> None:
+    codes, scale = torch.ones(4, 4, dtype=torch.int8), torch.ones(())
+    packed = Packed(codes, requires_grad=False)
+    for weight in (nn.Parameter(Codes(codes, scale), requires_grad=False), packed):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        net[1].weight = weight
+        before = dict(net.named_parameters())
+        name = type(weight).__qualname__
+        with pytest.raises(NotImplementedError, match=rf"'1\.weight', a .*\.{name}\b.*ignored_par"):
+            fully_shard(net)
+        assert all(p is before[n] for n, p in net.named_parameters())
+        fully_shard(net, ignored_params={weight})
+        assert net[1].weight is weight
+
+
+def test_tensor_subclasses_are_refused_by_name(ranks: Ranks) -> None:
+    """A flat buffer would drop what they carry; left alone, they stay."""
+    ranks(2).run(_subclasses)
 
 
 def _grad_of_sharded() -> None:

@@ -53,11 +53,15 @@ _COPIED = (
     "capturable",
     "ftz",
 )
-# Of the groups of torch's AdamW, in this version; all are what this optimizer does.
+# Of the groups of torch's AdamW, beside its hyperparameters. 2.11 to 2.13.
 _TORCH_OPTIONS = {
-    name: value
-    for name, value in torch.optim.AdamW([torch.zeros(1)]).defaults.items()
-    if name not in ("lr", "betas", "eps", "weight_decay")
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
 }
 
 
