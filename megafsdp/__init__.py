@@ -2,7 +2,7 @@
 
 from megafsdp import checkpoint
 from megafsdp.buffer.dtensor.uneven import full_tensor
-from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
+from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from megafsdp.fsdp.full_params import (
     full_state_dict,
     load_full_state_dict,
@@ -33,6 +33,7 @@ __all__ = [
     "OffloadPolicy",
     "ParallelDims",
     "ScaleRule",
+    "UnshardHandle",
     "checkpoint",
     "clip_grad_norm_",
     "full_state_dict",

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.fsdp import _fully_shard as fsdp2_package
 
 import megafsdp
 from megafsdp import FSDPModule
@@ -22,6 +28,7 @@ PROMISED = {
     "OffloadPolicy",
     "ParallelDims",
     "ScaleRule",
+    "UnshardHandle",
     "checkpoint",
     "clip_grad_norm_",
     "full_state_dict",
@@ -39,28 +46,13 @@ PROMISED = {
     "register_fsdp_forward_method",
     "summon_full_params",
 }
-METHODS = {
-    "compile",
-    "zero_grad",
-    "unshard",
-    "reshard",
-    "no_sync",
-    "set_requires_gradient_sync",
-    "set_is_last_backward",
-    "set_requires_all_reduce",
-    "set_reshard_after_forward",
-    "set_reshard_after_backward",
-    "set_modules_to_forward_prefetch",
-    "set_modules_to_backward_prefetch",
-    "set_unshard_in_backward",
-    "set_gradient_divide_factor",
-    "set_force_sum_reduction_for_comms",
-    "set_reduce_scatter_unused_params",
-    "set_separate_reduce_scatter_group",
-    "set_reduce_scatter_max_input_buffers",
-    "set_post_optim_event",
-    "reset_iter_state",
-}
+# Methods of a unit beside those of torch's.
+OWN_METHODS = {"compile", "no_sync", "zero_grad"}
+# Names of torch that are no names of ours: an argument that is taken, one that is refused, and a
+# function of which our units refuse the call; tests/fsdp/test_torch_callers.py calls all three.
+TORCH_ALONE = {"CPUOffloadPolicy", "DataParallelMeshDims", "share_comm_ctx"}
+STORED_NAMES = Path(__file__).parent / "golden" / "torch_fsdp2_names.json"
+VERSIONS = ["installed", "2.11.0", "2.12.0"]
 # What README, docs, examples and pyproject.toml import, beside the names of the package itself.
 IMPORT_PATHS = {
     "megafsdp.__main__": {"main"},
@@ -112,6 +104,7 @@ IMPORT_PATHS = {
         "FSDPModule",
         "MixedPrecisionPolicy",
         "OffloadPolicy",
+        "UnshardHandle",
         "full_state_dict",
         "fully_shard",
         "fully_shard_model",
@@ -166,10 +159,55 @@ def test_documented_import_paths_work(path: str) -> None:
     assert {name for name in IMPORT_PATHS[path] if not hasattr(module, name)} == set()
 
 
-def test_a_unit_has_the_methods_of_torchs_and_documents_them() -> None:
-    """Code written for torch's FSDPModule finds every method."""
-    assert {n for n in vars(FSDPModule) if not n.startswith("_")} == METHODS
-    for name in METHODS:
+def _signature(function: Callable[..., object]) -> str:
+    """Return names, kinds and defaults of parameters, as the stored table has them."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(bare))
+
+
+def _names_of_torch(version: str) -> dict[str, Any]:
+    """Return the names and signatures of FSDP2 in the installed torch or in a stored version."""
+    if version != "installed":
+        stored: dict[str, Any] = json.loads(STORED_NAMES.read_text())["versions"][version]
+        return stored
+    methods = {
+        name: _signature(value)
+        for name, value in vars(torch_fsdp.FSDPModule).items()
+        if callable(value) and not name.startswith("_")
+    }
+    keywords = list(inspect.signature(torch_fsdp.fully_shard).parameters)[1:]
+    functions = [torch_fsdp.register_fsdp_forward_method]
+    return {
+        "exported": fsdp2_package.__all__,
+        "methods": methods,
+        "fully_shard": keywords,
+        **{function.__name__: _signature(function) for function in functions},
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_name_of_torchs_fsdp2_is_one_of_ours(version: str) -> None:
+    """With its signature; what is not built raises NotImplementedError when it is called."""
+    names = _names_of_torch(version)
+    assert len(names["methods"]) >= 18
+    # Of our own class: an inherited one would work on a state that our units have not.
+    ours = {name: _signature(f) for name, f in vars(FSDPModule).items() if name in names["methods"]}
+    assert ours == names["methods"]
+    assert set(names["exported"]) - PROMISED <= TORCH_ALONE
+    parameters = inspect.signature(megafsdp.fully_shard).parameters
+    assert set(names["fully_shard"]) <= set(parameters)
+    kinds = {parameters[name].kind for name in names["fully_shard"]}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+    register = megafsdp.register_fsdp_forward_method
+    assert _signature(register) == names["register_fsdp_forward_method"]
+
+
+def test_the_methods_of_a_unit_are_documented_and_no_others() -> None:
+    """Each is of torch in some version, or one of the few of our own."""
+    ours = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    assert ours == OWN_METHODS.union(*(_names_of_torch(v)["methods"] for v in VERSIONS))
+    for name in ours:
         assert inspect.getdoc(getattr(FSDPModule, name)), name
 
 
@@ -188,6 +226,7 @@ def test_fully_shard_has_the_promised_keywords() -> None:
         "ignored_params",
         "average",
         "prefetch",
+        "dp_mesh_dims",
     ]
     defaults = {n: p.default for n, p in parameters.items()}
     assert defaults["strategy"] == "optim_grads_params"

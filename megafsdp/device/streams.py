@@ -92,7 +92,7 @@ class DeviceHandle:
         return TimeMark(event)
 
     def wait_event(
-        self, event: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None
+        self, event: torch.Event | None, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Make ``stream`` (default: current) wait for ``event``; the host does not wait."""
         if event is not None:

@@ -1,6 +1,6 @@
 """Units: what is gathered, computed, reduced, and when."""
 
-from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
+from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from megafsdp.fsdp.full_params import (
     full_state_dict,
     load_full_state_dict,
@@ -15,6 +15,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "UnshardHandle",
     "full_state_dict",
     "fully_shard",
     "fully_shard_model",

@@ -7,23 +7,31 @@ meanings are those of ``torch.distributed.fsdp.FSDPModule``, so code written for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from megafsdp.device.torch_private import compiled_call, is_backward_running
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
-from megafsdp.fsdp.runtime.schedule import references
+from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
-from megafsdp.mesh.torch_private import register_as_fully_sharded
+from megafsdp.fsdp.torch_state import TorchState
+from megafsdp.mesh.torch_private import (
+    check_before_torch_shards,
+    register_as_fully_sharded,
+    set_fully_shard_state,
+)
 
 
-class UnshardHandle:
+class UnshardHandle(TorchUnshardHandle):
     """A gather under way, returned by :meth:`FSDPModule.unshard`."""
 
     def __init__(self, unit: FSDPUnit) -> None:
@@ -37,8 +45,22 @@ class UnshardHandle:
             self._unit = None
 
 
-class FSDPModule:
-    """Mixin of modules given to ``fully_shard``."""
+if TYPE_CHECKING:
+
+    class _Mixin(TorchFSDPModule, nn.Module):  # type: ignore[misc]
+        """What every instance is once it is mixed in, for type checkers."""
+
+else:
+    _Mixin = TorchFSDPModule
+
+
+class FSDPModule(_Mixin):
+    """Mixin of modules given to ``fully_shard``.
+
+    It is a subclass of torch's class of this name, which other code asks for, and replaces all that
+    stands there. What torch's own code reads of a unit beside these methods is in
+    :mod:`megafsdp.fsdp.torch_state`.
+    """
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Make a module of the class without this mixin.
@@ -49,31 +71,42 @@ class FSDPModule:
         return plain(*args, **kwargs)
 
     def _fsdp_unit(self) -> FSDPUnit:
-        unit = unit_of(self) if isinstance(self, nn.Module) else None
+        unit = unit_of(self)
         assert unit is not None, "fully_shard() made this module a unit"
         return unit
 
     def _fsdp_units(self, *, recurse: bool) -> list[FSDPUnit]:
-        if not recurse or not isinstance(self, nn.Module):
+        if not recurse:
             return [self._fsdp_unit()]
         return list(units_below([self]).values())
+
+    def _get_fsdp_state(self) -> Any:
+        """Return what torch's own code reads of the unit behind this module."""
+        return TorchState(self)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module; a compiled one within the unit's forward, whose hooks stay outside."""
         # torch traces the hooks of a module that it compiles, and ours issue collectives.
-        assert isinstance(self, nn.Module)
         compiled = compiled_call(self)
         if compiled is None:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         return self._fsdp_unit().run_as_forward(self, compiled, args, kwargs)
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the module in place, as ``nn.Module.compile``, without the unit's hooks."""
-        assert isinstance(self, nn.Module)
         # Without them, or torch would trace them; __call__ does their work from here on.
         for handle in self._fsdp_unit().forward_hooks.pop(id(self), ()):
             handle.remove()
-        super().compile(*args, **kwargs)  # type: ignore[misc]
+        super().compile(*args, **kwargs)
+
+    @overload
+    def unshard(self, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def unshard(self, async_op: Literal[True]) -> UnshardHandle: ...
+
+    @overload
+    def unshard(self, async_op: bool = ...) -> UnshardHandle | None: ...
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters and show them; collective over its ranks.
@@ -128,10 +161,21 @@ class FSDPModule:
             is_required = requires_all_reduce or not has_outer_axis
             unit.options = replace(unit.options, requires_all_reduce=is_required)
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
-        """Choose whether storage is freed between forward and backward."""
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether storage is freed between forward and backward.
+
+        Raises:
+            ValueError: It is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                expected(
+                    "True or False",
+                    repr(reshard_after_forward),
+                    where="set_reshard_after_forward()",
+                    hint="Give a number of ranks to fully_shard(), which makes their groups",
+                )
+            )
         for unit in self._fsdp_units(recurse=recurse):
             unit.options = replace(unit.options, reshard_after_forward=reshard_after_forward)
 
@@ -142,15 +186,23 @@ class FSDPModule:
         for unit in self._fsdp_units(recurse=recurse):
             unit.options = replace(unit.options, reshard_after_backward=reshard_after_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these units when this one's forward begins, instead of the recorded next."""
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Gather these units when this one's forward begins, instead of the recorded next.
+
+        Raises:
+            ValueError: One of them is no unit.
+        """
         # An empty list is a choice too: nothing is gathered ahead.
-        units = references(module._fsdp_unit() for module in modules)
+        units = _references(modules, "set_modules_to_forward_prefetch()")
         self._fsdp_unit().options = replace(self._fsdp_unit().options, forward_prefetch=units)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these units when this one's backward begins, instead of the recorded next."""
-        units = references(module._fsdp_unit() for module in modules)
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Gather these units when this one's backward begins, instead of the recorded next.
+
+        Raises:
+            ValueError: One of them is no unit.
+        """
+        units = _references(modules, "set_modules_to_backward_prefetch()")
         self._fsdp_unit().options = replace(self._fsdp_unit().options, backward_prefetch=units)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -176,24 +228,88 @@ class FSDPModule:
         for group in self._fsdp_unit().groups:
             group.gradients.scale = 1.0 / factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Call :meth:`set_gradient_divide_factor`, torch's newer name of the same."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[torch.Tensor], None],
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Refuse torch's hook on a unit's reduced gradients: reductions may wait for each other.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        # Sums of one microbatch, or over the inner axis alone, are no gradients yet.
+        raise _not_built(
+            "a hook on the buffer of reduced gradients, which a later microbatch may complete",
+            where="set_all_reduce_hook()",
+            hint="Call register_post_accumulate_grad_hook() on the parameters, or give a mesh of "
+            "two axes to sum over an outer one",
+        )
+
+    def set_custom_all_gather(self, comm: object) -> None:
+        """Refuse torch's replacement of the gather: ours works in flat buffers of a fixed layout.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        # Buffers have gaps and uneven ranges, and one gather may coalesce several of them.
+        raise _not_built(
+            "an all-gather of the user's, which has another layout than our flat buffers",
+            where="set_custom_all_gather()",
+            hint="Leave out the call: gathers write into the unsharded parameters, without a copy",
+        )
+
+    def set_custom_reduce_scatter(self, comm: object) -> None:
+        """Refuse torch's replacement of the reduction: ours works in flat buffers.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        # Partial gradients may be summed in another dtype than they are sent in.
+        raise _not_built(
+            "a reduce-scatter of the user's, which has another layout than our flat buffers",
+            where="set_custom_reduce_scatter()",
+            hint="Leave out the call, or use set_separate_reduce_scatter_group()",
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accept False; flat buffers come from the device's own allocator.
+
+        Raises:
+            NotImplementedError: ``enable`` is True.
+        """
+        # False is what we do anyway, and what code that switches it by configuration gives.
+        if enable:
+            raise _not_built(
+                "buffers from the allocator of the process group, where no ledger counts them",
+                where="set_allocate_memory_from_process_group_for_comm()",
+                hint="Leave out the call",
+            )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Refuse torch's symmetric memory: flat buffers come from the device's own allocator.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise _not_built(
+            "buffers in symmetric memory, where no ledger counts them",
+            where="set_symm_mem_for_comm()",
+            hint="Leave out the call",
+        )
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept torch's switch; gradients are always summed and scaled by us, on any backend."""
 
-    def set_reduce_scatter_unused_params(self, enable: bool) -> None:
-        """Accept torch's switch; whole buffers are always reduced.
-
-        Raises:
-            ValueError: ``enable`` is False, which could mix gradients of different parameters.
-        """
-        if not enable:
-            raise ValueError(
-                expected(
-                    "True",
-                    enable,
-                    where="set_reduce_scatter_unused_params()",
-                    hint="Leave out the call: parameters that no rank used keep .grad None anyway",
-                )
-            )
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accept torch's switch; whole buffers are always reduced, whichever ranks used them."""
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -211,8 +327,19 @@ class FSDPModule:
         """Choose how many reductions may be under way; each needs one unit's full gradients.
 
         Raises:
+            TypeError: It is no int.
             ValueError: The number is not positive.
         """
+        # True would mean one buffer, and half a buffer none.
+        if type(max_input_buffers) is not int:
+            raise TypeError(
+                expected(
+                    "an int",
+                    repr(max_input_buffers),
+                    where="set_reduce_scatter_max_input_buffers()",
+                    hint="Give the number of buffers, for example 2",
+                )
+            )
         if max_input_buffers < 1:
             raise ValueError(
                 expected(
@@ -224,17 +351,44 @@ class FSDPModule:
             )
         self._fsdp_unit().require_context().reductions.max_waiting = max_input_buffers
 
-    def set_post_optim_event(self, event: torch.cuda.Event) -> None:
-        """Make the next forward's first gather wait for an event of the optimizer's stream."""
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Make the next forward's first gather wait for an event of the optimizer's stream.
+
+        Raises:
+            NotImplementedError: The unit is not on CUDA, where alone there are streams.
+        """
+        # A root may own no parameter itself.
+        groups = (group for unit in self._fsdp_units(recurse=True) for group in unit.groups)
+        if not any(group.device.type == "cuda" for group in groups):
+            raise _not_built(
+                "an event on the CPU, where a step has ended when it returns",
+                where="set_post_optim_event()",
+                hint="Leave out the call",
+            )
         self._fsdp_unit().post_optim_event = event
 
     def reset_iter_state(self) -> None:
-        """Drop what is not in ``.grad`` yet; called by all ranks.
+        """Drop what is not in ``.grad`` yet; called on the root by all ranks.
 
         That is a forward or backward that an exception cut short, and the sums of microbatches
         whose last one does not come, which an optimizer's ``zero_grad`` does not reach.
+
+        Raises:
+            RuntimeError: The module is not the root.
         """
-        self._fsdp_unit().require_context().reset_after_error()
+        # An exception leaves all units of a pass behind, not one.
+        unit = self._fsdp_unit()
+        context = unit.require_context()
+        if not context.is_root(unit):
+            raise RuntimeError(
+                expected(
+                    "the root, whose iteration has to be dropped as a whole",
+                    f"unit '{unit.name}' under it",
+                    where="reset_iter_state()",
+                    hint="Call it on the outermost module given to fully_shard()",
+                )
+            )
+        context.reset_after_error()
         # The reset keeps sums of earlier microbatches where only a forward was cut short.
         self._discard_unreduced_grads()
 
@@ -243,7 +397,7 @@ class FSDPModule:
         # Inside of a backward, as in a hook that steps, sums of other units are still to come.
         if not is_backward_running():
             self._discard_unreduced_grads()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
 
     def _discard_unreduced_grads(self) -> None:
         for unit in self._fsdp_units(recurse=True):
@@ -255,7 +409,6 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Accept ``to_empty()``, and ``.to()`` and its kin where they change nothing."""
         # torch's own _apply() would replace the parameters even where nothing changes.
-        assert isinstance(self, nn.Module)
         refuse_changes(self, fn, recurse)
         return self
 
@@ -268,12 +421,54 @@ class FSDPModule:
         refuse_copy("pickle")
 
 
+def _not_built(got: str, *, where: str, hint: str) -> NotImplementedError:
+    """Return the error of a sound wish that torch grants and megafsdp does not."""
+    return NotImplementedError(expected("collectives of our own", got, where=where, hint=hint))
+
+
+def _references(
+    modules: Sequence[TorchFSDPModule], where: str
+) -> tuple[weakref.ref[ScheduledUnit], ...]:
+    """Return weak references to the units of modules.
+
+    Raises:
+        ValueError: One is no unit.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                expected(
+                    "modules given to fully_shard()",
+                    f"{type(module).__name__}, which is no unit",
+                    where=where,
+                    hint="Name the units themselves",
+                )
+            )
+    return references(module._fsdp_unit() for module in modules if isinstance(module, FSDPModule))
+
+
 def mix_in(module: nn.Module) -> None:
     """Give a module the methods of :class:`FSDPModule` by changing its class."""
     register_as_fully_sharded(module)
     cls = type(module)
     # A class for each module: register_fsdp_forward_method() sets methods on it.
     module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
+    set_fully_shard_state(module, TorchState(module))
+    check_before_torch_shards(_refuse_torch_around_units)
+
+
+def _refuse_torch_around_units(module: nn.Module) -> None:
+    """Raise if torch is to shard or replicate a module that has a unit of ours."""
+    units = units_below([module])
+    if units:
+        raise RuntimeError(
+            expected(
+                "modules of which megafsdp shards no part",
+                f"a unit of megafsdp at '{next(iter(units))}' of {type(module).__name__}",
+                where="torch's fully_shard() or replicate()",
+                hint="Give the outer module to megafsdp.fully_shard() too",
+            )
+        )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast, overload
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.fsdp_module import mix_in
+from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
 from megafsdp.fsdp.grouping import (
     Division,
     FoundParameter,
@@ -35,32 +36,53 @@ from megafsdp.fsdp.grouping import (
     leave_out_tied,
     policies_by_module,
 )
+from megafsdp.fsdp.keywords import (
+    AverageChoice,
+    ModelKeywords,
+    OuterStrategyChoice,
+    PlacementFunction,
+    ShardKeywords,
+    StrategyChoice,
+)
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 from megafsdp.mesh.parallel_dims import default_mesh
+from megafsdp.mesh.torch_private import ReplicatedModule
 
-M = TypeVar("M", bound=nn.Module | list[nn.Module])
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+M = TypeVar("M", bound=nn.Module)
 
 # Indexed by ZeRO stage: Strategy lists its members in that order.
 _STAGES = tuple(Strategy)
 
 
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[ShardKeywords]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: list[M], **options: Unpack[ShardKeywords]) -> list[FSDPModule]: ...
+
+
 def fully_shard(
-    module: M,
+    module: nn.Module | list[M],
     *,
     mesh: DeviceMesh | None = None,
-    strategy: str | int = "optim_grads_params",
-    outer_strategy: str = "no_shard",
+    strategy: StrategyChoice = "optim_grads_params",
+    outer_strategy: OuterStrategyChoice = "no_shard",
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy | TorchOffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: Iterable[nn.Parameter] | None = None,
-    average: str = "rank",
+    average: AverageChoice = "rank",
     prefetch: int = 1,
-) -> M:
+    dp_mesh_dims: object | None = None,
+) -> FSDPModule | list[FSDPModule]:
     """Make a module, or a list of modules that run one after another, into one unit.
 
     Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
@@ -76,12 +98,10 @@ def fully_shard(
         strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
             (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
         outer_strategy: What the first axis of a 2-D mesh divides besides: ``"no_shard"``, nothing
-            (HSDP), or ``"optim"``, main weights and optimizer states (HFSDP); the latter needs
-            ZeRO-3 on the inner axis.
+            (HSDP), or ``"optim"``, main weights and optimizer states (HFSDP, around ZeRO-3).
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
             all but those needed again at once: the root's and the last unit's. A number of
-            neighbouring ranks, say of one node, divides them among these alone, so that
-            backward gathers over fewer ranks.
+            neighbouring ranks, say of one node, divides them among these alone.
         shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
             ``Shard(0)``.
         mp_policy: Dtypes; torch's policy is accepted.
@@ -89,6 +109,7 @@ def fully_shard(
         ignored_params: Parameters to leave alone: neither cut nor reduced.
         average: ``"rank"``: gradients are the mean over ranks. ``"token"``: their sum.
         prefetch: How many units are gathered ahead; at most ``prefetch + 1`` are unsharded.
+        dp_mesh_dims: torch's way to choose axes of a larger mesh, which is refused.
 
     Returns:
         ``module``, whose class is now also an :class:`FSDPModule`.
@@ -107,7 +128,7 @@ def fully_shard(
     check_modules(modules, prefetch)
     found = find_parameters(modules, ignored_params or (), policy)
     check_placements(found, shard_placement_fn)
-    mesh = mesh_of(mesh, device_type_of(found))
+    mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
     reshard = reshard_of(reshard_after_forward, mesh)
     # Gradients are averaged by this factor alone: no reduction divides again.
     scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
@@ -126,16 +147,25 @@ def fully_shard(
     )
     # Last: the hooks on steps compare ids, so every sharded parameter must exist by then.
     watch_optimizer_steps()
-    return module
+    return cast(FSDPModule | list[FSDPModule], module)
 
 
 def fully_shard_model(
     model: nn.Module,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
     *,
+    mesh: DeviceMesh | None = None,
+    strategy: StrategyChoice = "optim_grads_params",
+    outer_strategy: OuterStrategyChoice = "no_shard",
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    **options: Any,
-) -> nn.Module:
+    offload_policy: OffloadPolicy | TorchOffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    average: AverageChoice = "rank",
+    prefetch: int = 1,
+    dp_mesh_dims: object | None = None,
+) -> FSDPModule:
     """Make every instance of some classes below a model, and then the model, into units.
 
     All of them are checked before the first is changed. A unit that has a parameter tied to one
@@ -146,7 +176,16 @@ def fully_shard_model(
         fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None
             takes the model's ``_no_split_modules``, as Hugging Face models have it.
         mp_policy: As for :func:`fully_shard`; names in it may be those of the whole model.
-        **options: Other keyword arguments of :func:`fully_shard`, the same for all units.
+        mesh: This and the rest are as for :func:`fully_shard`, the same for all units.
+        strategy: As for :func:`fully_shard`.
+        outer_strategy: As for :func:`fully_shard`.
+        reshard_after_forward: As for :func:`fully_shard`.
+        shard_placement_fn: As for :func:`fully_shard`.
+        offload_policy: As for :func:`fully_shard`.
+        ignored_params: As for :func:`fully_shard`.
+        average: As for :func:`fully_shard`.
+        prefetch: As for :func:`fully_shard`.
+        dp_mesh_dims: As for :func:`fully_shard`.
 
     Returns:
         ``model``.
@@ -157,16 +196,28 @@ def fully_shard_model(
         Exception: Whatever :func:`fully_shard` raises.
     """
     # A list, because each unit reads it.
-    options["ignored_params"] = ignored = list(options.get("ignored_params") or ())
+    ignored = list(ignored_params or ())
+    options: ModelKeywords = {
+        "mesh": mesh,
+        "strategy": strategy,
+        "outer_strategy": outer_strategy,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored,
+        "average": average,
+        "prefetch": prefetch,
+        "dp_mesh_dims": dp_mesh_dims,
+    }
     units = leave_out_tied(model, find_units(model, fsdp_unit_modules), ignored)
     # Before the first call: names are matched to parameters by id, and it replaces parameters.
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
-    check_units(policies, ignored, options.get("shard_placement_fn"))
+    check_units(policies, ignored, shard_placement_fn)
     for module, policy in policies.items():
         fully_shard(module, mp_policy=policy, **options)
-    return model
+    return cast(FSDPModule, model)
 
 
 @contextlib.contextmanager
@@ -356,9 +407,10 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
     """Check that the modules can become a unit, or one each.
 
     Raises:
-        ValueError: There is none, one is a unit already or only contains modules, or ``prefetch``
-            is negative.
+        ValueError: There is none, one is a unit already, has one of torch's or only contains
+            modules, or ``prefetch`` is negative.
     """
+    refuse_units_of_torch(modules)
     # Two units over one module would each gather, and each end its backward.
     for module in modules:
         if unit_of(module) is not None:
@@ -413,13 +465,15 @@ def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bo
     """Return the choice of resharding after forward; one rank is False, all of them True.
 
     Raises:
-        ValueError: It is a number that does not divide the ranks of the mesh's last axis.
+        ValueError: It is neither a bool nor a number that divides the ranks of the mesh's last
+            axis.
     """
     # bool first: True is an int too, and would mean one rank.
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     num_ranks = mesh.size(mesh.ndim - 1)
-    if reshard_after_forward < 1 or num_ranks % reshard_after_forward:
+    is_number = isinstance(reshard_after_forward, int)
+    if not is_number or reshard_after_forward < 1 or num_ranks % reshard_after_forward:
         raise ValueError(
             expected(
                 f"True, False, None, or a divisor of the {num_ranks} ranks that divide parameters",
@@ -430,6 +484,27 @@ def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bo
         )
     # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
     return {1: False, num_ranks: True}.get(reshard_after_forward, reshard_after_forward)
+
+
+def refuse_units_of_torch(modules: Iterable[nn.Module]) -> None:
+    """Raise if torch shards or replicates one of the modules or a part of it.
+
+    Raises:
+        ValueError: It does.
+    """
+    for root in modules:
+        for name, module in root.named_modules():
+            # A subclass of torch's class too: ours.
+            is_of_torch = isinstance(module, TorchFSDPModule | ReplicatedModule)
+            if is_of_torch and not isinstance(module, FSDPModule):
+                raise ValueError(
+                    expected(
+                        "modules that torch neither shards nor replicates",
+                        f"{type(module).__name__} at '{name}' of {type(root).__name__}",
+                        where="fully_shard()",
+                        hint="Give all units to megafsdp's fully_shard(), inner ones first",
+                    )
+                )
 
 
 def check_placements(
@@ -443,7 +518,9 @@ def check_placements(
     for item in found:
         # Placements of any class with a `dim` count: torch has several, and users their own.
         placement = None if placement_fn is None else placement_fn(item.parameter)
-        if placement is not None and getattr(placement, "dim", 0) != 0:
+        dim = getattr(placement, "dim", None)
+        # From the end, the only dimension of a vector is -1.
+        if placement is not None and dim not in (0, -item.parameter.ndim):
             # Local rows of another dimension would not be one range of a flat buffer.
             raise NotImplementedError(
                 expected(
@@ -455,13 +532,26 @@ def check_placements(
             )
 
 
-def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+def mesh_of(
+    mesh: DeviceMesh | None, device_type: str, dp_mesh_dims: object | None = None
+) -> DeviceMesh:
     """Return the mesh, by default of all ranks.
 
     Raises:
+        NotImplementedError: ``dp_mesh_dims`` is given, torch's choice of axes of a larger mesh.
         RuntimeError: There is neither a mesh nor a process group.
         ValueError: The mesh has more than two axes, or two without names.
     """
+    if dp_mesh_dims is not None:
+        # Such a mesh is one of DTensor parameters, which are cut on its other axes too.
+        raise NotImplementedError(
+            expected(
+                "a mesh of data-parallel axes alone",
+                f"dp_mesh_dims={dp_mesh_dims}",
+                where="fully_shard()",
+                hint="Give the part of the mesh that has these axes: mesh[names]",
+            )
+        )
     if mesh is None:
         if not dist.is_initialized():
             raise RuntimeError(

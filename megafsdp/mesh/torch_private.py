@@ -9,6 +9,7 @@ versions in which the private name was seen.
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,11 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _state_dict_utils
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable.replicate import DDP
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_file
 from torch.distributed.tensor import DTensor, Partial
 
 # Mesh, placements and shape of a DTensor's global tensor; public: DTensor.from_local() makes them,
@@ -32,6 +37,9 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 D = TypeVar("D", bound=DTensor)
+
+# Mixed into a module's class by replicate(); public: none. 2.11 to 2.13.
+ReplicatedModule = DDP
 
 # Where a chunk lies in the files of torch.distributed.checkpoint; pickled by this name in each
 # .metadata. Public: none. 2.11 to 2.13.
@@ -94,6 +102,33 @@ def register_as_fully_sharded(module: nn.Module) -> None:
     """
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
+
+
+def set_fully_shard_state(module: nn.Module, state: object) -> None:
+    """Set what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
+
+    Public: none; ``torch.distributed.pipelining`` asks for it. 2.11 to 2.13.
+    """
+    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(torch_fully_shard)] = state
+
+
+@functools.cache
+def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
+    """Have torch call ``check`` on each module given to its ``fully_shard`` or ``replicate``.
+
+    Once a process for each function, before torch changes a parameter. Public: none; torch takes
+    parameters that are DTensors for those of tensor parallelism. 2.11 to 2.13.
+    """
+    find = fully_shard_file._get_modules_and_states
+
+    @functools.wraps(find)
+    def checked(module: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in (module,) if isinstance(module, nn.Module) else module:
+            check(each)
+        return find(module, *args, **kwargs)
+
+    fully_shard_file._get_modules_and_states = checked
+    replicate_with_fsdp._get_modules_and_states = checked
 
 
 def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any]:

@@ -210,6 +210,10 @@ def _replicated_around() -> None:
             torch.manual_seed(0)
             reference, net = Around(reference), Around(net)
             net.own.load_state_dict(reference.own.state_dict())
+            if name == "replicate by fsdp":
+                with pytest.raises(RuntimeError, match="a unit of megafsdp at 'net' of Around"):
+                    wrap(net)
+                continue
             if name == "DistributedDataParallel":
                 with pytest.raises(ValueError, match="fully_shard"):
                     wrap(net)

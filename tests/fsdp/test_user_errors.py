@@ -376,20 +376,6 @@ def test_a_unit_does_not_wait_for_a_forward_that_failed(ranks: Ranks) -> None:
     ranks(2).run(_exception_is_kept)
 
 
-def _reduces_some_parameters_only() -> None:
-    _, net = pair()
-    with pytest.raises(
-        ValueError, match=r"set_reduce_scatter_unused_params\(\).*Leave out the call"
-    ):
-        net.set_reduce_scatter_unused_params(False)
-    net.set_reduce_scatter_unused_params(True)
-
-
-def test_whole_buffers_are_reduced_without_a_choice(ranks: Ranks) -> None:
-    """Reducing used parameters alone could mix gradients of different ones."""
-    ranks(2).run(_reduces_some_parameters_only)
-
-
 def _exception_in_another_method() -> None:
     _, net = pair()
     tokens = mine(batches(1)[0])[0]

@@ -149,7 +149,7 @@ class FSDPUnit:
         self.context: FSDPContext | None = None
         self.outstanding = PendingForwards()
         self.is_pinned = False
-        self.post_optim_event: torch.cuda.Event | None = None
+        self.post_optim_event: torch.Event | None = None
         # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
         self._run: ModuleRun | None = None

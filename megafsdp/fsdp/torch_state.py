@@ -1,0 +1,70 @@
+"""What torch's own code asks of the state behind a module of FSDP2, answered by our unit.
+
+``torch.distributed.pipelining`` reduces gradients through it after a step's last microbatch, and
+torch's ``register_fsdp_forward_method`` gathers through it. The names are torch's, as read by 2.11
+to 2.13; what is not here is refused by name. No other code of megafsdp uses it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+from torch import nn
+
+from megafsdp.errors import expected
+from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of
+
+
+class TorchState:
+    """The state of one module of a unit, as torch's own code reads it.
+
+    Args:
+        module: A module given to ``fully_shard``.
+    """
+
+    # An attribute that torch would set here has no effect on a unit, so none can be set.
+    __slots__ = ("_module",)
+
+    # Pipelining ends the backward of each of these, and then calls the root's callback, which here
+    # ends that of all units.
+    all_states: tuple[TorchState, ...] = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        # The module owns its state.
+        self._module = weakref.ref(module)
+
+    def _unit(self) -> FSDPUnit:
+        module = self._module()
+        unit = None if module is None else unit_of(module)
+        assert unit is not None, "fully_shard() made this module a unit"
+        return unit
+
+    @property
+    def _state_ctx(self) -> TorchState:
+        return self
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._unit().require_context().end_backward()
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._unit()._pre_forward(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._unit()._post_forward(module, args, output)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse what torch's code reads of its own units and ours do not have."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            expected(
+                "a unit of torch's fully_shard()",
+                f"one of megafsdp, which has no '{name}'",
+                where="code of torch that works on the inner state of its units, such as "
+                "share_comm_ctx()",
+                hint="Leave out the call: units of megafsdp have no streams of their own to share",
+            )
+        )

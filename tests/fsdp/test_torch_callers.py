@@ -1,0 +1,293 @@
+"""Code of torch that asks for its own units finds ours: pipelining, forward methods, other APIs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable import replicate, replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional as F
+
+from megafsdp import FSDPModule, UnshardHandle, full_tensor, fully_shard
+from megafsdp.buffer.comm.collectives import record_collectives
+from tests.fsdp.toy import WIDTH, Block, Net, adamw, assert_same_grads, pair
+from tests.ranks import Ranks
+
+NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 3
+STRATEGIES = ["optim_grads_params", "optim_grads", "optim", "no_shard"]
+
+
+def _is_one_of_torchs() -> None:
+    _, net = pair(num_blocks=1)
+    handle = net.unshard(async_op=True)
+    for module, ours, theirs in (
+        (net, FSDPModule, torch_fsdp.FSDPModule),
+        (net.blocks[0], FSDPModule, torch_fsdp.FSDPModule),
+        (handle, UnshardHandle, torch_fsdp.UnshardHandle),
+    ):
+        assert isinstance(module, ours) and isinstance(module, theirs)
+    handle.wait()
+    assert isinstance(net, Net) and not isinstance(net.norm, torch_fsdp.FSDPModule)
+    # Made by the class of the whole, as torch does.
+    layers = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
+    assert type(layers[:2]) is nn.Sequential and len(layers[:2]) == 2
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(net)
+
+
+def test_a_unit_is_an_instance_of_torchs_class(ranks: Ranks) -> None:
+    """And its handle; construction and copies are as before."""
+    ranks(2).run(_is_one_of_torchs)
+
+
+def _stage(layers: nn.Sequential, mesh: DeviceMesh, strategy: str) -> nn.Sequential:
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, strategy=strategy)
+    return fully_shard(layers, mesh=mesh, strategy=strategy)
+
+
+def _pipelined(kind: Callable[..., Any], strategy: str) -> None:
+    """Train 2 pipeline ranks x 2 data-parallel ranks beside one process with the same batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh["pp"], mesh["dp"]
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+    is_multi = issubclass(kind, PipelineScheduleMulti)
+    num_stages = 4 if is_multi else 2
+    size = NUM_LAYERS // num_stages
+    # A slice of a Sequential keeps the names of the whole.
+    parts = {
+        index: _stage(copy.deepcopy(reference[index * size : (index + 1) * size]), dp, strategy)
+        for index in range(pp.get_local_rank(), num_stages, 2)
+    }
+    stages = [
+        PipelineStage(part, index, num_stages, torch.device("cpu"), group=pp.get_group())
+        for index, part in parts.items()
+    ]
+    schedule = kind(stages if is_multi else stages[0], NUM_MICROBATCHES, loss_fn=F.mse_loss)
+    optimizers = [adamw(module) for module in (reference, *parts.values())]
+    units = {
+        m._fsdp_unit() for p in parts.values() for m in p.modules() if isinstance(m, FSDPModule)
+    }
+    num_groups = sum(len(unit.groups) for unit in units)
+    for step in range(NUM_STEPS):
+        x, target = torch.randn(2, 2, 2 * NUM_MICROBATCHES, WIDTH)
+        F.mse_loss(reference(x.flatten(0, 1)), target.flatten(0, 1)).backward()
+        with record_collectives() as record:
+            inputs = [x[dp.get_local_rank()]] if 0 in parts else []
+            schedule.step(*inputs, target=target[dp.get_local_rank()])
+        # Microbatches are added up locally. The first step also runs every stage once more, to find
+        # out what it passes on.
+        num_reductions = record.calls["reduce_scatter"] + record.calls["all_reduce"]
+        assert step == 0 or num_reductions == num_groups + len(parts)
+        for part in parts.values():
+            for name, parameter in part.named_parameters():
+                wanted = reference.get_parameter(name).grad
+                torch.testing.assert_close(
+                    full_tensor(parameter.grad), wanted, rtol=1e-4, atol=1e-6
+                )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for part in parts.values():
+        for name, parameter in part.named_parameters():
+            wanted = reference.get_parameter(name).detach()
+            torch.testing.assert_close(
+                full_tensor(parameter.detach()), wanted, rtol=1e-4, atol=1e-5
+            )
+    assert not any(unit.is_at_work or unit.is_unsharded for unit in units)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategies"), [(Schedule1F1B, STRATEGIES), (ScheduleInterleaved1F1B, STRATEGIES[:1])]
+)
+def test_torchs_pipelining_trains_as_one_process(
+    ranks: Ranks, kind: type, strategies: list[str]
+) -> None:
+    """Two stages on two ranks each in every strategy, and four that are interleaved."""
+    for strategy in strategies:
+        ranks(4).run(_pipelined, kind, strategy)
+
+
+class Scorer(nn.Module):
+    """Two methods that need the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number a row."""
+        return self.head(self.inner(x))
+
+    def score(self, x: torch.Tensor, *, factor: float) -> torch.Tensor:
+        """Return the mean of the numbers, by a factor."""
+        return self.head(self.inner(x)).mean() * factor
+
+
+def _forward_method_of_torch() -> None:
+    for strategy in STRATEGIES:
+        torch.manual_seed(0)
+        reference = Scorer()
+        net = copy.deepcopy(reference)
+        fully_shard(net.inner, strategy=strategy)
+        fully_shard(net, strategy=strategy)
+        torch_fsdp.register_fsdp_forward_method(net, "score")
+        x = torch.randn(3, WIDTH)
+        expected, found = reference.score(x, factor=2.0), net.score(x, factor=2.0)
+        torch.testing.assert_close(found, expected)
+        expected.backward()
+        found.backward()
+        assert_same_grads(net, reference)
+        assert net._fsdp_unit().is_resting
+
+
+def test_torchs_forward_methods_gather_our_units(ranks: Ranks) -> None:
+    """A method registered with torch's function runs as the unit's forward."""
+    ranks(2).run(_forward_method_of_torch)
+
+
+def _mixed_with_torchs() -> None:
+    around = (torch_fsdp.fully_shard, replicate_with_fsdp.replicate)
+    for shards in around:
+        net = nn.Sequential(Block(), Block())
+        fully_shard(net[1])
+        before = dict(net.named_parameters())
+        with pytest.raises(RuntimeError, match=r"unit of megafsdp at '1'.*megafsdp.fully_shard"):
+            shards(net)
+        # torch itself takes the unit for one of its own.
+        with pytest.raises((AssertionError, RuntimeError), match="fully_shard"):
+            shards(net[1])
+        assert all(p is before[n] for n, p in net.named_parameters())
+        fully_shard(net)(torch.ones(2, WIDTH)).sum().backward()
+        # Its own units are torch's business still, and ours around them name the place.
+        other = nn.Sequential(Block(), Block())
+        shards(other[1])
+        for module in (other, other[1]):
+            with pytest.raises(ValueError, match=r"at '1?' of .*megafsdp's fully_shard"):
+                fully_shard(module)
+        assert not isinstance(other, FSDPModule)
+        shards(other)
+    wrapped = nn.Sequential(Block(), replicate(Block()))
+    with pytest.raises(ValueError, match=r"DDPBlock at '1'"):
+        fully_shard(wrapped)
+
+
+def test_units_of_torch_and_ours_do_not_mix(ranks: Ranks) -> None:
+    """fully_shard or replicate of torch over ours, or ours over theirs, name the inner unit."""
+    ranks(2).run(_mixed_with_torchs)
+
+
+def _inner_state() -> None:
+    _, net = pair(num_blocks=1)
+    for modules in ([net], [net.blocks[0], net]):
+        with pytest.raises(NotImplementedError, match="no streams of their own"):
+            torch_fsdp.share_comm_ctx(modules)
+    state = net._get_fsdp_state()
+    with pytest.raises(AttributeError):
+        state._comm_ctx = None
+    # A name that a later torch may add and call on units.
+    with pytest.raises(NotImplementedError, match="'_set_anything'"):
+        state._set_anything()
+
+
+def test_what_torch_wants_of_a_unit_and_ours_has_not_is_refused(ranks: Ranks) -> None:
+    """share_comm_ctx, and whatever a later torch reads or sets."""
+    ranks(1).run(_inner_state)
+
+
+def _wrong_calls() -> None:
+    _, net = pair(num_blocks=1)
+    block, names = net.blocks[0], type(net.norm).__name__
+    net(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    calls: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: net.set_modules_to_forward_prefetch([block, net.norm]), ValueError, names),
+        (lambda: net.set_modules_to_backward_prefetch([net.norm]), ValueError, names),
+        (lambda: net.set_reshard_after_forward(1), ValueError, r"True or False, got 1"),
+        (lambda: net.set_reduce_scatter_max_input_buffers(2.5), TypeError, "an int, got 2.5"),
+        (lambda: net.set_reduce_scatter_max_input_buffers(True), TypeError, "an int, got True"),
+        (lambda: net.set_reduce_scatter_max_input_buffers(0), ValueError, "1 or more"),
+        (lambda: net.set_reduce_scatter_divide_factor(0.0), ValueError, "positive factor"),
+        (block.reset_iter_state, RuntimeError, r"the root.*got unit 'blocks.0'"),
+    ]
+    for factor in (2.5, "2", 0):
+        make = partial(fully_shard, Block(), reshard_after_forward=factor)
+        calls.append((make, ValueError, rf"got {factor!r}. In reshard_after_forward"))
+    for call, error, message in calls:
+        with pytest.raises(error, match=message):
+            call()
+    assert net.set_reduce_scatter_unused_params(False, recurse=False) is None
+    net.set_reshard_after_forward(False, False)
+    options = net._fsdp_unit().options, block._fsdp_unit().options
+    assert [each.reshard_after_forward for each in options] == [False, None]
+
+
+def test_a_wrong_argument_raises_as_torch_does(ranks: Ranks) -> None:
+    """ValueError, TypeError or RuntimeError, and nothing is changed."""
+    ranks(2).run(_wrong_calls)
+
+
+def _not_built() -> None:
+    _, net = pair(num_blocks=1)
+    event, bare = torch.Event("cpu"), nn.Sequential(fully_shard(Block()))
+    calls: dict[str, Callable[[], object]] = {
+        "set_all_reduce_hook": lambda: net.set_all_reduce_hook(torch.neg, stream=None),
+        "set_custom_all_gather": lambda: net.set_custom_all_gather(object()),
+        "set_custom_reduce_scatter": lambda: net.set_custom_reduce_scatter(comm=object()),
+        "set_allocate_memory_from_process_group_for_comm": lambda: (
+            net.set_allocate_memory_from_process_group_for_comm(True)
+        ),
+        "set_symm_mem_for_comm": lambda: net.set_symm_mem_for_comm("NCCL"),
+        "set_post_optim_event": lambda: net.set_post_optim_event(event),
+        # Of a root that owns no parameter.
+        "set_post_optim_event()": lambda: fully_shard(bare).set_post_optim_event(event),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=rf"In {name.rstrip('()')}\(\)\. \w"):
+            call()
+    net.set_allocate_memory_from_process_group_for_comm(False)
+    with pytest.raises(NotImplementedError, match=r"dp_mesh_dims=.*mesh\[names\]"):
+        fully_shard(Block(), dp_mesh_dims=_mesh_dims())
+    net(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+
+
+def _mesh_dims() -> object:
+    # Of torch 2.12 and later.
+    made = getattr(torch_fsdp, "DataParallelMeshDims", None)
+    return "dp" if made is None else made(shard="dp")
+
+
+def test_what_torch_has_and_we_have_not_built_is_refused_by_name(ranks: Ranks) -> None:
+    """Each with what to do instead; the unit works on."""
+    ranks(1).run(_not_built)
+
+
+def _placements() -> None:
+    for placement in (Shard(-1), Shard(0)):
+        block = fully_shard(nn.LayerNorm(5), shard_placement_fn=lambda _, p=placement: p)
+        assert {p.placements for p in block.parameters()} == {(Shard(0),)}
+    fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda p: Shard(-p.ndim))
+    # The last is torch's pair of a placement and a mesh of its own.
+    for placement in (Shard(1), Shard(-1), Replicate(), (Shard(0), object())):
+        with pytest.raises(NotImplementedError, match=r"shard_placement_fn for 'weight'"):
+            fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda _, p=placement: p)
+
+
+def test_a_placement_may_count_from_the_end(ranks: Ranks) -> None:
+    """As long as it is dimension 0; any other is refused, none is overlooked."""
+    ranks(2).run(_placements)
