@@ -20,7 +20,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from megafsdp.device.torch_private import compiled_call, is_backward_running
 from megafsdp.errors import expected
-from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
+from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.torch_state import TorchState
@@ -116,7 +116,9 @@ class FSDPModule(_Mixin):
         """
         unit = self._fsdp_unit()
         # The user may gather before the first forward, which would have found the root.
-        unit.require_context().start_unshard(unit)
+        context = unit.require_context()
+        refuse_replaced(unit.groups)
+        context.start_unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle

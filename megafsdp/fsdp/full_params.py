@@ -16,6 +16,7 @@ from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, require_initialized
+from megafsdp.fsdp.runtime.guards import refuse_replaced
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
 
@@ -107,6 +108,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
     """
     # Pinned ones belong to a context around this one, which ends later.
     units = [unit for unit in units_below([module]).values() if not unit.is_pinned]
+    refuse_replaced(group for unit in units for group in unit.groups)
     for unit in units:
         _unshard(unit)
     try:

@@ -165,7 +165,7 @@ class _Managed:
         # Initialisers may read what users wrote on the parameter.
         self.full = nn.Parameter(full, requires_grad=sharded.requires_grad)
         copy_attributes(sharded, self.full)
-        record.show(self.full)
+        record.put(self.full)
 
     def take_replacement(self) -> None:
         """Take over the values of a new object that an initialiser put in the place of ours."""
@@ -175,7 +175,7 @@ class _Managed:
             shown = None if module is None else module._parameters.get(attribute)
             if shown is not None and shown is not self.full:
                 self.full.copy_(shown)
-                self.record.show(self.full)
+                self.record.put(self.full)
                 return
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class _Managed:
 
     def discard(self) -> None:
         """Free the full tensor, whatever is in it, and show the sharded parameter."""
-        self.record.show(self.record.sharded)
+        self.record.put(self.record.sharded)
         self.full = self.storage = None
 
 

@@ -88,13 +88,34 @@ class ManagedParameter:
         """Return whether it came with values or got some since."""
         return not is_unwritten(self.sharded)
 
-    def show(self, parameter: nn.Parameter) -> None:
-        """Put one of the two forms into the owners."""
+    def put(self, parameter: nn.Parameter) -> None:
+        """Put a parameter into the owners, whatever they have."""
         for reference, attribute in self.owners:
             module = reference()
             if module is not None:
                 # Not by nn.Module.__setattr__, whose checks cost microseconds a parameter.
                 module._parameters[attribute] = parameter
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Put one of the two forms into the owners that have the other.
+
+        What the user has assigned instead stays, for :meth:`find_replaced` to find.
+        """
+        other = self.unsharded if parameter is self.sharded else self.sharded
+        for reference, attribute in self.owners:
+            module = reference()
+            if module is not None and module._parameters.get(attribute) is other:
+                module._parameters[attribute] = parameter
+
+    def find_replaced(self) -> tuple[nn.Module, str] | None:
+        """Return an owner that has neither form, and the attribute; None if all have one."""
+        for reference, attribute in self.owners:
+            module = reference()
+            if module is not None:
+                shown = module._parameters.get(attribute)
+                if shown is not self.sharded and shown is not self.unsharded:
+                    return module, attribute
+        return None
 
 
 class AsyncStep(Protocol):
@@ -413,6 +434,19 @@ class ParameterGroup:
         """Put the sharded parameters into the modules."""
         for p in self.parameters:
             p.show(p.sharded)
+
+    def put_sharded(self) -> None:
+        """Put the sharded parameters into the modules in place of the originals."""
+        for p in self.parameters:
+            p.put(p.sharded)
+
+    def find_replaced(self) -> tuple[ManagedParameter, nn.Module, str] | None:
+        """Return a parameter that was replaced in a module, which of them, and its attribute."""
+        for p in self.parameters:
+            found = p.find_replaced()
+            if found is not None:
+                return p, *found
+        return None
 
 
 def tie_to_group(parameter: torch.Tensor, group: ParameterGroup) -> None:

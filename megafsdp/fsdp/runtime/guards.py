@@ -1,7 +1,7 @@
 """What the modules and parameters of a unit refuse, and which writes to main weights they note.
 
-They refuse conversions and copies, gradient hooks that would never fire, ``torch.func`` and
-``DistributedDataParallel``, and state dicts at the wrong time. They note what a state dict or a
+They refuse conversions and copies, other parameters in their place, gradient hooks that would never
+fire, ``torch.func`` and ``DistributedDataParallel``, and state dicts at the wrong time. They note what a state dict or a
 load writes into main weights: after it compute weights are stale, and the parameters are
 initialised.
 
@@ -34,7 +34,7 @@ from megafsdp.fsdp.params.meta import (
     give_memory_to_meta_tensors,
     mark_initialized,
 )
-from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
 from megafsdp.mesh.torch_private import local_of
 
 
@@ -183,6 +183,46 @@ def _refuse_data_parallel(wrapper: nn.Module, name: str, module: nn.Module | Non
                     "with strategy='no_shard' or a mesh of two axes",
                 )
             )
+
+
+def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
+    """Raise if a parameter of a group was replaced in its module; local.
+
+    One comparison for each place of a parameter.
+
+    Raises:
+        RuntimeError: One was, or is missing.
+    """
+    for group in groups:
+        found = group.find_replaced()
+        if found is not None:
+            _refuse_replaced(group, *found)
+
+
+def _refuse_replaced(
+    group: ParameterGroup, parameter: ManagedParameter, module: nn.Module, attribute: str
+) -> NoReturn:
+    other = getattr(module, attribute, None)
+    hint = (
+        "Assign it before fully_shard(); later write values, by parameter.copy_() under "
+        "torch.no_grad(), load_state_dict() or megafsdp.load_full_state_dict()"
+    )
+    got = "none" if other is None else f"another {type(other).__name__}"
+    if isinstance(other, torch.Tensor):
+        got += f" of shape {tuple(other.shape)} and {other.dtype}"
+        owner = group_of(other)
+        if owner is not None:
+            names = [p.name for p in owner.parameters if p.sharded is other]
+            got = f"'{names[0]}' of unit '{owner.label}', which was tied to it later"
+            hint = "Tie parameters before fully_shard(), and give their modules to one unit"
+    raise RuntimeError(
+        expected(
+            f"the sharded parameter '{parameter.name}' of shape {tuple(parameter.shape)}",
+            f"{got}, in its place",
+            where=f"'{attribute}' of {type(module).__name__}, in unit '{group.label}'",
+            hint=hint,
+        )
+    )
 
 
 def refuse_transforms(unit_name: str) -> None:

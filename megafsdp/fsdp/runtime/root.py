@@ -19,6 +19,7 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.params.meta import require_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.runtime.guards import refuse_replaced
 from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 
@@ -78,6 +79,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
     found = attached_units(root.modules)
     # Another root gathers such a unit for itself, while this one would take it for released.
     units = {name: unit for name, unit in found.items() if not _has_root_beside(unit, found)}
+    refuse_replaced(group for unit in units.values() for group in unit.groups)
     require_initialized(root.modules, where=where)
     for name, unit in units.items():
         unit.rename(name)

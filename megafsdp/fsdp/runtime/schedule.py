@@ -34,6 +34,7 @@ from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, St
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_statistics
 from megafsdp.fsdp.runtime.forward_passes import ForwardPass, ForwardToken, PendingForwards
+from megafsdp.fsdp.runtime.guards import refuse_replaced
 from megafsdp.fsdp.runtime.process_groups import ExtraGroups, separate_reductions
 
 T = TypeVar("T")
@@ -277,7 +278,10 @@ class FSDPContext:
         """Begin a pass with a forward of the root, or of a unit that runs without the root."""
         root = self._root()
         if root is unit:
+            refuse_replaced(self.groups)
             self._begin_root()
+        elif self.is_without_root(unit):
+            refuse_replaced(unit.groups)
         elif self.has_backward_begun:
             self.reset_after_error()  # An exception cut it short: none runs on this thread.
         # A module of a list that runs after the root, as a head on chunks of the root's output, is

@@ -35,7 +35,12 @@ from megafsdp.fsdp.runtime.autograd_hooks import (
     tensors_of,
 )
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken, PendingForwards
-from megafsdp.fsdp.runtime.guards import guard_parameters, guard_state_dicts, refuse_transforms
+from megafsdp.fsdp.runtime.guards import (
+    guard_parameters,
+    guard_state_dicts,
+    refuse_replaced,
+    refuse_transforms,
+)
 from megafsdp.fsdp.runtime.root import adopt_units_below, attach, attached_unit, attached_units
 from megafsdp.fsdp.runtime.schedule import FSDPContext, UnitOptions
 
@@ -161,7 +166,8 @@ class FSDPUnit:
             guard_state_dicts(module, self)
         for part in guard_parameters(groups, units=modules):
             guard_state_dicts(part, self)
-        self.show_sharded()
+        for group in groups:
+            group.put_sharded()
 
     def _hook_forward(self, module: nn.Module) -> None:
         # A compiled module is called by run_as_forward instead: hooks would break its graph.
@@ -301,6 +307,8 @@ class FSDPUnit:
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if self._phase is Phase.BACKWARD:
+            # A parameter that was replaced since forward would give another graph.
+            refuse_replaced(self.groups)
             # Activations are recomputed; the storage may have been freed by reshard().
             context.start_unshard(self)
             self.finish_unshard()

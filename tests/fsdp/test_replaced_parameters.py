@@ -1,0 +1,182 @@
+"""Parameters that were assigned, tied or removed after fully_shard: the next forward names them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import prune
+
+from megafsdp import fully_shard, summon_full_params
+from megafsdp.buffer.comm.collectives import record_collectives
+from tests.fsdp.toy import WIDTH, Net, assert_same_grads, batches, mine, pair
+from tests.ranks import Ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def _resize(net: Net) -> None:
+    net.blocks[1].up.weight = nn.Parameter(torch.zeros(3, WIDTH))
+
+
+def _merge(net: Net) -> None:
+    net.blocks[1].up.weight = nn.Parameter(torch.zeros(5 * WIDTH, WIDTH))
+
+
+def _untie(net: Net) -> None:
+    net.head.weight = nn.Parameter(torch.zeros(net.head.weight.shape))
+
+
+def _tie(net: Net) -> None:
+    net.blocks[1].norm.weight = net.norm.weight
+
+
+def _remove(net: Net) -> None:
+    net.blocks[1].up.bias = None
+
+
+def _prune(net: Net) -> None:
+    prune.identity(net.blocks[1].up, "bias")
+
+
+def _assign_dtensor(net: Net) -> None:
+    weight = net.blocks[1].up.weight
+    full = torch.zeros(weight.shape)
+    net.blocks[1].up.weight = nn.Parameter(
+        DTensor.from_local(full, weight.device_mesh, [Replicate()], run_check=False)
+    )
+
+
+# What is done to a sharded net, and the words that name the old parameter, the new one and the cure.
+CHANGES: dict[Callable[[Net], None], tuple[str, ...]] = {
+    _resize: ("'up.weight' of shape (60, 12)", "Parameter of shape (3, 12)", "load_state_dict()"),
+    _merge: ("'up.weight' of shape (60, 12)", "Parameter of shape (60, 12)", "'blocks.1'"),
+    _untie: ("'embedding.weight' of shape (37, 12)", "'weight' of Linear", "unit 'Net'"),
+    _tie: ("'norm.weight' of shape (12,)", "'norm.weight' of unit 'Net'", "before fully_shard()"),
+    _remove: ("'up.bias' of shape (60,)", "none, in its place", "Assign it before"),
+    _prune: ("'up.bias' of shape (60,)", "'bias' of Linear", "unit 'blocks.1'"),
+    _assign_dtensor: ("'up.weight' of shape (60, 12)", "of shape (60, 12)", "'weight' of Linear"),
+}
+
+
+def _refused(call: Callable[[], object], words: tuple[str, ...]) -> None:
+    with record_collectives() as record, pytest.raises(RuntimeError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not record.calls
+
+
+def _replaced(strategy: str) -> None:
+    batch = mine(batches(1)[0])
+    for change, words in CHANGES.items():
+        for has_run in (False, True):
+            _, net = pair(2, strategy=strategy)
+            # The errors name units within the root, which is known from the first forward on.
+            if has_run:
+                net(*batch).backward()
+            change(net)
+            words = words if has_run else words[:2]
+            if not has_run and "unit '" in words[1]:
+                words = words[:1]
+            _refused(lambda net=net: net(*batch), words)
+            with pytest.raises(RuntimeError, match="in its place"), summon_full_params(net):
+                pass
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_next_forward_names_a_replaced_parameter_and_what_replaced_it(
+    ranks: Ranks, num_ranks: int
+) -> None:
+    """Before the first forward or later, on all ranks, before any collective."""
+    for strategy in STRATEGIES:
+        ranks(num_ranks).run(_replaced, strategy)
+
+
+def _goes_on() -> None:
+    for strategy in STRATEGIES:
+        reference, net = pair(2, strategy=strategy)
+        layer = net.blocks[1].up
+        own, other = layer.weight, nn.Parameter(torch.zeros(5 * WIDTH, WIDTH))
+        first, second = batches(2)
+        loss = net(*mine(first))
+        # Backward needs what forward read, whatever has been assigned since.
+        layer.weight = other
+        loss.backward()
+        reference(*first).backward()
+        assert layer.weight is other
+        _refused(lambda net=net: net(*mine(second)), ("'up.weight'",))
+        layer.weight = own
+        assert_same_grads(net, reference)
+        with summon_full_params(net):
+            layer.weight = other
+        assert layer.weight is other, "not dropped"
+        layer.weight = own
+        # A unit alone, and one that is gathered by hand.
+        net.blocks[0].up.weight, before = other, net.blocks[0].up.weight
+        x = torch.randn(2, WIDTH)
+        _refused(lambda net=net: net.blocks[0](x), ("'up.weight'",))
+        _refused(net.blocks[0].unshard, ("'up.weight'",))
+        net.blocks[1](x)
+        net.blocks[0].up.weight = before
+        for batch in (second, first):
+            net(*mine(batch)).backward()
+            reference(*batch).backward()
+        assert_same_grads(net, reference)
+
+
+def test_nothing_is_lost_where_the_parameter_is_put_back(ranks: Ranks) -> None:
+    """Gradients are those of a model that nobody touched."""
+    ranks(2).run(_goes_on)
+
+
+class Recomputed(nn.Module):
+    """A block that is recomputed in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the block makes of x."""
+        y: torch.Tensor = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+        return y
+
+
+def _recomputes() -> None:
+    block = Recomputed(fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    net = fully_shard(nn.Sequential(nn.Linear(4, 4), block))
+    y = net(torch.ones(2, 4)).sum()
+    own = block.block[0].weight
+    block.block[0].weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(RuntimeError, match="'0.weight' of shape"):
+        y.backward()
+    block.block[0].weight = own
+    net(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_recomputed_forward_names_it_too(ranks: Ranks) -> None:
+    """Its graph would be another one than that of the forward."""
+    ranks(2).run(_recomputes)
+
+
+def _called_with_others() -> None:
+    for strategy in STRATEGIES:
+        _, net = pair(1, strategy=strategy)
+        batch = mine(batches(1)[0])
+        others = {"norm.weight": torch.zeros(WIDTH)}
+        _refused(
+            lambda net=net: torch.func.functional_call(net, others, batch),  # noqa: B023
+            ("'norm.weight'", "another Tensor of shape (12,)"),
+        )
+        net(*batch).backward()
+        assert dist.is_initialized() and copy.copy(others)
+
+
+def test_functional_call_with_other_values_is_refused(ranks: Ranks) -> None:
+    """It would be called with the own ones."""
+    ranks(2).run(_called_with_others)
