@@ -249,7 +249,7 @@ def test_compute_weights_are_never_saved_for_main_weights(ranks: Ranks, tmp_path
 
 
 def _many_tensors(root: Path) -> int:
-    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     fill(model)
     fully_shard(model)
     save(root, step=1, model=model)
@@ -258,7 +258,7 @@ def _many_tensors(root: Path) -> int:
             local_tensor(parameter).zero_()
     mark_main_weights_changed(model)
     load(root, model=model)
-    plain = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+    plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     fill(plain)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(isinstance(p, DTensor) for p in model.parameters())

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.checkpoint.format.regions import underlying
@@ -33,7 +34,6 @@ from megafsdp.checkpoint.huggingface.mapping import (
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.canonical import canonical_name, model_state, parameter_names
 from megafsdp.errors import CheckpointError, expected
-from megafsdp.fsdp import FSDPModule
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.hf_config import config_from_hugging_face, config_to_hugging_face
@@ -243,7 +243,7 @@ def generation_config_of(model: nn.Module) -> str | None:
 def architecture_of(model: nn.Module) -> str:
     """Return the name of the class that the user built."""
     built = next(m for m in model.modules() if type(m).__name__ not in _WRAPPERS)
-    return next(c.__name__ for c in type(built).__mro__ if not issubclass(c, FSDPModule))
+    return next(c.__name__ for c in type(built).__mro__ if not issubclass(c, TorchFSDPModule))
 
 
 def _require_data_parallel(name: str, tensor: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
 """What the modules and parameters of a unit refuse, and which writes to main weights they note.
 
 They refuse conversions and copies, other parameters in their place, gradient hooks that would never
-fire, ``torch.func`` and ``DistributedDataParallel``, and state dicts at the wrong time. They note what a state dict or a
-load writes into main weights: after it compute weights are stale, and the parameters are
-initialised.
+fire, ``torch.func`` and ``DistributedDataParallel``, and state dicts at the wrong time. They note
+what a state dict or a load writes into main weights: after it compute weights are stale, and the
+parameters are initialised.
 
 :class:`~megafsdp.fsdp.fsdp_module.FSDPModule` is in the class of a unit's own modules and calls the
 functions here. The plain modules below them stay of their class: each with sharded parameters

@@ -153,8 +153,10 @@ class FusedAdam(Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
         }
+        # torch's AdamW has no such option, and neither have its files.
+        if not bias_correction:
+            defaults["bias_correction"] = False
         # Last: the base class calls add_param_group(), which uses what is set above.
         super().__init__(params, defaults)
 
@@ -374,8 +376,6 @@ class FusedAdam(Optimizer):
             for group in packed["param_groups"]:
                 own = {"capturable": self.capturable, "decoupled_weight_decay": self.adam_w_mode}
                 group |= _TORCH_OPTIONS | own
-                if group["bias_correction"]:
-                    del group["bias_correction"]
 
         # Before the hooks of others, which may replace what they see. A hook for the time of this
         # call, since only the base class packs the states.

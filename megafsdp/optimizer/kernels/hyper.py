@@ -46,7 +46,7 @@ class AdamHyper:
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             adam_w_mode=adam_w_mode,
-            bias_correction=group["bias_correction"],
+            bias_correction=group.get("bias_correction", True),
         )
 
     def __post_init__(self) -> None:
