@@ -277,11 +277,10 @@ class FSDPContext:
     def begin_forward(self, unit: ScheduledUnit) -> None:
         """Begin a pass with a forward of the root, or of a unit that runs without the root."""
         root = self._root()
+        if root is unit or self.is_without_root(unit):
+            refuse_replaced(self.groups if root is unit else unit.groups)
         if root is unit:
-            refuse_replaced(self.groups)
             self._begin_root()
-        elif self.is_without_root(unit):
-            refuse_replaced(unit.groups)
         elif self.has_backward_begun:
             self.reset_after_error()  # An exception cut it short: none runs on this thread.
         # A module of a list that runs after the root, as a head on chunks of the root's output, is
