@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
+from megafsdp.buffer.dtensor.cures import cure_of_optimizer
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
@@ -103,6 +104,7 @@ class _StepHooks:
 
         Raises:
             ValueError: A parameter is the original that ``fully_shard`` has replaced.
+            NotImplementedError: The optimizer cannot step unevenly sharded parameters.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ids = tuple(map(id, parameters))
@@ -111,11 +113,27 @@ class _StepHooks:
             # Before the step: stepping replaced originals would change nothing that forward reads.
             if not isinstance(optimizer, SelfMarkingOptimizer):
                 fully_shard_optimizer(optimizer)
+                _refuse_optimizer(optimizer, parameters)
             # A dict, for an order that all ranks share.
             groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
             record = _OptimizerRecord(ids, tuple(map(weakref.ref, groups)))
             self._records[optimizer] = record
         return record
+
+
+def _refuse_optimizer(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise before the first step of an optimizer that fails within one, with part of it done."""
+    cure = cure_of_optimizer(type(optimizer))
+    shape = next((tuple(p.shape) for p in parameters if isinstance(p, UnevenDTensor)), None)
+    if cure is not None and shape is not None:
+        raise NotImplementedError(
+            expected(
+                "an optimizer that steps the rows of each rank by themselves",
+                f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+                where=f"its first step, with a sharded parameter of shape {shape}",
+                hint=cure,
+            )
+        )
 
 
 _hooks = _StepHooks()

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
+from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.random_values import (
     DRAWS,
     DRAWS_IN_PLACE,
@@ -165,7 +166,7 @@ def refusing_random_numbers() -> Iterator[None]:
 def check_may_draw(name: str, args: Sequence[object]) -> None:
     """Raise for a draw within :func:`refusing_random_numbers`."""
     if name in _refused.get():
-        refuse(name, args, hint="Draw each module's own parameters in its own initializer")
+        refuse(name, args, hint=cure_of("a draw beside an initialiser"))
 
 
 def _run_by_rule(
@@ -269,13 +270,6 @@ def _select_row(
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
     return type(tensor).wrap(rows, spec, of_row)
 
-
-# What initialisers of torch.nn.init that look at the whole call: orthogonal_, eye_ and sparse_.
-_CURES = dict.fromkeys(
-    ("linalg_qr", "eye", "select", "index_put_"),
-    "Initialise in megafsdp.materialize(model, initialize), which shows full parameters; elsewhere "
-    "call full_tensor() first, or work on .local, this rank's rows",
-)
 
 # Operators that neither run on the local tensors as they are nor are refused.
 _RULES: dict[str, Callable[..., Any]] = {
@@ -485,7 +479,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
                     f"operands cut like the first, of shape {layout.shape}",
                     f"a {type(operand).__name__} of shape {tuple(operand.shape)}",
                     where=f"{func}",
-                    hint="Use full_tensor() on both, local shards on both, or copy_from_full_()",
+                    hint=cure_of("operands"),
                 )
             )
 
@@ -523,13 +517,13 @@ def refuse(
     """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
     leaves = _leaves_of((*args, *(kwargs or {}).values()))
     shape = next((tuple(t.shape) for t in leaves if isinstance(t, DTensor)), "unknown")
+    is_of_parameter = any(isinstance(leaf, nn.Parameter) for leaf in leaves)
     raise NotImplementedError(
         expected(
             "an elementwise operation, or a statistic of all rows",
             f"'{name}'",
             where=f"an unevenly sharded tensor of shape {shape}",
-            hint=hint
-            or _CURES.get(name, "Call full_tensor() first, or work on .local, this rank's rows"),
+            hint=hint or cure_of(name, of_parameter=is_of_parameter),
         )
     )
 
@@ -548,8 +542,6 @@ def refuse_full_state(where: str) -> NoReturn:
             "a tensor cut like the parameter",
             "a full one, or one that torch has cut",
             where=where,
-            hint="Load a model by megafsdp.load_full_state_dict(); write full optimizer states by "
-            "torch_save_to_dcp(), and load them by torch.distributed.checkpoint.load() into what "
-            "get_optimizer_state_dict() returns",
+            hint=cure_of("load of a full tensor"),
         )
     )

@@ -16,7 +16,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
 from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
+from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.op_rules import (
     IS_DISPATCH_BYPASSED,
     RowShardedDTensor,
@@ -73,8 +76,7 @@ def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
             "in-place changes of a sharded parameter",
             "an assignment to its .data, which would cut it from its flat buffer",
             where=f"a parameter of shape {tuple(parameter.shape)}",
-            hint="Use parameter.copy_() under torch.no_grad(), then "
-            "megafsdp.mark_main_weights_changed(module)",
+            hint=cure_of("assignment to .data"),
         )
     )
 
@@ -90,6 +92,24 @@ class ReplicatedParameter(DTensor):
 
     data = FIXED_DATA  # type: ignore[assignment]
     is_meta = SHOWN_AS_META  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
+        """Copy the tensor and the gradient, out of the flat buffer."""
+        return _deep_copy(self, wrap_like(self, self._local_tensor.clone()), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values, not what ties the parameter to its unit."""
+        return nn.Parameter, (wrap_like(self, self._local_tensor), self.requires_grad)
+
+
+def _deep_copy(tensor: DTensor, rows: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
+    """Make a copy of the rows of a tensor a copy of the tensor, as ``copy.deepcopy()`` wants it."""
+    copied = nn.Parameter(rows) if isinstance(tensor, nn.Parameter) else rows
+    memo[id(tensor)] = copied
+    copied.requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf and tensor.grad is not None:
+        copied.grad = copy.deepcopy(tensor.grad, memo)
+    return copied
 
 
 def _drawing_as_one_process(name: str) -> Callable[..., torch.Tensor]:
@@ -288,13 +308,31 @@ class UnevenDTensor(RowShardedDTensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy the local rows and the gradient; the layout is shared."""
-        rows = type(self).wrap(self.local.clone(), self._spec, self._uneven_layout)
-        copied = nn.Parameter(rows) if isinstance(self, nn.Parameter) else rows
-        memo[id(self)] = copied
-        copied.requires_grad_(self.requires_grad)
-        if self.is_leaf and self.grad is not None:
-            copied.grad = copy.deepcopy(self.grad, memo)
-        return copied
+        return _deep_copy(self, self.like(self.local.clone()), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the tensor where this rank has all of its rows.
+
+        Copies to processes of ``multiprocessing`` are made with any rows.
+
+        Raises:
+            RuntimeError: It has fewer: a file would pass them off as the whole.
+        """
+        start, stop = self._uneven_layout.element_range()
+        if stop - start < math.prod(self._uneven_layout.region_shape):
+            raise RuntimeError(
+                expected(
+                    "a tensor of which this rank has all rows",
+                    f"elements {start} to {stop} of one of shape {tuple(self.shape)}",
+                    where="pickle or torch.save() of a sharded parameter, gradient or state",
+                    hint=cure_of("pickle"),
+                )
+            )
+        return _reduce(self)
+
+    def __copy__(self) -> UnevenDTensor:
+        """Copy the tensor by reference: the rows are the same memory."""
+        return self.like(self._local_tensor)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """List the regions this rank reads, for ``torch.distributed.checkpoint`` to load."""
@@ -358,6 +396,17 @@ class UnevenDTensor(RowShardedDTensor):
 
     data = FIXED_DATA  # type: ignore[assignment]
     is_meta = SHOWN_AS_META  # type: ignore[assignment]
+
+
+def _reduce(tensor: UnevenDTensor) -> Any:
+    if isinstance(tensor, nn.Parameter):
+        # Without what ties it to its unit.
+        return nn.Parameter, (tensor.like(tensor._local_tensor), tensor.requires_grad)
+    return super(UnevenDTensor, tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+# What goes to another process of this job, as background saves of torch do, is no file.
+ForkingPickler.register(UnevenDTensor, _reduce)
 
 
 def fill_truncated(tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> bool:

@@ -52,9 +52,9 @@ class FlatGradient:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the rows alone, not the buffer."""
+        """Pickle the rows alone, not the buffer, as the pickler treats the class without it."""
         assert isinstance(self, torch.Tensor), "a mixin of tensors"
-        return _without_buffer(self).__reduce_ex__(protocol)
+        return _itself, (_without_buffer(self),)
 
 
 class _UnevenFlatGradient(FlatGradient, UnevenDTensor):  # type: ignore[misc]
@@ -77,6 +77,10 @@ _ARE_FLAT = frozenset(_FLAT_TYPES.values())
 
 def _without_buffer(grad: torch.Tensor) -> torch.Tensor:
     return wrap_like(grad, local_tensor(grad))
+
+
+def _itself(grad: torch.Tensor) -> torch.Tensor:
+    return grad
 
 
 def common_buffer(grads: Sequence[torch.Tensor | None], indices: list[int]) -> DBuffer | None:

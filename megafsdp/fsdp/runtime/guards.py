@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrap_like
 from megafsdp.device.torch_private import func_transforms
@@ -161,7 +162,7 @@ def _refuse_gradient_hook(hook: object) -> NoReturn:
             "a hook on the reduced gradient",
             "register_hook(), which fires when autograd reaches a parameter",
             where="a sharded parameter, which autograd never reaches",
-            hint="Call register_post_accumulate_grad_hook() and read or change .grad in it",
+            hint=cure_of("register_hook"),
         )
     )
 
@@ -179,8 +180,7 @@ def _refuse_data_parallel(wrapper: nn.Module, name: str, module: nn.Module | Non
                     "parameters that no unit owns",
                     f"'{fqn}', which fully_shard() has sharded",
                     where=f"DistributedDataParallel of {type(module).__name__}",
-                    hint="Leave it out: units reduce their gradients themselves, over replicas too "
-                    "with strategy='no_shard' or a mesh of two axes",
+                    hint=cure_of("DistributedDataParallel"),
                 )
             )
 
@@ -203,24 +203,20 @@ def _refuse_replaced(
     group: ParameterGroup, parameter: ManagedParameter, module: nn.Module, attribute: str
 ) -> NoReturn:
     other = getattr(module, attribute, None)
-    hint = (
-        "Assign it before fully_shard(); later write values, by parameter.copy_() under "
-        "torch.no_grad(), load_state_dict() or megafsdp.load_full_state_dict()"
-    )
-    got = "none" if other is None else f"another {type(other).__name__}"
+    change, got = "assignment", "none" if other is None else f"another {type(other).__name__}"
     if isinstance(other, torch.Tensor):
         got += f" of shape {tuple(other.shape)} and {other.dtype}"
         owner = group_of(other)
         if owner is not None:
             names = [p.name for p in owner.parameters if p.sharded is other]
             got = f"'{names[0]}' of unit '{owner.label}', which was tied to it later"
-            hint = "Tie parameters before fully_shard(), and give their modules to one unit"
+            change = "tie"
     raise RuntimeError(
         expected(
             f"the sharded parameter '{parameter.name}' of shape {tuple(parameter.shape)}",
             f"{got}, in its place",
             where=f"'{attribute}' of {type(module).__name__}, in unit '{group.label}'",
-            hint=hint,
+            hint=cure_of(change),
         )
     )
 

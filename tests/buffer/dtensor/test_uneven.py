@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -111,26 +112,43 @@ def test_deep_copies_are_independent_and_stay_parameters(ranks: Ranks) -> None:
     ranks(3).run(_copies)
 
 
-def _pickles() -> None:
-    tensor, full = _cut("10 rows as 6, 4, 0")
-    for value in (tensor, nn.Parameter(tensor)):
-        back = pickle.loads(pickle.dumps(value))
-        assert isinstance(back, UnevenDTensor)
-        assert back.uneven_layout == tensor.uneven_layout
-        assert torch.equal(back.local, tensor.local)
-        assert torch.equal(back.full_tensor(), full)
+def _pickles(case: str) -> bool:
+    tensor, full = _cut(case)
+    is_whole = tensor.local.numel() == full.numel()
+    for value in (tensor, nn.Parameter(tensor), tensor.detach(), {"state": [tensor * 1]}):
+        for save in (pickle.dumps, lambda v: torch.save(v, io.BytesIO())):
+            if not is_whole:
+                with record_collectives() as record, pytest.raises(RuntimeError) as caught:
+                    save(value)
+                assert "megafsdp.checkpoint.save()" in str(caught.value)
+                assert str(tuple(full.shape)) in str(caught.value)
+                assert not record.calls
+    # To another process of the job.
+    back = pickle.loads(ForkingPickler.dumps(tensor))
+    assert isinstance(back, UnevenDTensor) and back.uneven_layout == tensor.uneven_layout
+    assert torch.equal(back.local, tensor.local)
+    assert torch.equal(back.full_tensor(), full)
+    shown = copy.copy(tensor)
+    assert torch.equal(shown.zero_().local, tensor.local) and not tensor.local.any()
+    if not is_whole:
+        return False
+    tensor.copy_from_full_(full)
+    assert torch.equal(pickle.loads(pickle.dumps(tensor)).local, full)
     for weights_only in (True, False):
         file = io.BytesIO()
         torch.save({"w": tensor}, file)
         file.seek(0)
         with torch.serialization.safe_globals([UnevenDTensor, UnevenLayout]):
             back = torch.load(file, weights_only=weights_only)["w"]
-        assert torch.equal(back.full_tensor(), full)
+        assert torch.equal(back.local, full) and back.uneven_layout == tensor.uneven_layout
+    return True
 
 
-def test_pickles_keep_the_cuts(ranks: Ranks) -> None:
-    """Plain pickle and torch.save bring back the rows and the layout, process groups apart."""
-    ranks(3).run(_pickles)
+def test_only_whole_tensors_are_pickled_and_any_sent_to_processes(ranks: Ranks) -> None:
+    """A file of one rank's rows would pass for the whole; copies within the job keep the cuts."""
+    assert ranks(3).run(_pickles, "10 rows as 6, 4, 0") == [False] * 3
+    assert ranks(2).run(_pickles, "all on one rank") == [True, False]
+    assert ranks(1).run(_pickles, "all on one rank") == [True]
 
 
 def _aliases() -> None:

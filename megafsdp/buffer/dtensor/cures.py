@@ -1,0 +1,111 @@
+"""What to do instead of what a sharded parameter refuses, by operation and by caller.
+
+Every refusal on a sharded parameter takes its cure from here. A caller says more than an operation:
+``save_pretrained`` fails in a view, and needs no view. Whether something is refused is not decided
+here, nor by the caller: a cure is looked up once an error is certain.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+_WHOLE = "Call full_tensor() first, or work on .local, this rank's rows"
+_NOT_GATHERED = (
+    "The unit that owns it is not gathered: call that unit's forward, name another method by "
+    "megafsdp.register_fsdp_forward_method(), or open megafsdp.summon_full_params(model). "
+    f"Elsewhere c{_WHOLE[1:]}"
+)
+_INITIALISE = (
+    "Initialise in megafsdp.materialize(model, initialize), which shows full parameters. "
+    f"Elsewhere c{_WHOLE[1:]}"
+)
+_SAVE = (
+    "Save by megafsdp.checkpoint.save(), megafsdp.checkpoint.async_save() or "
+    "torch.distributed.checkpoint.save(); or pickle megafsdp.full_state_dict(model)"
+)
+_BEFORE = "Do it before fully_shard()"
+
+# By the name of an operator, or of what else is refused.
+_OPERATIONS: dict[str, str] = {
+    **dict.fromkeys(("linalg_qr", "eye", "select", "index_put_"), _INITIALISE),
+    "a draw beside an initialiser": "Draw each module's own parameters in its own initializer",
+    "pickle": _SAVE,
+    "assignment to .data": "Use parameter.copy_() under torch.no_grad(), then "
+    "megafsdp.mark_main_weights_changed(module)",
+    "assignment": "Assign it before fully_shard(); later write values, by parameter.copy_() under "
+    "torch.no_grad(), load_state_dict() or megafsdp.load_full_state_dict()",
+    "tie": "Tie parameters before fully_shard(), and give their modules to one unit",
+    "register_hook": "Call register_post_accumulate_grad_hook() and read or change .grad in it",
+    "load of a full tensor": "Load a model by megafsdp.load_full_state_dict(); write full "
+    "optimizer states by torch_save_to_dcp(), and load them by torch.distributed.checkpoint.load() "
+    "into what get_optimizer_state_dict() returns",
+    "operands": "Use full_tensor() on both, local shards on both, or copy_from_full_()",
+    "DistributedDataParallel": "Leave it out: units reduce their gradients themselves, over "
+    "replicas too with strategy='no_shard' or a mesh of two axes",
+}
+
+# By top-level package and function.
+_CALLERS: dict[tuple[str, str], str] = {
+    ("transformers", "save_pretrained"): "Call megafsdp.checkpoint.export_hf(), or "
+    "save_pretrained(path, state_dict=megafsdp.full_state_dict(model)) on all ranks",
+    ("transformers", "generate"): "Call megafsdp.register_fsdp_forward_method(model, 'generate'), "
+    "or generate within megafsdp.summon_full_params(model)",
+    ("transformers", "resize_token_embeddings"): _BEFORE,
+    ("peft", "merge_and_unload"): "Merge before fully_shard(), or in a plain model that loads "
+    "megafsdp.full_state_dict(model)",
+    ("peft", "merge_adapter"): "Merge before fully_shard(), or in a plain model that loads "
+    "megafsdp.full_state_dict(model)",
+    ("accelerate", "save_state"): _SAVE,
+    ("accelerate", "save_model"): "Call megafsdp.checkpoint.export_hf(), or save "
+    "megafsdp.full_state_dict(model)",
+    ("accelerate", "prepare_model"): "Give prepare() the optimizer and the data loader alone, or "
+    "prepare the model with FullyShardedDataParallelPlugin(fsdp_version=2), which leaves it alone",
+    ("safetensors", "save_file"): "Give it megafsdp.full_state_dict(model)",
+    ("safetensors", "save_model"): "Give save_file() megafsdp.full_state_dict(model)",
+    ("torch", "parameters_to_vector"): "Give it the full_tensor() of each parameter",
+    ("torch", "vector_to_parameters"): "Use megafsdp.load_full_state_dict()",
+}
+
+_LOW_PRECISION = (
+    "Use megafsdp.FusedAdam(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float16), or "
+    "HybridDeviceOptimizer for states on the host"
+)
+_ELEMENTWISE = (
+    "Use megafsdp.FusedAdam, megafsdp.Muon, or an optimizer that steps each element by itself"
+)
+# By top-level package and class; without a class, all of the package.
+_OPTIMIZERS: dict[tuple[str, str], str] = {
+    ("torch", "Muon"): "Use megafsdp.Muon, which gathers each matrix on one rank",
+    ("torch", "LBFGS"): _ELEMENTWISE,
+    ("torch", "Adafactor"): _LOW_PRECISION,
+    ("torch", "Rprop"): _ELEMENTWISE,
+    ("transformers", "Adafactor"): _LOW_PRECISION,
+    ("torchao", ""): _LOW_PRECISION,
+    ("bitsandbytes", ""): _LOW_PRECISION,
+}
+
+
+def cure_of(operation: str, *, of_parameter: bool = False) -> str:
+    """Return what to do instead of a refused operation, by who has called it or by its name.
+
+    Args:
+        operation: The name of an operator, or of another entry of the table.
+        of_parameter: Whether an operand is a parameter, so that operators which the table does not
+            name are those of a forward.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        cure = _CALLERS.get((package, frame.f_code.co_name))
+        if cure is not None:
+            return cure
+    return _OPERATIONS.get(operation, _NOT_GATHERED if of_parameter else _WHOLE)
+
+
+def cure_of_optimizer(optimizer: type) -> str | None:
+    """Return what to use instead of an optimizer that cannot step uneven rows; None if it can."""
+    for cls in optimizer.__mro__:
+        package = cls.__module__.partition(".")[0]
+        cure = _OPTIMIZERS.get((package, cls.__name__), _OPTIMIZERS.get((package, "")))
+        if cure is not None:
+            return cure
+    return None
