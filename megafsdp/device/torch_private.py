@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -181,8 +181,33 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     Public: ``torch.compiler.disable`` does the same, but imports the compiler at once, which takes
     seconds. 2.11 to 2.13.
     """
-    decorated: Callable[P, R] = torch._disable_dynamo(function)
-    return decorated
+    decorated: Any = torch._disable_dynamo(function)
+    # Where one graph is asked for, the compiler's error gives the reason.
+    decorated._torchdynamo_disable = True
+    decorated._torchdynamo_disable_msg = (
+        "megafsdp gathers a unit or steps an optimizer here; compile units without units below by "
+        "unit.compile(fullgraph=True), and the rest without fullgraph"
+    )
+    return cast(Callable[P, R], decorated)
+
+
+@functools.cache
+def trace_around(types: tuple[type[torch.Tensor], ...], rules: type[torch.Tensor]) -> None:
+    """Have ``torch.compile`` break its graphs at tensors of some types, for the whole process.
+
+    It would trace them as DTensors whose cuts are those of ``torch.chunk``, or fail. Public: none.
+    2.11 to 2.13.
+
+    Args:
+        types: The types.
+        rules: The class whose ``__torch_dispatch__`` is to run as it is, with all that it calls.
+    """
+    torch._dynamo.config.nontraceable_tensor_subclasses |= set(types)
+    skip = torch._dynamo.types.FrameAction.SKIP
+    torch._dynamo.eval_frame.set_code_exec_strategy(
+        rules.__torch_dispatch__.__func__.__code__,  # type: ignore[attr-defined]
+        torch._dynamo.types.FrameExecStrategy(skip, skip),
+    )
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -27,9 +27,12 @@ from torch.optim.optimizer import (
 
 from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
 from megafsdp.buffer.dtensor.cures import cure_of_optimizer
+from megafsdp.buffer.dtensor.op_rules import RowShardedDTensor
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.device.torch_private import trace_around, without_dynamo
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
+from megafsdp.fsdp.params.main_gradient import SHARDED_TYPES
 from megafsdp.fsdp.params.meta import mark_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.runtime.unit import units_below
@@ -82,9 +85,11 @@ class _StepHooks:
             register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
 
+    @without_dynamo
     def _before_step(self, optimizer: Optimizer, *unused: object) -> None:
         self._record_of(optimizer)
 
+    @without_dynamo
     def _after_step(self, optimizer: Optimizer, *unused: object) -> None:
         # Looked up again: a closure may have changed the optimizer's parameters.
         references = self._record_of(optimizer).groups
@@ -116,6 +121,9 @@ class _StepHooks:
                 _refuse_optimizer(optimizer, parameters)
             # A dict, for an order that all ranks share.
             groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
+            if groups:
+                # A compiled step comes here before it reads the parameters.
+                trace_around(SHARDED_TYPES, RowShardedDTensor)
             record = _OptimizerRecord(ids, tuple(map(weakref.ref, groups)))
             self._records[optimizer] = record
         return record

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from megafsdp import full_tensor, fully_shard
-from tests.fsdp.toy import Net, adamw, batches, mine, shard
+from megafsdp import FusedAdam, HybridDeviceOptimizer, Muon, full_tensor, fully_shard
+from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, shard
 from tests.ranks import Ranks
 
 # The tracer asks every input for .grad, and torch warns where it is not a leaf.
@@ -106,11 +109,160 @@ def test_a_compiled_unit_is_one_graph_without_hooks(
 
 
 @pytest.mark.parametrize("make", [_compiled_root, _compiled_root_in_place])
-def test_a_compiled_root_breaks_its_graph_at_the_units_hooks(
+def test_a_compiled_root_that_calls_units_in_a_loop_trains_alike(
     ranks: Ranks, make: Callable[[str, bool], Made]
 ) -> None:
-    """Compiling the root gives the numbers of the eager model."""
-    assert min(ranks(2).run(_trains_alike, make, "eager", False)) > 0
+    """Torch compiles no loop with a break in it; the units in it are graphs."""
+    assert max(ranks(2).run(_trains_alike, make, "eager", False)) <= NUM_BLOCKS + 1
+
+
+class Layer(nn.Module):
+    """A linear layer and a tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tanh of a linear map."""
+        return torch.tanh(self.linear(x))
+
+
+class Straight(nn.Module):
+    """Two layers and what is around them, without a loop, in which torch compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.last = nn.Linear(4, 4), Layer(), Layer(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        x = torch.sin(self.a(self.first(x)))
+        return self.last(torch.cos(self.b(x))).sum()
+
+
+def _operators_of_graphs(strategy: str, is_in_place: bool) -> None:
+    torch.manual_seed(0)
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append([n.target.__name__ for n in graph.graph.nodes if n.op == "call_function"])
+        return graph.forward
+
+    reference = Straight()
+    x = torch.randn(3, 4, requires_grad=True)
+    net = copy.deepcopy(reference)
+    for part in (net.a, net.b, net):
+        fully_shard(part, strategy=strategy)
+    torch._dynamo.reset()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    if is_in_place:
+        net.compile(backend=backend)
+    call = net if is_in_place else torch.compile(net, backend=backend)
+    for _ in range(2):
+        call(x).backward()
+        reference(x).backward()
+    assert_same_grads(net, reference)
+    assert sum(breaks.values()) <= 3, breaks
+    # Both layers are one graph, whichever module of the class runs it.
+    assert sorted(map(len, graphs)) == [1, 1, 2, 2], graphs
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_compiled_root_has_one_break_a_unit_and_compiles_what_is_between(
+    ranks: Ranks, num_ranks: int
+) -> None:
+    """The units' forwards are graphs too, and the gradients those of the eager model."""
+    for strategy in ("no_shard", "optim_grads_params"):
+        for is_in_place in (False, True):
+            ranks(num_ranks).run(_operators_of_graphs, strategy, is_in_place)
+
+
+def _many_layers() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    net = nn.Sequential(*(Layer() for _ in range(12)))
+    for layer in net:
+        fully_shard(layer)
+        layer.compile(backend="eager", fullgraph=True)
+    fully_shard(net)(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    # Twelve are more than torch compiles of one function before it gives up.
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def test_layers_of_one_class_are_compiled_once(ranks: Ranks) -> None:
+    """Their class is one class after fully_shard too."""
+    ranks(2).run(_many_layers)
+
+
+def _whole_graphs() -> None:
+    torch._dynamo.reset()
+    net = Straight()
+    for part in (net.a, net.b, net):
+        fully_shard(part)
+    x = torch.ones(2, 4)
+    with record_collectives() as record:
+        for refuse in (lambda: net.compile(fullgraph=True), lambda: net.compile(True)):
+            with pytest.raises(NotImplementedError, match=r"the unit 'a'.*unit\.compile"):
+                refuse()
+    assert not record.calls
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="megafsdp gathers a unit"):
+        torch.compile(net, backend="eager", fullgraph=True)(x)
+    wanted = net(x)
+    torch.testing.assert_close(net(x), wanted)
+    part = torch.compile(net.a, backend="eager", fullgraph=True)
+    torch.testing.assert_close(part(x), net.a(x))
+    torch._dynamo.reset()
+
+
+def test_one_graph_of_several_units_is_refused_by_name(ranks: Ranks) -> None:
+    """One unit is one graph; of a root the error says which calls compile it."""
+    ranks(2).run(_whole_graphs)
+
+
+STEPS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda net: FusedAdam(net.parameters(), lr=1e-2, eps=1e-5, max_grad_norm=1.0),
+    "Muon": lambda net: Muon(net.named_parameters(), lr=1e-2),
+    "HybridDeviceOptimizer": lambda net: HybridDeviceOptimizer(net.parameters(), lr=1e-2),
+    "AdamW(fused)": lambda net: adamw(net, fused=True),
+    "AdamW": adamw,
+}
+
+
+def _compiled_steps(strategy: str, name: str) -> None:
+    torch._dynamo.reset()
+    nets = [shard(Net(1), strategy=strategy) for _ in range(2)]
+    eager, compiled = [STEPS[name](net) for net in nets]
+    steps = [eager.step, torch.compile(compiled.step, backend="eager")]
+    for seed in range(3):
+        for optimizer, net, step in zip((eager, compiled), nets, steps, strict=True):
+            # A schedule changes it between steps.
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + seed)
+            net(*mine(batches(1, seed=seed)[0])).backward()
+            step()
+            optimizer.zero_grad()
+    # torch's loops take square roots of compiled steps in another order.
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if name == "AdamW" else {"rtol": 0, "atol": 0}
+    # A state dict waits for a step beside this thread.
+    wanted, found = (net.state_dict() for net in nets)
+    for fqn in wanted:
+        torch.testing.assert_close(local_tensor(found[fqn]), local_tensor(wanted[fqn]), **tolerance)
+    torch._dynamo.reset()
+
+
+# torch imports its own compiler, which uses what torch has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_compiled_step_is_the_step(ranks: Ranks, num_ranks: int) -> None:
+    """Of our optimizers, which run as they are, and of torch's over sharded parameters."""
+    for strategy in ("no_shard", "optim_grads_params"):
+        for name in STEPS:
+            ranks(num_ranks).run(_compiled_steps, strategy, name)
 
 
 def _fails_inside() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from megafsdp.device.torch_private import without_dynamo
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer
@@ -255,6 +256,7 @@ class FusedAdam(Optimizer):
             elif grad is not None:
                 grad.zero_()
 
+    @without_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step every parameter that has a gradient.
