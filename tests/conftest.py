@@ -23,7 +23,8 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, data
 hypothesis.settings.load_profile("ci")
 
 _NURSERY = pytest.StashKey[Nursery]()
-_NUM_MATRIX_DESELECTED = pytest.StashKey[int]()
+_NUM_DESELECTED = pytest.StashKey[dict[str, int]]()
+_HOW_TO_RUN = {"ecosystem": "./test.sh -m ecosystem", "matrix": "./test.sh --full"}
 _ALL_PRODUCTS = "all"
 
 
@@ -39,12 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select products of cases by ``--full``; skip ``gpu`` tests without a GPU."""
+    """Select by ``--full`` and ``-m ecosystem``; skip ``gpu`` tests without a GPU."""
     chosen = config.getoption("--full")
+    left_out = config.stash[_NUM_DESELECTED] = dict.fromkeys(_HOW_TO_RUN, 0)
     products = {id(i): m.args[0] for i in items if (m := i.get_closest_marker("matrix"))}
     if chosen is None:
         selected = [item for item in items if id(item) not in products]
-        config.stash[_NUM_MATRIX_DESELECTED] = len(items) - len(selected)
+        left_out["matrix"] = len(items) - len(selected)
     elif chosen == _ALL_PRODUCTS:
         selected = list(items)
     else:
@@ -52,6 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not selected:
             names = ", ".join(sorted(set(products.values())))
             raise pytest.UsageError(f"--full {chosen}: no such product of cases; there are {names}")
+    if "ecosystem" not in config.option.markexpr:
+        own = [item for item in selected if not item.get_closest_marker("ecosystem")]
+        left_out["ecosystem"] = len(selected) - len(own)
+        selected = own
     kept = set(map(id, selected))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = selected
@@ -71,18 +77,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send a worker's count of deselected tests to the process that prints the summary."""
+    """Send a worker's counts of deselected tests to the process that prints the summary."""
     if hasattr(session.config, "workeroutput"):
-        count = session.config.stash.get(_NUM_MATRIX_DESELECTED, 0)
-        session.config.workeroutput["num_matrix_deselected"] = count
+        session.config.workeroutput["num_deselected"] = session.config.stash.get(
+            _NUM_DESELECTED, {}
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object) -> None:
-    """Take over the count of a worker; every worker collects the same tests."""
-    output = getattr(node, "workeroutput", {})
-    if count := output.get("num_matrix_deselected", 0):
-        node.config.stash[_NUM_MATRIX_DESELECTED] = count  # type: ignore[attr-defined]
+    """Take over the counts of a worker; every worker collects the same tests."""
+    if counts := getattr(node, "workeroutput", {}).get("num_deselected"):
+        node.config.stash[_NUM_DESELECTED] = counts  # type: ignore[attr-defined]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -99,8 +105,9 @@ def pytest_terminal_summary(
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"not run: {count} skipped ({reason})")
-    if num_matrix := config.stash.get(_NUM_MATRIX_DESELECTED, 0):
-        terminalreporter.write_line(f"not run: {num_matrix} marked matrix (./test.sh --full)")
+    for mark, count in config.stash.get(_NUM_DESELECTED, {}).items():
+        if count:
+            terminalreporter.write_line(f"not run: {count} marked {mark} ({_HOW_TO_RUN[mark]})")
 
 
 @pytest.fixture(scope="session")

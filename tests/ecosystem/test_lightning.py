@@ -1,0 +1,153 @@
+"""Lightning's Trainer around a model that configure_model() shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from megafsdp import FSDPModule, full_state_dict, fully_shard_model
+from tests.ecosystem.launch import launcher_environment
+from tests.ecosystem.models import (
+    ROWS_PER_RANK,
+    adamw,
+    build,
+    global_batch,
+    mean_over_ranks,
+)
+from tests.fsdp.toy import assert_same_grads, assert_same_parameters
+from tests.ranks import Ranks
+
+pytest.importorskip("lightning", reason="ecosystem: lightning is not installed")
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+
+pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("default")]
+
+MAX_NORM = 0.5
+NUM_MICROBATCHES = 2
+NUM_STEPS = 3
+STRATEGIES = {
+    "model parallel": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    # Lightning then knows of no other ranks; units reduce their gradients by themselves.
+    "single device": lambda: SingleDeviceStrategy("cpu"),
+    "ddp": lambda: DDPStrategy(),
+}
+
+
+class Module(LightningModule):
+    """A model of transformers, sharded in configure_model(), beside its oracle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # In a list, so that neither Lightning nor the optimizer takes it for a part.
+        self.oracle = [build("qwen3")]
+        self.oracle_optimizer = adamw(self.oracle[0])
+        self.model = build("qwen3")
+        self.num_compared = 0
+
+    def configure_model(self) -> None:
+        """Shard once: Lightning calls this before each of fit, validate and test."""
+        if not isinstance(self.model, FSDPModule):
+            fully_shard_model(self.model)
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        """Return the loss of this rank's rows, having compared their mean."""
+        whole = global_batch(index)
+        expected = self.oracle[0](**whole).loss
+        (expected / NUM_MICROBATCHES).backward()
+        loss = self.model(**batch).loss
+        torch.testing.assert_close(mean_over_ranks(loss), expected.detach(), rtol=1e-5, atol=0)
+        self.num_compared += 1
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the oracle; Lightning calls this before it clips."""
+        assert_same_grads(self.model, self.oracle[0])
+        norm = torch.nn.utils.clip_grad_norm_(self.oracle[0].parameters(), MAX_NORM)
+        assert norm > MAX_NORM
+        self.oracle_optimizer.step()
+        self.oracle_optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW over the sharded parameters."""
+        return adamw(self.model)
+
+    def train_dataloader(self) -> DataLoader:
+        """Return this rank's rows of each global batch."""
+        start = ROWS_PER_RANK * dist.get_rank()
+        rows = [
+            {name: tensor[row] for name, tensor in batch.items()}
+            for batch in map(global_batch, range(NUM_STEPS * NUM_MICROBATCHES))
+            for row in range(start, start + ROWS_PER_RANK)
+        ]
+        return DataLoader(rows, batch_size=ROWS_PER_RANK)
+
+
+def trainer(strategy: Strategy, directory: Path) -> Trainer:
+    """Return a trainer of one short epoch that writes nothing by itself."""
+    return Trainer(
+        accelerator="cpu",
+        devices=1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size(),
+        strategy=strategy,
+        plugins=[TorchElasticEnvironment()],
+        max_epochs=1,
+        gradient_clip_val=MAX_NORM,
+        accumulate_grad_batches=NUM_MICROBATCHES,
+        # Each rank's loader gives its own rows.
+        use_distributed_sampler=False,
+        default_root_dir=directory,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _fit(name: str, directory: Path) -> None:
+    with launcher_environment():
+        module = Module()
+        fitted = trainer(STRATEGIES[name](), directory)
+        fitted.fit(module)
+        if name == "model parallel":
+            _save_and_load(module, fitted, directory)
+    assert module.num_compared == NUM_STEPS * NUM_MICROBATCHES
+    assert_same_parameters(module.model, module.oracle[0], rtol=1e-4, atol=1e-5)
+
+
+def _save_and_load(module: Module, fitted: Trainer, directory: Path) -> None:
+    """Save by Lightning, and let another trainer load it into another module."""
+    path = directory / "last"
+    fitted.save_checkpoint(path)
+    other, saved = Module(), full_state_dict(module.model)
+    resumed = trainer(STRATEGIES["model parallel"](), directory)
+    # All steps have been made: it loads and ends.
+    resumed.fit(other, ckpt_path=path)
+    assert resumed.global_step == NUM_STEPS and other.num_compared == 0
+    loaded = full_state_dict(other.model)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in saved.items())
+
+
+def _refused(directory: Path) -> None:
+    with launcher_environment(), pytest.raises(ValueError, match="DistributedDataParallel"):
+        trainer(STRATEGIES["ddp"](), directory).fit(Module())
+
+
+def test_lightnings_ddp_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Units reduce their gradients by themselves."""
+    ranks(2).run(_refused, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model parallel", "single device"])
+def test_fit_trains_as_one_process(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    """Two microbatches a step, clipped by Lightning."""
+    ranks(2).run(_fit, name, tmp_path)

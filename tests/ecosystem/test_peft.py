@@ -1,0 +1,77 @@
+"""LoRA adapters of PEFT train over sharded weights that are frozen."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from megafsdp import full_state_dict, fully_shard_model
+from megafsdp.fsdp.keywords import StrategyChoice
+from tests.ecosystem.models import build, global_batch, mean_over_ranks, own_rows, train_beside
+from tests.ranks import Ranks
+
+peft = pytest.importorskip("peft", reason="ecosystem: peft is not installed")
+
+pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("default")]
+
+
+def with_adapters(name: str, **options: object) -> peft.PeftModel:
+    """Return a model with LoRA adapters, whose second factors are not zero."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(build(name), config)
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _train(name: str, strategy: StrategyChoice, directory: Path) -> None:
+    reference = with_adapters(name, target_modules="all-linear")
+    model = fully_shard_model(copy.deepcopy(reference), strategy=strategy)
+    train_beside(reference, model)
+    for net in (reference, model):
+        net.eval()
+    batch = global_batch(9)
+    # As trainers of preferences do, which take the frozen model for reference.
+    with torch.no_grad(), reference.disable_adapter(), model.disable_adapter():
+        expected, loss = reference(**batch).loss, model(**own_rows(batch)).loss
+        assert_close(mean_over_ranks(loss), expected, rtol=1e-5, atol=0)
+    train_beside(reference.train(), model.train())
+    state = full_state_dict(model)
+    if dist.get_rank() == 0:
+        model.save_pretrained(directory, state_dict=state)
+        loaded = peft.PeftModel.from_pretrained(build(name), directory).state_dict()
+        assert loaded.keys() == state.keys()
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("qwen3", "optim_grads_params"),
+        ("qwen3", "optim"),
+        ("gpt2", "optim_grads_params"),
+    ],
+)
+def test_adapters_train_as_in_one_process(
+    ranks: Ranks, name: str, strategy: StrategyChoice, tmp_path: Path
+) -> None:
+    """Gradients and adapters are equal, frozen weights stay; PEFT reads what it saved."""
+    ranks(2).run(_train, name, strategy, tmp_path)
+
+
+def _refuse_merge() -> None:
+    model = fully_shard_model(with_adapters("qwen3"))
+    with pytest.raises(NotImplementedError, match="'mm'"):
+        model.merge_and_unload()
+
+
+def test_merging_sharded_adapters_is_refused(ranks: Ranks) -> None:
+    """The product of two factors of which each rank has some rows; merge what PEFT has read."""
+    ranks(2).run(_refuse_merge)
