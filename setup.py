@@ -3,8 +3,8 @@
 ``megafsdp._csrc`` needs a C++ compiler, ``megafsdp._cuda`` nvcc besides. Environment variables:
 
     MEGAFSDP_CUDA        auto (default): build _cuda where nvcc is found; 1: insist; 0: do not.
-    MEGAFSDP_CUDA_ARCHS  architectures, by default 80;90;100f; PTX of the newest one without a
-                         letter is added for those that come later.
+    MEGAFSDP_CUDA_ARCHS  architectures, by default those of 80;90;100f that nvcc knows; PTX of the
+                         newest one without a letter is added for those that come later.
     NVCC, CUDA_HOME      where nvcc is, if it is not on the PATH.
 """
 
@@ -24,6 +24,7 @@ from setuptools.modified import newer_group
 
 CSRC = Path("megafsdp/csrc")
 CUDA = CSRC / "cuda"
+DEFAULT_ARCHS = ("80", "90", "100f")
 # No -march: the instruction set is chosen at run time. No contraction: a fused multiply-add gives
 # other bits than a processor or a torch fallback without it. Nobody reads the floating-point
 # exception flags, and keeping them right would forbid the compiler to vectorise selects; nor
@@ -109,8 +110,24 @@ def find_nvcc() -> str:
 
 
 def cuda_archs() -> str:
-    """Return the architectures to compile for, separated by semicolons."""
-    return os.environ.get("MEGAFSDP_CUDA_ARCHS") or "80;90;100f"
+    """Return the architectures to compile for, separated by semicolons.
+
+    By default those that the nvcc at hand knows: one that it does not would fail the whole build.
+    """
+    if chosen := os.environ.get("MEGAFSDP_CUDA_ARCHS"):
+        return chosen
+    try:
+        usable = [arch for arch in DEFAULT_ARCHS if knows_arch(find_nvcc(), arch)]
+    except (CompileError, OSError):
+        usable = []
+    return ";".join(usable or DEFAULT_ARCHS)
+
+
+def knows_arch(nvcc: str, arch: str) -> bool:
+    """Return whether nvcc compiles for an architecture; its list leaves out those with letters."""
+    code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+    command = [nvcc, "--dryrun", code, "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def code_arguments(archs: str) -> list[str]:

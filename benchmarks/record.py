@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -60,6 +61,9 @@ def versions() -> dict[str, object]:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(_ROOT), *arguments]
+        # A measurement must not be lost on a machine without git.
+        if shutil.which(command[0]) is None:
+            return ""
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = [line for line in git("status", "--porcelain").splitlines() if "records/" not in line]

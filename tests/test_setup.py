@@ -102,3 +102,20 @@ def test_auto_says_in_one_line_what_is_lost(
     cuda.optional = False
     with pytest.raises(setuptools.errors.CompileError, match="found no nvcc"):
         command.build_extension(cuda)
+
+
+def test_by_default_only_architectures_that_nvcc_knows_are_compiled_for(
+    setup_py: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An older nvcc would refuse the whole build for one name; a choice is taken as it is."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text('#!/bin/sh\ncase "$*" in *100f*) exit 1;; esac\n')
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("NVCC", str(nvcc))
+    assert setup_py["cuda_archs"]() == "80;90"
+    monkeypatch.setenv("MEGAFSDP_CUDA_ARCHS", "100f")
+    assert setup_py["cuda_archs"]() == "100f"
+    monkeypatch.delenv("MEGAFSDP_CUDA_ARCHS")
+    monkeypatch.setenv("NVCC", str(tmp_path / "absent"))
+    monkeypatch.setenv("PATH", "")
+    assert setup_py["cuda_archs"]() == "80;90;100f"

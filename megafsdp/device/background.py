@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 _LOGGER = logging.getLogger("megafsdp.device")
@@ -77,10 +78,14 @@ class BackgroundThread:
     Args:
         name: The thread's name.
         patience_s: How long :meth:`close` waits for one job.
+        begin: Called first in the thread, for example to choose its device.
     """
 
-    def __init__(self, name: str, *, patience_s: float = 10.0) -> None:
+    def __init__(
+        self, name: str, *, patience_s: float = 10.0, begin: Callable[[], None] | None = None
+    ) -> None:
         self._name = name
+        self._begin = begin
         self._patience_s = patience_s
         self._queue = _Queue()
         self._thread: threading.Thread | None = None
@@ -90,7 +95,7 @@ class BackgroundThread:
         if self._thread is None:
             # The thread refers only to the queue, so its owner can be deleted and close the thread.
             self._thread = threading.Thread(
-                target=_serve, args=(self._queue,), name=self._name, daemon=True
+                target=_serve, args=(self._queue, self._begin), name=self._name, daemon=True
             )
             self._thread.start()
         self._queue.put(job)
@@ -119,7 +124,9 @@ class BackgroundThread:
             )
 
 
-def _serve(jobs: _Queue) -> None:
+def _serve(jobs: _Queue, begin: Callable[[], None] | None) -> None:
+    if begin is not None:
+        begin()
     while (job := jobs.take()) is not None:
         job.run()
         # The job's tensors would otherwise live until the next job.

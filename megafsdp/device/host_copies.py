@@ -91,7 +91,7 @@ class StreamLink:
 
     def __init__(self, handle: DeviceHandle) -> None:
         self._handle = handle
-        self._streams = (handle.stream(), handle.stream())
+        self._streams = (handle.to_host_stream, handle.to_device_stream)
 
     def fence(self) -> None:
         """Make copies issued from here on wait for what this thread has queued on the device."""

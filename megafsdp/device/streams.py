@@ -9,6 +9,7 @@ collectives themselves. This file has no buffers and issues no collectives.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +53,24 @@ class DeviceHandle:
     def stream(self, priority: int = 0) -> torch.cuda.Stream | None:
         """Create a side stream; None on CPU."""
         return torch.cuda.Stream(self.device, priority) if self.is_asynchronous else None
+
+    @property
+    def to_host_stream(self) -> torch.cuda.Stream | None:
+        """Return the device's one stream of copies to the host; None on CPU."""
+        return _copy_streams(self.device)[0] if self.is_asynchronous else None
+
+    @property
+    def to_device_stream(self) -> torch.cuda.Stream | None:
+        """Return the device's one stream of copies from the host; None on CPU."""
+        return _copy_streams(self.device)[1] if self.is_asynchronous else None
+
+    def adopt_thread(self) -> None:
+        """Make this device the calling thread's; called first by threads that wait for events.
+
+        A new thread's device is GPU 0, and asking an event there makes a context of 0.5 GB.
+        """
+        if self.is_asynchronous:
+            torch.cuda.set_device(self.device)
 
     def current_stream(self) -> torch.cuda.Stream | None:
         """Return the stream that kernels of the calling thread go to; None on CPU."""
@@ -119,6 +138,13 @@ class DeviceHandle:
     def peak_nbytes(self) -> int | None:
         """Return the allocator's peak in bytes; None where the device has no such counter."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_asynchronous else None
+
+
+# torch has 32 streams a device, which all that ask for one share: a stream for each group would
+# make copies of both directions, and collectives, wait for each other.
+@functools.cache
+def _copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def device_handle(device_type: str) -> DeviceHandle:

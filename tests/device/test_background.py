@@ -141,3 +141,21 @@ def test_a_blocked_job_does_not_hold_up_the_end_of_the_process() -> None:
     arguments = [sys.executable, "-c", _PROGRAM, background.__file__]
     done = subprocess.run(arguments, capture_output=True, timeout=60)
     assert done.returncode == 3, done.stderr.decode()
+
+
+def test_the_thread_begins_with_what_it_is_given() -> None:
+    """Before the first job, for example to choose its device."""
+    done: list[str] = []
+
+    class Noting:
+        urgency, can_begin = 0, True
+
+        def run(self) -> None:
+            done.append("job")
+
+    thread = BackgroundThread("beginning", begin=lambda: done.append("begin"))
+    assert not done
+    thread.submit(Noting())
+    thread.submit(Noting())
+    thread.close()
+    assert done == ["begin", "job", "job"]

@@ -27,6 +27,36 @@ def test_cpu_has_no_streams_and_waits_return_at_once() -> None:
     assert result.tolist() == [2.0, 2.0]
 
 
+def test_copies_of_each_direction_have_one_stream_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many groups copy: torch has few streams, which collectives take too."""
+    made = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            made.append(device)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    devices = [torch.device("cuda", 91), torch.device("cuda", 92)]
+    found = [
+        (handle.to_host_stream, handle.to_device_stream)
+        for handle in map(DeviceHandle, (*devices, *devices))
+    ]
+    assert found[:2] == found[2:] and len({id(s) for pair in found for s in pair}) == 4
+    assert made == [devices[0]] * 2 + [devices[1]] * 2
+    assert device_handle("cpu").to_host_stream is None is device_handle("cpu").to_device_stream
+
+
+def test_a_thread_adopts_a_device_of_streams_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's device is GPU 0 until it says otherwise."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device_handle("cpu").adopt_thread()
+    DeviceHandle(torch.device("cuda", 3)).adopt_thread()
+    assert chosen == [torch.device("cuda", 3)]
+
+
 def test_other_devices_are_refused_by_name() -> None:
     """A device that is neither CPU nor CUDA is not built."""
     with pytest.raises(NotImplementedError, match="got xpu"):

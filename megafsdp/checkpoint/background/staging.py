@@ -74,19 +74,22 @@ class Staging:
         self._on_host = [pair for pair in pairs if not pair[1].is_cuda]
         self._is_copied = threading.Event()
         self._event: torch.cuda.Event | None = None
-        on_device = [pair for pair in pairs if pair[1].is_cuda]
-        if on_device:
-            self._handle = device_handle("cuda")
+        # The last references to some: the caller puts the copies in their place, and the allocator
+        # would give the memory away while the stream still reads it.
+        self._on_device = [pair for pair in pairs if pair[1].is_cuda]
+        self._handle = device_handle("cuda" if self._on_device else "cpu")
+        if self._on_device:
             stream = self._handle.stream()
             # Steps that are queued already must have run before their results are copied.
             self._handle.wait_stream(stream, self._handle.current_stream())
             with self._handle.use(stream):
-                for copy, tensor in on_device:
+                for copy, tensor in self._on_device:
                     copy.copy_(tensor, non_blocking=True)
-            self._event = self._handle.record_event(stream)
+            self._event = self._handle.record_event(stream, is_blocking=True)
 
     def copy(self) -> None:
         """Make the copies; in the background thread."""
+        self._handle.adopt_thread()
         for copy, tensor in self._on_host:
             copy.copy_(tensor)
         # The originals need not outlive their copies.
@@ -94,9 +97,13 @@ class Staging:
         self._is_copied.set()
         if self._event is not None:
             self._event.synchronize()
+        self._on_device.clear()
 
     def release(self) -> None:
         """End every wait and drop the copies: the save has ended, or has no copies."""
+        if self._on_device and self._event is not None:
+            self._event.synchronize()
+        self._on_device.clear()
         self._on_host.clear()
         self.copies.clear()
         self._is_copied.set()

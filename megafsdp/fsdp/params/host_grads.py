@@ -55,8 +55,9 @@ def make_reducer(
 class HostGradientReducer(GradientReducer):
     """A reducer whose main gradient is on the host.
 
-    On CUDA the copy runs on a stream of its own while the next unit's backward computes. ``.grad``
-    is published when the copy is complete, since hooks and optimizers on the host read it at once.
+    On CUDA the copy runs on the device's stream of copies to the host, while the next unit's
+    backward computes. ``.grad`` is published when the copy is complete: hooks and optimizers on the
+    host read it at once.
 
     Args:
         parameters: The unsharded parameters, whose ``.grad`` is taken.
@@ -80,7 +81,7 @@ class HostGradientReducer(GradientReducer):
         super().__init__(parameters, buffers, main_grad, scale=scale, defers=defers)
         self._host = host
         self._handle = DeviceHandle(buffers.device)
-        self._stream = self._handle.stream()
+        self._stream = self._handle.to_host_stream
         # The sum of microbatches so far, on the device.
         self._sum: DBuffer | None = None
         # The main gradient and what the sum is copied to: the same, or beside it to be added.
@@ -136,7 +137,7 @@ class HostGradientReducer(GradientReducer):
         with torch.no_grad(), self._handle.use(self._stream):
             target.flat.copy_(self._sum.flat, non_blocking=True)
         self._copy = main_grad, target
-        self._copied = self._handle.record_event(self._stream)
+        self._copied = self._handle.record_event(self._stream, is_blocking=True)
 
     def _end_copy(self, reduction: Reduction) -> None:
         # The host reads the copy next: streams cannot order that, so the host itself waits.

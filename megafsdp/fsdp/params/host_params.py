@@ -4,10 +4,10 @@ The cast is saved on the host until the main weight changes. So all gathers of a
 backward and every microbatch, cost one cast and half the bytes of the link. Where the compute dtype
 is the main dtype there is no cast, and the main weight itself is copied.
 
-On CUDA copies run on a stream of their own, after what the device was given before and beside what
-it is given next: a unit that is gathered ahead arrives while the unit before computes. Collectives
-that read a copy are issued within :meth:`HostWeight.on_copy_stream`; all else waits by
-:meth:`HostWeight.wait_for_copy`. Which buffers are filled, and when, is decided elsewhere.
+On CUDA copies run on the device's stream of copies from the host, after what the device was given
+before and beside what it is given next: a unit that is gathered ahead arrives while the unit before
+computes. Collectives that read a copy are issued within :meth:`HostWeight.on_copy_stream`; all else
+waits by :meth:`HostWeight.wait_for_copy`. Which buffers are filled, and when, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostWeight:
     ) -> None:
         self._main = main_weight
         self._handle = handle
-        self._stream = handle.stream()
+        self._stream = handle.to_device_stream
         self._is_direct = dtype == main_weight.flat.dtype
         self._cast: FlatStorage | None = None
         if not self._is_direct:

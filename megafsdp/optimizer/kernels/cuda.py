@@ -95,7 +95,9 @@ def launch_sum_of_squares(module: ModuleType, values: torch.Tensor) -> torch.Ten
 def _why_not_on(index: int) -> str:
     module = cuda_module()
     assert module is not None, "asked for a device of kernels that are there"
-    why = str(module.why_not_on(index))
+    # The probe makes the device it asks the thread's.
+    with torch.cuda.device(index):
+        why = str(module.why_not_on(index))
     if why:
         _LOGGER.warning(
             expected(

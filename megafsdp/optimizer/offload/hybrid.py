@@ -156,7 +156,7 @@ class HybridDeviceOptimizer(FusedAdam):
         handle = device_handle(groups[0].device.type if groups else "cpu")
         self._meter = FractionMeter(handle) if offload_fraction == "auto" and groups else None
         self._link = link or link_of(handle)
-        self._worker = BackgroundThread("megafsdp-offload")
+        self._worker = BackgroundThread("megafsdp-offload", begin=handle.adopt_thread)
         # Threads refer to jobs, not to the optimizer, so they do not keep it from being collected.
         weakref.finalize(self, _close, self._worker, self._link)
         self._ahead = StepsAhead(speculate, self._worker, self._link, self.host_ledger)

@@ -1,0 +1,121 @@
+"""Copies of a background save from a device whose work is done later, by a stand-in for one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megafsdp.checkpoint.background import staging
+from megafsdp.checkpoint.background.staging import HostSlab, Staging
+
+
+class Device:
+    """Copies that are queued, and made when the host waits for their event.
+
+    Attributes:
+        queued: Targets and sources; a source that was freed meanwhile gives NaN, as memory does
+            that another tensor has got.
+        threads: Which threads have made the device theirs.
+    """
+
+    def __init__(self) -> None:
+        self.queued: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
+        self.threads: list[int] = []
+
+    def stream(self) -> object:
+        """Return a stream."""
+        return self
+
+    current_stream = stream
+
+    def wait_stream(self, waiting: object, other: object) -> None:
+        """Order two streams, which are one here."""
+
+    @contextlib.contextmanager
+    def use(self, stream: object) -> Iterator[None]:
+        """Queue copies on the stream."""
+        yield
+
+    def adopt_thread(self) -> None:
+        """Note the calling thread."""
+        self.threads.append(threading.get_ident())
+
+    def record_event(self, stream: object, *, is_blocking: bool) -> Device:
+        """Return an event behind all that is queued."""
+        assert is_blocking, "the thread would spin for the time of the copies"
+        return self
+
+    def synchronize(self) -> None:
+        """Make the queued copies."""
+        for target, reference in self.queued:
+            source = reference()
+            target.copy_(torch.full((), math.nan) if source is None else source.as_subclass(Plain))
+        self.queued.clear()
+
+
+class Plain(torch.Tensor):
+    """A tensor of the host."""
+
+
+class OnDevice(torch.Tensor):
+    """A tensor whose copies to the host are queued."""
+
+    is_cuda = True  # type: ignore[assignment]
+    device_of_copies: Device
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Queue a copy; run anything else."""
+        if func is torch.Tensor.copy_ and isinstance(args[1], OnDevice):
+            cls.device_of_copies.queued.append((args[0], weakref.ref(args[1])))
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Return the stand-in, which staging takes for CUDA."""
+    made = OnDevice.device_of_copies = Device()
+    monkeypatch.setattr(staging, "device_handle", lambda device_type: made)
+    allocate = staging.host_bytes
+    monkeypatch.setattr(
+        staging, "host_bytes", lambda nbytes, is_pinned: allocate(nbytes, is_pinned=False)
+    )
+    return made
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [torch.arange(4.0).as_subclass(OnDevice), torch.arange(3.0)]
+
+
+def test_sources_on_a_device_live_until_they_are_copied(device: Device) -> None:
+    """The caller may drop its last reference as soon as the copies are queued."""
+    given = _tensors()
+    freed = weakref.ref(given[0])
+    made = Staging(given, HostSlab())
+    del given
+    assert device.queued and freed() is not None
+    made.copy()
+    assert freed() is None, "its memory is the device's again"
+    found, on_host = made.copies
+    assert found.tolist() == [0, 1, 2, 3] and on_host.tolist() == [0, 1, 2]
+    assert device.threads == [threading.get_ident()], "before it waits for the event"
+
+
+def test_a_save_that_is_given_up_waits_for_its_copies(device: Device) -> None:
+    """The slab's next copies would meet those under way, and the stream read freed memory."""
+    given = _tensors()
+    freed = weakref.ref(given[0])
+    made = Staging(given, HostSlab())
+    del given
+    made.release()
+    assert not device.queued and freed() is None and not made.copies
