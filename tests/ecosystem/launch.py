@@ -16,7 +16,7 @@ def launcher_environment() -> Iterator[None]:
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"}
     os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    # Nobody connects: the process group is there.
+    # No process connects to it: the process group is there.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     try:
         yield

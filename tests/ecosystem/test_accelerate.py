@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from megafsdp import full_state_dict, full_tensor, fully_shard_model
+from megafsdp import checkpoint, full_state_dict, full_tensor, fully_shard_model
 from tests.ecosystem.launch import launcher_environment
 from tests.ecosystem.models import ROWS_PER_RANK, adamw, build, global_batch, own_rows
 from tests.fsdp.toy import assert_same_grads, assert_same_parameters
@@ -52,6 +52,12 @@ def accelerator(*, with_plugin: bool = False) -> Iterator[Accelerator]:
             GradientState._reset_state()
 
 
+def register(accelerated: Accelerator, model: PreTrainedModel) -> None:
+    """Add a model to those that accelerate saves, without a wrapper: the line of set-up."""
+    model._is_accelerate_prepared = True
+    assert accelerated.prepare_model(model) is model
+
+
 def _train(directory: Path, with_plugin: bool) -> None:
     reference = build("qwen3")
     model = fully_shard_model(copy.deepcopy(reference))
@@ -62,14 +68,11 @@ def _train(directory: Path, with_plugin: bool) -> None:
         for i in range(len(batch["labels"]))
     ]
     with accelerator(with_plugin=with_plugin) as accelerated:
-        # The line of set-up: the model needs no preparation.
-        model._is_accelerate_prepared = True
-        accelerated.prepare_model(model)
+        if with_plugin:
+            register(accelerated, model)
         loader = accelerated.prepare(DataLoader(rows, batch_size=ROWS_PER_RANK))
-        optimizer, expected_optimizer = (
-            accelerated.prepare_optimizer(adamw(model)),
-            adamw(reference),
-        )
+        optimizer = accelerated.prepare_optimizer(adamw(model))
+        expected_optimizer = adamw(reference)
         for batch, own in zip(batches, loader, strict=True):
             with accelerated.accumulate(model):
                 loss = model(**own).loss
@@ -91,28 +94,47 @@ def _train(directory: Path, with_plugin: bool) -> None:
         assert_same_parameters(model, reference, rtol=1e-4, atol=1e-5)
         assert accelerated.unwrap_model(model) is model
         if with_plugin:
-            _save_and_load(accelerated, model, directory)
+            _save_and_load(
+                model,
+                optimizer,
+                save=lambda: accelerated.save_state(directory),
+                load=lambda: accelerated.load_state(directory),
+            )
+            whole = accelerated.get_state_dict(model)
+            wanted = full_state_dict(model)
+            assert dist.get_rank() > 0 or all(
+                torch.equal(whole[key], wanted[key]) for key in wanted
+            )
         else:
+            register(accelerated, model)
             with pytest.raises(RuntimeError, match="invalid python storage"):
-                accelerated.save_state(directory)
+                accelerated.save_state(directory / "refused")
+            _save_and_load(
+                model,
+                optimizer,
+                save=lambda: checkpoint.save(directory, step=1, model=model, optimizer=optimizer),
+                load=lambda: checkpoint.load(directory, model=model, optimizer=optimizer),
+            )
 
 
-def _save_and_load(accelerated: Accelerator, model: PreTrainedModel, directory: Path) -> None:
-    """Save by accelerate, change all there is, load by accelerate."""
-    (optimizer,) = accelerated._optimizers
+def _save_and_load(
+    model: PreTrainedModel,
+    optimizer: AcceleratedOptimizer,
+    *,
+    save: Callable[[], object],
+    load: Callable[[], object],
+) -> None:
+    """Save, change all there is, load, and find what was saved."""
     saved = copies(model, optimizer)
-    accelerated.save_state(directory)
+    save()
     model(**own_rows(global_batch(0))).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     changed = copies(model, optimizer)
     assert not any(torch.equal(changed[name], tensor) for name, tensor in saved.items())
-    accelerated.load_state(directory)
+    load()
     loaded = copies(model, optimizer)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
-    whole = accelerated.get_state_dict(model)
-    if dist.get_rank() == 0:
-        assert all(torch.equal(whole[name], saved[name]) for name, _ in model.named_parameters())
 
 
 def copies(model: PreTrainedModel, optimizer: AcceleratedOptimizer) -> dict[str, torch.Tensor]:

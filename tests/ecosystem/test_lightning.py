@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from megafsdp import FSDPModule, full_state_dict, fully_shard_model
+from megafsdp import FSDPModule, checkpoint, full_state_dict, fully_shard_model
 from tests.ecosystem.launch import launcher_environment
 from tests.ecosystem.models import (
     ROWS_PER_RANK,
@@ -120,6 +120,12 @@ def _fit(name: str, directory: Path) -> None:
         fitted.fit(module)
         if name == "model parallel":
             _save_and_load(module, fitted, directory)
+        else:
+            (optimizer,) = fitted.optimizers
+            checkpoint.save(directory, step=NUM_STEPS, model=module.model, optimizer=optimizer)
+            other = fully_shard_model(build("qwen3"))
+            checkpoint.load(directory, model=other, optimizer=adamw(other))
+            assert_same_parameters(other, module.oracle[0], rtol=1e-4, atol=1e-5)
     assert module.num_compared == NUM_STEPS * NUM_MICROBATCHES
     assert_same_parameters(module.model, module.oracle[0], rtol=1e-4, atol=1e-5)
 

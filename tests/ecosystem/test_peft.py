@@ -9,10 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
+from transformers import PreTrainedModel
 
 from megafsdp import full_state_dict, fully_shard_model
 from megafsdp.fsdp.keywords import StrategyChoice
-from tests.ecosystem.models import build, global_batch, mean_over_ranks, own_rows, train_beside
+from tests.ecosystem.models import (
+    ROWS_PER_RANK,
+    adamw,
+    build,
+    global_batch,
+    mean_over_ranks,
+    own_rows,
+    train_beside,
+)
+from tests.fsdp.toy import assert_same_grads, assert_same_parameters
 from tests.ranks import Ranks
 
 peft = pytest.importorskip("peft", reason="ecosystem: peft is not installed")
@@ -20,11 +30,11 @@ peft = pytest.importorskip("peft", reason="ecosystem: peft is not installed")
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("default")]
 
 
-def with_adapters(name: str, **options: object) -> peft.PeftModel:
+def with_adapters(base: PreTrainedModel) -> peft.PeftModel:
     """Return a model with LoRA adapters, whose second factors are not zero."""
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
     torch.manual_seed(1)
-    model = peft.get_peft_model(build(name), config)
+    model = peft.get_peft_model(base, config)
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -32,7 +42,7 @@ def with_adapters(name: str, **options: object) -> peft.PeftModel:
 
 
 def _train(name: str, strategy: StrategyChoice, directory: Path) -> None:
-    reference = with_adapters(name, target_modules="all-linear")
+    reference = with_adapters(build(name))
     model = fully_shard_model(copy.deepcopy(reference), strategy=strategy)
     train_beside(reference, model)
     for net in (reference, model):
@@ -66,8 +76,35 @@ def test_adapters_train_as_in_one_process(
     ranks(2).run(_train, name, strategy, tmp_path)
 
 
+def _train_over_bf16() -> None:
+    base = build("qwen3")
+    for parameter in base.parameters():
+        parameter.data = parameter.data.bfloat16()
+    reference = with_adapters(base)
+    model = fully_shard_model(copy.deepcopy(reference))
+    optimizers = [adamw(reference), adamw(model)]
+    for step in range(3):
+        batch = global_batch(step)
+        # A rank at a time, because bf16 rounds by the number of rows in a product.
+        for start in range(0, len(batch["labels"]), ROWS_PER_RANK):
+            rows = {name: whole[start : start + ROWS_PER_RANK] for name, whole in batch.items()}
+            (reference(**rows).loss / dist.get_world_size()).backward()
+        model(**own_rows(batch)).loss.backward()
+        assert_same_grads(model, reference, rtol=0, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Main weights are fp32, those of frozen parameters too.
+    assert_same_parameters(model, reference.float(), rtol=0, atol=0)
+
+
+def test_adapters_train_over_bf16_weights(ranks: Ranks) -> None:
+    """Adapters are fp32, as PEFT makes them; every bit is that of one process."""
+    ranks(2).run(_train_over_bf16)
+
+
 def _refuse_merge() -> None:
-    model = fully_shard_model(with_adapters("qwen3"))
+    model = fully_shard_model(with_adapters(build("qwen3")))
     with pytest.raises(NotImplementedError, match="'mm'"):
         model.merge_and_unload()
 

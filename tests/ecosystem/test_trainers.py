@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import fully_shard_model
+from megafsdp import checkpoint, fully_shard_model
 from tests.ecosystem.launch import launcher_environment
 from tests.ecosystem.models import ROWS_PER_RANK, VOCABULARY, build, global_batch
 from tests.fsdp.toy import assert_same_parameters
@@ -94,6 +95,13 @@ def _train(name: str, directory: Path) -> None:
         trainer = make_trainer(name, model, directory)
         trainer.train()
         assert trainer.accelerator.num_processes == dist.get_world_size()
+        # The first rank saves alone.
+        refusal = pytest.raises(NotImplementedError, match="full_")
+        with refusal if dist.get_rank() == 0 else nullcontext():
+            trainer.save_model(directory / "refused")
+        checkpoint.save(directory, step=NUM_STEPS, model=model, optimizer=trainer.optimizer)
+        other = fully_shard_model(build("qwen3"))
+        checkpoint.load(directory, model=other)
     decayed = set(trainer.get_decay_parameter_names(reference))
     names = dict(reference.named_parameters())
     groups = [
@@ -117,6 +125,7 @@ def _train(name: str, directory: Path) -> None:
         assert logged["loss"] == pytest.approx(total.item(), rel=1e-5)
         assert logged["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert_same_parameters(model, reference, rtol=1e-4, atol=1e-5)
+    assert_same_parameters(other, reference, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["transformers", "trl"])

@@ -48,13 +48,14 @@ def _require_idle_experts(model: PreTrainedModel) -> None:
     for rows in (own_rows(global_batch(0)), global_batch(0)):
         net = copy.deepcopy(model)
         net(**rows).loss.backward()
-        counts.append(
-            sum(
-                int(p.grad.flatten(1).any(1).sum())
-                for name, p in net.named_parameters()
-                if name.endswith("experts.down_proj")
-            )
-        )
+        experts = [p.grad for n, p in net.named_parameters() if ".experts." in n]
+        # One tensor of all experts, or one for each; a row of zeros or None is an idle one.
+        used = [
+            grad.flatten(1).any(1) if grad.dim() == 3 else grad.any()
+            for grad in experts
+            if grad is not None
+        ]
+        counts.append(sum(int(each.sum()) for each in used))
     assert 0 < counts[0] < counts[1], counts
 
 
@@ -148,7 +149,7 @@ def _save(name: str, directory: Path) -> None:
     checkpoint.import_hf(other, directory / "exported")
     loaded = full_state_dict(other)
     assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
-    with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
+    with pytest.raises(NotImplementedError, match="full_"):
         model.save_pretrained(directory / "refused")
 
 
