@@ -43,9 +43,21 @@ class ExtraGroups:
         key = (group.group_name, num_ranks)
         if key not in self._made:
             ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
-            # Other ranks make other groups, or none: they must not have to take part.
-            self._made[key] = dist.new_group(ranks, use_local_synchronization=True)
+            self._made[key] = _new_group(ranks)
         return self._made[key]
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Make a group of some ranks; the others make other groups, or none, and take no part."""
+    world = dist.group.WORLD
+    assert world is not None, "units have a mesh, which has a default group"
+    # Of a default group that is bound to a device torch splits the communicator, which needs all
+    # ranks of the world: one pipeline stage alone would wait for ever.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
 
 
 def make_neighbours(

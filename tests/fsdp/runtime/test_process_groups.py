@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp.buffer.comm.collectives import record_collectives
@@ -98,3 +99,30 @@ def test_the_debug_mode_names_a_unit_that_only_some_ranks_run(ranks: Ranks) -> N
 def test_the_debug_mode_is_silent_where_ranks_agree(ranks: Ranks) -> None:
     """A rank that does not exist skips nothing."""
     ranks(2).run(_runs_a_unit_alone, 5)
+
+
+def _bound_while_made() -> list[object]:
+    world, make, seen = dist.group.WORLD, dist.new_group, []
+
+    def noting(*args: object, **kwargs: object) -> object:
+        seen.append(world.bound_device_id)
+        assert kwargs["use_local_synchronization"]
+        return make(*args, **kwargs)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("o", "i"))
+    net = shard(Net(1), mesh=mesh["i"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noting)
+        # As init_process_group(device_id=...) leaves it; gloo itself takes no notice.
+        world.bound_device_id = torch.device("cuda", 5)
+        # One of two replicas alone, as one stage of a pipeline.
+        if mesh.get_local_rank("o") == 0:
+            net.set_separate_reduce_scatter_group()
+        assert world.bound_device_id == torch.device("cuda", 5), "as it was"
+        world.bound_device_id = None
+    return seen
+
+
+def test_groups_of_some_ranks_are_made_without_the_others(ranks: Ranks) -> None:
+    """A default group that is bound to a device would be split, which needs all ranks."""
+    assert ranks(4).run(_bound_while_made) == [[None], [None], [], []]
