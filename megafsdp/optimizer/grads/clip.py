@@ -117,7 +117,8 @@ def gradient_factor(
     device = device_of(grads)
     scale = torch.ones((), dtype=torch.float64, device=device)
     if loss_scale is not None:
-        scale /= loss_scale.to(device)
+        # A scale on the host goes into the kernel as a number; a copy of it would be waited for.
+        scale /= loss_scale
     if max_norm is None:
         return GradientFactor(scale, None)
     norm = ((total_norm(grads) if norm is None else norm) * scale).float()
