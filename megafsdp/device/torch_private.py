@@ -185,12 +185,31 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     return decorated
 
 
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what ``module.compile()`` has put in the place of the call; None before it.
+def ending_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method that ``torch.compile`` must run as it is, for a reason of its object.
 
-    Public: none. 2.11 to 2.13.
+    A graph that calls it ends there, with the reason that the object's ``why_graphs_end`` gives;
+    ``fullgraph=True`` raises it.
+
+    Public: ``torch.compiler.disable`` takes one reason for all objects, and imports the compiler at
+    once. 2.11 to 2.13.
     """
-    return module._compiled_call_impl
+    untraced = without_dynamo(function)
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # True in code that is being traced, where the break stands in for the rest of this method.
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=args[0].why_graphs_end)  # type: ignore[attr-defined]
+        return untraced(*args, **kwargs)
+
+    # As the outermost frame it is not traced: that would be one more break.
+    frames = torch._C._dynamo.eval_frame
+    skip_this_alone = frames._FrameExecStrategy(
+        frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    )
+    frames.set_code_exec_strategy(run.__code__, skip_this_alone)  # type: ignore[attr-defined]
+    return run
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

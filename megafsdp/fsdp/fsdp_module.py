@@ -7,6 +7,7 @@ meanings are those of ``torch.distributed.fsdp.FSDPModule``, so code written for
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from megafsdp.device.torch_private import compiled_call, is_backward_running
+from megafsdp.device.torch_private import is_backward_running
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
@@ -83,21 +84,6 @@ class FSDPModule(_Mixin):
     def _get_fsdp_state(self) -> Any:
         """Return what torch's own code reads of the unit behind this module."""
         return TorchState(self)
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call the module; a compiled one within the unit's forward, whose hooks stay outside."""
-        # torch traces the hooks of a module that it compiles, and ours issue collectives.
-        compiled = compiled_call(self)
-        if compiled is None:
-            return super().__call__(*args, **kwargs)
-        return self._fsdp_unit().run_as_forward(self, compiled, args, kwargs)
-
-    def compile(self, *args: object, **kwargs: object) -> None:
-        """Compile the module in place, as ``nn.Module.compile``, without the unit's hooks."""
-        # Without them, or torch would trace them; __call__ does their work from here on.
-        for handle in self._fsdp_unit().forward_hooks.pop(id(self), ()):
-            handle.remove()
-        super().compile(*args, **kwargs)
 
     @overload
     def unshard(self, async_op: Literal[False] = False) -> None: ...
@@ -450,11 +436,16 @@ def _references(
 def mix_in(module: nn.Module) -> None:
     """Give a module the methods of :class:`FSDPModule` by changing its class."""
     register_as_fully_sharded(module)
-    cls = type(module)
-    # A class for each module: register_fsdp_forward_method() sets methods on it.
-    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
+    # mypy takes the hash of the class for that of its instances.
+    module.__class__ = _unit_class(type(module))  # type: ignore[arg-type]
     set_fully_shard_state(module, TorchState(module))
     check_before_torch_shards(_refuse_torch_around_units)
+
+
+@functools.cache
+def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of units of a class: one, since torch compiles each class anew."""
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
 
 
 def _refuse_torch_around_units(module: nn.Module) -> None:
@@ -500,5 +491,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         assert unit is not None, "the class was made by fully_shard()"
         return unit.run_as_forward(self, partial(method, self), args, kwargs)
 
-    # The class was made by mix_in() for this module alone, so the method is set on no other.
-    setattr(type(module), method_name, run)
+    # A class of its own: other units share the one that mix_in() has given.
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {method_name: run, "__doc__": cls.__doc__})
