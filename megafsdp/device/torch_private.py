@@ -175,41 +175,58 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+# Sets what torch.compile does to frames of this thread, and returns what it did: None runs them as
+# they are. A Python function around it would be such a frame. Public: ``torch.compiler.disable``,
+# which covers one function and not what follows it. 2.11 to 2.13.
+set_tracer: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
+    """Have ``torch.compile`` trace a function only as a part of another one's graph.
+
+    Public: none; ``torch.compiler.disable`` keeps it out of graphs too. 2.11 to 2.13.
+    """
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    return function
+
+
+@untraced_frame
+def end_graph(reason: Callable[[], str]) -> None:
+    """End the graph that ``torch.compile`` makes of the caller, if it does; the rest runs as it is.
+
+    Args:
+        reason: Returns what ``fullgraph=True`` raises.
+
+    Public: none; ``torch.compiler.disable`` has a reason for a function, not for an object. 2.11 to
+    2.13.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=reason())
+
+
 def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that ``torch.compile`` must run as it is.
+    """Decorate a function that ``torch.compile`` must run as it is, with all that it calls.
 
     Public: ``torch.compiler.disable`` does the same, but imports the compiler at once, which takes
     seconds. 2.11 to 2.13.
     """
-    decorated: Callable[P, R] = torch._disable_dynamo(function)
-    return decorated
+    why = f"{function.__qualname__}() runs outside of graphs"
 
-
-def ending_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method that ``torch.compile`` must run as it is, for a reason of its object.
-
-    A graph that calls it ends there, with the reason that the object's ``why_graphs_end`` gives;
-    ``fullgraph=True`` raises it.
-
-    Public: ``torch.compiler.disable`` takes one reason for all objects, and imports the compiler at
-    once. 2.11 to 2.13.
-    """
-    untraced = without_dynamo(function)
+    def reason() -> str:
+        return why
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # True in code that is being traced, where the break stands in for the rest of this method.
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.graph_break(msg=args[0].why_graphs_end)  # type: ignore[attr-defined]
-        return untraced(*args, **kwargs)
+        end_graph(reason)
+        tracer = set_tracer(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_tracer(tracer)
 
-    # As the outermost frame it is not traced: that would be one more break.
-    frames = torch._C._dynamo.eval_frame
-    skip_this_alone = frames._FrameExecStrategy(
-        frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-    )
-    frames.set_code_exec_strategy(run.__code__, skip_this_alone)  # type: ignore[attr-defined]
-    return run
+    return untraced_frame(run)
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from megafsdp.device.torch_private import is_backward_running
+from megafsdp.device.torch_private import end_graph, is_backward_running, untraced_frame
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
@@ -486,9 +486,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     # Of the class, unbound: a bound one would be a cycle through the module.
     method = getattr(type(module), method_name)
 
+    @untraced_frame
     def run(self: nn.Module, *args: object, **kwargs: object) -> object:
         unit = unit_of(self)
         assert unit is not None, "the class was made by fully_shard()"
+        end_graph(unit.why_graphs_end)
         return unit.run_as_forward(self, partial(method, self), args, kwargs)
 
     # A class of its own: other units share the one that mix_in() has given.

@@ -37,6 +37,7 @@ from megafsdp.device.torch_private import (
     OpOverload,
     no_torch_function,
     schema_of,
+    without_dynamo,
     without_torch_function,
     wrapper_like,
 )
@@ -96,6 +97,7 @@ class RowShardedDTensor(DTensor):
     __torch_function__ = no_torch_function()  # type: ignore[assignment]
 
     @classmethod
+    @without_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,
@@ -113,6 +115,7 @@ class _StandIn(torch.Tensor):
     _original: RowShardedDTensor
 
     @classmethod
+    @without_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,

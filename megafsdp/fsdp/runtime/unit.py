@@ -21,7 +21,12 @@ from torch import nn
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
-from megafsdp.device.torch_private import ending_graphs, is_backward_running, without_dynamo
+from megafsdp.device.torch_private import (
+    end_graph,
+    is_backward_running,
+    untraced_frame,
+    without_dynamo,
+)
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
@@ -155,7 +160,7 @@ class FSDPUnit:
         for module in modules:
             attach(module, self)
             # First of all hooks: those of the user see unsharded parameters.
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             # Also after an exception, which _post_forward does not see.
             module.register_forward_hook(self._leave_forward, always_call=True)
@@ -191,16 +196,6 @@ class FSDPUnit:
     def host_ledger(self) -> ByteLedger:
         """Return the ledger of bytes on the host; that of the root once it is adopted."""
         return self.memory.host_ledger
-
-    @property
-    def why_graphs_end(self) -> str:
-        """Return why ``torch.compile`` ends a graph where it calls this unit."""
-        return expected(
-            "no unit within one graph",
-            f"a call of unit '{self.name}', whose gathers no graph contains",
-            where="code under torch.compile",
-            hint="Where fullgraph=True, compile each unit: block.compile(fullgraph=True)",
-        )
 
     @property
     def phase(self) -> Phase:
@@ -288,7 +283,23 @@ class FSDPUnit:
             for group in self.groups:
                 group.show_sharded()
 
-    @ending_graphs
+    def why_graphs_end(self) -> str:
+        """Return why ``torch.compile`` ends a graph where it calls this unit."""
+        return expected(
+            "no unit within one graph",
+            f"a call of unit '{self.name}', whose gathers no graph contains",
+            where="code under torch.compile",
+            hint="With fullgraph=True, compile each unit by itself: block.compile(fullgraph=True)",
+        )
+
+    @untraced_frame
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        end_graph(self.why_graphs_end)
+        return self._pre_forward(module, args, kwargs)
+
+    @without_dynamo
     @in_profiler_range("pre_forward")
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -423,7 +434,7 @@ class FSDPUnit:
         if context.is_root(self) and not _is_in_backward():
             context.end_forward(is_graph_built=False)
 
-    @ending_graphs
+    @without_dynamo
     def run_as_forward(
         self,
         module: nn.Module,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from megafsdp.device.torch_private import without_dynamo
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer
@@ -213,6 +214,7 @@ class FusedAdam(Optimizer):
             raise
         self._store.add_parameters(self.param_groups[-1]["params"])
 
+    @without_dynamo
     @torch.no_grad()
     def measure_grad_norm(self, *, loss_scale: float = 1.0) -> torch.Tensor:
         """Measure the norm of the gradients that the next ``step`` reads, and clip by it there.
@@ -253,11 +255,13 @@ class FusedAdam(Optimizer):
             elif grad is not None:
                 grad.zero_()
 
+    @without_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step every parameter that has a gradient.
 
         Collective only with ``max_grad_norm``, as :meth:`measure_grad_norm` if that did not come.
+        Under ``torch.compile`` it runs outside of graphs: its kernels are compiled already.
 
         Args:
             closure: Re-evaluates the model and returns the loss.

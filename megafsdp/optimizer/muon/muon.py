@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
+from megafsdp.device.torch_private import without_dynamo
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.optimizer.adam.checks import check_grad
@@ -163,6 +164,7 @@ class Muon(Optimizer):
                     rows = local_tensor(value).reshape(local_tensor(parameter).shape)
                     state[name] = wrap_like(parameter, rows)
 
+    @without_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step all parameters that have a gradient; called by all ranks alike.
