@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -175,47 +175,58 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+# Sets what torch.compile does to frames of this thread, and returns what it did: None runs them as
+# they are. A Python function around it would be such a frame. Public: ``torch.compiler.disable``,
+# which covers one function and not what follows it. 2.11 to 2.13.
+set_tracer: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
+    """Have ``torch.compile`` trace a function only as a part of another one's graph.
+
+    Public: none; ``torch.compiler.disable`` keeps it out of graphs too. 2.11 to 2.13.
+    """
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    return function
+
+
+@untraced_frame
+def end_graph(reason: Callable[[], str]) -> None:
+    """End the graph that ``torch.compile`` makes of the caller, if it does; the rest runs as it is.
+
+    Args:
+        reason: Returns what ``fullgraph=True`` raises.
+
+    Public: none; ``torch.compiler.disable`` has a reason for a function, not for an object. 2.11 to
+    2.13.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=reason())
+
+
 def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that ``torch.compile`` must run as it is.
+    """Decorate a function that ``torch.compile`` must run as it is, with all that it calls.
 
     Public: ``torch.compiler.disable`` does the same, but imports the compiler at once, which takes
     seconds. 2.11 to 2.13.
     """
-    decorated: Any = torch._disable_dynamo(function)
-    # Where one graph is asked for, the compiler's error gives the reason.
-    decorated._torchdynamo_disable = True
-    decorated._torchdynamo_disable_msg = (
-        "megafsdp gathers a unit or steps an optimizer here; compile units without units below by "
-        "unit.compile(fullgraph=True), and the rest without fullgraph"
-    )
-    return cast(Callable[P, R], decorated)
+    why = f"{function.__qualname__}() runs outside of graphs"
 
+    def reason() -> str:
+        return why
 
-@functools.cache
-def trace_around(types: tuple[type[torch.Tensor], ...], rules: type[torch.Tensor]) -> None:
-    """Have ``torch.compile`` break its graphs at tensors of some types, for the whole process.
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        end_graph(reason)
+        tracer = set_tracer(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_tracer(tracer)
 
-    It would trace them as DTensors whose cuts are those of ``torch.chunk``, or fail. Public: none.
-    2.11 to 2.13.
-
-    Args:
-        types: The types.
-        rules: The class whose ``__torch_dispatch__`` is to run as it is, with all that it calls.
-    """
-    torch._dynamo.config.nontraceable_tensor_subclasses |= set(types)
-    skip = torch._dynamo.types.FrameAction.SKIP
-    torch._dynamo.eval_frame.set_code_exec_strategy(
-        rules.__torch_dispatch__.__func__.__code__,  # type: ignore[attr-defined]
-        torch._dynamo.types.FrameExecStrategy(skip, skip),
-    )
-
-
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what ``module.compile()`` has put in the place of the call; None before it.
-
-    Public: none. 2.11 to 2.13.
-    """
-    return module._compiled_call_impl
+    return untraced_frame(run)
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from megafsdp.device.torch_private import compiled_call, is_backward_running
+from megafsdp.device.torch_private import end_graph, is_backward_running, untraced_frame
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
@@ -84,34 +84,6 @@ class FSDPModule(_Mixin):
     def _get_fsdp_state(self) -> Any:
         """Return what torch's own code reads of the unit behind this module."""
         return TorchState(self)
-
-    def compile(self, *args: object, **kwargs: object) -> None:
-        """Compile the module in place, as ``nn.Module.compile``, without the unit's hooks.
-
-        Raises:
-            NotImplementedError: One graph is asked for, and there are units below.
-        """
-        inner = [
-            name for name, module in self.named_modules() if module is not self and unit_of(module)
-        ]
-        # By position it is the second argument of torch.compile(), after the module.
-        if inner and (kwargs.get("fullgraph") or args[:1] == (True,)):
-            raise NotImplementedError(
-                expected(
-                    "units that are one graph each",
-                    f"fullgraph=True on {type(self).__name__}, which has the unit '{inner[0]}'",
-                    where="compile()",
-                    hint="Compile the units without units below by unit.compile(fullgraph=True), "
-                    "and the others without it: graphs break where a unit is gathered",
-                )
-            )
-        # Without them, or torch would trace them; the call does their work from here on.
-        for handle in self._fsdp_unit().forward_hooks.pop(id(self), ()):
-            handle.remove()
-        super().compile(*args, **kwargs)
-        cls: Any = type(self)
-        if not issubclass(cls, _CompiledModule):
-            self.__class__ = _mixed(_CompiledModule, cls, cls.__name__)
 
     @overload
     def unshard(self, async_op: Literal[False] = False) -> None: ...
@@ -466,35 +438,16 @@ def _references(
 def mix_in(module: nn.Module) -> None:
     """Give a module the methods of :class:`FSDPModule` by changing its class."""
     register_as_fully_sharded(module)
-    # mypy takes no class of modules for hashable.
-    cls: Any = type(module)
-    sharded = _mixed(FSDPModule, cls, f"FSDP{cls.__name__}")
-    is_compiled = compiled_call(module) is not None
-    module.__class__ = (
-        _mixed(_CompiledModule, sharded, sharded.__name__) if is_compiled else sharded
-    )
+    # mypy takes the hash of the class for that of its instances.
+    module.__class__ = _unit_class(type(module))  # type: ignore[arg-type]
     set_fully_shard_state(module, TorchState(module))
     check_before_torch_shards(_refuse_torch_around_units)
 
 
-# One class for all modules of a class: a forward is compiled anew for each class of self.
 @functools.cache
-def _mixed(mixin: Any, cls: Any, name: str) -> Any:
-    return type(name, (mixin, cls), {"__doc__": cls.__doc__})
-
-
-class _CompiledModule:
-    """Mixin of modules of a unit that are compiled in place, called within the unit's forward.
-
-    Not of all units: a compiled root would trace the call, and break its graph at each unit twice.
-    """
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call what torch has compiled, without the hooks, which issue collectives."""
-        assert isinstance(self, FSDPModule), "compile() has made it one of these"
-        compiled = compiled_call(self)
-        assert compiled is not None, "compile() was called"
-        return self._fsdp_unit().run_as_forward(self, compiled, args, kwargs)
+def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of units of a class: one, since torch compiles each class anew."""
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
 
 
 def _refuse_torch_around_units(module: nn.Module) -> None:
@@ -535,11 +488,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     # Of the class, unbound: a bound one would be a cycle through the module.
     method = getattr(type(module), method_name)
 
+    @untraced_frame
     def run(self: nn.Module, *args: object, **kwargs: object) -> object:
         unit = unit_of(self)
         assert unit is not None, "the class was made by fully_shard()"
+        end_graph(unit.why_graphs_end)
         return unit.run_as_forward(self, partial(method, self), args, kwargs)
 
-    # A class for this module alone, so the method is set on no other.
+    # A class of its own: other units share the one that mix_in() has given.
     cls = type(module)
-    module.__class__ = type(cls.__name__, (cls,), {"__doc__": cls.__doc__, method_name: run})
+    module.__class__ = type(cls.__name__, (cls,), {method_name: run, "__doc__": cls.__doc__})

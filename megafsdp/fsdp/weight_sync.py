@@ -27,12 +27,10 @@ from torch.optim.optimizer import (
 
 from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
 from megafsdp.buffer.dtensor.cures import cure_of_optimizer
-from megafsdp.buffer.dtensor.op_rules import RowShardedDTensor
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
-from megafsdp.device.torch_private import trace_around, without_dynamo
+from megafsdp.device.torch_private import end_graph, set_tracer, untraced_frame
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
-from megafsdp.fsdp.params.main_gradient import SHARDED_TYPES
 from megafsdp.fsdp.params.meta import mark_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.runtime.unit import units_below
@@ -74,6 +72,8 @@ class _StepHooks:
     def __init__(self) -> None:
         self._records: weakref.WeakKeyDictionary[Optimizer, _OptimizerRecord]
         self._records = weakref.WeakKeyDictionary()
+        # What torch.compile did around the steps under way.
+        self._tracers: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
         self._is_registered = False
 
     def watch(self) -> None:
@@ -85,12 +85,26 @@ class _StepHooks:
             register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
 
-    @without_dynamo
+    @untraced_frame
     def _before_step(self, optimizer: Optimizer, *unused: object) -> None:
-        self._record_of(optimizer)
+        """Check the parameters; keep the step out of graphs if it has sharded ones."""
+        end_graph(_why_graphs_end)
+        tracer = set_tracer(None)
+        if self._record_of(optimizer).groups:
+            # They alias flat buffers, which torch.compile cannot express. After an exception the
+            # call of the outermost compiled function sets what it began with.
+            self._tracers[optimizer] = tracer
+        else:
+            set_tracer(tracer)
 
-    @without_dynamo
+    @untraced_frame
     def _after_step(self, optimizer: Optimizer, *unused: object) -> None:
+        end_graph(_why_graphs_end)
+        tracer = set_tracer(None)
+        self._mark_stepped(optimizer)
+        set_tracer(self._tracers.pop(optimizer, tracer))
+
+    def _mark_stepped(self, optimizer: Optimizer) -> None:
         # Looked up again: a closure may have changed the optimizer's parameters.
         references = self._record_of(optimizer).groups
         if not references:
@@ -121,9 +135,6 @@ class _StepHooks:
                 _refuse_optimizer(optimizer, parameters)
             # A dict, for an order that all ranks share.
             groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
-            if groups:
-                # A compiled step comes here before it reads the parameters.
-                trace_around(SHARDED_TYPES, RowShardedDTensor)
             record = _OptimizerRecord(ids, tuple(map(weakref.ref, groups)))
             self._records[optimizer] = record
         return record
@@ -142,6 +153,15 @@ def _refuse_optimizer(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) 
                 hint=cure,
             )
         )
+
+
+def _why_graphs_end() -> str:
+    return expected(
+        "no optimizer step within one graph",
+        "one after a call of fully_shard(), which watches steps",
+        where="code under torch.compile",
+        hint="Leave out fullgraph=True: a step over sharded parameters runs uncompiled",
+    )
 
 
 _hooks = _StepHooks()

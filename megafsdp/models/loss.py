@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-# One fp32 block of 512 MiB, ten a step of 8k tokens over 150k words: some twenty kernels a block are
-# then nothing beside their bytes. On a CPU 2 MiB, which stay in its caches.
+# One fp32 block of 512 MiB, ten a step of 8k tokens over 150k words: some twenty kernels a block
+# are then nothing beside their bytes. On a CPU 2 MiB, which stay in its caches.
 _BLOCK_NUMEL = 2**27
 _BLOCK_NUMEL_ON_CPU = 2**19
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.buffer.dtensor.uneven import local_tensor
-from megafsdp.device.torch_private import unscale_and_check
+from megafsdp.device.torch_private import unscale_and_check, without_dynamo
 from megafsdp.errors import expected
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.adam.plan import gradients_of
@@ -142,6 +142,7 @@ class LossScaler:
         # A Python number, not a tensor: no copy to the device is queued.
         return loss * self._state.scale
 
+    @without_dynamo
     @torch.no_grad()
     def unscale_(self, *optimizers: Optimizer) -> bool:
         """Divide the optimizers' gradients by the scale; tell whether all ranks' are finite.
@@ -186,6 +187,7 @@ class LossScaler:
         self._unscaled, self._is_finite = optimizers, not is_bad.item()
         return self._is_finite
 
+    @without_dynamo
     def step(self, optimizer: Optimizer) -> bool:
         """Step the optimizer if all ranks' gradients are finite; tell whether it did.
 

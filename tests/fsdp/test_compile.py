@@ -1,79 +1,118 @@
-"""torch.compile of units, before and after wrapping: same numbers, hooks outside of the graphs."""
+"""torch.compile of units and roots: same numbers, operators in graphs, hooks outside of them."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from megafsdp import FusedAdam, HybridDeviceOptimizer, Muon, full_tensor, fully_shard
-from megafsdp.buffer.comm.collectives import record_collectives
-from megafsdp.buffer.dtensor.uneven import local_tensor
-from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, shard
+from megafsdp import full_tensor, fully_shard
+from megafsdp.fsdp.runtime.unit import units_below
+from tests.fsdp.toy import Net, adamw, batches, mine, shard
 from tests.ranks import Ranks
 
 # The tracer asks every input for .grad, and torch warns where it is not a leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 NUM_BLOCKS = 2
+NUM_STEPS = 2
+# Of a block: norm, up, relu, down, add.
+NUM_BLOCK_OPERATORS = 5
 MATRIX = pytest.mark.matrix("compile")
 Made = tuple[nn.Module, Callable[..., torch.Tensor]]
 
 
-def _compiled_before(backend: str, is_full: bool) -> Made:
+class Unrolled(Net):
+    """Net without a loop: the compiler runs a frame as it is whose graph breaks in a loop."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        x = self.blocks[0](self.embedding(tokens))
+        x = self.blocks[1](x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def _compiled_before(backend: object, is_full: bool) -> Made:
     net = Net(NUM_BLOCKS)
     for block in net.blocks:
         block.compile(backend=backend, fullgraph=is_full)
-    shard(net)
-    for block in net.blocks:
-        assert not block._forward_pre_hooks and not block._forward_hooks, "they run around it"
-    return net, net
+    return shard(net), net
 
 
-def _compiled_after(backend: str, is_full: bool) -> Made:
+def _compiled_after(backend: object, is_full: bool) -> Made:
     net = shard(Net(NUM_BLOCKS))
     for block in net.blocks:
         block.compile(backend=backend, fullgraph=is_full)
-        assert not block._forward_pre_hooks and not block._forward_hooks, "they run around it"
     return net, net
 
 
-def _wrapper_before(backend: str, is_full: bool) -> Made:
+def _wrapper_before(backend: object, is_full: bool) -> Made:
     net = Net(NUM_BLOCKS)
     for i, block in enumerate(net.blocks):
         net.blocks[i] = torch.compile(block, backend=backend, fullgraph=is_full)
     return shard(net), net
 
 
-def _compiled_root(backend: str, is_full: bool) -> Made:
+def _wrapper_after(backend: object, is_full: bool) -> Made:
     net = shard(Net(NUM_BLOCKS))
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = torch.compile(block, backend=backend, fullgraph=is_full)
+    return net, net
+
+
+def _compiled_root(backend: object, is_full: bool, **options: object) -> Made:
+    net = shard(Unrolled(NUM_BLOCKS), **options)
     return net, torch.compile(net, backend=backend, fullgraph=is_full)
 
 
-def _compiled_root_in_place(backend: str, is_full: bool) -> Made:
-    net = shard(Net(NUM_BLOCKS))
+def _compiled_root_in_place(backend: object, is_full: bool, **options: object) -> Made:
+    net = shard(Unrolled(NUM_BLOCKS), **options)
     net.compile(backend=backend, fullgraph=is_full)
     return net, net
 
 
-def _trains_alike(make: Callable[[str, bool], Made], backend: str, is_full: bool) -> int:
+class _Counting:
+    """A backend that counts what it compiles and what runs."""
+
+    def __init__(self, name: str) -> None:
+        self.num_graphs = self.num_operators_run = 0
+        self._compile = torch._dynamo.lookup_backend(name)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compiled = self._compile(graph, inputs)
+        num_operators = sum(node.op.startswith("call") for node in graph.graph.nodes)
+        self.num_graphs += 1
+
+        def run(*args: object) -> object:
+            self.num_operators_run += num_operators
+            return compiled(*args)
+
+        return run
+
+
+def _trains_alike(
+    make: Callable[[object, bool], Made], name: str, is_full: bool
+) -> tuple[int, int, float]:
+    """Return the numbers of breaks, of graphs, and of operators that run in them in a forward."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
+    backend = _Counting(name)
     eager = shard(Net(NUM_BLOCKS))
     net, call = make(backend, is_full)
     optimizers = [adamw(eager), adamw(net)]
-    for step in range(2):
+    for step in range(NUM_STEPS):
         batch = mine(batches(1, seed=step)[0])
         eager(*batch).backward()
         call(*batch).backward()
         for wanted, parameter in zip(eager.parameters(), net.parameters(), strict=True):
-            # Sharded alike, hence compared as they lie; compiled kernels may round otherwise.
+            # Compiled kernels may round otherwise.
             torch.testing.assert_close(
-                parameter.grad.to_local(), wanted.grad.to_local(), rtol=1e-4, atol=1e-6
+                full_tensor(parameter.grad), full_tensor(wanted.grad), rtol=1e-4, atol=1e-6
             )
         for optimizer in optimizers:
             optimizer.step()
@@ -82,12 +121,10 @@ def _trains_alike(make: Callable[[str, bool], Made], backend: str, is_full: bool
         torch.testing.assert_close(
             full_tensor(parameter.detach()), full_tensor(wanted.detach()), rtol=1e-4, atol=1e-5
         )
-    units = [net.get_submodule(f"blocks.{i}")._fsdp_unit() for i in range(NUM_BLOCKS)]
-    assert not any(unit.is_at_work for unit in units)
-    assert counters["stats"]["unique_graphs"] > 0, "something was compiled"
+    assert not any(unit.is_at_work for unit in units_below([net]).values())
     breaks = sum(counters["graph_break"].values())
     torch._dynamo.reset()
-    return breaks
+    return breaks, backend.num_graphs, backend.num_operators_run / NUM_STEPS
 
 
 @pytest.mark.parametrize(
@@ -96,173 +133,74 @@ def _trains_alike(make: Callable[[str, bool], Made], backend: str, is_full: bool
         (_compiled_before, True),
         (_compiled_after, False),
         (_wrapper_before, True),
+        (_wrapper_after, True),
         pytest.param(_compiled_before, False, marks=MATRIX),
         pytest.param(_compiled_after, True, marks=MATRIX),
         pytest.param(_wrapper_before, False, marks=MATRIX),
     ],
 )
 def test_a_compiled_unit_is_one_graph_without_hooks(
-    ranks: Ranks, make: Callable[[str, bool], Made], is_full: bool
+    ranks: Ranks, make: Callable[[object, bool], Made], is_full: bool
 ) -> None:
     """Compiled in place or by a wrapper, before or after fully_shard, fullgraph or not."""
-    assert ranks(2).run(_trains_alike, make, "aot_eager", is_full) == [0, 0]
+    counted = ranks(2).run(_trains_alike, make, "aot_eager", is_full)
+    # Blocks are alike and share the graph.
+    assert counted == [(0, 1, NUM_BLOCKS * NUM_BLOCK_OPERATORS)] * 2
 
 
-@pytest.mark.parametrize("make", [_compiled_root, _compiled_root_in_place])
-def test_a_compiled_root_that_calls_units_in_a_loop_trains_alike(
-    ranks: Ranks, make: Callable[[str, bool], Made]
+def _num_operators() -> int:
+    backend = _Counting("eager")
+    torch.compile(Unrolled(NUM_BLOCKS), backend=backend, fullgraph=True)(*mine(batches(1)[0]))
+    torch._dynamo.reset()
+    return backend.num_operators_run
+
+
+@pytest.mark.parametrize(
+    ("make", "num_ranks"),
+    [
+        (partial(_compiled_root, strategy="no_shard"), 1),
+        (_compiled_root, 2),
+        (_compiled_root_in_place, 1),
+        (partial(_compiled_root_in_place, strategy="no_shard"), 2),
+    ],
+)
+def test_a_compiled_root_breaks_its_graph_once_a_unit_and_has_all_operators_in_graphs(
+    ranks: Ranks, make: Callable[[object, bool], Made], num_ranks: int
 ) -> None:
-    """Torch compiles no loop with a break in it; the units in it are graphs."""
-    assert max(ranks(2).run(_trains_alike, make, "eager", False)) <= NUM_BLOCKS + 1
+    """Graphs run what plain torch has in one; no break is the root's."""
+    breaks, _, num_operators = ranks(num_ranks).run(_trains_alike, make, "eager", False)[0]
+    assert breaks <= NUM_BLOCKS + 1
+    assert [num_operators] == ranks(1).run(_num_operators)
 
 
-class Layer(nn.Module):
-    """A linear layer and a tanh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tanh of a linear map."""
-        return torch.tanh(self.linear(x))
-
-
-class Straight(nn.Module):
-    """Two layers and what is around them, without a loop, in which torch compiles nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.a, self.b, self.last = nn.Linear(4, 4), Layer(), Layer(), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a loss."""
-        x = torch.sin(self.a(self.first(x)))
-        return self.last(torch.cos(self.b(x))).sum()
-
-
-def _operators_of_graphs(strategy: str, is_in_place: bool) -> None:
-    torch.manual_seed(0)
-    graphs: list[list[str]] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        graphs.append([n.target.__name__ for n in graph.graph.nodes if n.op == "call_function"])
-        return graph.forward
-
-    reference = Straight()
-    x = torch.randn(3, 4, requires_grad=True)
-    net = copy.deepcopy(reference)
-    for part in (net.a, net.b, net):
-        fully_shard(part, strategy=strategy)
+def _refuses_full_graphs(strategy: str) -> None:
+    compiled = {"backend": "eager", "fullgraph": True}
+    batch = mine(batches(1)[0])
+    net, in_place, inner, outer = (shard(Net(NUM_BLOCKS), strategy=strategy) for _ in range(4))
+    loss = net(*batch).detach()
+    in_place.compile(**compiled)
+    inner.blocks[0].compile(**compiled)
+    calls = (torch.compile(net, **compiled), in_place, torch.compile(inner, **compiled))
+    for call in calls:
+        with pytest.raises(
+            RuntimeError, match=r"unit 'blocks\.0'.*block\.compile\(fullgraph=True\)"
+        ):
+            call(*batch)
+    with pytest.raises(RuntimeError, match="unit 'Net'"):
+        torch.compile(lambda *args: outer(*args), **compiled)(*batch)
     torch._dynamo.reset()
-    breaks = torch._dynamo.utils.counters["graph_break"]
-    breaks.clear()
-    if is_in_place:
-        net.compile(backend=backend)
-    call = net if is_in_place else torch.compile(net, backend=backend)
-    for _ in range(2):
-        call(x).backward()
-        reference(x).backward()
-    assert_same_grads(net, reference)
-    assert sum(breaks.values()) <= 3, breaks
-    # Both layers are one graph, whichever module of the class runs it.
-    assert sorted(map(len, graphs)) == [1, 1, 2, 2], graphs
-    torch._dynamo.reset()
+    # They rest, as the same nets without the option do.
+    for each in (net, inner, outer):
+        each(*batch).backward()
+        torch.testing.assert_close(each(*batch).detach(), loss, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_compiled_root_has_one_break_a_unit_and_compiles_what_is_between(
-    ranks: Ranks, num_ranks: int
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "no_shard"), (2, "optim_grads_params")])
+def test_one_graph_around_units_is_refused_by_the_name_of_the_unit(
+    ranks: Ranks, num_ranks: int, strategy: str
 ) -> None:
-    """The units' forwards are graphs too, and the gradients those of the eager model."""
-    for strategy in ("no_shard", "optim_grads_params"):
-        for is_in_place in (False, True):
-            ranks(num_ranks).run(_operators_of_graphs, strategy, is_in_place)
-
-
-def _many_layers() -> None:
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    net = nn.Sequential(*(Layer() for _ in range(12)))
-    for layer in net:
-        fully_shard(layer)
-        layer.compile(backend="eager", fullgraph=True)
-    fully_shard(net)(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    # Twelve are more than torch compiles of one function before it gives up.
-    assert counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()
-
-
-def test_layers_of_one_class_are_compiled_once(ranks: Ranks) -> None:
-    """Their class is one class after fully_shard too."""
-    ranks(2).run(_many_layers)
-
-
-def _whole_graphs() -> None:
-    torch._dynamo.reset()
-    net = Straight()
-    for part in (net.a, net.b, net):
-        fully_shard(part)
-    x = torch.ones(2, 4)
-    with record_collectives() as record:
-        for refuse in (lambda: net.compile(fullgraph=True), lambda: net.compile(True)):
-            with pytest.raises(NotImplementedError, match=r"the unit 'a'.*unit\.compile"):
-                refuse()
-    assert not record.calls
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="megafsdp gathers a unit"):
-        torch.compile(net, backend="eager", fullgraph=True)(x)
-    wanted = net(x)
-    torch.testing.assert_close(net(x), wanted)
-    part = torch.compile(net.a, backend="eager", fullgraph=True)
-    torch.testing.assert_close(part(x), net.a(x))
-    torch._dynamo.reset()
-
-
-def test_one_graph_of_several_units_is_refused_by_name(ranks: Ranks) -> None:
-    """One unit is one graph; of a root the error says which calls compile it."""
-    ranks(2).run(_whole_graphs)
-
-
-STEPS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "FusedAdam": lambda net: FusedAdam(net.parameters(), lr=1e-2, eps=1e-5, max_grad_norm=1.0),
-    "Muon": lambda net: Muon(net.named_parameters(), lr=1e-2),
-    "HybridDeviceOptimizer": lambda net: HybridDeviceOptimizer(net.parameters(), lr=1e-2),
-    "AdamW(fused)": lambda net: adamw(net, fused=True),
-    "AdamW": adamw,
-}
-
-
-def _compiled_steps(strategy: str, name: str) -> None:
-    torch._dynamo.reset()
-    nets = [shard(Net(1), strategy=strategy) for _ in range(2)]
-    eager, compiled = [STEPS[name](net) for net in nets]
-    steps = [eager.step, torch.compile(compiled.step, backend="eager")]
-    for seed in range(3):
-        for optimizer, net, step in zip((eager, compiled), nets, steps, strict=True):
-            # A schedule changes it between steps.
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-2 / (1 + seed)
-            net(*mine(batches(1, seed=seed)[0])).backward()
-            step()
-            optimizer.zero_grad()
-    # torch's loops take square roots of compiled steps in another order.
-    tolerance = {"rtol": 1e-4, "atol": 1e-6} if name == "AdamW" else {"rtol": 0, "atol": 0}
-    # A state dict waits for a step beside this thread.
-    wanted, found = (net.state_dict() for net in nets)
-    for fqn in wanted:
-        torch.testing.assert_close(local_tensor(found[fqn]), local_tensor(wanted[fqn]), **tolerance)
-    torch._dynamo.reset()
-
-
-# torch imports its own compiler, which uses what torch has deprecated.
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_compiled_step_is_the_step(ranks: Ranks, num_ranks: int) -> None:
-    """Of our optimizers, which run as they are, and of torch's over sharded parameters."""
-    for strategy in ("no_shard", "optim_grads_params"):
-        for name in STEPS:
-            ranks(num_ranks).run(_compiled_steps, strategy, name)
+    """A root, a root around a unit that is one graph itself, and a function that calls a root."""
+    ranks(num_ranks).run(_refuses_full_graphs, strategy)
 
 
 def _fails_inside() -> None:

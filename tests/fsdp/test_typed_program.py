@@ -33,4 +33,4 @@ def test_the_overloads_have_the_keywords_of_the_functions() -> None:
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == names
     source = inspect.getsource(typed_program)
     methods = [name for name in vars(megafsdp.FSDPModule) if not name.startswith("_")]
-    assert [name for name in methods if f".{name}(" not in source] == ["compile"]
+    assert not [name for name in methods if f".{name}(" not in source]

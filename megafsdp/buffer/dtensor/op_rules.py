@@ -38,6 +38,7 @@ from megafsdp.device.torch_private import (
     OpOverload,
     no_torch_function,
     schema_of,
+    without_dynamo,
     without_torch_function,
     wrapper_like,
 )
@@ -97,6 +98,7 @@ class RowShardedDTensor(DTensor):
     __torch_function__ = no_torch_function()  # type: ignore[assignment]
 
     @classmethod
+    @without_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,
@@ -114,6 +116,7 @@ class _StandIn(torch.Tensor):
     _original: RowShardedDTensor
 
     @classmethod
+    @without_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,

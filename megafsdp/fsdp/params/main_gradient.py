@@ -24,12 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.dtensor.uneven import (
-    ReplicatedParameter,
-    UnevenDTensor,
-    local_tensor,
-    wrap_like,
-)
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
 from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.group_buffers import LocalRows
 
@@ -78,8 +73,6 @@ _FLAT_TYPES: dict[type, type] = {
     DTensor: _ReplicatedFlatGradient,
 }
 _ARE_FLAT = frozenset(_FLAT_TYPES.values())
-# Of sharded parameters and of their gradients.
-SHARDED_TYPES = (UnevenDTensor, ReplicatedParameter, *_FLAT_TYPES.values())
 
 
 def _without_buffer(grad: torch.Tensor) -> torch.Tensor:

@@ -385,6 +385,7 @@ class FSDPContext:
         if not unit.outstanding.has_any_of(self.passes_in_backward):
             self._end_unit(unit)
 
+    @without_dynamo
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
         self._is_backward_running = self._is_in_loss_backward = False

@@ -17,12 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
-from megafsdp.device.torch_private import compiled_call, is_backward_running, without_dynamo
+from megafsdp.device.torch_private import (
+    end_graph,
+    is_backward_running,
+    untraced_frame,
+    without_dynamo,
+)
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
@@ -133,7 +137,6 @@ class FSDPUnit:
         outstanding: Its forwards whose backward may come.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
         post_optim_event: What the next forward's first gather waits for.
-        forward_hooks: The hooks on its modules, by the module's id.
     """
 
     def __init__(
@@ -158,27 +161,19 @@ class FSDPUnit:
         # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
         self._run: ModuleRun | None = None
-        self.forward_hooks: dict[int, list[RemovableHandle]] = {}
         self.rename("")
         for module in modules:
             attach(module, self)
-            self._hook_forward(module)
+            # First of all hooks: those of the user see unsharded parameters.
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward)
+            # Also after an exception, which _post_forward does not see.
+            module.register_forward_hook(self._leave_forward, always_call=True)
             guard_state_dicts(module, self)
         for part in guard_parameters(groups, units=modules):
             guard_state_dicts(part, self)
         for group in groups:
             group.put_sharded()
-
-    def _hook_forward(self, module: nn.Module) -> None:
-        # A compiled module is called by run_as_forward instead: hooks would break its graph.
-        if compiled_call(module) is None:
-            self.forward_hooks[id(module)] = [
-                # First of all hooks: those of the user see unsharded parameters.
-                module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self._post_forward),
-                # Also after an exception, which _post_forward does not see.
-                module.register_forward_hook(self._leave_forward, always_call=True),
-            ]
 
     def rename(self, name: str) -> None:
         """Set the FQN within the root, for messages, counters and profilers; none for its class."""
@@ -293,6 +288,22 @@ class FSDPUnit:
         if not self.is_pinned:
             for group in self.groups:
                 group.show_sharded()
+
+    def why_graphs_end(self) -> str:
+        """Return why ``torch.compile`` ends a graph where it calls this unit."""
+        return expected(
+            "no unit within one graph",
+            f"a call of unit '{self.name}', whose gathers no graph contains",
+            where="code under torch.compile",
+            hint="With fullgraph=True, compile each unit by itself: block.compile(fullgraph=True)",
+        )
+
+    @untraced_frame
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        end_graph(self.why_graphs_end)
+        return self._pre_forward(module, args, kwargs)
 
     @without_dynamo
     @in_profiler_range("pre_forward")

@@ -216,6 +216,7 @@ class FusedAdam(Optimizer):
             raise
         self._store.add_parameters(self.param_groups[-1]["params"])
 
+    @without_dynamo
     @torch.no_grad()
     def measure_grad_norm(self, *, loss_scale: float = 1.0) -> torch.Tensor:
         """Measure the norm of the gradients that the next ``step`` reads, and clip by it there.
@@ -262,6 +263,7 @@ class FusedAdam(Optimizer):
         """Step every parameter that has a gradient.
 
         Collective only with ``max_grad_norm``, as :meth:`measure_grad_norm` if that did not come.
+        Under ``torch.compile`` it runs outside of graphs: its kernels are compiled already.
 
         Args:
             closure: Re-evaluates the model and returns the loss.

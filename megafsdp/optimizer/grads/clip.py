@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from megafsdp.device.torch_private import without_dynamo
 from megafsdp.errors import expected
 from megafsdp.optimizer.grads.norms import (
     by_device,
@@ -25,6 +26,7 @@ from megafsdp.optimizer.grads.norms import (
 _EPSILON = 1e-6
 
 
+@without_dynamo
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
