@@ -186,10 +186,26 @@ def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
 
     Public: none; ``torch.compiler.disable`` keeps it out of graphs too. 2.11 to 2.13.
     """
-    frames = torch._C._dynamo.eval_frame
-    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    _skip(function, torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
     return function
+
+
+def untraced_hook(function: Callable[P, R]) -> Callable[P, R]:
+    """Have ``torch.compile`` run a function as it is, with all that it calls; costs nothing.
+
+    For what torch itself calls, outside of graphs: one that contained the call would trace it.
+    Public: none; ``torch.compiler.disable`` puts a function around it. 2.11 to 2.13.
+    """
+    _skip(function, torch._C._dynamo.eval_frame._FrameAction.SKIP)
+    return function
+
+
+def _skip(function: Callable[..., object], action_on_calls: Any) -> None:
+    """Run the frames of a function as they are. Public: none. 2.11 to 2.13."""
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, action_on_calls)
+    # Of a wrapped function this is the wrapper's, which others may share.
+    frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
 
 
 @untraced_frame

@@ -38,7 +38,7 @@ from megafsdp.device.torch_private import (
     OpOverload,
     no_torch_function,
     schema_of,
-    without_dynamo,
+    untraced_hook,
     without_torch_function,
     wrapper_like,
 )
@@ -98,7 +98,7 @@ class RowShardedDTensor(DTensor):
     __torch_function__ = no_torch_function()  # type: ignore[assignment]
 
     @classmethod
-    @without_dynamo
+    @untraced_hook
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,
@@ -116,7 +116,7 @@ class _StandIn(torch.Tensor):
     _original: RowShardedDTensor
 
     @classmethod
-    @without_dynamo
+    @untraced_hook
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,

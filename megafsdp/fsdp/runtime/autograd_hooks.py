@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megafsdp.device.torch_private import base_of, untraced_frame
+from megafsdp.device.torch_private import base_of, untraced_hook
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 
@@ -40,7 +40,7 @@ class EndOfBackward(torch.autograd.Function):
         return inputs
 
     @staticmethod
-    @untraced_frame
+    @untraced_hook
     def backward(  # type: ignore[override]
         ctx: Any,
         *grads: torch.Tensor | None,
@@ -81,7 +81,7 @@ class BackwardHook:
         if base is not None and base.requires_grad and id(base) not in self.token.outer_ids:
             base.register_hook(self)
 
-    @untraced_frame
+    @untraced_hook
     def __call__(self, grad: torch.Tensor) -> None:
         """Call the schedule; the gradient is left as it is."""
         _schedule_of(self.unit).begin_backward(self.unit, self.token)

@@ -29,7 +29,7 @@ import torch
 
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.device.profiling import profiler_range
-from megafsdp.device.torch_private import call_after_backward, without_dynamo
+from megafsdp.device.torch_private import call_after_backward, untraced_hook
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_statistics
@@ -340,7 +340,7 @@ class FSDPContext:
         if self.is_root(unit) and output.grad_fn is not None:
             output.grad_fn.register_hook(self.prefetch_after_loss)
 
-    @without_dynamo
+    @untraced_hook
     def begin_backward(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """Begin a unit's backward: a gradient of one of its outputs is there."""
         with profiler_range("pre_backward", unit.name):
@@ -366,7 +366,7 @@ class FSDPContext:
         # The engine calls it on this thread, after the last node and before backward() returns.
         call_after_backward(self.end_backward)
 
-    @without_dynamo
+    @untraced_hook
     def prefetch_after_loss(self, *unused: object) -> None:
         """Issue the gathers expected after the root: its first backward operator is done."""
         if self._is_in_loss_backward:
@@ -374,7 +374,7 @@ class FSDPContext:
             assert root is not None, "a unit at work is alive"
             self._gather_ahead(root, self._backward.upcoming(root.options.prefetch))
 
-    @without_dynamo
+    @untraced_hook
     def inputs_done(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """End a unit's backward if no other forward of it waits in the passes under way.
 
@@ -385,7 +385,7 @@ class FSDPContext:
         if not unit.outstanding.has_any_of(self.passes_in_backward):
             self._end_unit(unit)
 
-    @without_dynamo
+    @untraced_hook
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
         self._is_backward_running = self._is_in_loss_backward = False

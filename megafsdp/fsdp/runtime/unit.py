@@ -25,6 +25,7 @@ from megafsdp.device.torch_private import (
     end_graph,
     is_backward_running,
     untraced_frame,
+    untraced_hook,
     without_dynamo,
 )
 from megafsdp.errors import expected
@@ -302,10 +303,11 @@ class FSDPUnit:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # A graph with the gather in it would run the parameters that it was traced with.
         end_graph(self.why_graphs_end)
         return self._pre_forward(module, args, kwargs)
 
-    @without_dynamo
+    @untraced_hook
     @in_profiler_range("pre_forward")
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -357,7 +359,8 @@ class FSDPUnit:
         replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
 
-    @without_dynamo
+    # No graph contains the calls of these two either: it has ended before the forward.
+    @untraced_hook
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         output = cast_floating(output, self.policy.output_dtype)
@@ -424,7 +427,7 @@ class FSDPUnit:
             self._run = None
             self.show_sharded()
 
-    @without_dynamo
+    @untraced_hook
     def _leave_forward(self, module: nn.Module, *unused: object) -> None:
         """Return to rest if the forward was cut short; called after every forward."""
         # Recomputation is cut short on purpose, as soon as it has made what backward needs; a unit
