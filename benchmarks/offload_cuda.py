@@ -134,7 +134,8 @@ def make_setting(shape: Shape, device: torch.device) -> Setting:
         return loss
 
     def new_model() -> tuple[nn.Module, list[nn.Module]]:
-        model = build_model(config, seed=0).to(device)
+        with device:
+            model = build_model(config, seed=0)
         layers = [m for m in model.modules() if isinstance(m, TransformerLayer)]
         return model, [*layers, model]
 
