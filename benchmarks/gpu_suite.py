@@ -33,6 +33,7 @@ MAX_BUDGET_S = 480.0
 # Budgets are for a GPU machine; a rehearsal shares two cores with other work.
 _REHEARSAL_LIMIT_S = 300.0
 _PASSED, _MISSED = "passed", "missed a mark"
+_LOG = "log.txt"
 _SHOWN_LINES = 40
 
 
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
 def _run_parts(parts: Sequence[Part], out: Path, *, rehearse: bool) -> list[dict[str, Any]]:
     lines = []
     end_s = time.monotonic()
+    (out / _LOG).write_bytes(b"")
     with (out / "results.jsonl").open("w") as results:
         for part in parts:
             end_s += part.budget_s
@@ -114,10 +116,9 @@ def _run_parts(parts: Sequence[Part], out: Path, *, rehearse: bool) -> list[dict
 def _run_part(part: Part, out: Path, limit_s: float, *, rehearse: bool) -> dict[str, Any]:
     """Run a part to its end or its limit; return its line of the results."""
     # In the folder of the results: what a part has reported is there if this process is killed.
-    report, log = out / "running.jsonl", out / "log.txt"
+    report, log = out / "running.jsonl", out / _LOG
     report.write_bytes(b"")
-    is_first = part.number == 0 or not log.exists()
-    with log.open("wb" if is_first else "ab") as stream:
+    with log.open("ab") as stream:
         stream.write(f"\n== {part.number} {part.name}\n".encode())
         stream.flush()
         log_start = stream.tell()

@@ -44,7 +44,7 @@ class Report:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def figure(self, name: str, value: object) -> None:
         """Report a figure, or a table of them; the last of a name counts."""
@@ -65,5 +65,5 @@ class Report:
         self._write({"check": name, "is_met": is_met, "is_speed": True, "detail": detail})
 
     def _write(self, entry: dict[str, object]) -> None:
-        with self._path.open("a") as stream:
+        with self.path.open("a") as stream:
             stream.write(json.dumps(entry) + "\n")
