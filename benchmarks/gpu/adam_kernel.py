@@ -25,7 +25,7 @@ _HYPER = AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1)
 _WARM_UP_REPEATS, _REPEATS = 2, 7
 _SEGMENTS = (1, 32, 33, 700)
 # Bytes of an element that a step reads and writes.
-_LAYOUTS = {"fp32": 28, "bf16 to bf16": 28, "remainders": 26, "bf16 states": 20}
+LAYOUTS = {"fp32": 28, "bf16 to bf16": 28, "remainders": 26, "bf16 states": 20}
 
 
 def run(size: Size, report: Report) -> None:
@@ -43,9 +43,9 @@ def run(size: Size, report: Report) -> None:
         report.mark(f"{job}, of a copy", largest[job]["share_of_probe"]["megafsdp"], at_least=0.85)
         report.mark(f"{job}, over torch's fused", largest[job]["ratio"]["fused"], at_most=1.0)
     speeds: dict[str, float] = {}
-    for layout, nbytes in _LAYOUTS.items():
+    for layout, nbytes in LAYOUTS.items():
         for flushes in (True, False):
-            buffers = _buffers(layout, numels[-1], device)
+            buffers = make_buffers(layout, numels[-1], device)
             step = _step_of(buffers, flushes=flushes)
             name = layout if flushes else f"{layout}, subnormal numbers kept"
             speeds[name] = nbytes * numels[-1] / _median_ms(step, device) / 1e6
@@ -57,9 +57,10 @@ def run(size: Size, report: Report) -> None:
         report.figure(f"sum of squares of {dtype}, GB/s", values.nbytes / ms / 1e6)
 
 
-def _buffers(layout: str, numel: int, device: torch.device) -> AdamBuffers:
+def make_buffers(layout: str, numel: int, device: torch.device) -> AdamBuffers:
+    """Return the buffers of a first step, in one of :data:`LAYOUTS`."""
     weight = torch.randn(numel, device=device)
-    grad = torch.full_like(weight, 1e-3)
+    grad = torch.randn(numel, device=device)
     states = [torch.zeros_like(weight) for _ in range(2)]
     if layout != "fp32":
         grad = grad.bfloat16()
@@ -81,7 +82,7 @@ def _step_of(
 
 def _measure_segments(numel: int, report: Report, device: torch.device) -> None:
     """Report milliseconds by the number of segments; every second one has no weight decay."""
-    buffers = _buffers("bf16 to bf16", numel, device)
+    buffers = make_buffers("bf16 to bf16", numel, device)
     times_ms = {}
     for num in _SEGMENTS:
         ends = [numel * i // num for i in range(num + 1)]
