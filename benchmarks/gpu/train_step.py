@@ -175,9 +175,7 @@ def _measure(case: Case, device: torch.device, report: Report) -> None:
         report.mark(f"{case.name}: MFU", mfu, at_least=0.40)
 
 
-def _start(
-    name: str, case: Case, device: torch.device, found: dict[str, dict[str, Any]]
-) -> Side:
+def _start(name: str, case: Case, device: torch.device, found: dict[str, dict[str, Any]]) -> Side:
     """Build a side and train the steps that are checked; note its bytes."""
     before_nbytes = _reset_peak(device)
     begin_s = time.perf_counter()
