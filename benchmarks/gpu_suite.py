@@ -215,7 +215,7 @@ def _describe(line: dict[str, Any]) -> str:
         met = "met" if check["is_met"] else "NOT MET"
         if check["is_speed"] and line["is_rehearsal"]:
             met = "not counted"
-        texts.append(f"     {check['check']}: {check['detail']}: {met}")
+        texts.append("     " + ": ".join(filter(None, [check["check"], check["detail"], met])))
     for name, value in line["figures"].items():
         if isinstance(value, (int, float)):
             texts.append(f"     {name}: {value:.4g}")

@@ -7,6 +7,7 @@ come bf16 states, kept subnormal numbers, tables of many segments, and sums of s
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,7 +89,7 @@ def _measure_segments(numel: int, report: Report, device: torch.device) -> None:
         ends = [numel * i // num for i in range(num + 1)]
         segments = [
             AdamSegment(start, stop, replace(_HYPER, weight_decay=0.1 * (i % 2)))
-            for i, (start, stop) in enumerate(zip(ends, ends[1:], strict=False))
+            for i, (start, stop) in enumerate(itertools.pairwise(ends))
         ]
         times_ms[str(num)] = _median_ms(_step_of(buffers, segments=segments), device)
     report.figure("ms by segments", times_ms)

@@ -7,11 +7,7 @@ import shutil
 import subprocess
 import sys
 
-import torch
-
 from benchmarks.gpu.part import Report, Size
-from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, adam_step
-from megafsdp.optimizer.kernels.hyper import AdamHyper
 
 _SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op"
 # A warp that stores 16 bytes a thread writes 16 sectors with one request.
@@ -23,13 +19,14 @@ METRICS = {
     "smsp__issue_active.avg.pct_of_peak_sustained_active": "issue slots busy, %",
     "launch__registers_per_thread": "registers a thread",
 }
+# Of the program's three.
 _SKIPPED_LAUNCHES = 2
 _NONE = "not available"
 
 
 def run(size: Size, report: Report) -> None:
-    """Run :func:`launch` under ncu; report that there is none, or why it could not read."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "benchmarks.gpu.counters:launch"]
+    """Run one_launch.py under ncu; report that there is none, or why it could not read."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "benchmarks.gpu.one_launch:run"]
     command += ["--out", str(size.out), "--report", str(report.path)]
     ncu = None if size.is_rehearsal else shutil.which("ncu")
     if size.is_rehearsal:
@@ -47,19 +44,6 @@ def run(size: Size, report: Report) -> None:
         report.figure("counters", counters)
     if ncu is None:
         report.check("the launch ended well", done.returncode == 0, done.stderr[-500:])
-
-
-def launch(size: Size, report: Report) -> None:
-    """Step a flat buffer a few times."""
-    numel = size.either(1 << 26, 1 << 10)
-    weight = torch.randn(numel, device=size.device_type)
-    grad = weight.bfloat16()
-    states = [torch.zeros_like(weight) for _ in range(2)]
-    buffers = AdamBuffers(weight, grad, *states, copy_out=torch.empty_like(grad))
-    for step in range(1, _SKIPPED_LAUNCHES + 2):
-        adam_step(buffers, AdamHyper(1e-3), step=step)
-    # Read last: the process must not end before its kernels do.
-    report.check("weights are finite", bool(weight.isfinite().all()))
 
 
 def read_counters(printed: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Part 0: what the machine is; the extensions, built for its GPU; and what copies and products reach.
+"""Part 0: the machine, the extensions built for its GPU, and what copies and products reach.
 
 The extensions are built before anything imports megafsdp, so this file imports no torch.
 """

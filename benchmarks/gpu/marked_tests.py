@@ -45,7 +45,7 @@ PYTEST = (
     "-m",
     "gpu",
 )
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -84,7 +84,7 @@ def _run_tests(
     failures: list[str] = []
     process = subprocess.Popen(
         command,
-        env=os.environ | _ENVIRONMENT,
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,6 +1,6 @@
 """Part 8: a step with the optimizer's half, or all of it, on the host, beside FSDP2's CPU offload.
 
-The sides are those of the case ``offload``, but one after another: together they would not fit. With
+The sides are those of the case ``offload``, one after another: together they would not fit. With
 all of it on the host nothing runs ahead of the norm, which would take a second slab of weights and
 moments there.
 """

@@ -1,10 +1,10 @@
 """Part 6: what collectives of a given length cost beside compute, on one GPU.
 
 NCCL needs a GPU a rank. So the ``fake`` backend makes a world of eight, and a stand-in takes the
-place of its collectives: on one stream of its own, as on one link, it takes a given time, then gives
-this rank's shard in every slot of a gather, and this rank's own part of a sum. Work that did not wait
-for it would read what is not there yet, so gradients must be those of a stand-in that takes no time.
-On a CPU the wait takes the time and then copies.
+place of its collectives. On one stream of its own, as on one link, it takes a given time; then it
+gives this rank's shard in every slot of a gather, and this rank's own part of a sum. What did not
+wait would read what is not there yet: gradients must be those of a stand-in that takes no time. On
+a CPU the wait takes the time and then copies.
 """
 
 from __future__ import annotations

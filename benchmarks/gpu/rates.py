@@ -1,4 +1,4 @@
-"""What a device's memory, its matrix units and its link to the host reach, by torch and our link."""
+"""What a device's memory, its matrix units and its link to the host reach."""
 
 from __future__ import annotations
 
@@ -29,17 +29,14 @@ def measure(size: Size, report: Report) -> None:
     if not size.is_rehearsal:
         is_usable = usable_module(torch.device("cuda", 0)) is not None
         report.check("the CUDA kernels run here", is_usable, why_cuda_missing())
-    nbytes = size.either(1 << 30, 1 << 16)
+    nbytes, rows = size.either((1 << 30, 8192), (1 << 16, 64))
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_ms = _median_ms(lambda: target.copy_(source), device)
     report.figure("copy on the device, TB/s read and written", 2 * nbytes / copy_ms / 1e9)
-    del source, target
-    rows = size.either(8192, 64)
-    left, right = (torch.randn(rows, rows, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product_ms = _median_ms(lambda: left @ right, device)
+    matrix = torch.randn(rows, rows, device=device, dtype=torch.bfloat16)
+    product_ms = _median_ms(lambda: matrix @ matrix, device)
     report.figure("bf16 product, TFLOP/s", 2 * rows**3 / product_ms / 1e9)
-    del left, right
     _measure_link(size, report, device)
 
 

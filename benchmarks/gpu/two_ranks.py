@@ -1,7 +1,7 @@
 """Part 7: two ranks that share one GPU and exchange by gloo: the losses, and the time of a step.
 
-NCCL refuses two ranks on one GPU. Gloo takes every exchange through the host, and that is what bounds
-these times, on both sides: they say nothing about NCCL.
+NCCL refuses two ranks on one GPU. Gloo takes every exchange through the host, and that is what
+bounds these times, on both sides: they say nothing about NCCL.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_suite
+from benchmarks import gpu_suite, record
+from benchmarks.gpu import counters, marked_tests, train_step
 from benchmarks.gpu.part import ABSENT, Report
 from benchmarks.gpu_suite import MAX_BUDGET_S, PARTS, Part
 from tests.benchmarks import broken_parts
@@ -112,3 +115,73 @@ def test_a_rehearsal_cannot_import_what_a_gpu_machine_lacks(tmp_path: Path) -> N
         [sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True
     )
     assert f"ModuleNotFoundError: import of {ABSENT[0]} halted" in done.stderr
+
+
+def test_every_gpu_test_is_run_or_left_out_with_a_reason() -> None:
+    """Each file that names the mark is in one of the two lists."""
+    marked = {
+        str(path.relative_to(_ROOT))
+        for path in (_ROOT / "tests").rglob("test_*.py")
+        if re.search(r"\bmark\.gpu\b", path.read_text())
+    }
+    assert marked == set(marked_tests.FILES) | set(marked_tests.LEFT_OUT)
+    assert not set(marked_tests.FILES) & set(marked_tests.LEFT_OUT)
+    assert all(marked_tests.LEFT_OUT.values())
+
+
+def test_gpu_tests_need_nothing_that_a_gpu_machine_lacks() -> None:
+    """The named files are imported without the packages of training, with the suite's options."""
+    options = [*marked_tests.PYTEST, "-p", "benchmarks.gpu.absent", "--collect-only", "-q"]
+    done = subprocess.run(
+        [sys.executable, *options, *marked_tests.FILES],
+        cwd=_ROOT,
+        env=os.environ | marked_tests.ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in marked_tests.FILES:
+        assert f"{path}::" in done.stdout
+
+
+def test_outcomes_are_read_as_they_are_printed() -> None:
+    """Names with spaces, and lines that are no outcome."""
+    lines = [
+        "tests/a.py::test_one[zero-3 bf16 on the host] PASSED [ 10%]\n",
+        "tests/a.py::test_two FAILED\n",
+        "E   AssertionError: PASSED\n",
+    ]
+    assert list(marked_tests.results_of(iter(lines))) == [
+        ("tests/a.py::test_one[zero-3 bf16 on the host]", "PASSED"),
+        ("tests/a.py::test_two", "FAILED"),
+    ]
+
+
+def test_counters_are_read_from_the_table_of_ncu() -> None:
+    """Behind what the program prints; a table that is not there gives none."""
+    names = list(counters.METRICS)
+    printed = (
+        "==PROF== Connected to process 7\nsomething\n"
+        '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+        f'"0","7","adam_kernel(KernelArguments)","{names[0]}","ns","1,024"\n'
+        f'"0","7","adam_kernel(KernelArguments)","{names[1]}","%","81.5"\n'
+        '"0","7","adam_kernel(KernelArguments)","another","%","3"\n'
+    )
+    wanted = {counters.METRICS[names[0]]: "1,024 ns", counters.METRICS[names[1]]: "81.5 %"}
+    assert counters.read_counters(printed) == wanted
+    assert counters.read_counters("==ERROR== LibraryNotLoaded\n") == {}
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    """Spans may overlap, lie within each other, and come in any order."""
+    assert train_step.idle_share([]) is None
+    assert train_step.idle_share([(60, 100), (0, 30), (10, 20), (25, 40)]) == pytest.approx(0.2)
+
+
+def test_records_are_made_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No program, or no repository: the commit is unknown, and the record is written."""
+    monkeypatch.setattr(record, "_ROOT", tmp_path)
+    assert record.versions()["commit"] is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    versions = json.loads(record.write("case", {}, directory=tmp_path).read_text())["versions"]
+    assert versions["commit"] is None and versions["is_dirty"] is None
