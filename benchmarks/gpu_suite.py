@@ -142,7 +142,7 @@ def _run_part(part: Part, out: Path, limit_s: float, *, rehearse: bool) -> dict[
         "checks": checks,
     }
     if code != 0:
-        line["error"] = printed[-1] if printed else ""
+        line["error"] = next((text for text in reversed(printed) if text.strip()), "")
     if line["status"] != _PASSED:
         print("\n".join(printed[-_SHOWN_LINES:]), flush=True)
     return line
@@ -215,7 +215,8 @@ def _describe(line: dict[str, Any]) -> str:
         met = "met" if check["is_met"] else "NOT MET"
         if check["is_speed"] and line["is_rehearsal"]:
             met = "not counted"
-        texts.append("     " + ": ".join(filter(None, [check["check"], check["detail"], met])))
+        detail = check["detail"].strip().rpartition("\n")[2]
+        texts.append("     " + ": ".join(filter(None, [check["check"], detail, met])))
     for name, value in line["figures"].items():
         if isinstance(value, (int, float)):
             texts.append(f"     {name}: {value:.4g}")
