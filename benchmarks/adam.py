@@ -173,9 +173,12 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def _sides(job: str, numel: int, device: torch.device) -> dict[str, Side]:
-    generator = torch.Generator().manual_seed(0)
-    weight, grad = (torch.randn(numel, generator=generator).to(device) for _ in range(2))
+def _sides(job: str, numel: int, device: torch.device, *, source: str = "cpu") -> dict[str, Side]:
+    """Return all sides of a job, with numbers drawn on the device ``source``."""
+    generator = torch.Generator(source).manual_seed(0)
+    weight, grad = (
+        torch.randn(numel, generator=generator, device=source).to(device) for _ in range(2)
+    )
     has_copy = job != "fp32"
     if job == _SUBNORMAL:
         _idle_rows(grad).zero_()
@@ -278,7 +281,7 @@ def _times_ms(job: str, numel: int, repeats: int, device: torch.device) -> tuple
     """
     num_arrays = _PROBE_ARRAYS[device.type]
     probed = torch.ones(num_arrays, _TOUCHED_VALUES * numel // num_arrays, device=device)
-    sides = _sides(job, numel, device)
+    sides = _sides(job, numel, device, source=device.type)
     calls: dict[str, Callable[[], object]] = {n: side.step for n, side in sides.items()}
     calls[_PROBE] = lambda: probed.mul_(1.0) if num_arrays == 1 else probed[1].copy_(probed[0])
     moments = (_IDLE_MOMENT, _DENSE_MOMENT) if job == _SUBNORMAL else (None,)
@@ -288,14 +291,14 @@ def _times_ms(job: str, numel: int, repeats: int, device: torch.device) -> tuple
             for name, call in calls.items():
                 if moment is not None and name != _PROBE:
                     _idle_rows(sides[name].exp_avg).fill_(moment)
-                time_ms = _time_ms(call, device)
+                elapsed_ms = time_ms(call, device)
                 if repeat >= _WARM_UP_REPEATS:
-                    times_ms[name].append(time_ms)
+                    times_ms[name].append(elapsed_ms)
     return found[0], found[1] if len(found) > 1 else {}
 
 
-def _time_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Return the wall time of a call; on a GPU the time of its kernels."""
+def time_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds of a call by the clock; on a GPU those of its kernels."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure bandwidth on ranks of their own, planning in this process."""
     shape = Shape(options.layers, options.hidden, options.vocabulary)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        measured = launch(_measure, shape, options.repeats, folder, num_ranks=options.ranks)
+        measured = launch(measure, shape, options.repeats, folder, num_ranks=options.ranks)
     assert isinstance(measured, dict)
     return {
         "num_ranks": options.ranks,
@@ -100,7 +100,12 @@ def describe(results: dict[str, Any]) -> str:
     return "\n".join([*lines, checkpoint_plan.describe(results["plan"])])
 
 
-def _measure(shape: Shape, repeats: int, folder: str) -> dict[str, object]:
+def measure(shape: Shape, repeats: int, folder: str) -> dict[str, object]:
+    """Time all sides in a folder; called by every rank.
+
+    Raises:
+        CheckError: A load has changed the weights.
+    """
     model, optimizer = _build(shape)
     root = Path(folder)
     path = checkpoint.save(root / "first", step=_STEP, model=model, optimizer=optimizer)

@@ -164,7 +164,8 @@ def _build(shape: Shape, side: str) -> Side:
         max_sequence_length=shape.sequence,
         tie_embeddings=False,
     )
-    model = build_model(config, seed=0).to(device_type(dist.get_world_size()))
+    with torch.device(device_type(dist.get_world_size())):
+        model = build_model(config, seed=0)
     layers = [m for m in model.modules() if isinstance(m, TransformerLayer)]
     param_dtype = torch.bfloat16 if shape.dtype == "bf16" else None
     is_ours = side != "fsdp2"

@@ -19,17 +19,20 @@ from megafsdp.device.host_memory import keep_freed_memory
 START_METHOD = "spawn"
 
 
-def launch(function: Callable[..., object], *args: object, num_ranks: int) -> object:
+def launch(
+    function: Callable[..., object], *args: object, num_ranks: int, shares_gpu: bool = False
+) -> object:
     """Run ``function(*args)`` on ranks of a fresh process group, one thread each.
 
     NCCL with one rank a GPU if there are enough GPUs, else gloo on the CPU; there the C library
     keeps freed memory, as in training, so that no side's time depends on what lies at the end of
-    the heap.
+    the heap. Tensors on the host go through gloo in any case.
 
     Args:
         function: A module-level function.
         *args: Its arguments.
         num_ranks: Number of ranks.
+        shares_gpu: Put all ranks on the first GPU, with gloo: NCCL refuses two ranks on one.
 
     Returns:
         Rank 0's value.
@@ -41,7 +44,7 @@ def launch(function: Callable[..., object], *args: object, num_ranks: int) -> ob
     with tempfile.TemporaryDirectory() as directory:
         mp.start_processes(
             _run_rank,
-            (num_ranks, directory, function, args),
+            (num_ranks, shares_gpu, directory, function, args),
             nprocs=num_ranks,
             start_method=START_METHOD,
         )
@@ -56,6 +59,7 @@ def device_type(num_ranks: int) -> str:
 def _run_rank(
     rank: int,
     num_ranks: int,
+    shares_gpu: bool,
     directory: str,
     function: Callable[..., object],
     args: tuple[object, ...],
@@ -63,13 +67,15 @@ def _run_rank(
     # FSDP2 says FutureWarning about the names it calls itself.
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
-    is_cuda = device_type(num_ranks) == "cuda"
-    if is_cuda:
+    is_cuda = not shares_gpu and device_type(num_ranks) == "cuda"
+    if shares_gpu:
+        torch.cuda.set_device(0)
+    elif is_cuda:
         torch.cuda.set_device(rank)
     else:
         keep_freed_memory()
     store = f"file://{directory}/store"
-    backend = "nccl" if is_cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks)
     try:
         value = function(*args)

@@ -45,7 +45,7 @@ _NEVER_CLIPS = 1e9
 _PROBE_NUMEL, _PROBE_REPEATS = 1 << 25, 25
 _LINK_NBYTES, _LINK_REPEATS = 1 << 28, 5
 # Of a loss near 10: attention and embeddings add up in an order that changes from run to run.
-_LOSS_TOLERANCE = 1e-2
+LOSS_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
         timed = time_blocks(sides, setting, options)
         row = summarize(sides, timed, gb_per_s=gb_per_s, link_gb_per_s=link_gb_per_s)
         what = f"fraction {fraction:g}"
-        for name, is_equal in check(sides, what, loss_tolerance=_LOSS_TOLERANCE).items():
+        for name, is_equal in check(sides, what, loss_tolerance=LOSS_TOLERANCE).items():
             row[name]["are_losses_equal"] = is_equal
         rows[f"{fraction:g}"] = row
         num_parameters = sum(p.numel() for p in next(iter(sides.values())).model.parameters())
@@ -134,7 +134,8 @@ def make_setting(shape: Shape, device: torch.device) -> Setting:
         return loss
 
     def new_model() -> tuple[nn.Module, list[nn.Module]]:
-        model = build_model(config, seed=0).to(device)
+        with device:
+            model = build_model(config, seed=0)
         layers = [m for m in model.modules() if isinstance(m, TransformerLayer)]
         return model, [*layers, model]
 

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -57,23 +56,27 @@ def machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, object]:
-    """Return the versions of Python, torch and this checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(_ROOT), *arguments]
-        # A measurement must not be lost on a machine without git.
-        if shutil.which(command[0]) is None:
-            return ""
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    changed = [line for line in git("status", "--porcelain").splitlines() if "records/" not in line]
+    """Return the versions of Python, torch and this checkout; its commit is None without git."""
+    commit = _git("rev-parse", "HEAD")
+    status = None if commit is None else _git("status", "--porcelain")
+    changed = [line for line in (status or "").splitlines() if "records/" not in line]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megafsdp": megafsdp.__version__,
-        "commit": git("rev-parse", "HEAD"),
-        "is_dirty": bool(changed),
+        "commit": commit,
+        "is_dirty": None if commit is None else bool(changed),
     }
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git prints; None if there is no git, or no repository."""
+    command = ["git", "-C", str(_ROOT), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return None if done.returncode else done.stdout.strip()
 
 
 def write(case: str, results: dict[str, object], *, directory: Path = RECORDS) -> Path:

@@ -1,0 +1,150 @@
+"""Part 4: equal bits: kernels against their definition in torch on a CPU, runs against runs.
+
+The definition is what the kernels on CPUs and GPUs fall back to, so a rehearsal compares the CPU's
+kernels with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import nn
+
+import megafsdp
+from benchmarks.gpu.adam_kernel import LAYOUTS, make_buffers
+from benchmarks.gpu.group import one_rank
+from benchmarks.gpu.part import Report, Size
+from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, adam_step
+from megafsdp.optimizer.kernels.hyper import AdamHyper
+from megafsdp.optimizer.kernels.square_sum import device_sum_of_squares
+
+_HYPER = AdamHyper(1e-2, (0.9, 0.95), 1e-8, 0.1)
+_KERNEL_STEPS, _RUN_STEPS, _OFFLOAD_STEPS = 3, 20, 6
+_NUM_LAYERS = 4
+_CPU = torch.device("cpu")
+Bits = dict[str, torch.Tensor]
+
+
+def run(size: Size, report: Report) -> None:
+    """Compare kernels, then runs."""
+    device = torch.device(size.device_type)
+    torch.manual_seed(0)
+    numel = size.either(1 << 20, 1 << 14) + 5
+    for layout, flushes in itertools.product(LAYOUTS, (True, False)):
+        start = make_buffers(layout, numel, _CPU)
+        found = _step(_copy(start, device), flushes=flushes)
+        with _definition():
+            wanted = _step(_copy(start, _CPU), flushes=flushes)
+        is_met = _equal(found, wanted) and not torch.equal(wanted["weight"], start.weight)
+        report.check(f"kernel, {layout}{'' if flushes else ', subnormal numbers kept'}", is_met)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = torch.randn(numel).to(dtype)
+        with _definition():
+            total = device_sum_of_squares(values).item()
+        is_met = device_sum_of_squares(values.to(device)).item() == total
+        report.check(f"sum of squares, {dtype}", is_met, total)
+    with one_rank(size):
+        width = size.either(512, 16)
+        found = _train_by_given_grads(width, device)
+        with _definition():
+            wanted = _train_by_given_grads(width, _CPU)
+        report.check(f"{_RUN_STEPS} steps of a sharded net", _equal(found, wanted))
+        fractions = (0.0, 0.5, 1.0)
+        runs = [_train_with_offload(fraction, width, device) for fraction in fractions]
+        for fraction, found in zip(fractions[1:], runs[1:], strict=True):
+            report.check(f"offload of {fraction}", _equal(found, runs[0]))
+
+
+@contextlib.contextmanager
+def _definition() -> Iterator[None]:
+    with mock.patch.dict(os.environ, MEGAFSDP_NATIVE="0"):
+        yield
+
+
+def _copy(buffers: AdamBuffers, device: torch.device) -> AdamBuffers:
+    return AdamBuffers(
+        **{name: t.to(device, copy=True) for name, t in _tensors_of(buffers).items()}
+    )
+
+
+def _tensors_of(buffers: AdamBuffers) -> Bits:
+    found = {field.name: getattr(buffers, field.name) for field in dataclasses.fields(buffers)}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _step(buffers: AdamBuffers, *, flushes: bool) -> Bits:
+    for step in range(1, _KERNEL_STEPS + 1):
+        adam_step(buffers, _HYPER, step=step, grad_scale=1 / 3, flush_denormals=flushes)
+    return _tensors_of(buffers)
+
+
+def _equal(left: Bits, right: Bits) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name].cpu(), right[name].cpu()) for name in left
+    )
+
+
+def _net(width: int, device: torch.device) -> nn.Module:
+    """Return a sharded net whose operators give the same bits in every run on one device."""
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(_NUM_LAYERS)]
+    net = copy.deepcopy(nn.Sequential(*layers)).to(device)
+    policy = megafsdp.MixedPrecisionPolicy(torch.bfloat16)
+    for module in [*net, net]:
+        megafsdp.fully_shard(module, mp_policy=policy)
+    return net
+
+
+def _backward(net: nn.Module, seed: int, width: int, device: torch.device) -> None:
+    inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(seed)).to(device)
+    with megafsdp.microbatch(net, is_last=True):
+        net(inputs).float().square().mean().backward()
+
+
+def _local_bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
+    found = {}
+    for name, parameter in net.named_parameters():
+        found[name] = local_tensor(parameter.detach()).cpu().clone()
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}.{key}"] = local_tensor(optimizer.state[parameter][key]).cpu().clone()
+    return found
+
+
+def _train_by_given_grads(width: int, device: torch.device) -> Bits:
+    """Step with gradients that are the same on all devices; return all bits.
+
+    Nothing is clipped: without compiled kernels a norm is added in another order.
+    """
+    net = _net(width, device)
+    optimizer = megafsdp.FusedAdam(net.parameters(), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(_RUN_STEPS):
+        _backward(net, step, width, device)
+        for parameter in net.parameters():
+            assert parameter.grad is not None, "the only rank has all gradients"
+            grad = local_tensor(parameter.grad)
+            grad.copy_(torch.randn(grad.shape, generator=generator))
+        optimizer.step()
+        optimizer.zero_grad()
+    return _local_bits(net, optimizer)
+
+
+def _train_with_offload(fraction: float, width: int, device: torch.device) -> Bits:
+    net = _net(width, device)
+    optimizer = megafsdp.HybridDeviceOptimizer(
+        net.parameters(), weight_decay=0.1, max_grad_norm=0.01, offload_fraction=fraction
+    )
+    for step in range(_OFFLOAD_STEPS):
+        _backward(net, step, width, device)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return _local_bits(net, optimizer)

@@ -1,0 +1,106 @@
+"""Part 1: the tests marked ``gpu``, and a few of them under compute-sanitizer.
+
+The files are named: collecting all tests imports what a GPU machine need not have. Results are read
+line by line, so that those of a run that is cut off count too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+from benchmarks.gpu.part import Report, Size
+
+FILES = (
+    "tests/optimizer/kernels/test_cuda.py",
+    "tests/fsdp/test_cuda.py",
+    "tests/optimizer/adam/test_capturable.py",
+    "tests/optimizer/offload/test_hybrid.py",
+    "tests/optimizer/offload/test_side_effects.py",
+    "tests/checkpoint/test_load.py",
+    "tests/device/test_memory.py",
+    "tests/device/test_streams.py",
+    "tests/benchmarks/test_cases.py",
+)
+# Files with tests marked gpu that the part leaves out, each with the reason.
+LEFT_OUT: dict[str, str] = {}
+# What pytest and its plugins set or start by themselves must not differ between machines: threads
+# that a plugin starts are alive when ranks are forked, and warnings of another torch are no errors.
+PYTEST = (
+    "-m",
+    "pytest",
+    "-p",
+    "pytest_timeout",
+    "-p",
+    "_hypothesis_pytestplugin",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "filterwarnings=default",
+    "-m",
+    "gpu",
+)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+}
+_SANITIZED = "test_scalars_on_the_device or test_every_length or test_sum_of_squares_has_the_bits"
+_RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+_COUNTED = ("PASSED", "FAILED", "ERROR", "SKIPPED")
+_SHOWN_FAILURES = 20
+
+
+def run(size: Size, report: Report) -> None:
+    """Run the tests, then memcheck if it is there."""
+    command = [sys.executable, *PYTEST, "-v", "--timeout=60", *FILES]
+    if size.is_rehearsal:
+        command[3:3] = ["-p", "benchmarks.gpu.absent"]
+    counts, failures, code = _run_tests(command, report, "tests")
+    report.check("no test failed", code == 0 and not failures, failures[:_SHOWN_FAILURES])
+    # Without a GPU all are collected and skipped.
+    wanted = size.either("PASSED", "SKIPPED")
+    report.check(f"tests {wanted.lower()}", counts[wanted] > 0, counts[wanted])
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None or size.is_rehearsal:
+        report.figure("memcheck", "not available")
+        return
+    memcheck = [sanitizer, "--tool", "memcheck", "--error-exitcode", "99"]
+    one_file = [sys.executable, *PYTEST, "-v", "--timeout=60", "-k", _SANITIZED, FILES[0]]
+    counts, failures, code = _run_tests([*memcheck, *one_file], report, "memcheck")
+    report.check("memcheck found nothing", code == 0 and counts["PASSED"] > 0, failures)
+
+
+def _run_tests(
+    command: list[str], report: Report, name: str
+) -> tuple[Counter[str], list[str], int]:
+    """Return counts by outcome, the names of what failed, and the exit code."""
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    process = subprocess.Popen(
+        command,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None, "it is a pipe"
+    for test, outcome in results_of(process.stdout):
+        counts[outcome] += 1
+        if outcome in ("FAILED", "ERROR"):
+            failures.append(test)
+        report.figure(name, {key.lower(): counts[key] for key in _COUNTED} | {"failures": failures})
+    return counts, failures, process.wait()
+
+
+def results_of(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """Print the lines of a verbose pytest; return each test with its outcome."""
+    for line in lines:
+        print(line, end="")
+        if found := _RESULT.match(line):
+            yield found[1], found[2]

@@ -1,0 +1,99 @@
+"""Part 8: a step with the optimizer's half, or all of it, on the host, beside FSDP2's CPU offload.
+
+The sides are those of the case ``offload``, one after another: together they would not fit. With
+all of it on the host nothing runs ahead of the norm, which would take a second slab of weights and
+moments there.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+
+import torch
+
+from benchmarks import host_bandwidth
+from benchmarks.gpu.group import one_rank
+from benchmarks.gpu.part import Report, Size
+from benchmarks.offload_cuda import FSDP2, LOSS_TOLERANCE, Shape, make_setting
+from benchmarks.offload_sides import AHEAD, BASE, NORM_FIRST, Setting, Side, build_side
+from benchmarks.record import spread
+from megafsdp import HybridDeviceOptimizer
+from megafsdp.device.host_copies import link_of
+from megafsdp.device.streams import device_handle
+
+# With nothing offloaded first: what is exposed is the difference from it. The slowest last.
+_SIDES = ((BASE, 0.0), (AHEAD, 0.5), (NORM_FIRST, 1.0), (FSDP2, 1.0))
+_WARM_UP_STEPS, _STEPS, _BLOCKS = 3, 4, 2
+
+
+def run(size: Size, report: Report) -> None:
+    """Measure the host, then each side."""
+    if not size.is_rehearsal:
+        # The only rank has all cores.
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    report.figure("threads", torch.get_num_threads())
+    with one_rank(size) as device:
+        _measure_host(size, device, report)
+        shape = size.either(Shape("qwen3-1.7b", 1, 4096), Shape("qwen3-toy", 1, 16))
+        setting = make_setting(shape, device)
+        wanted, base_ms = torch.zeros(()), 0.0
+        for name, fraction in _SIDES:
+            what = name if name in (BASE, FSDP2) else f"{fraction}, {name}"
+            is_other = name == FSDP2
+            side = setting.others[name]() if is_other else build_side(name, fraction, setting)
+            median_ms = _measure_side(what, side, setting, report)
+            losses = torch.stack(side.losses).float().cpu()
+            if name == BASE:
+                wanted, base_ms = losses, median_ms
+            difference = (losses - wanted).abs().max().item()
+            is_met = difference <= LOSS_TOLERANCE and bool(losses.unique().numel() > 1)
+            report.check(f"{what}: losses", is_met, f"differ by {difference:.1e}")
+            exposed = (median_ms - base_ms) / base_ms
+            report.figure(f"{what}: exposed, of a step", exposed)
+            if name == AHEAD:
+                report.mark(f"{what}: exposed", exposed, at_most=0.10)
+            del side
+            gc.collect()
+            if device.type == "cuda":
+                _return_memory()
+
+
+def _measure_host(size: Size, device: torch.device, report: Report) -> None:
+    """Report what the host's memory gives the kernel, alone and beside copies."""
+    numel, repeats, gb_per_s = size.either((1 << 25, 9, 50.0), (1 << 16, 1, 1.0))
+    link = link_of(device_handle(device.type))
+    speeds = host_bandwidth.measure(
+        numel, repeats, link=link, link_bytes_per_s=1e9 * gb_per_s, device=device
+    )
+    link.close()
+    report.figure("host, GB/s", speeds)
+
+
+def _measure_side(what: str, side: Side, setting: Setting, report: Report) -> float:
+    """Train; return the median of a step's milliseconds."""
+    side.block(setting, _WARM_UP_STEPS)
+    times_ms = [ms for _ in range(_BLOCKS) for ms in side.block(setting, _STEPS)]
+    report.figure(f"{what}: step ms", spread(times_ms))
+    if isinstance(side.optimizer, HybridDeviceOptimizer):
+        report.figure(f"{what}: bytes on the host, wanted", side.optimizer.host_nbytes)
+    if torch.cuda.is_available():
+        report.figure(f"{what}: bytes of pinned memory", _pinned_nbytes())
+        report.figure(f"{what}: peak bytes on the GPU", torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+    return statistics.median(times_ms)
+
+
+def _pinned_nbytes() -> dict[str, int]:
+    """Return what torch's allocator of pinned memory has and uses."""
+    stats = torch.cuda.host_memory_stats()
+    return {name: n for name, n in stats.items() if name.endswith("bytes.current")}
+
+
+def _return_memory() -> None:
+    """Give the system what no tensor uses; pinned memory is rounded up and would add up."""
+    torch.cuda.empty_cache()
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()

@@ -1,0 +1,69 @@
+"""What a part is given: how large to be, and where to report; the standard library alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# Of the packages that training, its command line and its trackers need, those that a GPU machine
+# need not have.
+ABSENT = ("docstring_parser", "jsonargparse", "pydantic", "wandb")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a part is.
+
+    Attributes:
+        is_rehearsal: Whether it runs on a CPU with tiny sizes.
+        out: Folder for files of its own, few and small.
+    """
+
+    is_rehearsal: bool
+    out: Path
+
+    @property
+    def device_type(self) -> str:
+        """Return ``cuda``, or ``cpu`` in a rehearsal."""
+        return "cpu" if self.is_rehearsal else "cuda"
+
+    def either(self, full: T, tiny: T) -> T:
+        """Return the first, or the second in a rehearsal."""
+        return tiny if self.is_rehearsal else full
+
+
+class Report:
+    """Figures and checks, each written as soon as it is known, by any process of the part.
+
+    Args:
+        path: A file of JSON lines that is appended to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def figure(self, name: str, value: object) -> None:
+        """Report a figure, or a table of them; the last of a name counts."""
+        self._write({"figure": name, "value": value})
+
+    def check(self, name: str, is_met: bool, detail: object = "") -> None:
+        """Report whether something is right."""
+        entry = {"check": name, "is_met": bool(is_met), "is_speed": False, "detail": str(detail)}
+        self._write(entry)
+
+    def mark(
+        self, name: str, got: float, *, at_least: float | None = None, at_most: float | None = None
+    ) -> None:
+        """Report whether a figure of speed is as wanted; a NaN never is."""
+        is_met = (at_least is None or got >= at_least) and (at_most is None or got <= at_most)
+        wanted = f"at least {at_least:g}" if at_least is not None else f"at most {at_most:g}"
+        detail = f"{got:.3f}, wanted {wanted}"
+        self._write({"check": name, "is_met": is_met, "is_speed": True, "detail": detail})
+
+    def _write(self, entry: dict[str, object]) -> None:
+        with self.path.open("a") as stream:
+            stream.write(json.dumps(entry) + "\n")
