@@ -122,6 +122,9 @@ def _fit(name: str, directory: Path) -> None:
             _save_and_load(module, fitted, directory)
         else:
             (optimizer,) = fitted.optimizers
+            # This rank's rows alone would be in its file.
+            with pytest.raises(RuntimeError, match=r"megafsdp\.checkpoint\.save"):
+                fitted.save_checkpoint(directory / f"rank{dist.get_rank()}.ckpt")
             checkpoint.save(directory, step=NUM_STEPS, model=module.model, optimizer=optimizer)
             other = fully_shard_model(build("qwen3"))
             checkpoint.load(directory, model=other, optimizer=adamw(other))
