@@ -10,14 +10,15 @@ from __future__ import annotations
 import traceback
 
 _WHOLE = "Call full_tensor() first, or work on .local, this rank's rows"
+_ELSEWHERE = "elsewhere call full_tensor() first, or work on .local, this rank's rows"
 _NOT_GATHERED = (
     "The unit that owns it is not gathered: call that unit's forward, name another method by "
-    "megafsdp.register_fsdp_forward_method(), or open megafsdp.summon_full_params(model). "
-    f"Elsewhere c{_WHOLE[1:]}"
+    "megafsdp.register_fsdp_forward_method(), or open megafsdp.summon_full_params(model); "
+    f"{_ELSEWHERE}"
 )
 _INITIALISE = (
-    "Initialise in megafsdp.materialize(model, initialize), which shows full parameters. "
-    f"Elsewhere c{_WHOLE[1:]}"
+    "Initialise in megafsdp.materialize(model, initialize), which shows full parameters; "
+    f"{_ELSEWHERE}"
 )
 _SAVE = (
     "Save by megafsdp.checkpoint.save(), megafsdp.checkpoint.async_save() or "
@@ -51,10 +52,10 @@ _CALLERS: dict[tuple[str, str], str] = {
     ("transformers", "generate"): "Call megafsdp.register_fsdp_forward_method(model, 'generate'), "
     "or generate within megafsdp.summon_full_params(model)",
     ("transformers", "resize_token_embeddings"): _BEFORE,
-    ("peft", "merge_and_unload"): "Merge before fully_shard(), or in a plain model that loads "
-    "megafsdp.full_state_dict(model)",
-    ("peft", "merge_adapter"): "Merge before fully_shard(), or in a plain model that loads "
-    "megafsdp.full_state_dict(model)",
+    **dict.fromkeys(
+        (("peft", "merge_and_unload"), ("peft", "merge_adapter")),
+        "Merge before fully_shard(), or in a plain model that loads megafsdp.full_state_dict(model)",
+    ),
     ("accelerate", "save_state"): _SAVE,
     ("accelerate", "save_model"): "Call megafsdp.checkpoint.export_hf(), or save "
     "megafsdp.full_state_dict(model)",
