@@ -54,7 +54,7 @@ _CALLERS: dict[tuple[str, str], str] = {
     ("transformers", "resize_token_embeddings"): _BEFORE,
     **dict.fromkeys(
         (("peft", "merge_and_unload"), ("peft", "merge_adapter")),
-        "Merge before fully_shard(), or in a plain model that loads megafsdp.full_state_dict(model)",
+        "Merge before fully_shard(), or in a plain model with megafsdp.full_state_dict(model)",
     ),
     ("accelerate", "save_state"): _SAVE,
     ("accelerate", "save_model"): "Call megafsdp.checkpoint.export_hf(), or save "
