@@ -70,6 +70,7 @@ _INDEXING = frozenset({"__getitem__", "__setitem__", "__iter__"})
 _METADATA = frozenset(
     {"size", "stride", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "__len__"}
     | {"is_contiguous", "requires_grad_", "retain_grad", "backward", "data_ptr", "type"}
+    | {"element_size", "get_device"}
     | {"__get__", "__set__", "__delete__"}
 )
 # torch 2.11 handles subclasses of DTensor below __torch_dispatch__; there the same rules are

@@ -258,6 +258,17 @@ def test_partial_scalars_are_summed_before_use(ranks: Ranks, is_bypassed: bool) 
     ranks(3).run(_scaled_by_own_norm, is_bypassed)
 
 
+def _facts_under_2_11() -> list[int]:
+    with torch_2_11():
+        tensor = cut(random(10, 4), whole_mesh())
+        return [tensor.element_size(), tensor.get_device(), tensor.dim(), tensor.numel()]
+
+
+def test_torch_2_11_is_asked_for_facts_of_a_tensor(ranks: Ranks) -> None:
+    """What reads no element is no operation, though torch has an operator of that name."""
+    assert ranks(2).run(_facts_under_2_11) == [[4, -1, 2, 40]] * 2
+
+
 def _traced_under_2_11() -> list[str]:
     with torch_2_11():
         parameter = torch.nn.Parameter(cut(random(10, 4), whole_mesh()))
