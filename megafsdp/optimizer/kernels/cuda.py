@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Mapping
@@ -95,8 +96,8 @@ def launch_sum_of_squares(module: ModuleType, values: torch.Tensor) -> torch.Ten
 def _why_not_on(index: int) -> str:
     module = cuda_module()
     assert module is not None, "asked for a device of kernels that are there"
-    # The probe makes the device it asks the thread's.
-    with torch.cuda.device(index):
+    # The probe makes the device it asks the thread's; without a driver there is none to restore.
+    with torch.cuda.device(index) if torch.cuda.is_available() else contextlib.nullcontext():
         why = str(module.why_not_on(index))
     if why:
         _LOGGER.warning(

@@ -7,13 +7,14 @@ cuda/square_lane.h. What a GPU's instructions round to, sums across threads and 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -478,6 +479,30 @@ def test_without_a_gpu_launches_say_so(caplog: pytest.LogCaptureFixture) -> None
         assert cuda_kernels.usable_module(torch.device("cuda", 99)) is None
     assert caplog.text.count("cuda:99") == 1
     assert cuda_kernels.usable_module(torch.device("cpu")) is None
+
+
+def test_asking_a_device_leaves_the_threads_device_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first use of another GPU would else move all that follows there."""
+    current = [0]
+
+    class Asking:
+        def why_not_on(self, index: int) -> str:
+            current[-1] = index
+            return ""
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(cuda_kernels, "cuda_module", Asking)
+    assert isinstance(cuda_kernels.usable_module(torch.device("cuda", 98)), Asking)
+    assert current == [0]
 
 
 def test_cuda_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
