@@ -39,7 +39,8 @@ def _remove(net: Net) -> None:
 
 
 def _prune(net: Net) -> None:
-    prune.identity(net.blocks[1].up, "bias")
+    with torch.no_grad():
+        prune.identity(net.blocks[1].up, "bias")
 
 
 def _assign_dtensor(net: Net) -> None:

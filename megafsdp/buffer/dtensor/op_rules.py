@@ -69,8 +69,8 @@ _EXTREMA = frozenset({"max", "min"})
 _INDEXING = frozenset({"__getitem__", "__setitem__", "__iter__"})
 _METADATA = frozenset(
     {"size", "stride", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "__len__"}
-    | {"is_contiguous", "requires_grad_", "retain_grad", "backward", "data_ptr", "type"}
-    | {"element_size", "get_device"}
+    | {"is_contiguous", "is_inference", "requires_grad_", "retain_grad", "backward", "data_ptr"}
+    | {"element_size", "get_device", "type"}
     | {"__get__", "__set__", "__delete__"}
 )
 # torch 2.11 handles subclasses of DTensor below __torch_dispatch__; there the same rules are
