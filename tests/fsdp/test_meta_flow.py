@@ -34,7 +34,7 @@ from tests.fsdp.test_materialize import (
     initialize,
     on_meta,
 )
-from tests.fsdp.test_parameter_statistics import options_of_strategies
+from tests.fsdp.toy import options_of_strategies
 from tests.ranks import Ranks
 
 

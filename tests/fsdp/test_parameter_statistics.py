@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megafsdp import fully_shard
 from megafsdp.buffer.comm.collectives import record_collectives
-from tests.fsdp.toy import Net, batches, mine, shard
+from tests.fsdp.toy import Net, batches, mine, options_of_strategies, shard
 from tests.ranks import Ranks
 
 STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -29,19 +27,6 @@ STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "isfinite": lambda t: t.isfinite().all(),
     "count_nonzero": torch.count_nonzero,
 }
-
-
-def options_of_strategies() -> Iterator[dict[str, object]]:
-    """Yield the options of fully_shard for each strategy; on 4 ranks those of a 2 x 2 mesh."""
-    num_ranks = dist.get_world_size()
-    shapes = [(2, 2)] if num_ranks == 4 else [(num_ranks, 1), (1, num_ranks)]
-    if num_ranks != 4:
-        strategies = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-        yield from ({"strategy": strategy} for strategy in strategies)
-    for shape in shapes:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
-        for outer in ("no_shard", "optim"):
-            yield {"mesh": mesh, "outer_strategy": outer}
 
 
 def _with_gradients(options: dict[str, object]) -> tuple[Net, Net]:

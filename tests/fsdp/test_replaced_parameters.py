@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from megafsdp import fully_shard, summon_full_params
 from megafsdp.buffer.comm.collectives import record_collectives
-from tests.fsdp.toy import WIDTH, Net, assert_same_grads, batches, mine, pair
+from tests.fsdp.toy import WIDTH, Net, assert_same_grads, batches, mine, options_of_strategies, pair
 from tests.ranks import Ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -70,11 +70,16 @@ def _refused(words: tuple[str, ...], call: Callable[..., object], *args: object)
     assert not record.calls
 
 
-def _replaced(strategy: str) -> None:
+def _replaced_in_every_strategy() -> None:
+    for options in options_of_strategies():
+        _replaced(options)
+
+
+def _replaced(options: dict[str, object]) -> None:
     batch = mine(batches(1)[0])
     for change, words in CHANGES.items():
         for has_run in (False, True):
-            _, net = pair(2, strategy=strategy)
+            _, net = pair(2, **options)
             # The errors name units within the root, which is known from the first forward on.
             if has_run:
                 net(*batch).backward()
@@ -87,13 +92,12 @@ def _replaced(strategy: str) -> None:
                 pass
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_the_next_forward_names_a_replaced_parameter_and_what_replaced_it(
     ranks: Ranks, num_ranks: int
 ) -> None:
     """Before the first forward or later, on all ranks, before any collective."""
-    for strategy in STRATEGIES:
-        ranks(num_ranks).run(_replaced, strategy)
+    ranks(num_ranks).run(_replaced_in_every_strategy)
 
 
 def _goes_on() -> None:

@@ -9,16 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from megafsdp import fully_shard
-from tests.fsdp.toy import assert_same_grads, batches, mine, pair
+from tests.fsdp.toy import assert_same_grads, batches, mine, options_of_strategies, pair
 from tests.ranks import Ranks
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-# Gradients are summed in another order over ranks, which small orders of norms amplify.
-CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+# Gradients are summed in another order over ranks. Small orders of norms amplify what that rounds;
+# the smallest magnitude of all is that of one element, whose terms may cancel.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 ORDERS = (2.0, math.inf, 1.0, 3.0, 0.5, -math.inf, 0.0)
 
 
@@ -54,22 +53,15 @@ def _norms(options: dict[str, object]) -> None:
     assert_same_grads(net, reference, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def _norms_in_every_strategy() -> None:
+    for options in options_of_strategies():
+        _norms(options)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_total_norms_and_clipping_are_those_of_one_process(ranks: Ranks, num_ranks: int) -> None:
     """Largest and smallest magnitudes too, where a rank has no rows of a tensor."""
-    for strategy in STRATEGIES:
-        ranks(num_ranks).run(_norms, {"strategy": strategy})
-
-
-def _divided() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp_shard"))
-    for outer_strategy in ("no_shard", "optim"):
-        _norms({"mesh": mesh, "outer_strategy": outer_strategy})
-
-
-def test_norms_over_two_axes(ranks: Ranks) -> None:
-    """HSDP and HFSDP."""
-    ranks(4).run(_divided)
+    ranks(num_ranks).run(_norms_in_every_strategy)
 
 
 def _not_finite() -> None:

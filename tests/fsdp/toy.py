@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from megafsdp import full_tensor, fully_shard
@@ -58,6 +59,19 @@ def shard(net: Net, **options: object) -> Net:
     for block in net.blocks:
         fully_shard(block, **options)
     return fully_shard(net, **options)
+
+
+def options_of_strategies() -> Iterator[dict[str, object]]:
+    """Yield the options of fully_shard for each strategy; on 4 ranks those of a 2 x 2 mesh."""
+    num_ranks = dist.get_world_size()
+    shapes = [(2, 2)] if num_ranks == 4 else [(num_ranks, 1), (1, num_ranks)]
+    if num_ranks != 4:
+        strategies = ("optim_grads_params", "optim_grads", "optim", "no_shard")
+        yield from ({"strategy": strategy} for strategy in strategies)
+    for shape in shapes:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+        for outer in ("no_shard", "optim"):
+            yield {"mesh": mesh, "outer_strategy": outer}
 
 
 def pair(num_blocks: int = 3, **options: object) -> tuple[Net, Net]:
