@@ -15,9 +15,10 @@ from megafsdp import fully_shard
 from tests.fsdp.toy import assert_same_grads, batches, mine, options_of_strategies, pair
 from tests.ranks import Ranks
 
-# Gradients are summed in another order over ranks. Small orders of norms amplify what that rounds;
-# the smallest magnitude of all is that of one element, whose terms may cancel.
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+# Gradients are summed in another order over ranks, which small orders of norms amplify.
+CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+# The smallest magnitude is that of one element, whose terms may cancel: as for gradients.
+OF_ONE = {"rtol": 1e-4, "atol": 1e-6}
 ORDERS = (2.0, math.inf, 1.0, 3.0, 0.5, -math.inf, 0.0)
 
 
@@ -41,7 +42,7 @@ def _norms(options: dict[str, object]) -> None:
         for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
             found = _full(torch.linalg.vector_norm(grad, order))
             wanted = torch.linalg.vector_norm(wanted_grad, order)
-            torch.testing.assert_close(found, wanted, **CLOSE)
+            torch.testing.assert_close(found, wanted, **(OF_ONE if order == -math.inf else CLOSE))
     for order in (math.inf, 1.0, 2.0):
         wanted = clip_grad_norm_(reference.parameters(), 0.01, order)
         found = _full(clip_grad_norm_(net.parameters(), 0.01, order, error_if_nonfinite=True))
