@@ -53,6 +53,8 @@ def _rank_processes(launcher: int) -> list[int]:
 def _run_as_launched(folder: Path, port: int, words: Sequence[str]) -> tuple[object, str]:
     """Run a program where a launcher would; return the code it ends with and its output."""
     rank, output = dist.get_rank(), io.StringIO()
+    # Until all ranks have connected: one that leaves earlier fails those that still do.
+    dist.barrier()
     dist.destroy_process_group()
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
