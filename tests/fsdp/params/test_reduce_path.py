@@ -132,6 +132,24 @@ def test_gradients_are_those_of_one_process(ranks: Ranks, num_ranks: int, backen
     ranks(num_ranks).run(_equal_one_process, backend)
 
 
+def _ops_of_sums(force_sum: bool) -> set[str]:
+    with library_on_gloo() as library:
+        reference, net = pair(1)
+        for module in (net, *net.blocks):
+            module.set_force_sum_reduction_for_comms(force_sum)
+        batch = batches(1)[0]
+        reference(*batch).backward()
+        net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+    return {name for name, _ in library.ops}
+
+
+def test_the_user_may_keep_nccl_from_scaling(ranks: Ranks) -> None:
+    """As torch's switch, for collectives that only sum."""
+    assert ranks(2).run(_ops_of_sums, False) == [{"AVG"}] * 2
+    assert ranks(2).run(_ops_of_sums, True) == [{"SUM"}] * 2
+
+
 def _bits(policy: MixedPrecisionPolicy) -> None:
     batch, grads = mine(batches(1)[0]), []
     for is_library in (False, True):
@@ -169,6 +187,22 @@ def test_the_older_input_is_freed_before_the_next_is_packed(ranks: Ranks) -> Non
             assert num_live == 1 and peak_nbytes == largest_nbytes
         for num_live, *_ in ranks(2).run(_inputs_alive, 3, shape):
             assert num_live == 3
+
+
+def _inner_sums_alive() -> tuple[int, int]:
+    with library_on_gloo():
+        net = shard(Net(4), mesh=mesh_of_shape((2, 2)))
+        for batch in batches(2):
+            net(*mine(batch)).backward()
+    ledger, (group,) = net._fsdp_unit().ledger, net.blocks[0]._fsdp_unit().groups
+    waiting = ledger.peak[Category.MAIN_GRAD] - ledger.live[Category.MAIN_GRAD]
+    return waiting, 4 * group.layout.shard_numel
+
+
+def test_two_sums_over_the_inner_axis_are_alive(ranks: Ranks) -> None:
+    """That of the group at work, and the one that is being summed over the outer axis."""
+    for waiting_nbytes, nbytes in ranks(4).run(_inner_sums_alive):
+        assert waiting_nbytes == 2 * nbytes
 
 
 def _events(shape: tuple[int, ...]) -> list[str]:
