@@ -251,15 +251,16 @@ def reduce_scatter(
     """
     if _is_alone(group):
         return Pending(finish=_writing(output, [[p] for p in partials], scale, accumulate, group))
-    _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials), group)
+    is_exchanged = is_gloo(group, output[0].device)
+    wires = partials if is_exchanged else [partial.to(reduce_dtype) for partial in partials]
+    _count("reduce_scatter", label, sum(wire.nbytes for wire in wires), group)
     with profiler_range("reduce_scatter", label):
-        if is_gloo(group, output[0].device):
-            exchanges = [_exchange(partial, group) for partial in partials]
+        if is_exchanged:
+            exchanges = [_exchange(wire, group) for wire in wires]
             shards = [received for _, received in exchanges]
             # The sums read what the exchanges receive, so they run in wait(), after the exchanges.
             finish = _writing(output, shards, scale, accumulate, group)
             return Pending([work for work, _ in exchanges], finish)
-        wires = [partial.to(reduce_dtype) for partial in partials]
         is_direct = not accumulate and output[0].dtype == reduce_dtype
         op, factor = _start_scaling(wires, scale, group, is_direct=is_direct, force_sum=force_sum)
         sums = output if is_direct else [wires[0].new_empty(out.shape) for out in output]

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafsdp.buffer.comm.collectives import all_reduce_partials, reduce_scatter
+from megafsdp.buffer.comm.collectives import (
+    all_reduce_partials,
+    record_collectives,
+    reduce_scatter,
+)
 from megafsdp.fsdp.estimate.meta_engine import fake_ranks
 from tests.library import Library, library_on_gloo
 from tests.ranks import Ranks
@@ -68,11 +72,13 @@ def _sums_are_right(backend: str) -> None:
                     is_whole = kind is all_reduce_partials
                     out = before.clone() if is_whole else before[own].clone()
                     partial = _partial(rank, world * SHARD, dtype)
-                    with library_on_gloo(backend):
+                    with library_on_gloo(backend), record_collectives() as record:
                         if is_whole:
                             all_reduce_partials(out, partial, **options).wait()
                         else:
                             reduce_scatter([out], [partial], **options).wait()
+                    sent_nbytes = reduce_dtype.itemsize * partial.numel() if world > 1 else 0
+                    assert record.nbytes.total() == sent_nbytes
                     torch.testing.assert_close(
                         out.double(),
                         wanted if is_whole else wanted[own],
