@@ -98,7 +98,7 @@ def test_two_ranks_that_share_a_gpu_train_on_gloo(ranks: Ranks, name: str) -> No
     ranks(2, "gloo").run(_trains, name)
 
 
-def _sums_of_nccl(device: str) -> None:
+def _sums_of_nccl() -> None:
     group = dist.group.WORLD
     assert group is not None
     with pytest.MonkeyPatch.context() as patch:
@@ -107,8 +107,8 @@ def _sums_of_nccl(device: str) -> None:
         f32, bf16 = torch.float32, torch.bfloat16
         for wire, grad in ((f32, f32), (bf16, f32), (bf16, bf16), (torch.float16, f32)):
             for accumulate, num_buffers in itertools.product((False, True), (1, 3)):
-                outputs = [torch.ones(32, dtype=grad, device=device) for _ in range(num_buffers)]
-                partials = [torch.full((32,), 6.0, dtype=wire, device=device) for _ in outputs]
+                outputs = [torch.ones(32, dtype=grad, device="cuda") for _ in range(num_buffers)]
+                partials = [torch.full((32,), 6.0, dtype=wire, device="cuda") for _ in outputs]
                 door.reduce_scatter(
                     outputs,
                     partials,
@@ -124,7 +124,7 @@ def _sums_of_nccl(device: str) -> None:
 
 def test_nccl_sums_and_scales_as_it_is_asked_to(ranks: Ranks) -> None:
     """Premultiplied sums and plain ones, one and several sub-buffers, of each dtype."""
-    ranks(1, "nccl").run(_sums_of_nccl, "cuda")
+    ranks(1, "nccl").run(_sums_of_nccl)
 
 
 def _memory() -> list[int]:

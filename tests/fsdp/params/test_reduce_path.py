@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -130,6 +131,40 @@ def _equal_one_process(backend: str) -> None:
 def test_gradients_are_those_of_one_process(ranks: Ranks, num_ranks: int, backend: str) -> None:
     """In every strategy, over one axis and over two: then the divisor is that of both."""
     ranks(num_ranks).run(_equal_one_process, backend)
+
+
+class _CutShortError(Exception):
+    """An error that only a test raises."""
+
+
+def _raise(*unused: object) -> None:
+    raise _CutShortError
+
+
+def _cut_short() -> None:
+    first, second = batches(2)
+    with library_on_gloo() as library:
+        for options in options_of_strategies():
+            reference, net = pair(2, **options)
+            reference(*second).backward()
+            # The last block's sum is under way: first to a new main gradient, then to be added.
+            for is_added in (False, True):
+                if is_added:
+                    net(*mine(first)).backward()
+                hook = net.blocks[0].up.register_full_backward_pre_hook(_raise)
+                with pytest.raises(_CutShortError):
+                    net(*mine(first)).backward()
+                hook.remove()
+                net.zero_grad()
+                net(*mine(second)).backward()
+                assert_same_grads(net, reference)
+    done = Counter(event.split()[0] for event in library.log)
+    assert done["issue"] == done["wait"] > 0, "memory that a library works on is not freed"
+
+
+def test_a_backward_that_was_cut_short_leaves_nothing(ranks: Ranks) -> None:
+    """The next one gives the gradients of one process, whatever a library has written by then."""
+    ranks(2).run(_cut_short)
 
 
 def _ops_of_sums(force_sum: bool) -> set[str]:
