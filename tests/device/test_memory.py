@@ -91,6 +91,54 @@ def test_storage_release_frees_device_memory_and_keeps_aliases() -> None:
     assert torch.cuda.memory_allocated(device) == before
 
 
+class _CudaPool:
+    """A pool of the caching allocator, without a library that registers it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._pool = torch.cuda.MemPool()
+
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Return torch's context."""
+        return torch.cuda.use_mem_pool(self._pool)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numel", [1 << 10, 3 << 20])
+def test_a_slab_is_the_same_memory_for_each_storage_that_takes_it(numel: int) -> None:
+    """On CUDA a storage that grows takes the one block of the pool; aliases stay, as without."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ledger = ByteLedger()
+    # The last is shorter than the slabs.
+    storages = [_storage(n, ledger=ledger, device=device) for n in (numel, numel, numel * 3 // 4)]
+    views = [storage.tensor.narrow(0, 1, 5) for storage in storages]
+    slabs = _slabs(4 * numel, 2, ledger, _CudaPool)
+    for storage in storages:
+        storage.release()
+        storage.slabs = slabs
+    first, second, third = storages
+    addresses: list[tuple[int, ...]] = []
+    for step in range(3):
+        first.allocate()
+        second.allocate()
+        first.release()
+        # Not of a slab's pool, whose block is free at this moment.
+        other = torch.zeros(numel, device=device)
+        third.allocate()
+        addresses.append(tuple(s.tensor.data_ptr() for s in (second, third)))
+        for value, storage, view in ((step, second, views[1]), (step + 10, third, views[2])):
+            storage.tensor.fill_(value)
+            assert view.tolist() == [value] * 5
+        assert not other.any()
+        second.release()
+        first.allocate()
+        assert first.tensor.data_ptr() == addresses[0][0], "the slab that second has released"
+        first.release()
+        third.release()
+    assert len(set(addresses)) == 1
+    assert len({*addresses[0]}) == 2
+    assert slabs.num_refused == 0
+
+
 def test_releasing_and_allocating_twice_changes_nothing() -> None:
     """Both are idempotent, for the bytes and for the ledger."""
     ledger = ByteLedger()

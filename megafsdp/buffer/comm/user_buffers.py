@@ -82,13 +82,11 @@ def why_not_registered(group: dist.ProcessGroup, device: torch.device) -> str | 
     return None
 
 
-def registered_pools(
-    group: dist.ProcessGroup, device: torch.device
-) -> Callable[[int], MemoryPool]:
+def registered_pools(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], MemoryPool]:
     """Return what makes pools with a block of so many bytes; collective over the group.
 
-    Call it where :func:`why_not_registered` is None. Ranks make their pools in the same order:
-    NCCL takes a buffer as registered only if it is on every rank.
+    Call it where :func:`why_not_registered` is None. All ranks make their pools in one order, and
+    use them in one order: NCCL wants each buffer registered on all ranks or on none.
     """
     if device.type == "meta":
         return PlannedPool

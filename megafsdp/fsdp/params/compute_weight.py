@@ -210,7 +210,7 @@ class ComputeWeight:
 
     @property
     def gathered_storages(self) -> list[FlatStorage]:
-        """Return the storages that gathers fill and a release frees; none if they are persistent."""
+        """Return the storages that gathers fill and releases free; none of a persistent weight."""
         return [] if self._is_persistent else [full.storage for full in self._full.values()]
 
     @property

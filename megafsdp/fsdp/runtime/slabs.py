@@ -1,15 +1,15 @@
 """Which slabs the gathered storages of units share, where gathers fill registered memory.
 
 Storages that the same ranks gather are put into classes by size: a class has the sizes above half
-of its largest, which is the size of its slabs. With layers of 400 bytes, a root of 300, and norms of
-20 that compute in fp32, under prefetch 1::
+of its largest, which is the size of its slabs. With layers of 400 bytes, a root of 300, and norms
+of 20 that compute in fp32, under prefetch 1::
 
     4 slabs of 400   the layer at work, the next, the last one, kept for backward, and the root
     3 slabs of  20   the norms of such layers
 
-These are the most. A slab is made when no other is free, and the last layer is mostly one of the two
-at work. A storage that finds all slabs of its class in use takes plain memory for that once. When a
-storage is allocated and released is decided by the schedule.
+These are the most. A slab is made when no other is free, and the last layer is mostly one of the
+two at work. A storage that finds all slabs of its class in use takes plain memory for that once.
+When a storage is allocated and released is decided by the schedule.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _compare(name: str) -> list[int]:
 def test_gradients_are_those_of_plain_memory(ranks: Ranks, name: str) -> None:
     """Bit for bit, with no slab in two storages; all ranks take the same slabs in the same order.
 
-    NCCL takes a buffer as registered only if it is on every rank.
+    NCCL wants each buffer registered on all ranks or on none.
     """
     first, second = ranks(2).run(_compare, name)
     assert first == second
