@@ -46,6 +46,7 @@ class Turns:
         before = self._users.get(id(slab))
         assert before in (None, storage) or before._slab is not slab, "one at a time"
         self._users[id(slab)] = storage
+        # Alive, so that no other slab gets its id.
         self._slabs.append(slab)
         self.taken.append(self._numbers.setdefault(id(slab), len(self._numbers)))
 
@@ -253,15 +254,14 @@ def test_gradients_are_those_of_plain_memory(ranks: Ranks, name: str) -> None:
     assert first == second
 
 
-def _compare_all() -> None:
-    for name, (_, options, _) in CASES.items():
-        if "mesh" not in options:
-            _compare(name)
+def _compare_some() -> None:
+    for name in ("two forwards", "recomputation", "other orders", "all summoned", "nested"):
+        _compare(name)
 
 
 def test_one_rank_has_slabs_too(ranks: Ranks) -> None:
     """Gradients are those of plain memory."""
-    ranks(1).run(_compare_all)
+    ranks(1).run(_compare_some)
 
 
 def _resting_nbytes(prefetch: int, num_blocks: int, keeps: bool) -> tuple[int, int, int]:
