@@ -345,6 +345,7 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,
         reshard_after_forward=parallel.reshard_after_forward,
+        nccl_user_buffers=parallel.nccl_user_buffers,
         mp_policy=config.precision.policy(),
         offload_policy=OffloadPolicy(params=parallel.offload_parameters),
     )

@@ -87,6 +87,7 @@ def _mesh_of_run(config: Config) -> tuple[tuple[int, ...], float, list[float]]:
         train(config, on_step=lambda _, result: losses.append(result.loss))
     finally:
         monkeypatch.undo()
+    assert found[0]._fsdp_unit().options.nccl_user_buffers == config.parallel.nccl_user_buffers
     parameters = [p for p in found[0].parameters() if isinstance(p, DTensor)]
     local = sum(p.to_local().numel() for p in parameters)
     return parameters[0].device_mesh.shape, local / sum(p.numel() for p in parameters), losses
@@ -100,7 +101,7 @@ STRATEGIES = [
     (2, {"strategy": "optim"}, 1 / 2),
     (2, {"strategy": "optim_grads"}, 1 / 2),
     (2, {"dp_outer": 2}, 1),
-    (2, {"reshard_after_forward": False, "prefetch": 0}, 1 / 2),
+    (2, {"reshard_after_forward": False, "prefetch": 0, "nccl_user_buffers": True}, 1 / 2),
     (4, {}, 1 / 4),
     _more(4, {"dp_outer": 2}, 1 / 2),
     (4, {"dp_outer": 2, "dp_shard": 2, "reshard_after_forward": True}, 1 / 2),

@@ -113,6 +113,13 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
             parallel.strategy,
             "Divide everything over dp_shard, or leave outer_strategy at no_shard",
         )
+    require(
+        parallel.strategy == "optim_grads_params" or not parallel.nccl_user_buffers,
+        "parallel.nccl_user_buffers",
+        f"false with the parallel.strategy {parallel.strategy}",
+        parallel.nccl_user_buffers,
+        "Leave it out: only optim_grads_params gathers for each use",
+    )
     reshard = parallel.reshard_after_forward
     require(
         reshard is None or isinstance(reshard, bool) or dims.dp_shard % reshard == 0,

@@ -302,6 +302,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             mp_policy=config.precision.policy(),
             prefetch=parallel.prefetch,
             reshard_after_forward=parallel.reshard_after_forward,
+            nccl_user_buffers=parallel.nccl_user_buffers,
         )
         if fraction:
             most = MOST_OF_AUTO if fraction == "auto" else fraction

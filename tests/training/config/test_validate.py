@@ -63,6 +63,11 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
             "divisor of the 1 ranks of dp_shard",
         ),
         ("parallel", {"prefetch": -1}, "parallel.prefetch"),
+        (
+            "parallel",
+            {"nccl_user_buffers": True, "strategy": "optim_grads"},
+            "false with the parallel.strategy optim_grads, got True",
+        ),
         ("activation_checkpointing", {"mode": "full", "every": 0}, "checkpointing.every"),
         (
             "activation_checkpointing",
