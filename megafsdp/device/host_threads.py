@@ -81,10 +81,10 @@ def check_host_threads(given: object, *, where: str) -> None:
 
 @contextlib.contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Let torch's operators on the host use at least so many threads in this context."""
+    """Let torch's operators on the host use so many threads in this context."""
     before = torch.get_num_threads()
     # Two calls into C++ of 0.1 us each.
-    torch.set_num_threads(max(number, before))
+    torch.set_num_threads(number)
     try:
         yield
     finally:

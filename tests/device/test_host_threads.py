@@ -94,13 +94,11 @@ def test_more_threads_than_cores_are_warned_of(
     assert [r.getMessage() for r in caplog.records] == ["here is 4, but this process has 3 cores."]
 
 
-def test_operators_of_torch_use_more_threads_in_a_context() -> None:
-    """Never fewer than before, and as many afterwards, also after an error."""
+def test_operators_of_torch_use_other_threads_in_a_context() -> None:
+    """As many as before afterwards, also after an error."""
     before = torch.get_num_threads()
     with torch_threads(before + 2):
         assert torch.get_num_threads() == before + 2
-        with torch_threads(1):
-            assert torch.get_num_threads() == before + 2
     with pytest.raises(RuntimeError), torch_threads(before + 1):
         raise RuntimeError
     assert torch.get_num_threads() == before

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from megafsdp.device.background import BackgroundThread
 from megafsdp.device.host_copies import CopyLink, link_of
 from megafsdp.device.host_memory import can_be_pinned
-from megafsdp.device.host_threads import stay_near
+from megafsdp.device.host_threads import check_host_threads, default_host_threads, stay_near
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.streams import DeviceHandle, device_handle
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
@@ -106,6 +106,8 @@ class HybridDeviceOptimizer(FusedAdam):
         cpu_optimizer_kwargs: Its options. ``lr`` follows the parameter groups; ``betas``, ``eps``
             and ``weight_decay`` too unless they are given here.
         link: How bytes move; None for the device's own way. It is closed with the optimizer.
+        host_threads: Threads of the host's part; None for this rank's share of the machine's cores,
+            or, where the device is a CPU, for torch's number. No bit depends on it.
 
     Attributes:
         host_ledger: Bytes of the main weights and states on the host.
@@ -134,7 +136,9 @@ class HybridDeviceOptimizer(FusedAdam):
         cpu_optimizer_cls: type[Optimizer] | None = None,
         cpu_optimizer_kwargs: dict[str, Any] | None = None,
         link: CopyLink | None = None,
+        host_threads: int | None = None,
     ) -> None:
+        check_host_threads(host_threads, where="host_threads of HybridDeviceOptimizer")
         check_fraction(offload_fraction, has_own_states=cpu_optimizer_cls is not None)
         check_speculate(speculate)
         check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
@@ -158,6 +162,10 @@ class HybridDeviceOptimizer(FusedAdam):
         handle = device_handle(groups[0].device.type if groups else "cpu")
         self._meter = FractionMeter(handle) if offload_fraction == "auto" and groups else None
         self._link = link or link_of(handle)
+        self._host_threads = host_threads
+        if groups and handle.is_asynchronous:
+            self._host_threads = host_threads or default_host_threads(handle.device.type)
+            _LOGGER.info("The host steps its part on %d threads.", self._host_threads)
         adopt = functools.partial(_adopt_worker, handle)
         self._worker = BackgroundThread("megafsdp-offload", begin=adopt)
         # Threads refer to jobs, not to the optimizer, so they do not keep it from being collected.
@@ -205,6 +213,11 @@ class HybridDeviceOptimizer(FusedAdam):
         numels = {g: g.main_weight.flat.numel() for g in groups_of(self._parameters())}
         on_host = sum(numel for group, numel in numels.items() if group.host_memory is not None)
         return on_host / max(sum(numels.values()), 1)
+
+    @property
+    def host_threads(self) -> int:
+        """Return how many threads step the host's part."""
+        return self._host_threads or torch.get_num_threads()
 
     @property
     def host_nbytes(self) -> int:
@@ -309,7 +322,7 @@ class HybridDeviceOptimizer(FusedAdam):
 
     def _threads(self) -> HostThreads:
         rate = self._meter.rate if self._meter is not None else None
-        return HostThreads(torch.get_num_threads(), self.ftz, rate)
+        return HostThreads(self.host_threads, self.ftz, rate)
 
     def _settle_fraction(self, meter: FractionMeter) -> None:
         """Bring what the host is too slow for back to the device; collective."""
