@@ -169,6 +169,24 @@ def test_a_forked_process_leaves_pinned_memory_alone(cudart: StandInCudart) -> N
     assert cudart.live == {address: 1 << 21}
 
 
+@pytest.mark.gpu
+def test_cuda_takes_the_memory_for_pinned() -> None:
+    """Its copies run beside the host and carry all bytes, also the last ones."""
+    memory = host_bytes((3 << 21) + 5, is_pinned=True)
+    assert memory.is_pinned() and memory[-1:].is_pinned()
+    there = torch.arange(memory.numel(), device="cuda").to(torch.uint8)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        there.record_stream(torch.cuda.current_stream())
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        memory.copy_(there, non_blocking=True)
+        back = memory.to("cuda", non_blocking=True)
+        # Freed while copies are under way, which must end first.
+        address = memory.data_ptr()
+        del memory
+        assert not is_mapped(address)
+        assert torch.equal(back, there)
+
+
 def _map_at(address: int, nbytes: int) -> int:
     """Map memory where there is none; return its address."""
     libc = ctypes.CDLL(None)
