@@ -26,6 +26,8 @@ _SYSTEM = Path("/sys")
 _RANGE_NBYTES = 1 << 24
 
 
+# Asked for in hooks; a process stays where its launcher has bound it.
+@functools.cache
 def share_of_cores() -> int:
     """Return how many cores this rank may take: those that its machine's ranks share, divided.
 
@@ -93,9 +95,11 @@ def torch_threads(number: int) -> Iterator[None]:
 
 @functools.cache
 def cores_near(device: torch.device) -> frozenset[int]:
-    """Return the cores of this process on a GPU's NUMA node; none where the system does not say.
+    """Return the cores of this process on a GPU's NUMA node; none to use any.
 
-    Memory of another node is read and written over the link between processors.
+    Memory of another node is read and written over the link between processors. A rank whose share
+    of the cores is more than its node has, the only one of a machine with two, uses both, and the
+    memory of both. So does one where the system does not say what is near.
     """
     if device.type != "cuda":
         return frozenset()
@@ -109,9 +113,12 @@ def cores_near(device: torch.device) -> frozenset[int]:
     except (AttributeError, OSError, ValueError) as error:
         _LOGGER.info("The system does not say which cores are near %s (%s).", device, error)
         return frozenset()
-    near = _parsed(listed) & os.sched_getaffinity(0)
-    _LOGGER.info("Threads of the host run on %d cores near %s, node %d.", len(near), device, node)
-    return frozenset(near)
+    near = frozenset(_parsed(listed) & os.sched_getaffinity(0))
+    are_enough = len(near) >= share_of_cores()
+    where = "those alone" if are_enough else "any"
+    text = "%d cores are near %s, on node %d; threads of the host run on %s."
+    _LOGGER.info(text, len(near), device, node, where)
+    return near if are_enough else frozenset()
 
 
 def _parsed(cores: str) -> set[int]:

@@ -26,6 +26,16 @@ from megafsdp.device.host_threads import (
 GPU = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Ask the machine anew, in each test and after it."""
+    for asked in (share_of_cores, cores_near):
+        asked.cache_clear()
+    yield
+    for asked in (share_of_cores, cores_near):
+        asked.cache_clear()
+
+
 def _machine(
     patch: pytest.MonkeyPatch, own: set[int], launcher: set[int] | None, num_ranks: str | None
 ) -> None:
@@ -105,7 +115,7 @@ def test_operators_of_torch_use_other_threads_in_a_context() -> None:
 
 
 @pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a system with two nodes, on the second of which the GPU is."""
     gpu = tmp_path / "bus/pci/devices/0001:8a:00.0"
     gpu.mkdir(parents=True)
@@ -117,10 +127,8 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     found = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x8A, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(host_threads, "_SYSTEM", tmp_path)
-    _machine(monkeypatch, set(range(7)), None, None)
-    cores_near.cache_clear()
-    yield tmp_path
-    cores_near.cache_clear()
+    _machine(monkeypatch, set(range(7)), None, "2")
+    return tmp_path
 
 
 def test_cores_near_a_gpu_are_those_of_its_node(
@@ -130,8 +138,20 @@ def test_cores_near_a_gpu_are_those_of_its_node(
     with caplog.at_level(logging.INFO):
         assert cores_near(GPU) == cores_near(GPU) == {4, 5, 6}
     (record,) = caplog.records
-    assert record.getMessage() == "Threads of the host run on 3 cores near cuda:0, node 1."
+    said = "3 cores are near cuda:0, on node 1; threads of the host run on those alone."
+    assert record.getMessage() == said
     assert cores_near(torch.device("cpu")) == frozenset()
+
+
+@pytest.mark.usefixtures("system")
+def test_a_rank_with_more_cores_than_a_node_uses_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the only one of the machine, whose other node's memory would lie idle."""
+    _machine(monkeypatch, set(range(7)), None, None)
+    with caplog.at_level(logging.INFO):
+        assert cores_near(GPU) == frozenset()
+    assert "threads of the host run on any." in caplog.text
 
 
 @pytest.mark.parametrize("node", ["-1\n", "7\n", None])

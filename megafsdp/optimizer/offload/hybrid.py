@@ -99,7 +99,8 @@ class HybridDeviceOptimizer(FusedAdam):
             ``"auto"`` does while few steps are clipped.
         overlap: Return from ``step`` while the host is at work.
         max_grad_norm: Clip by the norm of all gradients, as :class:`FusedAdam` does.
-        pin_cpu_params: Pin host weights and states. Without CUDA nothing is pinned.
+        pin_cpu_params: Pin host weights and states, which otherwise are copied while the calling
+            thread waits. Without CUDA nothing is pinned.
         pin_cpu_grads: Pin the host's gradients.
         cpu_optimizer_cls: Another torch optimizer for the host's part, whose update of an element
             depends on that element alone; None for the kernel of :class:`FusedAdam`.
@@ -113,8 +114,9 @@ class HybridDeviceOptimizer(FusedAdam):
         host_ledger: Bytes of the main weights and states on the host.
 
     Raises:
-        ValueError: A hyperparameter or the fraction has no meaning.
+        ValueError: A hyperparameter, the fraction or the number of threads has no meaning.
         TypeError: ``cpu_optimizer_cls`` is no class of optimizers.
+        RuntimeError: Memory of the host cannot be pinned.
     """
 
     _is_copyable = False
