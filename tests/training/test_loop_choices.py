@@ -466,6 +466,24 @@ def test_parameters_on_the_host_change_no_bit_of_a_run(
         assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
 
 
+def _threads_in_steps(config: Config) -> tuple[set[int], int]:
+    """Return torch's threads in the steps of a run, and after it."""
+    found: set[int] = set()
+    train(config, on_step=lambda _, result: found.add(torch.get_num_threads()))
+    return found, torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("is_on_host", "wanted"), [(True, 3), (False, 1)])
+def test_parameters_on_the_host_are_stepped_by_its_threads(
+    ranks: Ranks, tmp_path: Path, is_on_host: bool, wanted: int
+) -> None:
+    """In the run alone, and in no other run."""
+    write_corpus(tmp_path)
+    sections = {"parallel": {"offload_parameters": True}, "optimizer": {"host_threads": 3}}
+    config = tiny(tmp_path, train={"steps": 1}, **(sections if is_on_host else {}))
+    assert ranks(1).run(_threads_in_steps, config) == [({wanted}, 1)]
+
+
 def test_a_run_is_resumed_at_another_fraction(ranks: Ranks, tmp_path: Path) -> None:
     """Saved in the background with all on the host, resumed with half of it there."""
     write_corpus(tmp_path)

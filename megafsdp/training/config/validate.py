@@ -195,6 +195,13 @@ def _check_offload(config: Config) -> None:
         f"true with {fraction} and offload_overlap {optimizer.offload_overlap}",
         "Leave it out: only a step that runs beside the device can begin early",
     )
+    require(
+        optimizer.host_threads is None or bool(fraction) or config.parallel.offload_parameters,
+        "optimizer.host_threads",
+        "null without an offload_fraction and without parallel.offload_parameters",
+        optimizer.host_threads,
+        "Leave it out: nothing is stepped by these threads",
+    )
     if not fraction:
         return
     require(
