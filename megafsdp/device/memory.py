@@ -10,6 +10,7 @@ which reads elements that were never written is found by its result.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, field
 from enum import Enum
@@ -168,8 +169,14 @@ class FlatStorage:
     def _count_allocation(self) -> None:
         self._ledger.debit(self._category, self._nbytes)
         self.is_allocated = True
-        if os.environ.get(_POISON_VARIABLE) == "1":
+        if _is_poisoning():
             poison(self.tensor)
+
+
+@functools.cache
+def _is_poisoning() -> bool:
+    # Read once: every gather and every reduction allocates.
+    return os.environ.get(_POISON_VARIABLE) == "1"
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -184,6 +191,7 @@ def poison(tensor: torch.Tensor) -> None:
 def set_poison(is_enabled: bool) -> None:
     """Switch poisoning of fresh allocations for this process and those it forks."""
     os.environ[_POISON_VARIABLE] = "1" if is_enabled else "0"
+    _is_poisoning.cache_clear()
 
 
 def tensors_nbytes(tensors: list[torch.Tensor]) -> int:

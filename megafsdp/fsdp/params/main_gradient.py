@@ -171,8 +171,8 @@ class MainGradient:
         Once the user has cleared every ``.grad`` a fresh buffer is made, so that references to the
         old gradients stay valid.
         """
-        self._follow_user()
         grads = [p.grad for p in self._parameters]
+        self._follow_user(grads)
         is_empty = self._states.count(_GradState.EMPTY) == len(grads) and not [
             g for g in grads if g is not None
         ]
@@ -234,10 +234,10 @@ class MainGradient:
         published = _GradState.PUBLISHED
         self._states = [s if s is published else _GradState.EMPTY for s in self._states]
 
-    def _follow_user(self) -> None:
+    def _follow_user(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Find which ``.grad`` the user has cleared: their states are EMPTY from here on."""
         shown = [i for i, state in enumerate(self._states) if state is _GradState.PUBLISHED]
-        cleared = [i for i in shown if self._parameters[i].grad is None]
+        cleared = [i for i in shown if grads[i] is None]
         for i in cleared:
             self._states[i] = _GradState.EMPTY
         # The user cleared all that was shown: undecided sums of the same step go with it.
@@ -250,15 +250,16 @@ class MainGradient:
 
     def _publish(self, index: int) -> None:
         parameter = self._parameters[index]
-        if parameter.grad is None or not self._is_published(index, parameter.grad):
+        shown = parameter.grad
+        if shown is None or not self._is_published(index, shown):
             buffer = self._unpublished
             assert buffer is not None, "the sum was made"
             # All views at once, and only if a gradient object is to be made.
             if not self._views:
                 self._views = self._rows.views(buffer.flat)
-            if parameter.grad is not None and parameter.grad is not self._before[index]:
+            if shown is not None and shown is not self._before[index]:
                 # Autograd made it while the sum was under way, of a loss on the parameter itself.
-                self._views[index].view(-1).add_(local_tensor(parameter.grad).reshape(-1))
+                self._views[index].view(-1).add_(local_tensor(shown).reshape(-1))
             grad = wrap_like(parameter, self._views[index])
             # Cheaper than a constructor of its own, which would repeat that of DTensor.
             grad.__class__ = _FLAT_TYPES[type(grad)]
