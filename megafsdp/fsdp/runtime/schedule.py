@@ -197,23 +197,27 @@ class ReductionQueue:
         """Return whether a reduction is under way."""
         return bool(self._inner_sums or self._second_stages)
 
+    def make_room(self) -> None:
+        """Wait for the oldest reductions before one more is packed: their inputs are freed."""
+        self.finish(self.max_waiting - 1, self.max_waiting)
+
     def add(self, reduction: Reduction) -> None:
         """Add a reduction that was issued, and wait for older ones that are too many."""
         self._inner_sums.append(reduction)
-        self.finish(num_left=self.max_waiting)
+        self.finish(self.max_waiting, self.max_waiting)
 
-    def finish(self, num_left: int = 0) -> None:
-        """Wait for the oldest reductions, so that at most ``num_left`` are left in each stage.
+    def finish(self, num_inner: int = 0, num_second: int = 0) -> None:
+        """Wait for the oldest reductions, so that at most so many are left in each stage.
 
         All ranks do so in the same order, which is that of the collectives of the second stage.
         """
-        while len(self._inner_sums) > num_left:
+        while len(self._inner_sums) > num_inner:
             # Removed first: a user's hook on a gradient may raise, and the reduction has ended.
             reduction = self._inner_sums.pop(0)
             reduction.reducer.advance(reduction)
             if reduction.stage is not Stage.DONE:
                 self._second_stages.append(reduction)
-        while len(self._second_stages) > num_left:
+        while len(self._second_stages) > num_second:
             reduction = self._second_stages.pop(0)
             reduction.reducer.advance(reduction)
 
@@ -442,6 +446,11 @@ class FSDPContext:
         if gradients.is_reducing:
             # An earlier forward of the same unit ended in the same backward.
             self.reductions.finish()
+        elif gradients.sums_in_library:
+            # On a stream of the library's, which the host does not wait for: nothing is lost by the
+            # wait, and one input less is alive. On gloo the host would wait and then pack, where
+            # the exchange can run beside the packing.
+            self.reductions.make_room()
         self.reductions.add(
             gradients.start_reduce(
                 is_final=is_final and self.is_last_microbatch,
