@@ -10,8 +10,10 @@ which reads elements that were never written is found by its result.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -104,6 +106,14 @@ class ByteLedger:
         self.peak_total = self.total
 
 
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Return a context for tensors made in inference mode that are written outside of it."""
+    # The context alone takes longer than an allocation, which each reduction makes.
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
 class FlatStorage:
     """One flat tensor whose memory is released and allocated again while its aliases stay.
 
@@ -139,8 +149,7 @@ class FlatStorage:
     ) -> None:
         self.is_allocated = False
         if memory is None:
-            # A tensor made in inference mode could never be written outside of it.
-            with torch.inference_mode(False):
+            with outside_inference_mode():
                 memory = torch.empty(numel, dtype=dtype, device=device)
         self.tensor = memory
         self._nbytes = memory.nbytes

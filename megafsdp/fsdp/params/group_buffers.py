@@ -14,7 +14,7 @@ import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.layout import FlatLayout
-from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.memory import ByteLedger, Category, outside_inference_mode
 from megafsdp.device.torch_private import split_as
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.unit_ledger import HostMemory
@@ -162,8 +162,7 @@ class LocalRows:
         """Return the rows of each parameter in a buffer, in local shapes; they alias the buffer."""
         key = flat.dtype, flat.device
         if key not in self._empty:
-            # A tensor made in inference mode could never be written outside of it.
-            with torch.inference_mode(False):
+            with outside_inference_mode():
                 self._empty[key] = [flat.new_empty(shape) for shape in self._empty_shapes]
         empty = iter(self._empty[key])
         # One call into C++ for all parameters: this runs for each unit in each backward.
