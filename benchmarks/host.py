@@ -8,8 +8,8 @@ comes between steps and is not timed. Sides run blocks of steps in turn. The fig
 medians, ours over FSDP2's.
 
 The fake backend fills a gather with one operator a rank, which at 512 ranks would take longer than
-the hooks. One operator does the same for both sides while steps run; sums are those of ranks with
-equal gradients. Both sides take the path of NCCL: the library sums.
+the hooks. A stand-in gives both sides the same by one operator, and its time is left out; sums are
+those of ranks with equal gradients. It is taken for NCCL: the library makes sums and means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 import megafsdp
 from benchmarks import launch
 from benchmarks.record import CheckError, spread
+from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 
 SIDES = ("megafsdp", "fsdp2")
@@ -44,8 +45,6 @@ _PLAIN = "plain"
 _NUM_WEIGHTS = 6
 _STEPS_A_BLOCK = 4
 _WARM_UP_BLOCKS = 2
-# Of gradients, relative to the largest element of the tensor: sides round alike but for the mean.
-_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="blocks a side after warm-up")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=8)
+    # Of gradients, relative to the largest element: sides round alike but for the mean.
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="of the check")
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -75,7 +76,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     for world in options.worlds:
         context = mp.get_context(launch.START_METHOD)
         with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-            worlds[str(world)] = process.submit(_measure, world, shape, options.repeats).result()
+            arguments = (world, shape, options.repeats, options.tolerance)
+            worlds[str(world)] = process.submit(_measure, *arguments).result()
     return {"shape": asdict(shape), "repeats": options.repeats, "worlds": worlds}
 
 
@@ -115,8 +117,9 @@ class _ThinLayer(nn.Module):
 class _Side:
     """One model with its optimizer."""
 
-    def __init__(self, name: str, shape: Shape) -> None:
+    def __init__(self, name: str, shape: Shape, backend: Backend) -> None:
         torch.manual_seed(0)
+        self._backend = backend
         self.model = nn.Sequential(*(_ThinLayer(shape.width) for _ in range(shape.layers)))
         if name != _PLAIN:
             shard = megafsdp.fully_shard if name == SIDES[0] else torch_fully_shard
@@ -126,7 +129,7 @@ class _Side:
             shard(self.model)
         self.parameters = list(self.model.parameters())
         # A step without a change: weights count as written, as in training, and stay equal.
-        self._optimizer = torch.optim.SGD(self.parameters, lr=0.0)
+        self._optimizer = torch.optim.SGD(self.parameters, lr=0.0, foreach=True)
         self._batch = torch.randn(2, shape.width)
 
     def backward(self) -> None:
@@ -134,7 +137,8 @@ class _Side:
         self.model(self._batch).sum().backward()
 
     def step(self) -> float:
-        """Run a step; return its milliseconds of processor time, the optimizer's left out."""
+        """Run a step; return its milliseconds, without those of the optimizer and the backend."""
+        self._backend.spent_s = 0.0
         start_s = time.process_time()
         self.backward()
         backward_s = time.process_time()
@@ -142,22 +146,25 @@ class _Side:
         clear_s = time.process_time()
         for parameter in self.parameters:
             parameter.grad = None
-        return 1e3 * (time.process_time() - clear_s + backward_s - start_s)
+        spent_s = time.process_time() - clear_s + backward_s - start_s
+        return 1e3 * (spent_s - self._backend.spent_s)
 
     def block(self) -> float:
         """Return the median of a few steps; the first one, after another side's, is dropped."""
         return statistics.median([self.step() for _ in range(_STEPS_A_BLOCK + 1)][1:])
 
 
-class _ShortBackend:
-    """One operator a collective in place of the fake backend's, which takes one a rank.
+class Backend:
+    """A stand-in for NCCL: what the fake backend does with one operator a rank, by one operator.
 
     Attributes:
         calls: Collectives by kind.
+        spent_s: Processor time spent here.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.spent_s = 0.0
         everyone = dist.group.WORLD
         assert everyone is not None, "the process group is made"
         self._num_ranks = everyone.size()
@@ -167,66 +174,82 @@ class _ShortBackend:
     def patched(self) -> Iterator[None]:
         """Stand between torch's functions and the backends of all process groups."""
         # torch 2.13 has second names for all of them; 2.11 has the first alone.
-        methods = {
-            "_allgather_base": self._gather,
-            "all_gather_single": self._gather,
-            "allgather_into_tensor_coalesced": self._gather_coalesced,
-            "all_gather_single_coalesced": self._gather_coalesced,
-            "_reduce_scatter_base": self._reduce,
-            "reduce_scatter_single": self._reduce,
-            "reduce_scatter_tensor_coalesced": self._reduce_coalesced,
-            "reduce_scatter_single_coalesced": self._reduce_coalesced,
+        names = {
+            self._gather: ("_allgather_base", "all_gather_single"),
+            self._gather_coalesced: (
+                "allgather_into_tensor_coalesced",
+                "all_gather_single_coalesced",
+            ),
+            self._reduce: ("_reduce_scatter_base", "reduce_scatter_single"),
+            self._reduce_coalesced: (
+                "reduce_scatter_tensor_coalesced",
+                "reduce_scatter_single_coalesced",
+            ),
         }
         with contextlib.ExitStack() as stack:
-            for name, method in methods.items():
-                if hasattr(dist.ProcessGroup, name):
-                    stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
+            for method, spellings in names.items():
+                for name in spellings:
+                    if hasattr(dist.ProcessGroup, name):
+                        timed = self._timed(method)
+                        stack.enter_context(mock.patch.object(dist.ProcessGroup, name, timed))
+            stack.enter_context(mock.patch.object(collectives, "_parse", _as_nccl))
             yield
 
-    def _gather(self, output: torch.Tensor, shard: torch.Tensor, options: object) -> dist.Work:
-        return self._gather_coalesced([output], [shard], options)
+    def _timed(self, method: Callable[..., None]) -> Callable[..., dist.Work]:
+        def call(group: dist.ProcessGroup, *args: Any) -> dist.Work:
+            start_s = time.process_time()
+            method(*args)
+            self.spent_s += time.process_time() - start_s
+            return self._done
+
+        return call
+
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, options: object) -> None:
+        self._gather_coalesced([output], [shard], options)
 
     def _gather_coalesced(
         self, outputs: list[torch.Tensor], shards: list[torch.Tensor], options: object
-    ) -> dist.Work:
+    ) -> None:
         self.calls["all_gather"] += 1
         for output, shard in zip(outputs, shards, strict=True):
             # FSDP2 gathers in place: the shard is rank 0's part of the output.
             num_there = int(output.data_ptr() == shard.data_ptr())
             output.view(self._num_ranks, -1)[num_there:].copy_(shard.view(1, -1))
-        return self._done
 
-    def _reduce(self, output: torch.Tensor, addends: torch.Tensor, options: Any) -> dist.Work:
-        return self._reduce_coalesced([output], [addends], options)
+    def _reduce(self, output: torch.Tensor, addends: torch.Tensor, options: Any) -> None:
+        self._reduce_coalesced([output], [addends], options)
 
     def _reduce_coalesced(
         self, outputs: list[torch.Tensor], addends: list[torch.Tensor], options: Any
-    ) -> dist.Work:
+    ) -> None:
         self.calls["reduce_scatter"] += 1
         # Rank 0's shard of the sum, or of the mean, of equal addends.
         factor = self._num_ranks if options.reduceOp == dist.ReduceOp.SUM else 1
         for output, own in zip(outputs, addends, strict=True):
             torch.mul(own.view(-1)[: output.numel()], factor, out=output.view(-1))
-        return self._done
 
 
-def _measure(world: int, shape: Shape, repeats: int) -> dict[str, object]:
+def _as_nccl(config: str) -> dict[str, str]:
+    return {"cpu": "nccl"}
+
+
+def _measure(world: int, shape: Shape, repeats: int, tolerance: float) -> dict[str, object]:
     """Check the sides as rank 0 of a world, then time them; runs in a process of its own."""
     # FSDP2 says FutureWarning about the names it calls itself.
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=world)
     try:
-        backend = _ShortBackend()
+        backend = Backend()
         with backend.patched():
-            sides = {name: _Side(name, shape) for name in (_PLAIN, *SIDES)}
-            facts = {name: check(sides[_PLAIN], sides[name], backend) for name in SIDES}
+            sides = {name: _Side(name, shape, backend) for name in (_PLAIN, *SIDES)}
+            facts = {n: _check(sides[_PLAIN], sides[n], backend, tolerance) for n in SIDES}
             return {"check": facts, **_time_sides(sides, shape, repeats)}
     finally:
         dist.destroy_process_group()
 
 
-def check(plain: _Side, side: _Side, backend: _ShortBackend) -> dict[str, object]:
+def _check(plain: _Side, side: _Side, backend: Backend, tolerance: float) -> dict[str, object]:
     """Compare a side's gradients with those of plain torch on the weights that gathers bring.
 
     Returns:
@@ -267,9 +290,9 @@ def check(plain: _Side, side: _Side, backend: _ShortBackend) -> dict[str, object
         each.model.zero_grad()
     if calls != expected:
         raise CheckError(f"collectives are {calls}, not {expected}")
-    if not num_compared or not worst <= _TOLERANCE:
-        raise CheckError(f"{num_compared} gradients differ by {worst:.1e}, over {_TOLERANCE:g}")
-    return {"gradient": worst, "tolerance": _TOLERANCE, "calls": calls}
+    if not num_compared or not worst <= tolerance:
+        raise CheckError(f"{num_compared} gradients differ by {worst:.1e}, over {tolerance:g}")
+    return {"gradient": worst, "tolerance": tolerance, "calls": calls}
 
 
 def _time_sides(sides: dict[str, _Side], shape: Shape, repeats: int) -> dict[str, object]:

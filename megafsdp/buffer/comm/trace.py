@@ -5,7 +5,8 @@
 labels: a unit that only some ranks run makes the others wait in another collective, for ever or
 until sizes clash, and with the check all ranks raise an error that names the unit. That costs a
 second, small collective each time. The variable is read once, and again by each root's forward:
-to read it before every collective would be a part of what hooks cost. This file makes and compares the labels and exchanges nothing.
+a look before every collective would be a part of what hooks cost. This file makes and compares the
+labels and exchanges nothing.
 """
 
 from __future__ import annotations

@@ -494,7 +494,7 @@ def wrapper_as(
     def wrapper(rows: torch.Tensor) -> DTensor:
         result = make_dtensor(cls, rows, spec, empty)
         if layout is not None:
-            result._uneven_layout = layout
+            result._uneven_layout = layout  # type: ignore[attr-defined]
         return result
 
     return wrapper

@@ -151,8 +151,8 @@ class LocalRows:
                 end = starts[index] + own.numel()
                 self._places[index] = len(self._shapes)
                 self._append(own.shape)
-        # With many ranks most parameters have no rows here. Tensors without elements need no buffer:
-        # they are made once for all of a dtype and device.
+        # With many ranks most parameters have no rows here. Tensors without elements need no
+        # buffer: they are made once for all of a dtype and device.
         self._empty: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def _append(self, shape: Sequence[int]) -> None:

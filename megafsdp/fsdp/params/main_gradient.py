@@ -258,8 +258,8 @@ class MainGradient:
             if shown is not None and shown is not self._before[index]:
                 # Autograd made it while the sum was under way, of a loss on the parameter itself.
                 self._views[index].view(-1).add_(local_tensor(shown).reshape(-1))
-            grad = self._wrappers[index](self._views[index])
-            grad.buffer, grad.index = buffer, index  # type: ignore[attr-defined]
+            grad: Any = self._wrappers[index](self._views[index])
+            grad.buffer, grad.index = buffer, index
             # Weak: what the user clears must be freed, and found to be cleared.
             self._published[index] = weakref.ref(grad)
             parameter.grad = grad

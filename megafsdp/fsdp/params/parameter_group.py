@@ -196,8 +196,8 @@ class ParameterGroup:
             self.main_weight.zero_gaps()
             for index, original in enumerate(originals):
                 self._make_parameters(index, original)
-        self._local_tensors = [local_object(p.sharded) for p in parameters]
-        self._rows = LocalRows(self._local_tensors, self.main_weight.flat)
+        local_tensors = self._local_tensors()
+        self._rows = LocalRows(local_tensors, self.main_weight.flat)
         # It refers to the parameters and not to the group: a cycle would delay the freeing of a
         # deleted model until the collector runs.
         self.gradients = make_reducer(
@@ -218,7 +218,7 @@ class ParameterGroup:
         ]
         # Writes through a parameter or its .data bump its own version, loads the local tensor's.
         # Local tensors are views of one buffer, hence have one version.
-        self._written = [self._local_tensors[0], *(p.sharded for p in parameters)]
+        self._written = [local_tensors[0], *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
         # Making the unsharded parameters took memory; it is not needed until the first gather.
@@ -278,8 +278,11 @@ class ParameterGroup:
 
     def _point_at(self, views: Sequence[torch.Tensor]) -> None:
         """Point the sharded parameters at these rows; the parameters stay the same objects."""
-        for local, view in zip(self._local_tensors, views, strict=True):
+        for local, view in zip(self._local_tensors(), views, strict=True):
             local.data = view
+
+    def _local_tensors(self) -> list[torch.Tensor]:
+        return [local_object(p.sharded) for p in self.parameters]
 
     def wait_for_step(self) -> None:
         """Wait for the step that changes the main weight beside this thread, and cancel early ones.
@@ -421,9 +424,10 @@ class ParameterGroup:
 
     def follow_freezing(self) -> None:
         """Freeze and unfreeze the unsharded parameters as the user has the sharded ones."""
-        for p in self.parameters:
-            if p.unsharded.requires_grad != p.sharded.requires_grad:
-                p.unsharded.requires_grad_(p.sharded.requires_grad)
+        wanted = [p.sharded.requires_grad for p in self.parameters]
+        if wanted != [p.unsharded.requires_grad for p in self.parameters]:
+            for p, requires_grad in zip(self.parameters, wanted, strict=True):
+                p.unsharded.requires_grad_(requires_grad)
 
     def show_unsharded(self) -> None:
         """Put the unsharded parameters into the modules that have the sharded ones.
