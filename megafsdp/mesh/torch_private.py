@@ -13,7 +13,7 @@ import inspect
 import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -153,6 +153,28 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
     then ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.13.
     """
     return dist._make_nccl_premul_sum(factor)
+
+
+class DeviceBackend(Protocol):
+    """The part of ``ProcessGroupNCCL`` that allocates and registers memory. 2.11 to 2.13."""
+
+    @property
+    def mem_allocator(self) -> Any:
+        """Return the library's allocator, as ``torch.cuda.MemPool`` takes it."""
+
+    def register_mem_pool(self, pool: torch.cuda.MemPool) -> None:
+        """Register the memory of a pool with the communicator."""
+
+    def deregister_mem_pool(self, pool: torch.cuda.MemPool) -> None:
+        """Undo :meth:`register_mem_pool`."""
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> DeviceBackend:
+    """Return the backend that serves a device in a process group.
+
+    Public: none; torch's documentation of ``torch.cuda.MemPool`` uses the same. 2.11 to 2.13.
+    """
+    return cast(DeviceBackend, group._get_backend(device))
 
 
 def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
