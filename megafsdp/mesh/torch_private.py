@@ -149,8 +149,8 @@ def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any
 def premultiplied_sum(factor: float) -> dist.ReduceOp:
     """Return the reduction that multiplies each addend by a factor, of NCCL alone.
 
-    For bf16 torch up to 2.13 gives NCCL a factor of zero. Public: none in 2.11;
-    then ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.13.
+    For bf16 torch up to 2.13 gives NCCL a factor of zero. Public: none in 2.11; then
+    ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.13.
     """
     return dist._make_nccl_premul_sum(factor)
 

@@ -224,6 +224,7 @@ def reduce_scatter(
     accumulate: bool,
     reduce_dtype: torch.dtype,
     label: str,
+    force_sum: bool = False,
 ) -> Pending:
     """Sum the ranks' partial buffers and keep this rank's shard of each sub-buffer.
 
@@ -242,6 +243,7 @@ def reduce_scatter(
         accumulate: True to add to ``output``, False to overwrite it.
         reduce_dtype: Dtype of the sum where a library makes it.
         label: FQN of the unit, for counters and profilers.
+        force_sum: Whether a library is given no factor: it sums, and passes before or after scale.
 
     Returns:
         The pending collective; ``output`` may be read after its ``wait()``. A sum that is discarded
@@ -249,17 +251,18 @@ def reduce_scatter(
     """
     if _is_alone(group):
         return Pending(finish=_writing(output, [[p] for p in partials], scale, accumulate, group))
-    _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials), group)
+    is_exchanged = is_gloo(group, output[0].device)
+    wires = partials if is_exchanged else [partial.to(reduce_dtype) for partial in partials]
+    _count("reduce_scatter", label, sum(wire.nbytes for wire in wires), group)
     with profiler_range("reduce_scatter", label):
-        if is_gloo(group, output[0].device):
-            exchanges = [_exchange(partial, group) for partial in partials]
+        if is_exchanged:
+            exchanges = [_exchange(wire, group) for wire in wires]
             shards = [received for _, received in exchanges]
             # The sums read what the exchanges receive, so they run in wait(), after the exchanges.
             finish = _writing(output, shards, scale, accumulate, group)
             return Pending([work for work, _ in exchanges], finish)
-        wires = [partial.to(reduce_dtype) for partial in partials]
         is_direct = not accumulate and output[0].dtype == reduce_dtype
-        op, factor = _start_scaling(wires, scale, group, is_direct=is_direct)
+        op, factor = _start_scaling(wires, scale, group, is_direct=is_direct, force_sum=force_sum)
         sums = output if is_direct else [wires[0].new_empty(out.shape) for out in output]
         pairs = list(zip(sums, wires, strict=True))
         works = _launch(_reduce_scatter_single, pairs, group=group, op=op)
@@ -324,7 +327,12 @@ def _write_scaled(
 
 
 def _start_scaling(
-    wires: Sequence[torch.Tensor], scale: float, group: dist.ProcessGroup, *, is_direct: bool
+    wires: Sequence[torch.Tensor],
+    scale: float,
+    group: dist.ProcessGroup,
+    *,
+    is_direct: bool,
+    force_sum: bool,
 ) -> tuple[Any, float]:
     """Return how a library reduces ``wires``, and the factor that is left for its sum.
 
@@ -333,19 +341,22 @@ def _start_scaling(
         scale: Factor on the sum.
         group: Ranks that sum.
         is_direct: Whether the library's sum is the result, so that a factor left costs a pass.
+        force_sum: Whether the library must be given no factor.
     """
-    dtype, is_nccl = wires[0].dtype, backends(group).get(wires[0].device.type) == "nccl"
+    dtype, backend = wires[0].dtype, backends(group).get(wires[0].device.type)
+    # NCCL alone multiplies what it sums.
+    can_scale = backend == "nccl" and not force_sum
     if dtype == torch.float16 and scale < 1.0:
         # The sum of many ranks may be beyond 65504 where their mean is not. Divided by about the
         # root of the divisor: by all of it, small gradients would be lost below 2**-24.
         divisor = 2.0 ** math.ceil(-math.log2(scale) / 2)
-        if is_nccl:
+        if can_scale:
             return premultiplied_sum(1 / divisor), scale * divisor
         for wire in wires:
             wire.mul_(1 / divisor)
         return dist.ReduceOp.SUM, scale * divisor
-    # NCCL scales each addend and rounds it to its dtype; torch gives it a factor of zero for bf16.
-    if is_nccl and is_direct and scale != 1.0 and dtype in (torch.float32, torch.float64):
+    # Each addend is rounded to its dtype; and torch up to 2.13 gives a factor of zero for bf16.
+    if can_scale and is_direct and scale != 1.0 and dtype in (torch.float32, torch.float64):
         is_mean = scale == 1 / group.size()
         return dist.ReduceOp.AVG if is_mean else premultiplied_sum(scale), 1.0
     return dist.ReduceOp.SUM, scale
@@ -376,6 +387,7 @@ def all_reduce_partials(
     accumulate: bool,
     reduce_dtype: torch.dtype,
     label: str,
+    force_sum: bool = False,
 ) -> Pending:
     """Sum a flat partial buffer over ranks: ``output = [output +] scale * sum``.
 
@@ -387,6 +399,7 @@ def all_reduce_partials(
         accumulate: True to add to ``output``, False to overwrite it.
         reduce_dtype: Dtype of the sum.
         label: FQN of the unit, for counters and profilers.
+        force_sum: Whether a library is given no factor: it sums, and passes before or after scale.
 
     Returns:
         The pending collective; ``output`` is written by its ``wait()``.
@@ -397,7 +410,7 @@ def all_reduce_partials(
     wire = partial.to(reduce_dtype)
     _count("all_reduce", label, wire.numel() * wire.element_size(), group)
     with profiler_range("all_reduce", label):
-        op, factor = _start_scaling([wire], scale, group, is_direct=False)
+        op, factor = _start_scaling([wire], scale, group, is_direct=False, force_sum=force_sum)
         work = dist.all_reduce(wire, op=op, group=group, async_op=True)
     return Pending([work], _writing([output], [[wire]], factor, accumulate, group))
 

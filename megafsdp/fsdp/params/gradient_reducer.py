@@ -109,6 +109,7 @@ class GradientReducer:
 
     Attributes:
         sums_in_library: Whether the backend's library makes the sums; an estimate says so itself.
+        force_sum: Whether the library sums alone, and all scaling is done by passes.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class GradientReducer:
         defers: bool,
     ) -> None:
         self.sums_in_library = not is_gloo(buffers.axes.group, buffers.device)
+        self.force_sum = False
         self.main_grad = main_grad
         self.scale = scale
         self.defers = defers
@@ -285,8 +287,10 @@ class GradientReducer:
                 group=group,
                 scale=scale,
                 accumulate=accumulate,
-                reduce_dtype=dtype,
+                # Ranks send what they have; an estimate of gloo is made where the door sees none.
+                reduce_dtype=dtype if self.sums_in_library else addends.flat.dtype,
                 label=self.label,
+                force_sum=self.force_sum,
             )
         return all_reduce_partials(
             target.flat,
@@ -296,6 +300,7 @@ class GradientReducer:
             accumulate=accumulate,
             reduce_dtype=dtype,
             label=self.label,
+            force_sum=self.force_sum,
         )
 
     def _end_sums(self, reduction: Reduction) -> None:

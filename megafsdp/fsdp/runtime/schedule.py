@@ -4,7 +4,7 @@ A :class:`FSDPContext` is shared by all units under one root. It records the ord
 run, in forward and in backward, and from the next run on gathers the next ``prefetch`` units while
 one computes. At most ``prefetch + 1`` units are unsharded, besides those reserved for backward (the
 root and the last unit, or what the user asks for). Reductions run beside the next unit's backward,
-with at most two inputs alive, and every backward ends in one callback of the autograd engine.
+with one or two inputs alive, and every backward ends in one callback of the autograd engine.
 
 With prefetch 1 and units a, b, c::
 
@@ -185,8 +185,8 @@ class ReductionQueue:
     """Reductions under way, oldest first.
 
     Attributes:
-        max_waiting: How many may wait in each stage beside the one that was issued last. Each has
-            one unit's gradients alive.
+        max_waiting: How many may be under way in each stage while the next unit's backward runs.
+            Each has one unit's gradients alive.
     """
 
     def __init__(self) -> None:
@@ -449,9 +449,8 @@ class FSDPContext:
             # An earlier forward of the same unit ended in the same backward.
             self.reductions.finish()
         elif gradients.sums_in_library:
-            # On a stream of the library's, which the host does not wait for: nothing is lost by the
-            # wait, and one input less is alive. On gloo the host would wait and then pack, where
-            # the exchange can run beside the packing.
+            # One input less is alive. Only on gloo the thread itself would wait before it packs,
+            # where the exchange can run beside the packing.
             self.reductions.make_room()
         self.reductions.add(
             gradients.start_reduce(

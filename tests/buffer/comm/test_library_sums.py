@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafsdp.buffer.comm.collectives import all_reduce_partials, reduce_scatter
+from megafsdp.buffer.comm.collectives import (
+    all_reduce_partials,
+    record_collectives,
+    reduce_scatter,
+)
 from megafsdp.fsdp.estimate.meta_engine import fake_ranks
 from tests.library import Library, library_on_gloo
 from tests.ranks import Ranks
@@ -68,11 +72,13 @@ def _sums_are_right(backend: str) -> None:
                     is_whole = kind is all_reduce_partials
                     out = before.clone() if is_whole else before[own].clone()
                     partial = _partial(rank, world * SHARD, dtype)
-                    with library_on_gloo(backend):
+                    with library_on_gloo(backend), record_collectives() as record:
                         if is_whole:
                             all_reduce_partials(out, partial, **options).wait()
                         else:
                             reduce_scatter([out], [partial], **options).wait()
+                    sent_nbytes = reduce_dtype.itemsize * partial.numel() if world > 1 else 0
+                    assert record.nbytes.total() == sent_nbytes
                     torch.testing.assert_close(
                         out.double(),
                         wanted if is_whole else wanted[own],
@@ -91,19 +97,26 @@ def test_sums_of_a_library_are_those_of_the_formula(
 
 
 def _reduced(
-    backend: str, scale: float, out_dtype: torch.dtype = F32, accumulate: bool = False
+    backend: str,
+    scale: float,
+    dtype: torch.dtype = F32,
+    accumulate: bool = False,
+    force_sum: bool = False,
 ) -> Library:
     world = dist.get_world_size()
+    out = torch.zeros(SHARD, dtype=dtype)
     with library_on_gloo(backend) as library:
         reduce_scatter(
-            [torch.zeros(SHARD, dtype=out_dtype)],
-            [torch.ones(world * SHARD, dtype=out_dtype)],
+            [out],
+            [torch.ones(world * SHARD, dtype=dtype)],
             group=_world(),
             scale=scale,
             accumulate=accumulate,
-            reduce_dtype=out_dtype,
+            reduce_dtype=dtype,
             label="",
+            force_sum=force_sum,
         ).wait()
+    torch.testing.assert_close(out, torch.full_like(out, world * scale))
     return library
 
 
@@ -113,14 +126,17 @@ def _chosen_ops() -> None:
     assert _reduced("nccl", 1.0).ops == [("SUM", 1.0)]
     # Added to what is there by a pass, which scales for nothing.
     assert _reduced("nccl", 1 / 3, accumulate=True).ops == [("SUM", 1.0)]
-    # A factor would be rounded to bf16, 1/3 by 0.2 %.
+    assert _reduced("nccl", 1 / 6, F16).ops == [("PREMUL_SUM", 1 / 4)]
     for scale in (1 / 3, 1 / 6):
+        # A factor would be rounded to bf16, 1/3 by 0.2 %.
         assert _reduced("nccl", scale, BF16).ops == [("SUM", 1.0)]
-        assert _reduced("another", scale).ops == [("SUM", 1.0)]
+        for dtype in (F32, F16):
+            assert _reduced("another", scale, dtype).ops == [("SUM", 1.0)]
+            assert _reduced("nccl", scale, dtype, force_sum=True).ops == [("SUM", 1.0)]
 
 
 def test_nccl_scales_what_it_sums_straight_into_the_output(ranks: Ranks) -> None:
-    """By AVG where the factor is 1/ranks; no other library is asked to."""
+    """By AVG where the factor is 1/ranks; no other library is asked to, and NCCL need not."""
     ranks(3).run(_chosen_ops)
 
 
@@ -163,7 +179,9 @@ def _overflow(backend: str) -> None:
             torch.testing.assert_close(out, torch.full_like(out, 40000.0), rtol=2e-3, atol=0)
         # Divided by 64 in fp16, this would be zero.
         for out in both(2.0**-20, 1 / 64):
-            torch.testing.assert_close(out, torch.full_like(out, world * 2.0**-26))
+            torch.testing.assert_close(
+                out, torch.full_like(out, world * 2.0**-26), rtol=1e-6, atol=0
+            )
 
     if backend == "gloo":
         check()

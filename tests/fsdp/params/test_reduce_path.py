@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -132,6 +133,58 @@ def test_gradients_are_those_of_one_process(ranks: Ranks, num_ranks: int, backen
     ranks(num_ranks).run(_equal_one_process, backend)
 
 
+class _CutShortError(Exception):
+    """An error that only a test raises."""
+
+
+def _raise(*unused: object) -> None:
+    raise _CutShortError
+
+
+def _cut_short() -> None:
+    first, second = batches(2)
+    with library_on_gloo() as library:
+        for options in options_of_strategies():
+            reference, net = pair(2, **options)
+            reference(*second).backward()
+            # The last block's sum is under way: first to a new main gradient, then to be added.
+            for is_added in (False, True):
+                if is_added:
+                    net(*mine(first)).backward()
+                hook = net.blocks[0].up.register_full_backward_pre_hook(_raise)
+                with pytest.raises(_CutShortError):
+                    net(*mine(first)).backward()
+                hook.remove()
+                net.zero_grad()
+                net(*mine(second)).backward()
+                assert_same_grads(net, reference)
+    done = Counter(event.split()[0] for event in library.log)
+    assert done["issue"] == done["wait"] > 0, "memory that a library works on is not freed"
+
+
+def test_a_backward_that_was_cut_short_leaves_nothing(ranks: Ranks) -> None:
+    """The next one gives the gradients of one process, whatever a library has written by then."""
+    ranks(2).run(_cut_short)
+
+
+def _ops_of_sums(force_sum: bool) -> set[str]:
+    with library_on_gloo() as library:
+        reference, net = pair(1)
+        for module in (net, *net.blocks):
+            module.set_force_sum_reduction_for_comms(force_sum)
+        batch = batches(1)[0]
+        reference(*batch).backward()
+        net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+    return {name for name, _ in library.ops}
+
+
+def test_the_user_may_keep_nccl_from_scaling(ranks: Ranks) -> None:
+    """As torch's switch, for collectives that only sum."""
+    assert ranks(2).run(_ops_of_sums, False) == [{"AVG"}] * 2
+    assert ranks(2).run(_ops_of_sums, True) == [{"SUM"}] * 2
+
+
 def _bits(policy: MixedPrecisionPolicy) -> None:
     batch, grads = mine(batches(1)[0]), []
     for is_library in (False, True):
@@ -169,6 +222,22 @@ def test_the_older_input_is_freed_before_the_next_is_packed(ranks: Ranks) -> Non
             assert num_live == 1 and peak_nbytes == largest_nbytes
         for num_live, *_ in ranks(2).run(_inputs_alive, 3, shape):
             assert num_live == 3
+
+
+def _inner_sums_alive() -> tuple[int, int]:
+    with library_on_gloo():
+        net = shard(Net(4), mesh=mesh_of_shape((2, 2)))
+        for batch in batches(2):
+            net(*mine(batch)).backward()
+    ledger, (group,) = net._fsdp_unit().ledger, net.blocks[0]._fsdp_unit().groups
+    waiting = ledger.peak[Category.MAIN_GRAD] - ledger.live[Category.MAIN_GRAD]
+    return waiting, 4 * group.layout.shard_numel
+
+
+def test_two_sums_over_the_inner_axis_are_alive(ranks: Ranks) -> None:
+    """That of the group at work, and the one that is being summed over the outer axis."""
+    for waiting_nbytes, nbytes in ranks(4).run(_inner_sums_alive):
+        assert waiting_nbytes == 2 * nbytes
 
 
 def _events(shape: tuple[int, ...]) -> list[str]:
