@@ -28,6 +28,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from megafsdp.buffer.comm.collectives import Pending
+from megafsdp.buffer.comm.trace import read_environment
 from megafsdp.device.profiling import profiler_range
 from megafsdp.device.torch_private import call_after_backward, untraced_hook
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
@@ -144,8 +145,11 @@ class ScheduledUnit(Protocol):
     def is_list(self) -> bool:
         """Return whether the unit is of several modules."""
 
-    def needs_statistics(self) -> bool:
-        """Mark written weights stale; tell whether a stale one needs statistics of other ranks."""
+    def needs_statistics(self, *, in_backward: bool = False) -> bool:
+        """Tell whether a stale weight needs statistics of other ranks.
+
+        Before a forward, written weights are marked stale first.
+        """
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of the unit."""
@@ -159,8 +163,8 @@ class ScheduledUnit(Protocol):
     def enter_backward(self) -> None:
         """Begin the unit's backward."""
 
-    def show_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules."""
+    def show_unsharded(self, *, in_backward: bool = False) -> None:
+        """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
 
     def leave_backward(self) -> None:
         """End the unit's backward: put the sharded parameters into the modules, and reshard."""
@@ -301,6 +305,7 @@ class FSDPContext:
 
     def _begin_root(self) -> None:
         self.reset_after_error()
+        read_environment()
         # Usage that only other ranks read. Waited for this late, it costs next to nothing.
         self._finish_exchanges()
         self._forward.start()
@@ -362,7 +367,7 @@ class FSDPContext:
                 self._backward.start(guess=self._forward)
             if unit.options.unshard_in_backward:
                 self._unshard(unit, self._backward, is_in_order=token.is_in_order)
-            unit.show_unsharded()
+            unit.show_unsharded(in_backward=True)
 
     def _begin_whole_backward(self) -> None:
         """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
@@ -472,7 +477,7 @@ class FSDPContext:
 
     def start_unshard(self, unit: ScheduledUnit, *, in_backward: bool = False) -> None:
         """Issue the gathers of a unit, before which ranks may have to agree on statistics."""
-        if unit.needs_statistics():
+        if unit.needs_statistics(in_backward=in_backward):
             # For all units at once: one small all-reduce a step instead of one a unit.
             refresh_with_statistics(self.groups)
         unit.start_unshard(in_backward=in_backward)
