@@ -17,7 +17,9 @@ struct DeviceMath {
   static __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
   static __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
   static __device__ __forceinline__ float div(float a, float b) { return __fdiv_rn(a, b); }
-  static __device__ __forceinline__ float sqrt(float a) { return __fsqrt_rn(a); }
+  static __device__ __forceinline__ float root_over(float a, float b) {
+    return __fdiv_rn(__fsqrt_rn(a), b);
+  }
   static __device__ __forceinline__ float fma(float a, float b, float c) {
     return __fmaf_rn(a, b, c);
   }
@@ -50,6 +52,7 @@ __global__ void __launch_bounds__(kThreads)
   const AdamSegment* segments = is_far ? arguments.far_segments : arguments.near_segments;
   const AdamTask task{arguments.buffers,      arguments.numel,   segments,
                       arguments.num_segments, Math::take(scale), arguments.is_aligned};
+  constexpr int64_t kTileNumel = kThreads * kVectorNumel<Grad, State, Weight>;
   const int64_t num_tiles = (arguments.numel + kTileNumel - 1) / kTileNumel;
   int64_t segment = 0;
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
@@ -107,11 +110,12 @@ cudaError_t launch_adam(const AdamBuffers& buffers, const CudaAdamLaunch& launch
           cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, launch.device)) {
     return error;
   }
-  const int64_t num_tiles = (launch.numel + kTileNumel - 1) / kTileNumel;
+  const int64_t tile_numel = tile_numel_of(buffers);
+  const int64_t num_tiles = (launch.numel + tile_numel - 1) / tile_numel;
   const int64_t most_blocks = num_processors * kBlocksPerProcessor;
   const auto num_blocks = static_cast<unsigned>(num_tiles < most_blocks ? num_tiles : most_blocks);
-  const Kernel kernel = launch.flush_denormals ? kernel_of<Flushing<DeviceMath>>(buffers)
-                                               : kernel_of<Keeping<DeviceMath>>(buffers);
+  const Kernel kernel = launch.flush_denormals ? kernel_of<Flushing<FastZeros<DeviceMath>>>(buffers)
+                                               : kernel_of<Keeping<FastZeros<DeviceMath>>>(buffers);
   kernel<<<num_blocks, kThreads, 0, stream>>>(arguments);
   return cudaGetLastError();
 }
@@ -135,7 +139,7 @@ const char* megafsdp_cuda_check_device(int device) {
   if (cudaError_t error = cudaSetDevice(device)) return words_of(error);
   cudaFuncAttributes attributes;
   return words_of(
-      cudaFuncGetAttributes(&attributes, adam_kernel<Keeping<DeviceMath>, float, float, float>));
+      cudaFuncGetAttributes(&attributes, adam_kernel<Keeping<FastZeros<DeviceMath>>, float, float, float>));
 }
 
 const char* megafsdp_cuda_device_count(int* count) {
