@@ -116,13 +116,25 @@ __device__ __forceinline__ Values load_once(const void* base, int64_t vector) {
   return values;
 }
 
-// By an intrinsic: a plain assignment is taken apart into the elements, and their stores fill a
-// sector four bytes at a time.
+// In PTX: a plain assignment is taken apart into its elements, whose stores fill a sector by parts,
+// and the intrinsic for a store of 16 bytes orders it more strongly than this needs.
+__device__ __forceinline__ void store_raw(void* to, uint4 raw) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_raw(void* to, uint2 raw) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(raw.x),
+               "r"(raw.y)
+               : "memory");
+}
+
 template <typename Values>
 __device__ __forceinline__ void store(void* base, int64_t vector, const Values& values) {
   Raw<Values> raw;
   memcpy(&raw, &values, sizeof raw);
-  __stwb(static_cast<Raw<Values>*>(base) + vector, raw);
+  store_raw(static_cast<Raw<Values>*>(base) + vector, raw);
 }
 #else
 template <typename Values>
@@ -170,7 +182,7 @@ struct AdamTask {
   bool is_aligned;
 };
 
-// One element as it is stored, and what is stored of its cast.
+// One element as it is stored.
 template <typename Grad, typename State, typename Weight>
 struct Element {
   Grad grad;
@@ -178,10 +190,9 @@ struct Element {
   State exp_avg_sq;
   Weight weight;
   int16_t remainder;
-  uint16_t copy;
 };
 
-// Weight is uint16_t with a remainder, and then there is no copy.
+// Weight is uint16_t with a remainder, and then there is no copy of it.
 template <typename Weight>
 constexpr bool kHasRemainder = sizeof(Weight) == 2;
 
@@ -197,7 +208,6 @@ MEGAFSDP_INLINE void adam_element(Math& math, const AdamTask& task, const AdamCo
   encode(m, Dtype::kBFloat16, e.exp_avg);
   encode(v, Dtype::kBFloat16, e.exp_avg_sq);
   split(p, e.weight, e.remainder);
-  if (!kHasRemainder<Weight> && job.copy_out != nullptr) encode(p, job.copy_out_dtype, e.copy);
 }
 
 // Updates a whole vector; or returns false, having stored nothing.
@@ -212,27 +222,28 @@ MEGAFSDP_INLINE bool adam_vector(const AdamTask& task, const AdamConstants& cons
   auto exp_avg_sqs = load<Vector<State, kNumel>>(job.exp_avg_sq, vector);
   auto weights = load<Vector<Weight, kNumel>>(job.weight, vector);
   Vector<int16_t, kNumel> remainders{};
-  Vector<uint16_t, kNumel> copies{};
   if (kHasRemainder<Weight>) remainders = load<Vector<int16_t, kNumel>>(job.remainder, vector);
   typename Math::Deferred math;
   MEGAFSDP_UNROLL
   for (int k = 0; k < kNumel; ++k) {
-    Element<Grad, State, Weight> e{grads.at[k],   exp_avgs.at[k],   exp_avg_sqs.at[k],
-                                   weights.at[k], remainders.at[k], 0};
+    Element<Grad, State, Weight> e{grads.at[k], exp_avgs.at[k], exp_avg_sqs.at[k], weights.at[k],
+                                   remainders.at[k]};
     adam_element(math, task, constants, e);
     exp_avgs.at[k] = e.exp_avg;
     exp_avg_sqs.at[k] = e.exp_avg_sq;
     weights.at[k] = e.weight;
     remainders.at[k] = e.remainder;
-    copies.at[k] = e.copy;
   }
   if (math.is_in_doubt()) return false;
   store(job.exp_avg, vector, exp_avgs);
   store(job.exp_avg_sq, vector, exp_avg_sqs);
   store(job.weight, vector, weights);
-  if (kHasRemainder<Weight>) {
+  if constexpr (kHasRemainder<Weight>) {
     store(job.remainder, vector, remainders);
   } else if (job.copy_out != nullptr) {
+    Vector<uint16_t, kNumel> copies;
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNumel; ++k) encode(weights.at[k], job.copy_out_dtype, copies.at[k]);
     store(job.copy_out, vector, copies);
   }
   return true;
@@ -247,16 +258,16 @@ MEGAFSDP_INLINE void adam_scalar(const AdamTask& task, const AdamConstants& cons
   auto& weight = static_cast<Weight*>(job.weight)[i];
   const int16_t remainder = kHasRemainder<Weight> ? job.remainder[i] : int16_t{0};
   const Grad grad = static_cast<const Grad*>(job.grad)[i];
-  Element<Grad, State, Weight> e{grad, exp_avg, exp_avg_sq, weight, remainder, 0};
+  Element<Grad, State, Weight> e{grad, exp_avg, exp_avg_sq, weight, remainder};
   Math math;
   adam_element(math, task, constants, e);
   exp_avg = e.exp_avg;
   exp_avg_sq = e.exp_avg_sq;
   weight = e.weight;
-  if (kHasRemainder<Weight>) {
+  if constexpr (kHasRemainder<Weight>) {
     job.remainder[i] = e.remainder;
   } else if (job.copy_out != nullptr) {
-    static_cast<uint16_t*>(job.copy_out)[i] = e.copy;
+    encode(weight, job.copy_out_dtype, static_cast<uint16_t*>(job.copy_out)[i]);
   }
 }
 

@@ -41,7 +41,7 @@ struct Keeping : Math {
 // Only three operations can round up to the border. Sums that are subnormal are exact; roots, and
 // their quotients by a root of a bias correction, which is at most one, are never small.
 MEGAFSDP_INLINE bool is_at_border(float rounded) {
-  return (bits_of(rounded) & 0x7fffffff) == bits_of(kSmallestNormal);
+  return __builtin_fabsf(rounded) == kSmallestNormal;
 }
 
 template <typename Math>
