@@ -5,7 +5,7 @@
 // aligned for it, is moved whole; any other element by element:
 //
 //   thread    0        1        2        3
-//   element   0 1 2 3  4 5 6 7  8 9 . .  . . . .      segments [0, 5), [5, 10)
+//   element   0 1 2 3  4 5 6 7  8 9 . .  . . . .      rows [0, 5), [5, 10)
 //             whole    4 | 5-7  8 9
 //
 // Whole vectors are computed without branches. One that may need one, for a result at the border of
@@ -21,6 +21,7 @@
 #include "../kernels/float16.h"
 #include "../kernels/flushing.h"
 #include "../kernels/halves.h"
+#include "adam_table.h"
 
 namespace megafsdp {
 
@@ -46,14 +47,14 @@ inline int64_t tile_numel_of(const AdamBuffers& job) {
   return int64_t{kThreads} * vector_numel_of(job);
 }
 
-// Returns the first segment that ends behind an element, or num_segments. None before known does.
-MEGAFSDP_INLINE int64_t first_segment_behind(const AdamSegment* segments, int64_t num_segments,
-                                             int64_t element, int64_t known) {
-  int64_t first = known, last = num_segments;
-  if (first < last && segments[first].stop > element) return first;
+// Returns the first row that ends behind an element, or num_rows. None before known does.
+MEGAFSDP_INLINE int64_t first_row_behind(const AdamRow* rows, int64_t num_rows, int64_t element,
+                                         int64_t known) {
+  int64_t first = known, last = num_rows;
+  if (first < last && rows[first].stop > element) return first;
   while (first < last) {
     const int64_t middle = first + (last - first) / 2;
-    if (segments[middle].stop > element) {
+    if (rows[middle].stop > element) {
       last = middle;
     } else {
       first = middle + 1;
@@ -175,9 +176,9 @@ MEGAFSDP_INLINE void split(float value, uint16_t& high, int16_t& low) {
 // What all threads of a launch share.
 struct AdamTask {
   const AdamBuffers& buffers;
-  int64_t numel;
-  const AdamSegment* segments;
-  int64_t num_segments;
+  const AdamRow* rows;
+  int64_t num_rows;
+  const AdamConstants* constants;
   float grad_scale;
   bool is_aligned;
 };
@@ -271,31 +272,40 @@ MEGAFSDP_INLINE void adam_scalar(const AdamTask& task, const AdamConstants& cons
   }
 }
 
-// Updates a thread's elements of one tile, segment by segment. Returns the first of these segments,
-// which is where to look for those of a later tile; known is the one of an earlier tile, or 0.
+// Updates a thread's elements of one tile, row by row. Returns the first of these rows, which is
+// where to look for those of a later tile; known is the one of an earlier tile, or 0.
 template <typename Math, typename Grad, typename State, typename Weight>
 MEGAFSDP_INLINE int64_t adam_tile(const AdamTask& task, int64_t tile, int thread, int64_t known) {
   constexpr int kNumel = kVectorNumel<Grad, State, Weight>;
   const int64_t tile_start = tile * (kThreads * kNumel);
   const int64_t start = tile_start + thread * kNumel, stop = start + kNumel;
   // By the tile, not by the vector: all threads of a block search alike.
-  const int64_t first = first_segment_behind(task.segments, task.num_segments, tile_start, known);
-  for (int64_t i = first; i < task.num_segments; ++i) {
-    const AdamSegment& segment = task.segments[i];
-    if (segment.start >= stop) break;
-    const bool is_whole = task.is_aligned && segment.start <= start && stop <= segment.stop;
-    if (is_whole &&
-        adam_vector<Math, Grad, State, Weight>(task, segment.constants, start / kNumel)) {
-      break;
-    }
-    const int64_t begin = segment.start > start ? segment.start : start;
-    const int64_t end = segment.stop < stop ? segment.stop : stop;
+  const int64_t first = first_row_behind(task.rows, task.num_rows, tile_start, known);
+  for (int64_t i = first; i < task.num_rows; ++i) {
+    const AdamRow& row = task.rows[i];
+    if (row.start >= stop) break;
+    const AdamConstants& constants = task.constants[row.constants];
+    const bool is_whole = task.is_aligned && row.start <= start && stop <= row.stop;
+    if (is_whole && adam_vector<Math, Grad, State, Weight>(task, constants, start / kNumel)) break;
+    const int64_t begin = row.start > start ? row.start : start;
+    const int64_t end = row.stop < stop ? row.stop : stop;
     MEGAFSDP_ROLL
     for (int64_t k = begin; k < end; ++k) {
-      adam_scalar<Math, Grad, State, Weight>(task, segment.constants, k);
+      adam_scalar<Math, Grad, State, Weight>(task, constants, k);
     }
   }
   return first;
+}
+
+// Tiles with elements of a table that is not empty.
+struct TileRange {
+  int64_t start;
+  int64_t stop;
+};
+
+inline TileRange tiles_of(const AdamTable& table, int64_t tile_numel) {
+  const int64_t stop = table.rows[table.num_rows - 1].stop;
+  return {table.rows[0].start / tile_numel, (stop + tile_numel - 1) / tile_numel};
 }
 
 }  // namespace megafsdp

@@ -26,7 +26,7 @@ MEGAFSDP_INLINE float flushed(float value) {
   return float_of((bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits);
 }
 
-inline AdamConstants flushed(const AdamConstants& c) {
+MEGAFSDP_INLINE AdamConstants flushed(const AdamConstants& c) {
   return {flushed(c.decay),  flushed(c.l2),   flushed(c.lerp), flushed(c.beta2),
           flushed(c.square), flushed(c.root), flushed(c.eps),  flushed(c.step_size)};
 }

@@ -33,7 +33,13 @@ from megafsdp.optimizer.adam.checks import (
     check_remainders,
     check_scaled_state,
 )
-from megafsdp.optimizer.adam.plan import FoundGrads, GroupPlan, gradients_of
+from megafsdp.optimizer.adam.plan import (
+    FoundGrads,
+    GroupHyper,
+    GroupPlan,
+    gradients_of,
+    members_by_buffer,
+)
 from megafsdp.optimizer.adam.step import AdamPass
 from megafsdp.optimizer.grads.clip import gradient_factor
 from megafsdp.optimizer.grads.norms import total_norm
@@ -310,15 +316,18 @@ class FusedAdam(Optimizer):
         """Step what was found of each parameter group, and mark its compute weights as stale."""
         adam_pass: AdamPass | CapturablePass
         if self.capturable:
-            adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf)
+            adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf, ftz=self.ftz)
         else:
             adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
-        for group, part in zip(self.param_groups, found, strict=True):
-            adam_pass.begin(group, adam_w_mode=self.adam_w_mode)
-            for states, grads, indices in part.flat:
-                adam_pass.step_flat(states, grads, indices)
+        hypers = [
+            GroupHyper.of(g, adam_w_mode=self.adam_w_mode, reads_tensors=not self.capturable)
+            for g in self.param_groups
+        ]
+        for (states, grads), members in members_by_buffer(found, hypers).items():
+            adam_pass.step_flat(states, grads, members)
+        for hyper, part in zip(hypers, found, strict=True):
             for parameter, grad in part.singles:
-                adam_pass.step_one(parameter, grad, self._states_to_step()[parameter])
+                adam_pass.step_one(parameter, grad, self._states_to_step()[parameter], hyper)
         # All groups, with or without gradients here: in ZeRO-1, ZeRO-2 and HFSDP the refresh is a
         # collective, so all ranks must agree on it.
         for plan in self._plans.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -19,6 +19,10 @@ from megafsdp._native import cuda_module
 from megafsdp.errors import expected
 
 _LOGGER = logging.getLogger("megafsdp.optimizer")
+
+# Addresses of a count of steps and of a rate in fp64, or 0; the rate, both betas and the decay;
+# whether it is AdamW, and corrects for the bias.
+LateParameter = tuple[int, int, tuple[float, float, float, float], tuple[bool, bool]]
 
 
 def usable_module(device: torch.device) -> ModuleType | None:
@@ -38,8 +42,9 @@ def launch_adam_step(
     *,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
+    late: Sequence[LateParameter] = (),
 ) -> None:
-    """Launch one step; allocates the table of segments on the device if it is long.
+    """Launch one step; allocates nothing but the constants that are computed on the device.
 
     Args:
         module: From :func:`usable_module`.
@@ -47,48 +52,58 @@ def launch_adam_step(
         device: Where the buffers are.
         grad_scale: ``()`` fp32 there; replaces the number in ``arguments``.
         found_inf: ``()`` fp32 there; the kernel does nothing unless it is zero.
+        late: For each segment what its constants are computed of there; none if they are given.
 
     Raises:
         RuntimeError: CUDA refuses the launch.
     """
-    segments = arguments["segments"]
-    assert isinstance(segments, list), "a table of segments"
-    with torch.cuda.device(device):
+    with current_stream(device) as stream:
         # Freed at return, before the kernel runs: only later work of this stream gets the memory.
-        table = torch.empty(module.table_nbytes(len(segments)), dtype=torch.uint8, device=device)
+        constants = torch.empty((len(late), 8), dtype=torch.float32, device=device)
         module.adam_step(
             **arguments,
             # Addresses, not values: the kernel reads them when the stream reaches it.
             device_grad_scale=0 if grad_scale is None else grad_scale.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
-            table=table.data_ptr(),
+            late=late,
+            late_constants=constants.data_ptr(),
             device=device.index,
-            stream=torch.cuda.current_stream(device).cuda_stream,
+            stream=stream,
         )
 
 
-def launch_sum_of_squares(module: ModuleType, values: torch.Tensor) -> torch.Tensor:
-    """Launch the sum of squares of a non-empty flat tensor; returns it as a ``()`` fp64 tensor.
+def launch_sums_of_squares(module: ModuleType, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Launch the sums of squares of non-empty flat tensors of one device, all at once.
+
+    Returns:
+        ``(buffers,)`` fp64 there.
 
     Raises:
         RuntimeError: CUDA refuses a launch.
     """
-    # The current device may be another than that of the buffers.
-    device = values.device
-    with torch.cuda.device(device):
-        scratch_numel = module.scratch_numel(values.numel())
-        scratch = torch.empty(scratch_numel, dtype=torch.float64, device=device)
-        total = torch.empty((), dtype=torch.float64, device=device)
-        module.sum_of_squares(
-            values=values.data_ptr(),
-            numel=values.numel(),
-            dtype=str(values.dtype).removeprefix("torch."),
-            sum=total.data_ptr(),
+    device = buffers[0].device
+    with current_stream(device) as stream:
+        numel = sum(module.scratch_numel(values.numel()) for values in buffers)
+        scratch = torch.empty(numel, dtype=torch.float64, device=device)
+        sums = torch.empty(len(buffers), dtype=torch.float64, device=device)
+        module.sums_of_squares(
+            buffers=[
+                (values.data_ptr(), values.numel(), str(values.dtype).removeprefix("torch."))
+                for values in buffers
+            ],
+            sums=sums.data_ptr(),
             scratch=scratch.data_ptr(),
             device=device.index,
-            stream=torch.cuda.current_stream(device).cuda_stream,
+            stream=stream,
         )
-    return total
+    return sums
+
+
+@contextlib.contextmanager
+def current_stream(device: torch.device) -> Iterator[int]:
+    """Make a device the current one, which another may be, and give the handle of its stream."""
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
 
 
 # Cached: it is called before each launch, and the warning must come once.
