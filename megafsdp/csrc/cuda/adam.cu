@@ -48,11 +48,15 @@ __global__ void __launch_bounds__(kThreads)
   if (arguments.found_inf != nullptr && *arguments.found_inf != 0.0f) return;
   const bool has_device_scale = arguments.grad_scale != nullptr;
   const float scale = has_device_scale ? *arguments.grad_scale : arguments.buffers.grad_scale;
+  // Wherever they are, a block's own copy is near: late ones are beyond the arguments.
+  __shared__ AdamConstants constants[kMostRows];
   const AdamConstants* late = arguments.late_constants;
-  const AdamTask task{arguments.buffers,        arguments.table.rows,
-                      arguments.table.num_rows, late == nullptr ? arguments.table.constants : late,
-                      Math::take(scale),        arguments.is_aligned};
-  int64_t row = 0;
+  const AdamConstants* from = late == nullptr ? arguments.table.constants : late;
+  if (threadIdx.x < arguments.table.num_constants) constants[threadIdx.x] = from[threadIdx.x];
+  __syncthreads();
+  const AdamTask task{arguments.buffers, arguments.table.rows, arguments.table.num_rows,
+                      constants,         Math::take(scale),    arguments.is_aligned};
+  int row = 0;
   for (int64_t tile = arguments.tiles.start + blockIdx.x; tile < arguments.tiles.stop;
        tile += gridDim.x) {
     row = adam_tile<Math, Grad, State, Weight>(task, tile, threadIdx.x, row);
@@ -129,7 +133,8 @@ cudaError_t launch_adam(const AdamBuffers& buffers, const CudaAdamLaunch& launch
                                                : kernel_of<Keeping<FastZeros<DeviceMath>>>(buffers);
   const int64_t most_blocks = num_processors * kBlocksPerProcessor;
   for (int64_t first = 0; first < launch.num_segments;) {
-    KernelArguments arguments{buffers, launch.grad_scale, launch.found_inf, launch.late_constants};
+    KernelArguments arguments{buffers, launch.grad_scale, launch.found_inf};
+    if (are_late) arguments.late_constants = launch.late_constants + first;
     first = fill_table(launch.segments, launch.num_segments, first, are_late, arguments.table);
     if (arguments.table.num_rows == 0) continue;
     arguments.is_aligned = has_vector_addresses(buffers);

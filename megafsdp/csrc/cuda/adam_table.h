@@ -15,26 +15,26 @@
 
 namespace megafsdp {
 
-// Together 3.3 KB of the 4 KB that arguments of a kernel may have.
-constexpr int kMostRows = 96;
+// Together 3.5 KB of the 4 KB that arguments of a kernel may have.
+constexpr int kMostRows = 80;
 constexpr int kMostConstants = 32;
 
-struct AdamRow {
+struct alignas(16) AdamRow {
   int64_t start;
   int64_t stop;
-  int64_t constants;
+  int32_t constants;
 };
 
 struct AdamTable {
   AdamRow rows[kMostRows];
   AdamConstants constants[kMostConstants];
-  int64_t num_rows = 0;
-  int64_t num_constants = 0;
+  int32_t num_rows = 0;
+  int32_t num_constants = 0;
 };
 
 // Returns the place of constants in a table, which may be a new one; -1 if there is no room.
-inline int64_t place_of(const AdamConstants& constants, AdamTable& table) {
-  for (int64_t i = 0; i < table.num_constants; ++i) {
+inline int32_t place_of(const AdamConstants& constants, AdamTable& table) {
+  for (int32_t i = 0; i < table.num_constants; ++i) {
     if (std::memcmp(&table.constants[i], &constants, sizeof constants) == 0) return i;
   }
   if (table.num_constants == kMostConstants) return -1;
@@ -43,17 +43,19 @@ inline int64_t place_of(const AdamConstants& constants, AdamTable& table) {
 }
 
 // Takes segments into an empty table, from first on while there is room; returns the first that is
-// left. Where constants are late each segment has its own, elsewhere, at its own number.
+// left. Late constants are elsewhere, one for each segment from first on.
 inline int64_t fill_table(const AdamSegment* segments, int64_t num_segments, int64_t first,
                           bool are_late, AdamTable& table) {
   int64_t i = first;
-  for (; i < num_segments && table.num_rows < kMostRows; ++i) {
+  for (; i < num_segments && i - first < kMostRows; ++i) {
     const AdamSegment& segment = segments[i];
     if (segment.start == segment.stop) continue;
-    const int64_t place = are_late ? i : place_of(segment.constants, table);
+    const auto number = static_cast<int32_t>(i - first);
+    const int32_t place = are_late ? number : place_of(segment.constants, table);
     if (place < 0) break;
     table.rows[table.num_rows++] = {segment.start, segment.stop, place};
   }
+  if (are_late) table.num_constants = static_cast<int32_t>(i - first);
   return i;
 }
 

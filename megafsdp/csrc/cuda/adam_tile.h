@@ -48,12 +48,12 @@ inline int64_t tile_numel_of(const AdamBuffers& job) {
 }
 
 // Returns the first row that ends behind an element, or num_rows. None before known does.
-MEGAFSDP_INLINE int64_t first_row_behind(const AdamRow* rows, int64_t num_rows, int64_t element,
-                                         int64_t known) {
-  int64_t first = known, last = num_rows;
+MEGAFSDP_INLINE int first_row_behind(const AdamRow* rows, int num_rows, int64_t element,
+                                     int known) {
+  int first = known, last = num_rows;
   if (first < last && rows[first].stop > element) return first;
   while (first < last) {
-    const int64_t middle = first + (last - first) / 2;
+    const int middle = first + (last - first) / 2;
     if (rows[middle].stop > element) {
       last = middle;
     } else {
@@ -177,7 +177,7 @@ MEGAFSDP_INLINE void split(float value, uint16_t& high, int16_t& low) {
 struct AdamTask {
   const AdamBuffers& buffers;
   const AdamRow* rows;
-  int64_t num_rows;
+  int num_rows;
   const AdamConstants* constants;
   float grad_scale;
   bool is_aligned;
@@ -275,13 +275,13 @@ MEGAFSDP_INLINE void adam_scalar(const AdamTask& task, const AdamConstants& cons
 // Updates a thread's elements of one tile, row by row. Returns the first of these rows, which is
 // where to look for those of a later tile; known is the one of an earlier tile, or 0.
 template <typename Math, typename Grad, typename State, typename Weight>
-MEGAFSDP_INLINE int64_t adam_tile(const AdamTask& task, int64_t tile, int thread, int64_t known) {
+MEGAFSDP_INLINE int adam_tile(const AdamTask& task, int64_t tile, int thread, int known) {
   constexpr int kNumel = kVectorNumel<Grad, State, Weight>;
   const int64_t tile_start = tile * (kThreads * kNumel);
   const int64_t start = tile_start + thread * kNumel, stop = start + kNumel;
   // By the tile, not by the vector: all threads of a block search alike.
-  const int64_t first = first_row_behind(task.rows, task.num_rows, tile_start, known);
-  for (int64_t i = first; i < task.num_rows; ++i) {
+  const int first = first_row_behind(task.rows, task.num_rows, tile_start, known);
+  for (int i = first; i < task.num_rows; ++i) {
     const AdamRow& row = task.rows[i];
     if (row.start >= stop) break;
     const AdamConstants& constants = task.constants[row.constants];

@@ -69,7 +69,7 @@ void adam_step(uintptr_t weight, uintptr_t remainder, uintptr_t grad, uintptr_t 
   if (found_inf != 0) check_address("found_inf", found_inf, 4);
   check(late.empty() || late.size() == arguments.segments.size(),
         "late: expected none or one for each segment, got " + std::to_string(late.size()));
-  if (!late.empty()) check_address("late_constants", late_constants, 4);
+  if (!late.empty()) check_address("late_constants", late_constants, 16);
   check_device(device);
   const megafsdp::AdamBuffers buffers = megafsdp::buffers_of(arguments);
   std::vector<megafsdp::AdamSegment> rows = megafsdp::segments_of(arguments);

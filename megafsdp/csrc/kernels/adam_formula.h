@@ -15,7 +15,7 @@
 
 namespace megafsdp {
 
-struct AdamConstants {
+struct alignas(16) AdamConstants {
   float decay;
   float l2;
   float lerp;

@@ -43,6 +43,7 @@ from megafsdp.optimizer.adam.plan import (
 from megafsdp.optimizer.adam.step import AdamPass
 from megafsdp.optimizer.grads.clip import gradient_factor
 from megafsdp.optimizer.grads.norms import total_norm
+from megafsdp.optimizer.kernels.cuda import usable_module
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.states.formats import check_state_dtype
 from megafsdp.optimizer.states.loading import (
@@ -102,8 +103,9 @@ class FusedAdam(Optimizer):
             step; gradients are left as they are. ``math.inf`` never clips. Makes ``step`` or
             :meth:`measure_grad_norm` before it collective.
         capturable: Let a CUDA graph capture ``step``: counts of steps, a learning rate given as a
-            tensor, the factor on gradients and their finiteness stay on the device. Slower outside
-            of a graph; moments in fp32 or bf16. A replay cannot mark the weights as changed: call
+            tensor, the factor on gradients and their finiteness stay on the device. Moments in fp32
+            or bf16; many times slower where there is no kernel for the device, or the moments have
+            two dtypes. A replay cannot mark the weights as changed: call
             ``mark_main_weights_changed(model)`` after it.
         ftz: Flush denormal numbers to zero inside the step: states of rows without gradients decay
             into denormals, which are many times slower.
@@ -220,7 +222,11 @@ class FusedAdam(Optimizer):
             # The base class has appended the group before it could be checked.
             self.param_groups.pop()
             raise
-        self._store.add_parameters(self.param_groups[-1]["params"])
+        parameters = self.param_groups[-1]["params"]
+        self._store.add_parameters(parameters)
+        # Looked for here, not in the first step: what a user loses without them is reported now.
+        for device in {parameter.device for parameter in parameters}:
+            usable_module(device)
 
     @without_dynamo
     @torch.no_grad()

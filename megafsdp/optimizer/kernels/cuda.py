@@ -15,11 +15,15 @@ from types import ModuleType
 
 import torch
 
-from megafsdp._native import cuda_module
+from megafsdp._native import cuda_module, why_cuda_missing
 from megafsdp.errors import expected
 
 _LOGGER = logging.getLogger("megafsdp.optimizer")
 
+# Counted of Adam on fp32 buffers.
+_COST = (
+    "a step is 74 torch operators that move 900 bytes an element instead of a kernel that moves 28"
+)
 # Addresses of a count of steps and of a rate in fp64, or 0; the rate, both betas and the decay;
 # whether it is AdamW, and corrects for the bias.
 LateParameter = tuple[int, int, tuple[float, float, float, float], tuple[bool, bool]]
@@ -28,11 +32,16 @@ LateParameter = tuple[int, int, tuple[float, float, float, float], tuple[bool, b
 def usable_module(device: torch.device) -> ModuleType | None:
     """Return the CUDA kernels if they are built and run on a device; else None.
 
-    Kernels that are built but cannot run there, for an old driver or an architecture that they were
-    not compiled for, are reported once.
+    For a device of CUDA it is reported once that they are not built, or cannot run there, for an
+    old driver or an architecture that they were not compiled for.
     """
-    module = cuda_module() if device.type == "cuda" else None
-    return None if module is None or _why_not_on(device.index) else module
+    if device.type != "cuda":
+        return None
+    module = cuda_module()
+    if module is None:
+        _report_missing(why_cuda_missing())
+        return None
+    return None if _why_not_on(device.index) else module
 
 
 def launch_adam_step(
@@ -108,6 +117,22 @@ def current_stream(device: torch.device) -> Iterator[int]:
 
 # Cached: it is called before each launch, and the warning must come once.
 @functools.cache
+def _report_missing(why: str) -> None:
+    # Whoever turns native code off knows.
+    if why == "MEGAFSDP_NATIVE=0":
+        return
+    _LOGGER.warning(
+        expected(
+            "the optimizer's CUDA kernels",
+            why,
+            where=f"this installation of megafsdp; {_COST}",
+            hint="Install nvcc, then run 'MEGAFSDP_CUDA=1 pip install --no-build-isolation -e .'",
+        )
+    )
+
+
+# Cached for the same reasons.
+@functools.cache
 def _why_not_on(index: int) -> str:
     module = cuda_module()
     assert module is not None, "asked for a device of kernels that are there"
@@ -119,7 +144,7 @@ def _why_not_on(index: int) -> str:
             expected(
                 f"CUDA kernels that run on this device, built for {module.ARCHS}",
                 why,
-                where=f"cuda:{index}; the optimizer's slower torch fallback runs instead",
+                where=f"cuda:{index}; {_COST}",
                 hint="Update the driver, or set MEGAFSDP_CUDA_ARCHS and build megafsdp again",
             )
         )

@@ -37,7 +37,7 @@ template <typename Math, typename Grad, typename State, typename Weight>
 void run_threads(const Launch& launch) {
   for (int64_t block = 0; block < launch.num_blocks; ++block) {
     for (int thread = 0; thread < kThreads; ++thread) {
-      int64_t row = 0;
+      int row = 0;
       for (int64_t tile = launch.tiles.start + block; tile < launch.tiles.stop;
            tile += launch.num_blocks) {
         row = adam_tile<Math, Grad, State, Weight>(launch.task, tile, thread, row);
@@ -140,13 +140,14 @@ int64_t emulate_adam(void* const* addresses, const int* dtypes, int64_t num_segm
   int64_t num_launches = 0;
   for (int64_t first = 0; first < num_segments;) {
     AdamTable table;
+    const AdamConstants* const own = late.data() + first;
     first = fill_table(segments.data(), num_segments, first, are_late, table);
     if (table.num_rows == 0) continue;
     ++num_launches;
     const AdamTask task{buffers,
                         table.rows,
                         table.num_rows,
-                        are_late ? late.data() : table.constants,
+                        are_late ? own : table.constants,
                         flushes ? flushed(grad_scale) : grad_scale,
                         *is_aligned};
     const Launch launch{task, tiles_of(table, tile_numel_of(buffers)), 3};

@@ -51,7 +51,7 @@ from tests.optimizer.kernels.emulated_cuda import emulated_cuda
 
 TILE_NUMEL = 1024
 # Segments and constants that travel with a launch; more of either take more launches.
-MOST_ROWS, MOST_CONSTANTS = 96, 32
+MOST_ROWS, MOST_CONSTANTS = 80, 32
 
 # Buffers on a CPU, segments or hyperparameters, step, factor of the gradient, whether to flush, and
 # the guard; returns the buffers after the step.
@@ -158,6 +158,21 @@ def test_segments_have_their_own_hyperparameters(run: Step, numel: int) -> None:
         piece = slice(segment.start, segment.stop)
         is_empty = segment.start == segment.stop
         assert torch.equal(wanted.exp_avg[piece], buffers.exp_avg[piece]) == is_empty
+
+
+@pytest.mark.parametrize(
+    ("num_segments", "num_hypers", "num_launches"),
+    [(MOST_ROWS, 2, 1), (MOST_ROWS + 1, 2, 2), (MOST_CONSTANTS + 1, MOST_CONSTANTS + 1, 2)],
+)
+def test_a_launch_takes_a_table(
+    emulation: Path, num_segments: int, num_hypers: int, num_launches: int
+) -> None:
+    """Many segments of few hyperparameters, nothing being copied to the device before."""
+    hypers = [dataclasses.replace(HYPER, lr=1e-2 / (i + 1)) for i in range(num_hypers)]
+    segments = [AdamSegment(i, i + 1, hypers[i % num_hypers]) for i in range(num_segments)]
+    with emulated_cuda(emulation) as module:
+        adam_step(make_buffers(num_segments), segments, step=1)
+    assert module.launches == [("adam_step", num_launches)]
 
 
 @pytest.mark.parametrize("layout", [(FP32, FP32, "fp32 to fp16"), (BF16, BF16, "halves")])
@@ -516,6 +531,27 @@ def test_without_a_gpu_launches_say_so(caplog: pytest.LogCaptureFixture) -> None
         assert cuda_kernels.usable_module(torch.device("cuda", 99)) is None
     assert caplog.text.count("cuda:99") == 1
     assert cuda_kernels.usable_module(torch.device("cpu")) is None
+
+
+def test_kernels_that_are_not_built_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the cost and the cure; not to users who turn them off, nor for a CPU."""
+    reason = "No module named 'megafsdp._cuda', says a test"
+    monkeypatch.delenv("MEGAFSDP_NATIVE", raising=False)
+    monkeypatch.setattr(_native, "_CUDA", None)
+    monkeypatch.setattr(_native, "_WHY_CUDA_MISSING", reason)
+    assert cuda_kernels.usable_module(torch.device("cpu")) is None
+    assert not caplog.text
+    for index in range(2):
+        assert cuda_kernels.usable_module(torch.device("cuda", index)) is None
+    assert caplog.text.count(reason) == 1
+    assert "900 bytes an element instead of" in caplog.text and "Install nvcc" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(_native, "_CUDA", pytest)
+    monkeypatch.setenv("MEGAFSDP_NATIVE", "0")
+    assert cuda_kernels.usable_module(torch.device("cuda", 0)) is None
+    assert not caplog.text
 
 
 def test_asking_a_device_leaves_the_threads_device_as_it_was(
