@@ -1,8 +1,8 @@
 // One thread's part of a tile of Adam: loads, update, stores, and which elements they are.
 //
-// A tile belongs to one block, a vector of elements in a row to each thread, so that a warp reads
-// and writes memory without holes. A vector that lies inside its segment, in buffers that are
-// aligned for it, is moved whole; any other element by element:
+// A tile belongs to one block, a vector of neighbouring elements to each thread, so that a warp
+// reads and writes memory without holes. A vector that lies inside a row of the table, in buffers
+// that are aligned for it, is moved whole; any other element by element:
 //
 //   thread    0        1        2        3
 //   element   0 1 2 3  4 5 6 7  8 9 . .  . . . .      rows [0, 5), [5, 10)

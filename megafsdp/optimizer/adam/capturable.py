@@ -50,7 +50,7 @@ class CapturablePass:
     ) -> None:
         self._store, self._scale, self._found_inf = store, scale, found_inf
         self._ftz = ftz
-        self._rates: dict[torch.Tensor, torch.Tensor] = {}
+        self._rates: dict[tuple[torch.Tensor, torch.device], torch.Tensor] = {}
 
     def step_flat(self, states: FlatStates, grads: DBuffer, members: Members) -> None:
         """Step parameters of one flat buffer, whose gradients lie in a buffer as they do; local."""
@@ -86,7 +86,9 @@ class CapturablePass:
         """Step one tensor by itself; local."""
         moments = [local_tensor(state[name]) for name in self._store.dtypes]
         own, own_grad = local_tensor(parameter), local_tensor(grad)
-        if not _has_kernel(own, own_grad, *moments):
+        # A state that a user has set may have its count on the host.
+        is_count_there = state["step"].device == own.device and state["step"].dtype == torch.float32
+        if not (is_count_there and _has_kernel(own, own_grad, *moments)):
             self._step(own, own_grad, moments, state["step"], hyper)
             return
         flats = [tensor.view(-1) for tensor in (own, own_grad, *moments)]
@@ -104,9 +106,10 @@ class CapturablePass:
         rate = None
         if hyper.late_lr is not None:
             # The kernel reads a double. A graph replays the cast, once for all that share the rate.
-            if hyper.late_lr not in self._rates:
-                self._rates[hyper.late_lr] = hyper.late_lr.to(step.device, torch.float64)
-            rate = self._rates[hyper.late_lr]
+            key = (hyper.late_lr, step.device)
+            if key not in self._rates:
+                self._rates[key] = hyper.late_lr.to(step.device, torch.float64)
+            rate = self._rates[key]
         return LateSegment(*place, hyper.known, step, rate)
 
     def _launch(self, flats: list[torch.Tensor], segments: list[LateSegment]) -> None:
@@ -118,7 +121,7 @@ class CapturablePass:
             AdamBuffers(weight, grad, exp_avg, exp_avg_sq),
             segments,
             grad_scale=scale,
-            found_inf=None if found_inf is None else found_inf.to(weight.device),
+            found_inf=None if found_inf is None else found_inf.to(weight.device).reshape(()),
             flush_denormals=self._ftz,
         )
         # Shown counts are views, whose writers are known by their version.
