@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.mesh.torch_private import new_group_options
 
 
 class ExtraGroups:
@@ -55,7 +56,7 @@ def _new_group(ranks: list[int]) -> dist.ProcessGroup:
     # ranks of the world: one pipeline stage alone would wait for ever.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(ranks, use_local_synchronization=True)
+        return dist.new_group(ranks, use_local_synchronization=True, **new_group_options())
     finally:
         world.bound_device_id = bound
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
 from megafsdp.device.memory import Category
+from megafsdp.mesh.parallel_dims import ParallelDims
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import RankPool, RanksError
 
@@ -126,3 +130,56 @@ def _bound_while_made() -> list[object]:
 def test_groups_of_some_ranks_are_made_without_the_others(ranks: Ranks) -> None:
     """A default group that is bound to a device would be split, which needs all ranks."""
     assert ranks(4).run(_bound_while_made) == [[None], [None], [], []]
+
+
+class _Options:
+    """Stands in for the options of NCCL, which this torch may lack."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout: datetime.timedelta | None = None
+
+
+def _options_of_groups(backends: str, outer: int) -> list[tuple[list[int], bool, bool]]:
+    """Return ranks, priority, and whether the timeout is the world's, of each group made."""
+    make, seen = dist.new_group, list[tuple[list[int], object, object]]()
+
+    def noting(ranks: list[int], **kwargs: object) -> object:
+        if dist.get_rank() in ranks:
+            seen.append((ranks, kwargs.get("pg_options"), kwargs.get("timeout")))
+        kwargs.pop("pg_options", None)
+        return make(ranks, **kwargs)
+
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noting)
+        patch.setattr(device_mesh, "new_group", noting)
+        patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+        patch.setattr(dist, "get_backend_config", lambda group=None: backends)
+        mesh = ParallelDims(dp_outer=outer).build_mesh("cpu")
+        net = shard(Net(1), mesh=mesh, reshard_after_forward=2 if outer == 1 else None)
+        net.set_separate_reduce_scatter_group()
+    made = [options for _, options, _ in seen if options is not None]
+    assert len(set(map(id, made))) == len(made), "torch writes the group's name into the options"
+    return [
+        (ranks, getattr(options, "is_high_priority_stream", False), given == timeout)
+        for ranks, options, given in seen
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outer", "wanted"),
+    [(1, [[0, 1], [0, 1, 2, 3]]), (2, [[0, 2], [0, 1], [0, 1], [0, 2]])],
+    ids=["neighbours and a twin", "two axes and a twin of each"],
+)
+def test_groups_on_nccl_have_streams_of_high_priority(
+    ranks: Ranks, outer: int, wanted: list[list[int]]
+) -> None:
+    """Groups made beside the default one, with the timeout that the user gave to that."""
+    found = ranks(4).run(_options_of_groups, "cpu:gloo,cuda:nccl", outer)[0]
+    assert [group for group, _, _ in found] == wanted
+    assert all(is_high and is_same for _, is_high, is_same in found)
+    for _, is_high, _ in ranks(4).run(_options_of_groups, "cpu:gloo,cuda:gloo", outer)[0]:
+        assert not is_high, "another library has no such option"
