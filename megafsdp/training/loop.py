@@ -310,6 +310,7 @@ def _loader(
         micro_batch_size=config.micro_batch_size(world.size),
         dp_rank=world.rank,
         dp_size=world.size,
+        pin_memory=world.device.type == "cuda",
         pad_last=pad_last,
     )
 

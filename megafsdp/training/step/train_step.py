@@ -124,11 +124,7 @@ class TrainStep:
         losses = []
         for index, batch in enumerate(batches):
             with microbatch(self._model, is_last=index == len(batches) - 1):
-                loss = self._model(
-                    batch.tokens.to(self._device, non_blocking=True),
-                    batch.labels.to(self._device, non_blocking=True),
-                    batch.loss_mask.to(self._device, non_blocking=True),
-                )
+                loss = self._model(*batch.to(self._device))
                 self._update.scale(loss / len(batches)).backward()
             losses.append(loss.detach())
         return torch.stack(losses)
