@@ -28,16 +28,28 @@ class AdamPass:
         store: Where states are.
         scale: Factor on the gradients: a number, or 0-dim on their device, in fp32 on a GPU.
         ftz: Whether denormal numbers are flushed.
+        found_inf: 0-dim fp32; kernels change nothing unless it is zero. The step is counted all the
+            same: see :meth:`take_back`.
     """
 
-    def __init__(self, store: StateStore, *, scale: float | torch.Tensor, ftz: bool) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        *,
+        scale: float | torch.Tensor,
+        ftz: bool,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
         # A factor on the CPU is an argument of any kernel. One on a GPU is read there by it.
         is_on_host = isinstance(scale, torch.Tensor) and scale.device.type == "cpu"
         self._scale = float(scale) if is_on_host else scale
-        self._store, self._ftz = store, ftz
+        self._store, self._ftz, self._found_inf = store, ftz, found_inf
         self._hyper = AdamHyper()
         self._kernels: dict[torch.device, AdamKernel] = {}
         self._encodings = _Encodings()
+        # What was counted, without the gradients, which the caller drops.
+        self._counted: list[tuple[FlatStates, list[int]]] = []
+        self._counted_singles: list[dict[str, Any]] = []
 
     def begin(self, group: dict[str, Any], *, adam_w_mode: bool) -> None:
         """Take the hyperparameters of a parameter group for the next calls."""
@@ -56,6 +68,7 @@ class AdamPass:
             remainder=None if remainder is None else remainder.flat,
             copy_out=copy_out,
         )
+        self._counted.append((states, indices))
         # One call for each count of steps, which the bias correction depends on: nearly always one.
         for step, counted in states.advance(indices).items():
             runs = states.runs(counted)
@@ -68,6 +81,7 @@ class AdamPass:
     def step_one(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Step one tensor by itself, through copies of what the kernel does not take; local."""
         state["step"] += 1
+        self._counted_singles.append(state)
         # Only after the count: ranks without rows count too, since all save the same states.
         own = local_tensor(parameter)
         if not own.numel():
@@ -104,6 +118,16 @@ class AdamPass:
         """
         self._encodings.finish()
 
+    def take_back(self) -> None:
+        """Take back the counts of this step, which the kernels have skipped by ``found_inf``.
+
+        Its casts need no care: those that were not written are of weights that did not change.
+        """
+        for states, indices in self._counted:
+            states.take_back(indices)
+        for state in self._counted_singles:
+            state["step"] -= 1
+
     def _call(
         self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], step: int
     ) -> None:
@@ -112,7 +136,12 @@ class AdamPass:
         if kernel is None:
             # Main weights may lie on several devices, the host among them.
             scale = self._scale.to(device) if isinstance(self._scale, torch.Tensor) else self._scale
-            kernel = AdamKernel(device, grad_scale=scale, flush_denormals=self._ftz)
+            kernel = AdamKernel(
+                device,
+                grad_scale=scale,
+                found_inf=None if self._found_inf is None else self._found_inf.to(device),
+                flush_denormals=self._ftz,
+            )
             self._kernels[device] = kernel
         kernel(buffers, hyper, step=step)
 
