@@ -364,10 +364,14 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
     with torch.device("meta"):
         model = build_model(model_config)
     model.activation_checkpointing = config.activation_checkpointing.resolve()
-    parallel = config.parallel
+    layers, parallel = unit_classes(model_config), config.parallel
+    if config.compile.layers:
+        for layer in (module for module in model.modules() if isinstance(module, layers)):
+            # In place: the names of parameters stay. Hooks of units run outside of the graph.
+            layer.compile(backend=config.compile.backend)
     fully_shard_model(
         model,
-        unit_classes(model_config),
+        layers,
         mesh=parallel.dims().build_mesh(world.device.type),
         strategy=parallel.strategy,
         outer_strategy=parallel.outer_strategy,

@@ -121,22 +121,19 @@ def _counting_reads(patch: pytest.MonkeyPatch, events: list[str]) -> None:
 
 
 def _noting_steps(patch: pytest.MonkeyPatch, events: list[str]) -> None:
-    """Note when a step begins and when its first backward does."""
-    accumulate, take = TrainStep._accumulate, TrainStep._reduce
+    """Note when a step begins, when its forward was queued, and when its backward was."""
+    accumulate, plain = TrainStep._accumulate, TrainStep._reduce
 
     def noting(
         step: TrainStep, batches: Sequence[Batch], before_backward: Callable[[], None]
     ) -> torch.Tensor:
-        def begin_backward() -> None:
-            events.append("forward")
-            before_backward()
-
         events.append("step")
-        return accumulate(step, batches, begin_backward)
+        with step._model.register_forward_hook(lambda *_: events.append("forward")):
+            return accumulate(step, batches, before_backward)
 
     def reduce(step: TrainStep, *args: Any) -> torch.Tensor:
         events.append("backward")
-        return take(step, *args)
+        return plain(step, *args)
 
     patch.setattr(TrainStep, "_accumulate", noting)
     patch.setattr(TrainStep, "_reduce", reduce)
