@@ -150,17 +150,29 @@ def _count_from_here(
 
 
 @pytest.mark.parametrize(
-    ("is_late", "optimizer"),
-    [(True, {}), (False, {}), (False, {"implementation": "fused"}), (False, {"kind": "muon"})],
-    ids=["late", "fused", "torch", "muon"],
+    ("is_late", "optimizer", "dtype"),
+    [
+        (True, {}, "fp32"),
+        (True, {}, "fp16"),
+        (False, {}, "fp32"),
+        (False, {"implementation": "fused"}, "fp16"),
+        (False, {"kind": "muon"}, "fp32"),
+    ],
+    ids=["late", "late fp16", "fused", "torch fp16", "muon"],
 )
 def test_the_host_waits_for_the_device_once_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool, optimizer: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_late: bool,
+    optimizer: dict[str, Any],
+    dtype: str,
 ) -> None:
     """All numbers in one read; late, it comes when the next forward is queued, or at the end."""
     write_corpus(tmp_path)
     events: list[str] = []
     sections = {"data": {"validation": []}, "logging": {"num_zero_grads": True}}
+    sections["precision"] = {"param_dtype": dtype}
+    sections["loss_scale"] = {"constant": 64.0} if dtype == "fp16" else {}
     config = tiny(tmp_path, optimizer={"clip_norm": 0.5, **optimizer}, **sections)
     read = "read by LateNumbers.read"
     with monkeypatch.context() as patch, numbers_read_late(is_late):
