@@ -17,6 +17,7 @@ from enum import Enum
 import torch
 
 from megafsdp.device.torch_private import preserving_versions
+from megafsdp.errors import expected
 
 _POISON_VARIABLE = "MEGAFSDP_POISON"
 _POISON_BYTE = 0x7F
@@ -139,8 +140,12 @@ class FlatStorage:
         self.is_allocated = False
         if memory is None:
             # A tensor made in inference mode could never be written outside of it.
-            with torch.inference_mode(False):
-                memory = torch.empty(numel, dtype=dtype, device=device)
+            try:
+                with torch.inference_mode(False):
+                    memory = torch.empty(numel, dtype=dtype, device=device)
+            except torch.OutOfMemoryError as error:
+                nbytes = numel * dtype.itemsize
+                raise _no_room(nbytes, category, device, ledger, error) from error
         self.tensor = memory
         self._nbytes = memory.nbytes
         self._ledger = ledger
@@ -155,7 +160,11 @@ class FlatStorage:
     def allocate(self) -> None:
         """Allocate the memory again, uninitialised; does nothing if it is allocated."""
         if not self.is_allocated:
-            self.tensor.untyped_storage().resize_(self._nbytes)
+            try:
+                self.tensor.untyped_storage().resize_(self._nbytes)
+            except torch.OutOfMemoryError as error:
+                device = self.tensor.device
+                raise _no_room(self._nbytes, self._category, device, self._ledger, error) from error
             self._count_allocation()
 
     def release(self) -> None:
@@ -170,6 +179,27 @@ class FlatStorage:
         self.is_allocated = True
         if os.environ.get(_POISON_VARIABLE) == "1":
             poison(self.tensor)
+
+
+def _no_room(
+    nbytes: int,
+    category: Category,
+    device: torch.device,
+    ledger: ByteLedger,
+    error: torch.OutOfMemoryError,
+) -> torch.OutOfMemoryError:
+    """Return an error that says for what there is no room, and what the flat buffers take."""
+    live = [f"{n:,} of {c.value}" for c, n in ledger.live.items() if n]
+    return torch.OutOfMemoryError(
+        expected(
+            f"{nbytes:,} free bytes for a flat buffer of {category.value}",
+            # torch's advice on its own allocator follows its first sentence.
+            f"'{str(error).partition('. ')[0]}'",
+            where=f"the memory of {device}, where flat buffers take {ledger.total:,} bytes"
+            + (f" ({', '.join(live)})" if live else ""),
+            hint="Use more ranks, recompute activations, or offload; a dry run says what fits",
+        )
+    )
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -46,6 +46,7 @@ from megafsdp.fsdp.keywords import (
 )
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.runtime.process_groups import require_own_gpus
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 from megafsdp.mesh.parallel_dims import default_mesh
@@ -116,7 +117,8 @@ def fully_shard(
 
     Raises:
         ValueError: A module is a unit already or a container without a forward, a parameter is
-            tied to another unit, parameters lie on several devices, or an argument has no meaning.
+            tied to another unit, parameters lie on several devices, two ranks on NCCL have one
+            GPU, or an argument has no meaning.
         TypeError: A policy is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
@@ -129,6 +131,7 @@ def fully_shard(
     found = find_parameters(modules, ignored_params or (), policy)
     check_placements(found, shard_placement_fn)
     mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
+    require_own_gpus(mesh)
     reshard = reshard_of(reshard_after_forward, mesh)
     # Gradients are averaged by this factor alone: no reduction divides again.
     scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()

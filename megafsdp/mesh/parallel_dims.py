@@ -8,6 +8,7 @@ four are reserved: their degrees must be 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -98,12 +99,15 @@ class ParallelDims:
             return init_device_mesh(device_type, (dims.dp_shard,), mesh_dim_names=(DP_SHARD,))
         names = (DP_OUTER, DP_SHARD)
         # torch writes the name of a group into its options, so each axis has its own.
-        options = {name: new_group_options().get("pg_options") for name in names}
+        options: dict[int | str, Any] = {}
+        for name in names:
+            if made := new_group_options():
+                options[name] = (None, made["pg_options"])
         return init_device_mesh(
             device_type,
             (dims.dp_outer, dims.dp_shard),
             mesh_dim_names=names,
-            backend_override={name: (None, each) for name, each in options.items() if each},
+            backend_override=options,
         )
 
 

@@ -166,6 +166,14 @@ def new_group_options() -> dict[str, Any]:
     return {"timeout": timeout, "pg_options": high_priority_options(timeout)}
 
 
+def default_store() -> dist.Store:
+    """Return the store by which the ranks of the default group have met.
+
+    Public: none; a program that makes its own store has it. 2.11 to 2.13.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
 def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
     """Return a part of a file as a file, as ``torch.distributed.checkpoint`` reads a record.
 

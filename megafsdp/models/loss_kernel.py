@@ -19,17 +19,17 @@ _BLOCK = 8192
 _NUM_WARPS = 16
 
 
-@triton.jit
-def _score_row(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    logits_NV,  # noqa: ANN001
-    labels_N,  # noqa: ANN001
-    weights_N,  # noqa: ANN001
-    losses_N,  # noqa: ANN001
-    grads_NV,  # noqa: ANN001
-    num_columns,  # noqa: ANN001
+@triton.jit  # type: ignore[untyped-decorator]
+def _score_row(
+    logits_NV: tl.tensor,
+    labels_N: tl.tensor,
+    weights_N: tl.tensor,
+    losses_N: tl.tensor,
+    grads_NV: tl.tensor,
+    num_columns: tl.constexpr,
     has_grads: tl.constexpr,
     block: tl.constexpr,
-):
+) -> None:
     """Write the loss of one row and, unless only that is wanted, the row's gradient."""
     # 64 bits: 16k rows of 150k columns are more than 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
@@ -40,7 +40,8 @@ def _score_row(  # type: ignore[no-untyped-def]  # noqa: ANN202
     # gradient may take the logits' place. A label that is no column must not read beyond them.
     is_column = (label >= 0) & (label < num_columns)
     picked = tl.load(logits_V + label, mask=is_column, other=float("nan")).to(tl.float32)
-    largest = -float("inf")
+    # Finite: minus infinity less itself, in a first block of scores that are all so, is NaN.
+    largest = -3.0e38
     total = 0.0
     for start in range(0, num_columns, block):
         is_there = start + columns < num_columns
@@ -62,8 +63,8 @@ def _score_row(  # type: ignore[no-untyped-def]  # noqa: ANN202
             tl.store(grads_V + start + columns, grad, mask=is_there)
 
 
-@triton.jit
-def _scale(values, factor, numel, block: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(values: tl.tensor, factor: tl.tensor, numel: tl.tensor, block: tl.constexpr) -> None:
     """Multiply values by a factor on the device; touches none of them if it is 1."""
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
@@ -92,7 +93,8 @@ def score_rows(
         weights_N,
         losses_N,
         logits_NV if grads_NV is None else grads_NV,
-        num_columns,
+        # A constant: a model has one vocabulary, and its rows are then known to be aligned.
+        num_columns=num_columns,
         has_grads=grads_NV is not None,
         block=_BLOCK,
         num_warps=_NUM_WARPS,

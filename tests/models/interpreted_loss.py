@@ -22,6 +22,9 @@ def _compare(dtype: torch.dtype, vocabulary: int, factor: float, may_overwrite: 
     generator = torch.Generator().manual_seed(vocabulary)
     values = torch.randn(2, 3, vocabulary, generator=generator) * 4
     labels = torch.randint(0, vocabulary, (2, 3), generator=generator)
+    # The first block of a row has no word.
+    values[1, 0, : min(_BLOCK, vocabulary - 1)] = -torch.inf
+    labels[1, 0] = vocabulary - 1
     labels[0, 0], labels[1, 2] = 0, vocabulary - 1
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
     found, leaves = [], []

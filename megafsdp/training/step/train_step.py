@@ -32,8 +32,6 @@ from megafsdp.training.step.update import GradStatistics, GradStatsRequest, Weig
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _MAX_IDS = 64
-# Of what the host reads of a step, these come first: loss, ranks, wishes to stop, bad norms.
-_NUM_SUMS = 4
 _UNWANTED, _NO_STATISTICS = GradStatsRequest(), GradStatistics()
 
 
@@ -95,8 +93,8 @@ class _Numbers:
     @classmethod
     def of(cls, queued: QueuedStep) -> _Numbers:
         """Read them."""
-        *named, grad_norm = (numbers := queued.numbers.read())[: _NUM_SUMS + 1]
-        return cls(*named, grad_norm, tuple(numbers[_NUM_SUMS + 1 :]))
+        loss, num_ranks, num_requests, num_bad, grad_norm, *rest = queued.numbers.read()
+        return cls(loss, num_ranks, num_requests, num_bad, grad_norm, tuple(rest))
 
     @property
     def loss(self) -> float:
@@ -188,8 +186,8 @@ class TrainStep:
         numbers = self._reduce(losses, self._update.measure(), statistics)
         queued = QueuedStep(batches, losses, LateNumbers(numbers), loss_scale, wanted)
         if self.reads_late:
-            total, *_, num_bad = numbers[:_NUM_SUMS]
-            is_finite = torch.isfinite(total) & (num_bad == 0)
+            # In the order of _Numbers, of which these are the first and the fourth.
+            is_finite = torch.isfinite(numbers[0]) & (numbers[3] == 0)
             self._update.take((~is_finite).float())
         else:
             self._update.take(not _Numbers.of(queued).is_finite)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -15,11 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
 from megafsdp.device.memory import Category
-from megafsdp.mesh.parallel_dims import ParallelDims
+from megafsdp.fsdp.runtime import process_groups
+from megafsdp.mesh.parallel_dims import ParallelDims, flat_group
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import RankPool, RanksError
 
 Ranks = Callable[[int], RankPool]
+# The function of this name hides the module in its package.
+fully_shard_module = importlib.import_module("megafsdp.fsdp.fully_shard")
 
 
 def _groups_used(is_separate: bool) -> tuple[set[str], set[str]]:
@@ -183,3 +187,40 @@ def test_groups_on_nccl_have_streams_of_high_priority(
     assert all(is_high and is_same for _, is_high, is_same in found)
     for _, is_high, _ in ranks(4).run(_options_of_groups, "cpu:gloo,cuda:gloo", outer)[0]:
         assert not is_high, "another library has no such option"
+
+
+def _shards_on_gpus(gpus: list[str], mesh_type: str = "cuda", backend: str = "nccl") -> str:
+    """Return the error of a model on a mesh that looks as if it were of these GPUs; or nothing."""
+    process_groups._shared_gpus.cache_clear()
+    mesh = ParallelDims(dp_outer=2).build_mesh("cpu")
+    seen = SimpleNamespace(device_type=mesh_type)
+    plain = process_groups.require_own_gpus
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "flat_group", lambda seen: flat_group(mesh))
+        patch.setattr(process_groups, "backends", lambda group: {"cuda": backend})
+        patch.setattr(process_groups, "_own_gpu", lambda: gpus[dist.get_rank()])
+        patch.setattr(fully_shard_module, "require_own_gpus", lambda mesh: plain(seen))
+        try:
+            shard(Net(1), mesh=mesh)
+            # Once a mesh: another exchange would find its own counts in the store.
+            shard(Net(1), mesh=mesh)
+        except ValueError as error:
+            return str(error)
+        finally:
+            process_groups._shared_gpus.cache_clear()
+    return ""
+
+
+def test_ranks_that_share_a_gpu_are_named_on_all_ranks(ranks: Ranks) -> None:
+    """Before NCCL refuses them, at the first call of fully_shard."""
+    found = ranks(4).run(_shards_on_gpus, ["GPU a", "GPU b", "GPU a", "GPU b"])
+    assert len(set(found)) == 1
+    assert "each of the 4 ranks" in found[0] and "set_device(local_rank)" in found[0]
+    assert "got ranks 0, 2 on GPU a; ranks 1, 3 on GPU b." in found[0]
+
+
+def test_ranks_with_gpus_of_their_own_or_without_nccl_are_not_refused(ranks: Ranks) -> None:
+    """With gloo a GPU takes several ranks a GPU, and a mesh of CPUs has none."""
+    assert ranks(4).run(_shards_on_gpus, ["a", "b", "c", "d"]) == [""] * 4
+    assert ranks(4).run(_shards_on_gpus, ["a"] * 4, "cuda", "gloo") == [""] * 4
+    assert ranks(4).run(_shards_on_gpus, ["a"] * 4, "cpu") == [""] * 4
