@@ -117,8 +117,7 @@ def fully_shard(
 
     Raises:
         ValueError: A module is a unit already or a container without a forward, a parameter is
-            tied to another unit, parameters lie on several devices, two ranks on NCCL have one
-            GPU, or an argument has no meaning.
+            tied to another unit, parameters lie on several devices, or an argument has no meaning.
         TypeError: A policy is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
@@ -131,7 +130,6 @@ def fully_shard(
     found = find_parameters(modules, ignored_params or (), policy)
     check_placements(found, shard_placement_fn)
     mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
-    require_own_gpus(mesh)
     reshard = reshard_of(reshard_after_forward, mesh)
     # Gradients are averaged by this factor alone: no reduction divides again.
     scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
@@ -543,7 +541,8 @@ def mesh_of(
     Raises:
         NotImplementedError: ``dp_mesh_dims`` is given, torch's choice of axes of a larger mesh.
         RuntimeError: There is neither a mesh nor a process group.
-        ValueError: The mesh has more than two axes, or two without names.
+        ValueError: The mesh has more than two axes, or two without names; or ranks on NCCL share
+            a GPU.
     """
     if dp_mesh_dims is not None:
         # Such a mesh is one of DTensor parameters, which are cut on its other axes too.
@@ -566,9 +565,10 @@ def mesh_of(
                 )
             )
         # Collective: all ranks come here with the same arguments.
-        return default_mesh(device_type)
+        mesh = default_mesh(device_type)
     # Two unnamed axes are refused: their sizes do not show which one is the slow network.
     if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
+        require_own_gpus(mesh)
         return mesh
     raise ValueError(
         expected(
