@@ -58,8 +58,11 @@ class AdamPass:
     def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
         """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
         remainder = states.buffers.get(REMAINDER)
-        # Beside remainders the kernel writes no cast: the bf16 weight is that copy already.
-        copy_out = None if remainder is not None else self._encodings.output(states)
+        # Beside remainders the kernel writes no cast: the bf16 weight is that copy already. A step
+        # that may be skipped writes none either: its memory is fresh, and the host would not know
+        # that it was not filled. The next gather casts.
+        has_cast = remainder is None and self._found_inf is None
+        copy_out = self._encodings.output(states) if has_cast else None
         buffers = AdamBuffers(
             weight=states.group.main_weight.flat,
             grad=grads.flat,
@@ -119,10 +122,7 @@ class AdamPass:
         self._encodings.finish()
 
     def take_back(self) -> None:
-        """Take back the counts of this step, which the kernels have skipped by ``found_inf``.
-
-        Its casts need no care: those that were not written are of weights that did not change.
-        """
+        """Take back the counts of this step, which the kernels have skipped by ``found_inf``."""
         for states, indices in self._counted:
             states.take_back(indices)
         for state in self._counted_singles:
