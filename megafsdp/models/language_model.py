@@ -179,7 +179,8 @@ class LanguageModel(nn.Module):
 
         Returns:
             Logits (B, T, V) without labels; with labels the mean loss over the unmasked tokens, a
-            scalar in fp32, in nats.
+            scalar in fp32, in nats. Then the logits' memory may take their gradient, so a hook on
+            the output layer copies what it keeps.
 
         Raises:
             ValueError: The rows are longer than the model's longest sequence.
