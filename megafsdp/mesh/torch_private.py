@@ -14,7 +14,7 @@ import inspect
 import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -172,6 +172,28 @@ def default_store() -> dist.Store:
     Public: none; a program that makes its own store has it. 2.11 to 2.13.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+class DeviceBackend(Protocol):
+    """The part of ``ProcessGroupNCCL`` that allocates and registers memory. 2.11 to 2.13."""
+
+    @property
+    def mem_allocator(self) -> Any:
+        """Return the library's allocator, as ``torch.cuda.MemPool`` takes it."""
+
+    def register_mem_pool(self, pool: torch.cuda.MemPool) -> None:
+        """Register the memory of a pool with the communicator."""
+
+    def deregister_mem_pool(self, pool: torch.cuda.MemPool) -> None:
+        """Undo :meth:`register_mem_pool`."""
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> DeviceBackend:
+    """Return the backend that serves a device in a process group.
+
+    Public: none; torch's documentation of ``torch.cuda.MemPool`` uses the same. 2.11 to 2.13.
+    """
+    return cast(DeviceBackend, group._get_backend(device))
 
 
 def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:

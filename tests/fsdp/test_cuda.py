@@ -16,7 +16,7 @@ from megafsdp import (
     mark_main_weights_changed,
     microbatch,
 )
-from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.comm.collectives import backends, record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, shard
 from tests.ranks import Ranks
@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "zero-3": {},
     "zero-3 without prefetch": {"prefetch": 0},
     "zero-3 bf16": {"mp_policy": BF16},
+    "zero-3 bf16 in user buffers": {"nccl_user_buffers": True, "mp_policy": BF16},
     "zero-1": {"strategy": "optim"},
     "ddp": {"strategy": "no_shard"},
     "hsdp": {"mesh": (2, 1)},
@@ -74,6 +75,10 @@ def _trains(name: str) -> set[tuple[str, str]]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    if options.get("nccl_user_buffers"):
+        weights = [g.compute_weight for g in net._fsdp_unit().context.groups]
+        is_nccl = backends(weights[0]._axes.group).get("cuda") == "nccl"
+        assert all((s.slabs is not None) == is_nccl for w in weights for s in w.gathered_storages)
     wanted = reference.state_dict()
     for key, value in full_state_dict(net).items():
         if is_exact:

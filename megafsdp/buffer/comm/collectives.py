@@ -431,6 +431,13 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
         dist.barrier(group=group)
 
 
+def open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the communicator of a library's process group, which comes with its first collective."""
+    # Issued on one rank too: memory can be registered with a communicator only once it is there.
+    _count("all_reduce", "open communicator", 4, group)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 def require_equal(
     value: str,
     *,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
-from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from megafsdp.device.torch_private import set_version, version_of
 from megafsdp.fsdp.params.gather_sources import (
     Buffers,
@@ -207,6 +207,11 @@ class ComputeWeight:
         if self._is_persistent:
             return False
         return any(buffer.storage.is_allocated for buffer in self._full.values())
+
+    @property
+    def gathered_storages(self) -> list[FlatStorage]:
+        """Return the storages that gathers fill and releases free; none of a persistent weight."""
+        return [] if self._is_persistent else [full.storage for full in self._full.values()]
 
     @property
     def needs_statistics(self) -> bool:

@@ -91,6 +91,7 @@ class UnitOptions:
         prefetch: How many units to gather ahead.
         reshard_after_forward: Whether storage is freed between forward and backward; a number
             frees all but a slice on each of so many neighbours; None lets the schedule decide.
+        nccl_user_buffers: Whether gathers fill memory that is registered with NCCL.
         reshard_after_backward: Whether storage is freed when the unit's backward ends.
         unshard_in_backward: Whether backward gathers the unit.
         requires_gradient_sync: Whether backward reduces gradients; False adds them up locally.
@@ -101,6 +102,7 @@ class UnitOptions:
 
     prefetch: int
     reshard_after_forward: bool | int | None
+    nccl_user_buffers: bool = False
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True

@@ -128,12 +128,10 @@ class FSDPUnit:
         groups: Its parameter groups.
         policy: Dtypes of inputs and outputs.
         memory: Where its buffers lie.
-        prefetch: How many units to gather ahead.
-        reshard_after_forward: Whether storage is freed between forward and backward; a number
-            frees all but a slice on each of so many neighbours; None lets the schedule decide.
+        options: What the user chose of its schedule.
 
     Attributes:
-        options: What the user chose of its schedule.
+        options: As given, until the user changes them.
         context: What it shares with the units under one root; None before the first forward.
         outstanding: Its forwards whose backward may come.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
@@ -147,13 +145,12 @@ class FSDPUnit:
         *,
         policy: MixedPrecisionPolicy,
         memory: UnitMemory,
-        prefetch: int,
-        reshard_after_forward: bool | int | None,
+        options: UnitOptions,
     ) -> None:
         self.groups = groups
         self.policy = policy
         self.memory = memory
-        self.options = UnitOptions(prefetch, reshard_after_forward)
+        self.options = options
         self._phase = Phase.RESTING
         self.context: FSDPContext | None = None
         self.outstanding = PendingForwards()
