@@ -127,6 +127,8 @@ LAZY_PACKAGES = frozenset(
     # By name, by megafsdp.checkpoint.huggingface.
     | {"safetensors", "huggingface_hub"}
     | {"torch.utils.tensorboard"}
+    # Imports triton, which is there on CUDA at most.
+    | {"megafsdp.models.loss_kernel"}
 )
 
 COLLECTIVE_STEMS = (

@@ -1,7 +1,7 @@
 """Part 4: equal bits: kernels against their definition in torch on a CPU, runs against runs.
 
 The definition is what the kernels on CPUs and GPUs fall back to, so a rehearsal compares the CPU's
-kernels with it.
+kernels with it. The loss is compared within a tolerance: exponentials are another function there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from benchmarks.gpu.adam_kernel import LAYOUTS, make_buffers
 from benchmarks.gpu.group import one_rank
 from benchmarks.gpu.part import Report, Size
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.models import loss as loss_module
+from megafsdp.models import masked_cross_entropy
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, adam_step
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.kernels.square_sum import device_sum_of_squares
@@ -29,6 +31,9 @@ from megafsdp.optimizer.kernels.square_sum import device_sum_of_squares
 _HYPER = AdamHyper(1e-2, (0.9, 0.95), 1e-8, 0.1)
 _KERNEL_STEPS, _RUN_STEPS, _OFFLOAD_STEPS = 3, 20, 6
 _NUM_LAYERS = 4
+# Of a gradient, beside the largest of its row: fp32 sums and exponentials of other functions; and
+# with a factor of 3 two roundings to bf16, of 2**-9 each.
+_LOSS_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 _CPU = torch.device("cpu")
 Bits = dict[str, torch.Tensor]
 
@@ -51,6 +56,7 @@ def run(size: Size, report: Report) -> None:
             total = device_sum_of_squares(values).item()
         is_met = device_sum_of_squares(values.to(device)).item() == total
         report.check(f"sum of squares, {dtype}", is_met, total)
+    _check_loss(size, report, device)
     with one_rank(size):
         width = size.either(512, 16)
         found = _train_by_given_grads(width, device)
@@ -73,6 +79,36 @@ def _copy(buffers: AdamBuffers, device: torch.device) -> AdamBuffers:
     return AdamBuffers(
         **{name: t.to(device, copy=True) for name, t in _tensors_of(buffers).items()}
     )
+
+
+def _check_loss(size: Size, report: Report, device: torch.device) -> None:
+    """Compare the loss, by the kernel if there is one, with its definition, both on the device."""
+    # Qwen3's vocabulary, and one that is no multiple of anything.
+    for vocabulary, dtype in itertools.product(
+        size.either((151_936, 50_257), (1_536, 257)), _LOSS_TOLERANCES
+    ):
+        logits = (4 * torch.randn(4, 16, vocabulary)).to(dtype).to(device)
+        labels = torch.randint(0, vocabulary, (4, 16)).to(device)
+        mask = (torch.rand(4, 16) < 0.8).float().to(device)
+        found = _loss_and_gradient(logits, labels, mask)
+        is_kernel = loss_module._kernels_for(logits) is not None
+        with mock.patch.object(loss_module, "_kernels_for", lambda logits: None):
+            wanted = _loss_and_gradient(logits, labels, mask)
+        largest = wanted[1].abs().amax(dim=-1, keepdim=True)
+        difference = ((found[1] - wanted[1]).abs() / largest.clamp(min=1e-30)).max().item()
+        is_met = difference <= _LOSS_TOLERANCES[dtype] and bool(largest.max() > 0)
+        is_met &= torch.allclose(found[0], wanted[0], rtol=1e-5, atol=0)
+        name = "kernel" if is_kernel else "definition"
+        report.check(f"loss of {vocabulary} words, {dtype}, by the {name}", is_met, difference)
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = logits.clone().requires_grad_()
+    loss = masked_cross_entropy(leaf * 1, labels, mask, may_overwrite_logits=True)
+    (gradient,) = torch.autograd.grad(loss * 3, leaf)
+    return loss.detach(), gradient.float()
 
 
 def _tensors_of(buffers: AdamBuffers) -> Bits:

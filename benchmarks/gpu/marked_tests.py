@@ -20,6 +20,7 @@ FILES = (
     "tests/optimizer/kernels/test_cuda.py",
     "tests/fsdp/test_cuda.py",
     "tests/optimizer/adam/test_capturable.py",
+    "tests/optimizer/adam/test_step.py",
     "tests/optimizer/offload/test_hybrid.py",
     "tests/optimizer/offload/test_side_effects.py",
     "tests/checkpoint/test_load.py",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megafsdp.data.samples import SampleSource
@@ -38,6 +37,14 @@ class Batch:
     loss_mask: torch.Tensor
     sample_ids: torch.Tensor
 
+    def to(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens, labels and mask on a device; does not wait for it if they are pinned."""
+        return (
+            self.tokens.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.loss_mask.to(device, non_blocking=True),
+        )
+
 
 class Loader:
     """Cut global batches of a dataset into the microbatches of one rank. Local: no collective.
@@ -48,6 +55,9 @@ class Loader:
         micro_batch_size: Samples of one forward on one rank.
         dp_rank: This rank among the data-parallel ranks.
         dp_size: Number of data-parallel ranks.
+        pin_memory: Lock the pages of tokens, labels and masks, so that a copy of them to a GPU with
+            ``non_blocking=True`` does not wait for it. torch reuses such memory only after the
+            copies from it are made, even if the batch is dropped before.
         pad_last: Fill the last global batch with masked rows, so that an evaluation sees every
             sample once. Without it an incomplete global batch is an error. A microbatch may be
             masked as a whole: sum losses and mask over microbatches and ranks before dividing.
@@ -64,6 +74,7 @@ class Loader:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
+        pin_memory: bool = False,
         pad_last: bool = False,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
@@ -77,6 +88,7 @@ class Loader:
         self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
         self._dp_rank = dp_rank
         self._dp_size = dp_size
+        self._pins_memory = pin_memory
         self._pads_last = pad_last
 
     @property
@@ -113,24 +125,28 @@ class Loader:
         return [self._microbatch(first + k * stride) for k in range(self.num_microbatches)]
 
     def _microbatch(self, first_sample: int) -> Batch:
-        shape = (self.micro_batch_size, self.dataset.sequence_length + 1)
-        rows = np.zeros(shape, dtype=np.int64)
-        mask = np.zeros((shape[0], shape[1] - 1), dtype=np.float32)
-        sample_ids = np.full(shape[0], PADDING_SAMPLE_ID, dtype=np.int64)
+        shape = (self.micro_batch_size, self.dataset.sequence_length)
+        batch = Batch(
+            tokens=self._zeros(shape, torch.int64),
+            labels=self._zeros(shape, torch.int64),
+            loss_mask=self._zeros(shape, torch.float32),
+            sample_ids=torch.full(shape[:1], PADDING_SAMPLE_ID, dtype=torch.int64, device="cpu"),
+        )
+        # Written in place: a copy of pinned memory, contiguous() too, would not be pinned.
+        tokens, labels, mask = (t.numpy() for t in (batch.tokens, batch.labels, batch.loss_mask))
         for row in range(shape[0]):
             sample = first_sample + row
             if sample < len(self.dataset):
-                tokens = self.dataset[sample]
-                rows[row, : len(tokens)] = tokens
-                mask[row, : len(tokens) - 1] = 1.0
-                sample_ids[row] = sample
-        stored = torch.from_numpy(rows)
-        return Batch(
-            tokens=stored[:, :-1].contiguous(),
-            labels=stored[:, 1:].contiguous(),
-            loss_mask=torch.from_numpy(mask),
-            sample_ids=torch.from_numpy(sample_ids),
-        )
+                stored = self.dataset[sample]
+                # The last token of a short sample is an input too, whose label is masked.
+                tokens[row, : len(stored)] = stored[: shape[1]]
+                labels[row, : len(stored) - 1] = stored[1:]
+                mask[row, : len(stored) - 1] = 1.0
+                batch.sample_ids[row] = sample
+        return batch
+
+    def _zeros(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=self._pins_memory)
 
 
 def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:

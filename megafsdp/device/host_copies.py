@@ -236,6 +236,32 @@ class ThreadLink:
         self._to_device.close()
 
 
+class LateNumbers:
+    """Numbers that a device computes and the host reads when it needs them.
+
+    Args:
+        numbers: A tensor; it is copied at once, in the order of the current stream.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        handle = DeviceHandle(numbers.device)
+        # A copy to pageable memory would make the host wait for the device here.
+        self._on_host = torch.empty(
+            numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=handle.is_asynchronous
+        )
+        self._on_host.copy_(numbers, non_blocking=True)
+        self._event = handle.record_event(is_blocking=True)
+        self._read: list[float] | None = None
+
+    def read(self) -> list[float]:
+        """Wait until the device has computed the numbers, not for what was queued after them."""
+        if self._read is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._read = self._on_host.tolist()
+        return self._read
+
+
 def link_of(handle: DeviceHandle) -> CopyLink:
     """Make the link of a device."""
     return StreamLink(handle) if handle.is_asynchronous else ThreadLink()

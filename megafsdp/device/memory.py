@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 
 from megafsdp.device.torch_private import preserving_versions
+from megafsdp.errors import expected
 
 _POISON_VARIABLE = "MEGAFSDP_POISON"
 _POISON_BYTE = 0x7F
@@ -240,8 +241,12 @@ class FlatStorage:
         self.slabs: Slabs | None = None
         self._slab: Slab | None = None
         if memory is None:
-            with outside_inference_mode():
-                memory = torch.empty(numel, dtype=dtype, device=device)
+            try:
+                with outside_inference_mode():
+                    memory = torch.empty(numel, dtype=dtype, device=device)
+            except torch.OutOfMemoryError as error:
+                nbytes = numel * dtype.itemsize
+                raise _no_room(nbytes, category, device, ledger, error) from error
         self.tensor = memory
         self._nbytes = memory.nbytes
         self._ledger = ledger
@@ -264,13 +269,18 @@ class FlatStorage:
             return
         slab = None if self.slabs is None else self.slabs.find_free()
         memory = self.tensor.untyped_storage()
-        if slab is None:
-            memory.resize_(self._nbytes)
-        else:
-            # The size of the slab: a pool that is always asked for one size always gives one block.
-            with slab.pool.allocating():
-                memory.resize_(slab.nbytes)
-            slab.is_free = False
+        nbytes = self._nbytes if slab is None else slab.nbytes
+        try:
+            if slab is None:
+                memory.resize_(nbytes)
+            else:
+                # The size of the slab: a pool that is always asked for one size gives one block.
+                with slab.pool.allocating():
+                    memory.resize_(nbytes)
+                slab.is_free = False
+        except torch.OutOfMemoryError as error:
+            device = self.tensor.device
+            raise _no_room(nbytes, self._category, device, self._ledger, error) from error
         self._slab = slab
         self._mark_allocated()
 
@@ -300,6 +310,27 @@ class FlatStorage:
 def _is_poisoning() -> bool:
     # Read once: every gather and every reduction allocates.
     return os.environ.get(_POISON_VARIABLE) == "1"
+
+
+def _no_room(
+    nbytes: int,
+    category: Category,
+    device: torch.device,
+    ledger: ByteLedger,
+    error: torch.OutOfMemoryError,
+) -> torch.OutOfMemoryError:
+    """Return an error that says for what there is no room, and what the flat buffers take."""
+    live = [f"{n:,} of {c.value}" for c, n in ledger.live.items() if n]
+    return torch.OutOfMemoryError(
+        expected(
+            f"{nbytes:,} free bytes for a flat buffer of {category.value}",
+            # torch's advice on its own allocator follows its first sentence.
+            f"'{str(error).partition('. ')[0]}'",
+            where=f"the memory of {device}, where flat buffers take {ledger.total:,} bytes"
+            + (f" ({', '.join(live)})" if live else ""),
+            hint="Use more ranks, recompute activations, or offload; a dry run says what fits",
+        )
+    )
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -46,6 +46,7 @@ from megafsdp.fsdp.keywords import (
 )
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.runtime.process_groups import require_own_gpus
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
@@ -558,7 +559,8 @@ def mesh_of(
     Raises:
         NotImplementedError: ``dp_mesh_dims`` is given, torch's choice of axes of a larger mesh.
         RuntimeError: There is neither a mesh nor a process group.
-        ValueError: The mesh has more than two axes, or two without names.
+        ValueError: The mesh has more than two axes, or two without names; or ranks on NCCL share
+            a GPU.
     """
     if dp_mesh_dims is not None:
         # Such a mesh is one of DTensor parameters, which are cut on its other axes too.
@@ -581,9 +583,10 @@ def mesh_of(
                 )
             )
         # Collective: all ranks come here with the same arguments.
-        return default_mesh(device_type)
+        mesh = default_mesh(device_type)
     # Two unnamed axes are refused: their sizes do not show which one is the slow network.
     if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
+        require_own_gpus(mesh)
         return mesh
     raise ValueError(
         expected(

@@ -8,12 +8,13 @@ four are reserved: their degrees must be 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafsdp.errors import expected
-from megafsdp.mesh.torch_private import flatten_mesh
+from megafsdp.mesh.torch_private import flatten_mesh, new_group_options
 
 DP_OUTER = "dp_outer"
 DP_SHARD = "dp_shard"
@@ -87,7 +88,8 @@ class ParallelDims:
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """Make the mesh: 1-D over ``dp_shard``, or 2-D (dp_outer, dp_shard) if dp_outer > 1.
 
-        Collective over all ranks of the default process group.
+        Collective over all ranks of the default process group. The 1-D mesh uses that group; with
+        NCCL the groups made for the 2-D one run their collectives on streams of high priority.
 
         Raises:
             ValueError: The degrees do not multiply to the world size.
@@ -95,8 +97,17 @@ class ParallelDims:
         dims = self.resolve(dist.get_world_size())
         if dims.dp_outer == 1:
             return init_device_mesh(device_type, (dims.dp_shard,), mesh_dim_names=(DP_SHARD,))
+        names = (DP_OUTER, DP_SHARD)
+        # torch writes the name of a group into its options, so each axis has its own.
+        options: dict[int | str, Any] = {}
+        for name in names:
+            if made := new_group_options():
+                options[name] = (None, made["pg_options"])
         return init_device_mesh(
-            device_type, (dims.dp_outer, dims.dp_shard), mesh_dim_names=(DP_OUTER, DP_SHARD)
+            device_type,
+            (dims.dp_outer, dims.dp_shard),
+            mesh_dim_names=names,
+            backend_override=options,
         )
 
 

@@ -8,6 +8,7 @@ versions in which the private name was seen.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import inspect
 import io
@@ -153,6 +154,39 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
     ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.13.
     """
     return dist._make_nccl_premul_sum(factor)
+
+
+def high_priority_options(timeout: datetime.timedelta) -> Any:
+    """Return options of an NCCL group whose collectives go before other kernels that wait.
+
+    Public: the class; the timeout, which must be that of the call that takes the options, is not.
+    2.11 to 2.13.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
+
+
+def new_group_options() -> dict[str, Any]:
+    """Return arguments of ``dist.new_group`` for a group beside the default one.
+
+    With NCCL its stream has a high priority, and its timeout is the default group's: behind full
+    waves of other kernels a gather would come late. Empty without NCCL. Public: none for the
+    timeout. 2.11 to 2.13.
+    """
+    world = dist.group.WORLD
+    if world is None or "cuda:nccl" not in dist.get_backend_config(world).split(","):
+        return {}
+    timeout = world._get_backend(torch.device("cuda")).options._timeout
+    return {"timeout": timeout, "pg_options": high_priority_options(timeout)}
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the ranks of the default group have met.
+
+    Public: none; a program that makes its own store has it. 2.11 to 2.13.
+    """
+    return dist.distributed_c10d._get_default_store()
 
 
 class DeviceBackend(Protocol):

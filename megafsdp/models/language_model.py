@@ -179,7 +179,8 @@ class LanguageModel(nn.Module):
 
         Returns:
             Logits (B, T, V) without labels; with labels the mean loss over the unmasked tokens, a
-            scalar in fp32, in nats.
+            scalar in fp32, in nats. Then the logits' memory may take their gradient, so a hook on
+            the output layer copies what it keeps.
 
         Raises:
             ValueError: The rows are longer than the model's longest sequence.
@@ -206,4 +207,5 @@ class LanguageModel(nn.Module):
         logits_BTV = self.output_layer(x_BTH)
         if labels_BT is None:
             return logits_BTV
-        return masked_cross_entropy(logits_BTV, labels_BT, loss_mask_BT)
+        # No operator saves them, and no caller sees them.
+        return masked_cross_entropy(logits_BTV, labels_BT, loss_mask_BT, may_overwrite_logits=True)

@@ -130,7 +130,8 @@ class LossScaler:
         self._group = group
         self._state = rule.start()
         self._unscaled: tuple[Optimizer, ...] = ()
-        self._is_finite = True
+        # On the device until somebody asks; the host has to wait for it.
+        self._found_inf: torch.Tensor | bool = False
 
     @property
     def current_scale(self) -> float:
@@ -153,6 +154,18 @@ class LossScaler:
         Raises:
             RuntimeError: Gradients of this step are unscaled already.
             ValueError: A gradient is fp16, where unscaled values would underflow.
+        """
+        self.queue_unscale(*optimizers)
+        return self._is_finite
+
+    @without_dynamo
+    @torch.no_grad()
+    def queue_unscale(self, *optimizers: Optimizer) -> None:
+        """Divide as :meth:`unscale_`, without waiting for what it finds.
+
+        Raises:
+            RuntimeError: As :meth:`unscale_`.
+            ValueError: As :meth:`unscale_`.
         """
         if self._unscaled:
             raise _out_of_turn(
@@ -177,15 +190,22 @@ class LossScaler:
         is_bad = torch.zeros(1, dtype=torch.float32, device=device)
         for (kind, _), locals_ in by_kind.items():
             found = torch.zeros(1, dtype=torch.float32, device=kind)
-            inverse = torch.tensor(1.0 / self._state.scale, dtype=torch.float32, device=kind)
+            # Filled there: a number that is copied to a device is waited for.
+            inverse = torch.full((1,), 1.0 / self._state.scale, dtype=torch.float32, device=kind)
             unscale_and_check(locals_, found, inverse)
             # The operator bumps no version counter, and these show a remembered norm to be old.
             torch.autograd.graph.increment_version(locals_)
             is_bad += found.to(device)
         # A rank that skipped alone would miss the collectives of the step, and ranks would hang.
         all_reduce(is_bad, op="max", group=self._group, label="found inf")
-        self._unscaled, self._is_finite = optimizers, not is_bad.item()
-        return self._is_finite
+        self._unscaled, self._found_inf = optimizers, is_bad
+
+    @property
+    def _is_finite(self) -> bool:
+        """Return whether all ranks' gradients were finite; waits for the device once a step."""
+        if isinstance(self._found_inf, torch.Tensor):
+            self._found_inf = bool(self._found_inf.item())
+        return not self._found_inf
 
     @without_dynamo
     def step(self, optimizer: Optimizer) -> bool:

@@ -49,7 +49,7 @@ from megafsdp.training.step.evaluation import (
 )
 from megafsdp.training.step.lr import LearningRate, Schedule
 from megafsdp.training.step.optimizers import build_optimizer
-from megafsdp.training.step.train_step import NonFiniteError, StepResult, TrainStep
+from megafsdp.training.step.train_step import NonFiniteError, QueuedStep, StepResult, TrainStep
 from megafsdp.training.step.update import GradStatsRequest
 
 StepObserver = Callable[[int, StepResult], None]
@@ -171,6 +171,8 @@ class _Run:
             scaler=self.targets.loss_scaler,
         )
         self.train_step.num_skips_in_a_row = self.state.num_skips_in_a_row
+        # The step whose numbers were not read yet, and whether it is logged.
+        self.queued: tuple[QueuedStep, bool] | None = None
         self.evaluation: EvaluationResult | None = None
         self.meter = Meter(
             world.device,
@@ -211,7 +213,6 @@ class _Run:
                 self._train_step()
             except NonFiniteError as error:
                 raise NonFiniteError(f"{error} {self.saver.save_before_error()}") from error
-            self.saver.poll()
             if _is_due(self.config.checkpoint.interval_steps, state.step):
                 self.saver.save()
             if self._is_evaluation_due and not self.stop.is_agreed:
@@ -228,33 +229,59 @@ class _Run:
         return RunSummary(state.step, state.consumed_samples, is_finished, self.evaluation, text)
 
     def _train_step(self) -> None:
-        state, size = self.state, self.config.train.global_batch_size
-        self.meter.start_step()
-        batches = self.loader.step_batch(state.consumed_samples)
-        num_scheduled = state.consumed_samples - state.skipped_samples + size
-        lr = self.targets.learning_rate.set_for(num_scheduled)
-        next_step, logging = state.step + 1, self.config.logging
-        is_logged = next_step in (1, self.last_step) or _is_due(logging.interval_steps, next_step)
-        result = self.train_step(
-            batches,
-            wanted=GradStatsRequest(
-                group_norms=is_logged and logging.group_grad_norms,
-                num_zeros=is_logged and logging.num_zero_grads,
-            ),
+        """Queue a step; settle it now if it is the last, or its state is saved or evaluated."""
+        config, size = self.config, self.config.train.global_batch_size
+        is_followed = self.queued is not None
+        if not is_followed:
+            self.meter.start_step()
+        step = self.state.step + is_followed + 1
+        batches = self.loader.step_batch(self.state.consumed_samples + size * is_followed)
+        is_logged = step in (1, self.last_step) or _is_due(config.logging.interval_steps, step)
+        wanted = GradStatsRequest(
+            group_norms=is_logged and config.logging.group_grad_norms,
+            num_zeros=is_logged and config.logging.num_zero_grads,
         )
+        queued = self.train_step.queue(batches, wanted=wanted, before_backward=self._begin_backward)
+        self.queued = queued, is_logged
+        is_awaited = step == self.last_step or any(
+            _is_due(interval, step)
+            for interval in (config.checkpoint.interval_steps, config.evaluation.interval_steps)
+        )
+        if is_awaited or self.stop.is_agreed or not self.train_step.reads_late:
+            self._settle()
+
+    def _begin_backward(self) -> None:
+        """Settle the step before: which learning rate comes next depends on whether it was skipped.
+
+        The weights still are those of that step, so it is saved and reported as it stands.
+        """
+        self._settle(is_last=False)
+        state = self.state
+        num_scheduled = state.consumed_samples - state.skipped_samples
+        num_scheduled += self.config.train.global_batch_size
+        self.targets.learning_rate.set_for(num_scheduled)
+
+    def _settle(self, *, is_last: bool = True) -> None:
+        """Read the numbers of the queued step, if there is one, and count, log and report it."""
+        if self.queued is None:
+            return
+        (queued, is_logged), self.queued = self.queued, None
+        state, size = self.state, self.config.train.global_batch_size
+        result = self.train_step.settle(queued)
         self.meter.end_step()
-        state.step = next_step
+        state.step += 1
         state.consumed_samples += size
         state.num_skipped += result.is_skipped
         state.skipped_samples += size * result.is_skipped
         state.num_skips_in_a_row = self.train_step.num_skips_in_a_row
-        if is_logged or self.stop.is_agreed:
+        if is_logged or (is_last and self.stop.is_agreed):
             position = Position(
                 state.step, self.last_step, state.consumed_samples, size, state.num_skipped
             )
-            self.report.log_step(position, result, lr)
+            self.report.log_step(position, result, self.targets.learning_rate.rate)
         if self.on_step is not None:
             self.on_step(state.step, result)
+        self.saver.poll()
 
     def _evaluate(self) -> None:
         if self.held_out is None:
@@ -324,6 +351,7 @@ def _loader(
         micro_batch_size=config.micro_batch_size(world.size),
         dp_rank=world.rank,
         dp_size=world.size,
+        pin_memory=world.device.type == "cuda",
         pad_last=pad_last,
     )
 
@@ -350,10 +378,14 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
     with torch.device("meta"):
         model = build_model(model_config)
     model.activation_checkpointing = config.activation_checkpointing.resolve()
-    parallel = config.parallel
+    layers, parallel = unit_classes(model_config), config.parallel
+    if config.compile.layers:
+        for layer in (module for module in model.modules() if isinstance(module, layers)):
+            # In place: the names of parameters stay. Hooks of units run outside of the graph.
+            layer.compile(backend=config.compile.backend)
     fully_shard_model(
         model,
-        unit_classes(model_config),
+        layers,
         mesh=parallel.dims().build_mesh(world.device.type),
         strategy=parallel.strategy,
         outer_strategy=parallel.outer_strategy,

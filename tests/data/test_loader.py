@@ -154,3 +154,31 @@ def test_rank_outside_the_mesh_is_refused(rank: int) -> None:
     """A rank that does not exist would read another one's samples."""
     with pytest.raises(ConfigError, match=f"from 0 to 1, got {rank}"):
         Loader(_Numbered(4), global_batch_size=2, micro_batch_size=1, dp_rank=rank, dp_size=2)
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_what_a_gpu_copies_is_pinned(monkeypatch: pytest.MonkeyPatch, pin_memory: bool) -> None:
+    """The batch's own memory is, not that of a copy on the way; its values are the same."""
+    pinned: list[int] = []
+    make = torch.zeros
+
+    def noting(*shape: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
+        made = make(*shape, **kwargs)
+        pinned.extend([made.data_ptr()] if pin_memory else [])
+        return made
+
+    plain, *_ = _loaders(2, dataset=_Numbered(60), batch=12, micro=3)
+    monkeypatch.setattr(torch, "zeros", noting)
+    loader = Loader(
+        _Numbered(60),
+        global_batch_size=12,
+        micro_batch_size=3,
+        dp_rank=0,
+        dp_size=2,
+        pin_memory=pin_memory,
+    )
+    batches = loader.step_batch(12)
+    assert _rows(batches) == _rows(plain.step_batch(12))
+    found = [t.data_ptr() for b in batches for t in (b.tokens, b.labels, b.loss_mask)]
+    assert pinned == (found if pin_memory else [])
+    assert all(tensor.is_contiguous() for b in batches for tensor in b.to(torch.device("cpu")))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megafsdp.device import host_copies as link_module
-from megafsdp.device.host_copies import ThreadLink
+from megafsdp.device.host_copies import LateNumbers, ThreadLink
+from megafsdp.device.streams import DeviceHandle
 
 
 class _Clock:
@@ -87,3 +89,20 @@ def test_copies_after_a_fence_wait_for_a_simulated_device(monkeypatch: pytest.Mo
     link.to_device(one).wait()
     assert clock.now_s == 201.0
     link.close()
+
+
+def test_late_numbers_are_those_that_the_device_had_when_they_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What changes them afterwards is queued behind the copy, which is waited for once."""
+    events: list[str] = []
+    event = SimpleNamespace(synchronize=lambda: events.append("waited"))
+    monkeypatch.setattr(
+        DeviceHandle, "record_event", lambda handle, is_blocking: events.append("marked") or event
+    )
+    numbers = torch.tensor([1.0, 2.5], dtype=torch.float64)
+    late = LateNumbers(numbers)
+    numbers.zero_()
+    assert events == ["marked"]
+    assert late.read() == late.read() == [1.0, 2.5]
+    assert events == ["marked", "waited"]

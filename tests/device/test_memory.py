@@ -298,6 +298,30 @@ def test_bytes_of_tensors_count_shared_storages_once() -> None:
     assert tensors_nbytes([base, base[2:4], torch.zeros(3, dtype=torch.float64)]) == 40 + 24
 
 
+def _without_room(*args: object, **kwargs: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB. See the docs.")
+
+
+@pytest.mark.parametrize("is_again", [False, True], ids=["at first", "after a release"])
+def test_a_device_without_room_says_how_many_bytes_of_what(
+    monkeypatch: pytest.MonkeyPatch, is_again: bool
+) -> None:
+    """And what the flat buffers take; the class stays torch's, and nothing is counted."""
+    ledger = ByteLedger()
+    kept = _storage(16, ledger=ledger, category=Category.MAIN_WEIGHT)
+    storage = _storage(2_000, ledger=ledger)
+    storage.release()
+    monkeypatch.setattr(torch, "empty", _without_room)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", _without_room)
+    with pytest.raises(torch.OutOfMemoryError) as failure:
+        storage.allocate() if is_again else _storage(2_000, ledger=ledger)
+    monkeypatch.undo()
+    text = str(failure.value)
+    assert "8,000 free bytes for a flat buffer of unsharded, got 'CUDA out of memory'" in text
+    assert "the memory of cpu, where flat buffers take 64 bytes (64 of main weight)" in text
+    assert ledger.total == kept.tensor.nbytes and not storage.is_allocated
+
+
 class _Pool:
     """A pool that counts the allocations made in its context."""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megafsdp import FusedAdam
 from megafsdp.data import IndexedDatasetWriter
 from megafsdp.training import Config, config_from_dict
 
@@ -87,3 +91,11 @@ def stored_tensors(directory: Path, step: int) -> dict[str, torch.Tensor]:
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def numbers_read_late(is_late: bool = True) -> Iterator[None]:
+    """Have runs read a step's numbers as on a GPU, where the kernels skip a step by a flag."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedAdam, "skips_on_device", property(lambda optimizer: is_late))
+        yield

@@ -164,6 +164,33 @@ def test_recomputation_does_not_change_the_losses(
     assert _losses(ranks, 2, tmp_path, activation_checkpointing=choice, **sections) == wanted
 
 
+def _graphs_of_run(config: Config) -> tuple[int, list[float]]:
+    """Train; return how many graphs were compiled, and the losses."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    losses: list[float] = []
+    train(config, on_step=lambda _, result: losses.append(result.loss))
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], losses
+
+
+# The tracer asks every input for .grad, and torch warns where it is not a leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers_do_not_change_the_losses(
+    ranks: Ranks, tmp_path: Path, straight: Straight
+) -> None:
+    """All layers share one graph in training and one in evaluation; by default none is made.
+
+    The tolerance is that of fp32 in another order of operators over four steps of Adam.
+    """
+    assert not Config().compile.layers
+    write_corpus(tmp_path)
+    section = {"layers": True, "backend": "eager"}
+    config = tiny(tmp_path, compile=section, train={"steps": NUM_STEPS})
+    ((num_graphs, losses),) = ranks(1).run(_graphs_of_run, config)
+    assert num_graphs == 2
+    assert losses == pytest.approx([row["loss"] for row in straight(1)], rel=1e-5)
+
+
 def _choice_of_run(config: Config) -> ActivationCheckpointing:
     """Return what the trained model was told to recompute."""
     found: list[LanguageModel] = []

@@ -30,7 +30,7 @@ from megafsdp.training.step.lr import LearningRate, Schedule
 from megafsdp.training.step.optimizers import build_optimizer
 from megafsdp.training.step.train_step import StepResult, TrainStep
 from tests.ranks import Ranks, RanksError
-from tests.training.runs import rows, stored_tensors, tiny, write_corpus
+from tests.training.runs import numbers_read_late, rows, stored_tensors, tiny, write_corpus
 
 Finished = Callable[..., Config]
 
@@ -174,33 +174,42 @@ def test_the_last_background_save_is_made_again_if_it_fails(
     assert latest_step(config.checkpoint_directory) == 2
 
 
-def _train_to_a_nan(config: Config, at_step: int, failing_file: int | None = None) -> str:
+def _train_to_a_nan(
+    config: Config, at_step: int, failing_file: int | None = None, is_late: bool = False
+) -> str:
     """Train with a loss that is NaN from one step on; return the error."""
     accumulate, num_calls = TrainStep._accumulate, [0]
 
-    def spoilt(step: TrainStep, batches: Sequence[Batch]) -> torch.Tensor:
+    def spoilt(
+        step: TrainStep, batches: Sequence[Batch], before_backward: Callable[[], None]
+    ) -> torch.Tensor:
         num_calls[0] += 1
         if num_calls[0] < at_step:
-            return accumulate(step, batches)
+            return accumulate(step, batches, before_backward)
         with step._model.register_forward_hook(lambda model, args, loss: loss * math.nan):
-            return accumulate(step, batches)
+            return accumulate(step, batches, before_backward)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainStep, "_accumulate", spoilt)
         if failing_file is not None:
             _failing_at(failing_file, patch)
-        with pytest.raises(RuntimeError, match="a finite loss") as failure:
+        with (
+            pytest.raises(RuntimeError, match="a finite loss") as failure,
+            numbers_read_late(is_late),
+        ):
             train(config)
     return str(failure.value)
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "optimizer"),
+    ("checkpoints", "optimizer", "is_late"),
     [
-        ({}, {}),
-        ({"interval_steps": 3}, {}),
-        ({"interval_steps": 3, "in_background": True}, {"kind": "sgd"}),
-        ({"interval_steps": 2, "in_background": True}, {"offload_fraction": 0.5}),
+        ({}, {}, False),
+        ({}, {}, True),
+        ({"interval_steps": 3}, {}, False),
+        ({"interval_steps": 3, "in_background": True}, {"kind": "sgd"}, False),
+        ({"interval_steps": 2, "in_background": True}, {}, True),
+        ({"interval_steps": 2, "in_background": True}, {"offload_fraction": 0.5}, False),
     ],
 )
 def test_a_loss_that_is_not_finite_loses_one_step(
@@ -209,20 +218,22 @@ def test_a_loss_that_is_not_finite_loses_one_step(
     finished: Finished,
     checkpoints: dict[str, Any],
     optimizer: dict[str, Any],
+    is_late: bool,
 ) -> None:
     """The step before is on disk as a straight run has it, and the run that goes on ends alike."""
     every = {"interval_steps": 3, "keep_last": None}
-    steps = {"steps": 4}
+    steps = {"steps": 5}
     straight = finished(num_ranks=2, optimizer=optimizer, checkpoint=every, train=steps)
     checkpoints = {"keep_last": None, **checkpoints}
     apart = {"directory": str(tmp_path / "apart")}
     config = tiny(tmp_path, run=apart, optimizer=optimizer, checkpoint=checkpoints, train=steps)
-    for error in ranks(2).run(_train_to_a_nan, config, 4):
+    # Late, step 4 is read when the forward of step 5 was queued, which is given up.
+    for error in ranks(2).run(_train_to_a_nan, config, 4, None, is_late):
         where = f"'{config.checkpoint_directory}'"
         assert error.endswith(f". Step 3, the one before, is saved in {where}.")
     assert latest_step(config.checkpoint_directory) == 3
     ranks(2).run(train, config)
-    for step in (3, 4):
+    for step in (3, 5):
         wanted = stored_tensors(straight.checkpoint_directory, step)
         found = stored_tensors(config.checkpoint_directory, step)
         assert wanted.keys() == found.keys()

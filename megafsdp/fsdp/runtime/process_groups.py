@@ -1,17 +1,25 @@
 """Process groups that units need besides those of their meshes.
 
 Neighbours divide a unit's storage among themselves between forward and backward; a twin lets
-reductions run beside gathers. What is sent over them is decided elsewhere.
+reductions run beside gathers. What is sent over them is decided elsewhere. The file also checks
+what NCCL would refuse at the first collective: two ranks on one GPU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from megafsdp.buffer.comm.collectives import backends
+from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.mesh.parallel_dims import flat_group
+from megafsdp.mesh.torch_private import default_store, new_group_options
 
 
 class ExtraGroups:
@@ -55,7 +63,7 @@ def _new_group(ranks: list[int]) -> dist.ProcessGroup:
     # ranks of the world: one pipeline stage alone would wait for ever.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(ranks, use_local_synchronization=True)
+        return dist.new_group(ranks, use_local_synchronization=True, **new_group_options())
     finally:
         world.bound_device_id = bound
 
@@ -85,3 +93,47 @@ def separate_reductions(
             inner = extra_groups.twin(inner)
             outer = outer and extra_groups.twin(outer)
         group.gradients.choose_groups(inner, outer)
+
+
+def require_own_gpus(mesh: DeviceMesh) -> None:
+    """Check that each rank of a mesh on NCCL computes on a GPU of its own; once a mesh.
+
+    Collective over the ranks of the mesh, by the store in which they met: what NCCL says at the
+    first collective names no cause, and not on all ranks.
+
+    Raises:
+        ValueError: Two ranks have one GPU; on all ranks.
+    """
+    group = flat_group(mesh)
+    is_nccl = mesh.device_type == "cuda" and backends(group).get("cuda") == "nccl"
+    shared = _shared_gpus(group.group_name, group.rank(), group.size()) if is_nccl else ""
+    if shared:
+        raise ValueError(
+            expected(
+                f"a GPU for each of the {group.size()} ranks, which NCCL needs",
+                shared,
+                where="the mesh of fully_shard()",
+                hint="Call torch.cuda.set_device(local_rank) before it, start one rank a GPU, or"
+                " use gloo",
+            )
+        )
+
+
+@functools.cache
+def _shared_gpus(group_name: str, rank: int, size: int) -> str:
+    """Return which ranks have one GPU, alike on all ranks; nothing if none do."""
+    store = dist.PrefixStore(f"megafsdp/gpus/{group_name}/", default_store())
+    store.set(str(rank), _own_gpu())
+    # The last one to come compares for all: each with each would be thousands of reads a rank.
+    if store.add("arrived", 1) == size:
+        ranks_of: dict[str, list[str]] = {}
+        for each in map(str, range(size)):
+            ranks_of.setdefault(store.get(each).decode(), []).append(each)
+        shared = [f"ranks {', '.join(r)} on {gpu}" for gpu, r in ranks_of.items() if r[1:]]
+        store.set("shared", listed(shared, separator="; "))
+    # Waits for the last one.
+    return store.get("shared").decode()
+
+
+def _own_gpu() -> str:
+    return f"GPU {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"

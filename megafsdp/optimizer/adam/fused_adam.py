@@ -146,6 +146,9 @@ class FusedAdam(Optimizer):
         self.grad_norm: torch.Tensor | None = None
         # The norm of gradients as they are, maybe still scaled; one step uses it.
         self._measured: torch.Tensor | None = None
+        # Only in step_unless(): the flag that its kernels read, and after it what it has counted.
+        self._device_flag: torch.Tensor | None = None
+        self._queued: AdamPass | None = None
         self.capturable = capturable
         self.ftz = ftz
         if capturable:
@@ -199,7 +202,7 @@ class FusedAdam(Optimizer):
             own["_store"] = StateStore(
                 dtypes, has_remainders=has_remainders, counts_on_device=own["capturable"]
             )
-            own |= {"_plans": {}, "_measured": None}
+            own |= {"_plans": {}, "_measured": None, "_device_flag": None, "_queued": None}
         super().__setstate__(own)
         # Only now: before, the base class has not set the parameter groups.
         if "_stored" in state:
@@ -308,6 +311,42 @@ class FusedAdam(Optimizer):
         self._step_found(found, scale=self._gradient_scale(measured), found_inf=found_inf)
         return loss
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Return whether :meth:`step_unless` makes no host wait, and skips to the last bit.
+
+        It needs the CUDA kernels on the device of all parameters, and moments that they step
+        without another encoding; a capturable step has a ``found_inf`` of its own.
+        """
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        return (
+            not self.capturable
+            and set(self._store.dtypes.values()) <= {torch.float32, torch.bfloat16}
+            and all(usable_module(device) is not None for device in devices)
+        )
+
+    def step_unless(self, found_inf: torch.Tensor) -> None:
+        """Queue a step of which the device decides whether it changes anything.
+
+        The host reads nothing, so it counts the step. It calls :meth:`take_back_step` when it has
+        learnt that the step was skipped, before it steps again or saves states. Collective as
+        :meth:`step`.
+
+        Args:
+            found_inf: 0-dim fp32; weights and moments change only if it is zero.
+        """
+        self._device_flag = found_inf
+        try:
+            self.step()
+        finally:
+            self._device_flag = None
+
+    def take_back_step(self) -> None:
+        """Take back the count of the last :meth:`step_unless`, which the device has skipped."""
+        if self._queued is not None:
+            self._queued.take_back()
+            self._queued = None
+
     def _states_to_step(self) -> dict[torch.Tensor, Any]:
         """Return :attr:`state` for a step; what was begun ahead of it is not dropped."""
         return self.state
@@ -324,7 +363,9 @@ class FusedAdam(Optimizer):
         if self.capturable:
             adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf, ftz=self.ftz)
         else:
-            adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
+            flag = self._device_flag
+            adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz, found_inf=flag)
+            self._queued = None if flag is None else adam_pass
         hypers = [
             GroupHyper.of(g, adam_w_mode=self.adam_w_mode, reads_tensors=not self.capturable)
             for g in self.param_groups

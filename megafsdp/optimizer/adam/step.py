@@ -32,21 +32,36 @@ class AdamPass:
         store: Where states are.
         scale: Factor on the gradients: a number, or 0-dim on their device, in fp32 on a GPU.
         ftz: Whether denormal numbers are flushed.
+        found_inf: 0-dim fp32; kernels change nothing unless it is zero. The step is counted all the
+            same: see :meth:`take_back`.
     """
 
-    def __init__(self, store: StateStore, *, scale: float | torch.Tensor, ftz: bool) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        *,
+        scale: float | torch.Tensor,
+        ftz: bool,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
         # A factor on the CPU is an argument of any kernel. One on a GPU is read there by it.
         is_on_host = isinstance(scale, torch.Tensor) and scale.device.type == "cpu"
         self._scale = float(scale) if is_on_host else scale
-        self._store, self._ftz = store, ftz
+        self._store, self._ftz, self._found_inf = store, ftz, found_inf
         self._kernels: dict[torch.device, AdamKernel] = {}
         self._encodings = _Encodings()
+        # What was counted, without the gradients, which the caller drops.
+        self._counted: list[tuple[FlatStates, list[int]]] = []
+        self._counted_singles: list[dict[str, Any]] = []
 
     def step_flat(self, states: FlatStates, grads: DBuffer, members: Members) -> None:
         """Step parameters of one flat buffer, whose gradients lie in a buffer as they do; local."""
         remainder = states.buffers.get(REMAINDER)
-        # Beside remainders the kernel writes no cast: the bf16 weight is that copy already.
-        copy_out = None if remainder is not None else self._encodings.output(states)
+        # Beside remainders the kernel writes no cast: the bf16 weight is that copy already. A step
+        # that may be skipped writes none either: its memory is fresh, and the host would not know
+        # that it was not filled. The next gather casts.
+        has_cast = remainder is None and self._found_inf is None
+        copy_out = self._encodings.output(states) if has_cast else None
         buffers = AdamBuffers(
             weight=states.group.main_weight.flat,
             grad=grads.flat,
@@ -58,6 +73,7 @@ class AdamPass:
         # One call for each count of steps, which the bias correction depends on: nearly always one.
         by_step: dict[int, list[AdamSegment]] = {}
         for (hyper, _), indices in members:
+            self._counted.append((states, indices))
             for step, counted in states.advance(indices).items():
                 runs = states.runs(counted)
                 segments = [AdamSegment(run.start, run.stop, hyper) for run in runs]
@@ -78,6 +94,7 @@ class AdamPass:
     ) -> None:
         """Step one tensor by itself, through copies of what the kernel does not take; local."""
         state["step"] += 1
+        self._counted_singles.append(state)
         # Only after the count: ranks without rows count too, since all save the same states.
         own = local_tensor(parameter)
         if not own.numel():
@@ -114,6 +131,13 @@ class AdamPass:
         """
         self._encodings.finish()
 
+    def take_back(self) -> None:
+        """Take back the counts of this step, which the kernels have skipped by ``found_inf``."""
+        for states, indices in self._counted:
+            states.take_back(indices)
+        for state in self._counted_singles:
+            state["step"] -= 1
+
     def _call(
         self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], step: int
     ) -> None:
@@ -122,7 +146,12 @@ class AdamPass:
         if kernel is None:
             # Main weights may lie on several devices, the host among them.
             scale = self._scale.to(device) if isinstance(self._scale, torch.Tensor) else self._scale
-            kernel = AdamKernel(device, grad_scale=scale, flush_denormals=self._ftz)
+            kernel = AdamKernel(
+                device,
+                grad_scale=scale,
+                found_inf=None if self._found_inf is None else self._found_inf.to(device),
+                flush_denormals=self._ftz,
+            )
             self._kernels[device] = kernel
         kernel(buffers, hyper, step=step)
 

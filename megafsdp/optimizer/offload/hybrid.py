@@ -361,6 +361,11 @@ class HybridDeviceOptimizer(FusedAdam):
         self._plans[number] = HostPlan(parameters, self._store, self._host)
         return self._plans[number]
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Return False: the host steps its part, so it must know."""
+        return False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; in place only when the host has read them."""
         self._ahead.cancel_all()

@@ -181,6 +181,14 @@ class FlatStates:
         self._counted_version = version_of(self._steps)
         return _by_count(indices, counts)
 
+    def take_back(self, indices: list[int]) -> None:
+        """Take back the step that :meth:`advance` has counted last for these parameters."""
+        counts = self._current_counts()
+        self._steps[indices] -= 1
+        for index in indices:
+            counts[index] -= 1
+        self._counted_version = version_of(self._steps)
+
     def upcoming(self, indices: list[int]) -> dict[int, list[int]]:
         """Return the result of :meth:`advance` without counting."""
         return _by_count(indices, [count + 1 for count in self._current_counts()])

@@ -157,6 +157,21 @@ class ActivationCheckpointingSection:
 
 
 @dataclass(frozen=True)
+class CompileSection:
+    """Compilation of the layers' forward by torch; losses change by rounding alone.
+
+    Attributes:
+        layers: Compile each layer, in one graph that all of them share. The first step waits for
+            the compiler, and so does the first evaluation.
+        backend: torch's name of the compiler. inductor needs Triton on CUDA and a C++ compiler on
+            a CPU.
+    """
+
+    layers: bool = False
+    backend: str = "inductor"
+
+
+@dataclass(frozen=True)
 class RunSection:
     """What the run is called and where it lives.
 
@@ -384,6 +399,7 @@ class Config:
         parallel: How ranks share the model.
         precision: Dtypes.
         activation_checkpointing: What backward recomputes.
+        compile: What torch compiles.
         optimizer: The optimizer.
         muon: What only Muon takes.
         loss_scale: Loss scale of fp16.
@@ -405,6 +421,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointingSection = field(
         default_factory=ActivationCheckpointingSection
     )
+    compile: CompileSection = field(default_factory=CompileSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     muon: MuonSection = field(default_factory=MuonSection)
     loss_scale: LossScaleSection = field(default_factory=LossScaleSection)

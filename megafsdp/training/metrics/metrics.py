@@ -111,12 +111,14 @@ class Meter:
         self._num_steps = 0
 
     def start_step(self) -> None:
-        """Begin to time a step."""
+        """Begin to time a step that follows no other in the device's queue."""
         self._started_s = time.perf_counter()
 
     def end_step(self) -> None:
-        """End the time of a step, which has read its loss back and with it awaited the device."""
-        self._elapsed_s += time.perf_counter() - self._started_s
+        """End the time of a step, whose loss was read: the device has done it. Time the next."""
+        now_s = time.perf_counter()
+        self._elapsed_s += now_s - self._started_s
+        self._started_s = now_s
         self._num_steps += 1
 
     def read(self, num_steps_left: int) -> Rates:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megafsdp.buffer.comm.collectives import barrier
 from megafsdp.device.host_memory import keep_freed_memory
 from megafsdp.errors import ConfigError, expected
+from megafsdp.mesh.torch_private import high_priority_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,19 @@ def _init(world: World, timeout: datetime.timedelta) -> None:
     # Small objects travel over gloo, so that they cost the GPU nothing.
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     device_id = world.device if is_cuda else None
+    options = high_priority_options(timeout) if is_cuda else None
     if "RANK" in os.environ:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise _wrong_launch(f"{name} beside RANK", "none", "RANK")
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id, pg_options=options)
         return
     dist.init_process_group(
-        backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        backend,
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timeout,
+        device_id=device_id,
+        pg_options=options,
     )

@@ -84,7 +84,7 @@ def evaluate(
                 return None
             for batch in loader.step_batch(step * loader.global_batch_size):
                 mask = batch.loss_mask
-                loss = model(batch.tokens.to(device), batch.labels.to(device), mask.to(device))
+                loss = model(*batch.to(device))
                 num_tokens = float(mask.sum(dtype=torch.float64))
                 labels = batch.labels[mask > 0].numpy()
                 num_bytes = 0 if tokenizer is None else tokenizer.num_bytes(labels)

@@ -109,12 +109,17 @@ class LearningRate:
         schedule: The rate over samples.
         follows_checkpoint: Use the schedule of a loaded checkpoint where it differs, instead of the
             configured one. Either way the differences are logged.
+
+    Attributes:
+        schedule: The rate over samples.
+        rate: The one that was set last.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, schedule: Schedule, *, follows_checkpoint: bool
     ) -> None:
         self.schedule = schedule
+        self.rate = 0.0
         self._optimizer = optimizer
         self._follows_checkpoint = follows_checkpoint
 
@@ -123,10 +128,10 @@ class LearningRate:
 
         Steps that were skipped do not count, as in Megatron-LM: the schedule waits for them.
         """
-        lr = self.schedule.at(num_samples)
+        self.rate = self.schedule.at(num_samples)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr * group.get(LR_MULTIPLIER, 1.0)
-        return lr
+            group["lr"] = self.rate * group.get(LR_MULTIPLIER, 1.0)
+        return self.rate
 
     def state_dict(self) -> dict[str, object]:
         """Return the schedule as plain values."""

@@ -3,13 +3,19 @@
 Every decision here is made from reduced numbers, so all ranks decide alike. Learning rates are set
 by the caller; the loss of a microbatch is the mean over its tokens and training samples are never
 padded, so the mean over microbatches and ranks is the mean over the global batch.
+
+The host reads one tensor of numbers a step. Where the optimizer can skip a step on the device, it
+reads them after the next step's first forward was queued, so that the device does not run dry::
+
+    host     queue step 1   queue forward 2   read 1, decide   queue the rest of step 2   ...
+    device                  [ step 1                  ][ forward 2 ][ rest of step 2 ]
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +23,7 @@ from torch import nn
 
 from megafsdp.buffer.comm.collectives import all_gather_objects, all_reduce
 from megafsdp.data import Batch
+from megafsdp.device.host_copies import LateNumbers
 from megafsdp.errors import expected
 from megafsdp.fsdp import microbatch
 from megafsdp.optimizer.loss_scaler import LossScaler
@@ -51,6 +58,53 @@ class StepResult:
     sample_ids: tuple[int, ...]
     loss_scale: float | None = None
     statistics: GradStatistics = _NO_STATISTICS
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedStep:
+    """A step that the device has in its queue, or has done.
+
+    Attributes:
+        batches: This rank's microbatches.
+        losses: Theirs, 1-D.
+        numbers: What the host reads.
+        loss_scale: Factor on the loss; None without loss scaling.
+        wanted: What else is among the numbers.
+    """
+
+    batches: Sequence[Batch]
+    losses: torch.Tensor
+    numbers: LateNumbers
+    loss_scale: float | None
+    wanted: GradStatsRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers of a step, in their order; the first four are sums over ranks."""
+
+    total_loss: float
+    num_ranks: float
+    num_requests: float
+    num_bad: float
+    grad_norm: float
+    statistics: tuple[float, ...]
+
+    @classmethod
+    def of(cls, queued: QueuedStep) -> _Numbers:
+        """Read them."""
+        loss, num_ranks, num_requests, num_bad, grad_norm, *rest = queued.numbers.read()
+        return cls(loss, num_ranks, num_requests, num_bad, grad_norm, tuple(rest))
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss over all ranks."""
+        return self.total_loss / self.num_ranks
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether it and all gradients are finite."""
+        return math.isfinite(self.total_loss) and not self.num_bad
 
 
 class TrainStep:
@@ -88,6 +142,11 @@ class TrainStep:
         self._stop = stop
         self.num_skips_in_a_row = 0
 
+    @property
+    def reads_late(self) -> bool:
+        """Return whether a step is queued before the host knows its numbers."""
+        return self._update.skips_on_device
+
     def __call__(
         self, batches: Sequence[Batch], *, wanted: GradStatsRequest = _UNWANTED
     ) -> StepResult:
@@ -98,54 +157,103 @@ class TrainStep:
             wanted: What else to compute of the gradients, alike on all ranks.
 
         Raises:
+            NonFiniteError: As :meth:`settle`.
+        """
+        return self.settle(self.queue(batches, wanted=wanted))
+
+    def queue(
+        self,
+        batches: Sequence[Batch],
+        *,
+        wanted: GradStatsRequest = _UNWANTED,
+        before_backward: Callable[[], None] = lambda: None,
+    ) -> QueuedStep:
+        """Queue a step; waits for its numbers unless :attr:`reads_late`.
+
+        Collective over all ranks. :meth:`settle` comes next, for one step at a time.
+
+        Args:
+            batches: This rank's microbatches of a global batch.
+            wanted: What else to compute of the gradients, alike on all ranks.
+            before_backward: Called once the first forward is queued. Nothing before it depends on
+                the last step's numbers, so the caller settles that step here, and sets learning
+                rates.
+        """
+        losses = self._accumulate(batches, before_backward)
+        loss_scale = self._update.loss_scale
+        self._update.unscale()
+        statistics = self._update.statistics(wanted)
+        numbers = self._reduce(losses, self._update.measure(), statistics)
+        queued = QueuedStep(batches, losses, LateNumbers(numbers), loss_scale, wanted)
+        if self.reads_late:
+            # In the order of _Numbers, of which these are the first and the fourth.
+            is_finite = torch.isfinite(numbers[0]) & (numbers[3] == 0)
+            self._update.take((~is_finite).float())
+        else:
+            self._update.take(not _Numbers.of(queued).is_finite)
+        return queued
+
+    def settle(self, queued: QueuedStep) -> StepResult:
+        """Read the numbers of a step and act on them: the loss scale, skips, a request to stop.
+
+        Local if they are finite, else collective over all ranks.
+
+        Raises:
             NonFiniteError: A loss or the gradient norm is not finite, and the policy is to raise or
                 too many steps were skipped in a row. On all ranks; the weights are unchanged.
         """
-        loss_scale = self._update.loss_scale
-        losses = self._accumulate(batches)
-        self._update.unscale()
-        statistics = self._update.statistics(wanted)
-        grad_norm = self._update.measure()
-        loss, is_finite = self._reduce(losses, has_finite_grads=math.isfinite(grad_norm))
+        numbers = _Numbers.of(queued)
+        self._stop.record_agreement(numbers.num_requests)
+        is_finite, loss = numbers.is_finite, numbers.loss
         is_recoverable = math.isfinite(loss) and self._update.can_lower_scale
-        self._update.finish(is_finite=is_finite)
+        self._update.settle(is_finite=is_finite)
         if is_finite:
             self.num_skips_in_a_row = 0
         elif is_recoverable:
-            _LOGGER.info("skipped a step: gradients overflow at loss scale %g", loss_scale)
+            _LOGGER.info("skipped a step: gradients overflow at loss scale %g", queued.loss_scale)
         else:
-            self._report_nonfinite(batches, losses, loss, grad_norm)
-        ids = torch.cat([batch.sample_ids for batch in batches]).tolist()
-        return StepResult(loss, grad_norm, not is_finite, tuple(ids), loss_scale, statistics)
+            self._report_nonfinite(queued.batches, queued.losses, loss, numbers.grad_norm)
+        return StepResult(
+            loss=loss,
+            grad_norm=numbers.grad_norm,
+            is_skipped=not is_finite,
+            sample_ids=tuple(torch.cat([batch.sample_ids for batch in queued.batches]).tolist()),
+            loss_scale=queued.loss_scale,
+            statistics=GradStatistics.of(queued.wanted, numbers.statistics),
+        )
 
-    def _accumulate(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def _accumulate(
+        self, batches: Sequence[Batch], before_backward: Callable[[], None]
+    ) -> torch.Tensor:
         """Run forward and backward of each microbatch; return their losses."""
         self._model.train()
         losses = []
         for index, batch in enumerate(batches):
             with microbatch(self._model, is_last=index == len(batches) - 1):
-                loss = self._model(
-                    batch.tokens.to(self._device, non_blocking=True),
-                    batch.labels.to(self._device, non_blocking=True),
-                    batch.loss_mask.to(self._device, non_blocking=True),
-                )
+                loss = self._model(*batch.to(self._device))
+                if index == 0:
+                    before_backward()
                 self._update.scale(loss / len(batches)).backward()
             losses.append(loss.detach())
         return torch.stack(losses)
 
-    def _reduce(self, losses: torch.Tensor, *, has_finite_grads: bool) -> tuple[float, bool]:
-        """Return the mean loss over all ranks and whether it and all gradients are finite.
+    def _reduce(
+        self, losses: torch.Tensor, norm: torch.Tensor, statistics: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what the host reads of a step, fp64 on the device: see :class:`_Numbers`.
 
-        The same all-reduce agrees on a request to stop.
+        The all-reduce of the loss agrees on a request to stop too, and on gradients that are not
+        finite: where they are whole on every rank, one rank's copy alone may be bad.
         """
         one = torch.ones((), dtype=torch.float64, device=self._device)
-        flags = (self._stop.is_requested, not has_finite_grads)
-        sums = torch.stack([losses.double().mean(), one, *(one * flag for flag in flags)])
+        # Norms of gradients on the host are there. Queued, so that nothing waits for the device.
+        rest = [t.double().to(self._device, non_blocking=True) for t in (norm.view(1), *statistics)]
+        is_bad = ~torch.isfinite(rest[0][0])
+        sums = torch.stack(
+            [losses.double().mean(), one, one * self._stop.is_requested, is_bad.double()]
+        )
         all_reduce(sums, label="loss")
-        total, num_ranks, num_requests, num_bad = sums.tolist()
-        self._stop.record_agreement(num_requests)
-        loss = total / num_ranks
-        return loss, math.isfinite(loss) and not num_bad
+        return torch.cat([sums, *rest])
 
     def _report_nonfinite(
         self, batches: Sequence[Batch], losses: torch.Tensor, loss: float, grad_norm: float

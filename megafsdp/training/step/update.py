@@ -3,13 +3,14 @@
 FusedAdam measures the norm and clips by it: its step multiplies by the factors of unscaling and
 clipping, and the gradients are left as they are. Elsewhere gradients are unscaled and
 clipped in place first. Both give the same weights, bit for bit where main gradients are fp32 and
-the loss scale a power of two. Whether a step is taken is decided by
-:mod:`megafsdp.training.step.train_step`, between the norm and the step.
+the loss scale a power of two. What is measured stays on the device; whether a step is taken is
+decided by :mod:`megafsdp.training.step.train_step`, between the norm and the step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,13 @@ class GradStatistics:
     group_norms: tuple[float, ...] = ()
     num_zeros: int | None = None
 
+    @classmethod
+    def of(cls, wanted: GradStatsRequest, numbers: Sequence[float]) -> GradStatistics:
+        """Return what :meth:`WeightUpdate.statistics` has computed, read by the host."""
+        if not wanted.num_zeros:
+            return cls(tuple(numbers))
+        return cls(tuple(numbers[:-1]), int(numbers[-1]))
+
 
 class WeightUpdate:
     """Measure the norm of a step's gradients, then take the step or skip it.
@@ -74,6 +82,7 @@ class WeightUpdate:
         self._optimizer = optimizer
         self._max_norm = math.inf if clip_norm is None else clip_norm
         self._scaler = scaler
+        self._skips_on_device = isinstance(optimizer, FusedAdam) and optimizer.skips_on_device
         if isinstance(optimizer, FusedAdam):
             _check_clipping(optimizer, model, self._max_norm)
 
@@ -94,56 +103,83 @@ class WeightUpdate:
         """Return the loss that backward starts from; local."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Return whether a step is queued before the host knows that it may be taken."""
+        return self._skips_on_device
+
     def unscale(self) -> None:
         """Take the loss scale off the gradients, unless the optimizer's step does.
 
         Collective over all ranks where it does: one all-reduce of one element.
         """
         if self._scaler is not None and not isinstance(self._optimizer, FusedAdam):
-            self._scaler.unscale_(self._optimizer)
+            self._scaler.queue_unscale(self._optimizer)
 
-    def statistics(self, wanted: GradStatsRequest) -> GradStatistics:
-        """Return statistics of the gradients; call it between :meth:`unscale` and :meth:`measure`.
+    def statistics(self, wanted: GradStatsRequest) -> list[torch.Tensor]:
+        """Compute statistics of the gradients, between :meth:`unscale` and :meth:`measure`.
 
         Collective over all ranks: one small all-reduce for each of the two that is wanted.
+
+        Returns:
+            1-D tensors, in the order in which :meth:`GradStatistics.of` takes their numbers.
         """
         is_scaled = isinstance(self._optimizer, FusedAdam)
         scale = (self.loss_scale or 1.0) if is_scaled else 1.0
-        norms: tuple[float, ...] = ()
+        found = []
         if wanted.group_norms:
-            norms = tuple((param_group_norms(self._optimizer).double() / scale).tolist())
-        num_zeros = int(num_zero_grads(self._model)) if wanted.num_zeros else None
-        return GradStatistics(norms, num_zeros)
+            found.append(param_group_norms(self._optimizer).double() / scale)
+        if wanted.num_zeros:
+            found.append(num_zero_grads(self._model).view(1))
+        return found
 
-    def measure(self) -> float:
-        """Return the norm of the unscaled, unclipped gradients; collective over all ranks.
+    def measure(self) -> torch.Tensor:
+        """Return the norm of the unscaled, unclipped gradients, 0-dim; collective over all ranks.
 
         Comes after :meth:`unscale`, and clips gradients unless the optimizer's step does.
         """
         if isinstance(self._optimizer, FusedAdam):
-            return float(self._optimizer.measure_grad_norm(loss_scale=self.loss_scale or 1.0))
-        return float(clip_grad_norm_(self._model, self._max_norm))
+            return self._optimizer.measure_grad_norm(loss_scale=self.loss_scale or 1.0)
+        return clip_grad_norm_(self._model, self._max_norm)
 
-    def finish(self, *, is_finite: bool) -> None:
-        """Step if all ranks have finite gradients, update the scaler, and drop the gradients."""
-        if is_finite:
+    def take(self, found_inf: torch.Tensor | bool) -> None:
+        """Step unless a number is not finite, and drop the gradients; :meth:`settle` comes next.
+
+        Args:
+            found_inf: What all ranks found; where :attr:`skips_on_device` a 0-dim fp32 tensor
+                there, by which the queued step changes nothing unless it is zero.
+        """
+        if isinstance(found_inf, torch.Tensor):
+            self._step(found_inf)
+        elif not found_inf:
             self._step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def settle(self, *, is_finite: bool) -> None:
+        """Take over what the host has learnt of the step; before the next loss is scaled."""
+        if not is_finite and self._skips_on_device:
+            assert isinstance(self._optimizer, FusedAdam), "it has queued a step"
+            self._optimizer.take_back_step()
         if self._scaler is not None:
             self._scaler.update(is_finite=is_finite)
 
-    def _step(self) -> None:
+    def _step(self, found_inf: torch.Tensor | None = None) -> None:
         optimizer, loss_scale = self._optimizer, self.loss_scale
-        if loss_scale is None or not isinstance(optimizer, FusedAdam):
+        if not isinstance(optimizer, FusedAdam):
             optimizer.step()
             return
-        # torch's protocol of optimizers that unscale by themselves.
-        scale = torch.tensor(loss_scale, dtype=torch.float64, device="cpu")
-        optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        if loss_scale is not None:
+            # torch's protocol of optimizers that unscale by themselves.
+            scale = torch.tensor(loss_scale, dtype=torch.float64, device="cpu")
+            optimizer.grad_scale = scale  # type: ignore[attr-defined]
         try:
-            optimizer.step()
+            if found_inf is None:
+                optimizer.step()
+            else:
+                optimizer.step_unless(found_inf)
         finally:
-            del optimizer.grad_scale  # type: ignore[attr-defined]
+            if loss_scale is not None:
+                del optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 def _check_clipping(optimizer: FusedAdam, model: nn.Module, max_norm: float) -> None:

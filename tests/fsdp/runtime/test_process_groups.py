@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
 from megafsdp.device.memory import Category
+from megafsdp.fsdp.runtime import process_groups
+from megafsdp.mesh.parallel_dims import ParallelDims, flat_group
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import RankPool, RanksError
 
 Ranks = Callable[[int], RankPool]
+# The function of this name hides the module in its package.
+fully_shard_module = importlib.import_module("megafsdp.fsdp.fully_shard")
 
 
 def _groups_used(is_separate: bool) -> tuple[set[str], set[str]]:
@@ -131,3 +139,93 @@ def _bound_while_made() -> list[object]:
 def test_groups_of_some_ranks_are_made_without_the_others(ranks: Ranks) -> None:
     """A default group that is bound to a device would be split, which needs all ranks."""
     assert ranks(4).run(_bound_while_made) == [[None], [None], [], []]
+
+
+class _Options:
+    """Stands in for the options of NCCL, which this torch may lack."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout: datetime.timedelta | None = None
+
+
+def _options_of_groups(backends: str, outer: int) -> list[tuple[list[int], bool, bool]]:
+    """Return ranks, priority, and whether the timeout is the world's, of each group made."""
+    make, seen = dist.new_group, list[tuple[list[int], object, object]]()
+
+    def noting(ranks: list[int], **kwargs: object) -> object:
+        if dist.get_rank() in ranks:
+            seen.append((ranks, kwargs.get("pg_options"), kwargs.get("timeout")))
+        kwargs.pop("pg_options", None)
+        return make(ranks, **kwargs)
+
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noting)
+        patch.setattr(device_mesh, "new_group", noting)
+        patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+        patch.setattr(dist, "get_backend_config", lambda group=None: backends)
+        mesh = ParallelDims(dp_outer=outer).build_mesh("cpu")
+        net = shard(Net(1), mesh=mesh, reshard_after_forward=2 if outer == 1 else None)
+        net.set_separate_reduce_scatter_group()
+    made = [options for _, options, _ in seen if options is not None]
+    assert len(set(map(id, made))) == len(made), "torch writes the group's name into the options"
+    return [
+        (ranks, getattr(options, "is_high_priority_stream", False), given == timeout)
+        for ranks, options, given in seen
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outer", "wanted"),
+    [(1, [[0, 1], [0, 1, 2, 3]]), (2, [[0, 2], [0, 1], [0, 1], [0, 2]])],
+    ids=["neighbours and a twin", "two axes and a twin of each"],
+)
+def test_groups_on_nccl_have_streams_of_high_priority(
+    ranks: Ranks, outer: int, wanted: list[list[int]]
+) -> None:
+    """Groups made beside the default one, with the timeout that the user gave to that."""
+    found = ranks(4).run(_options_of_groups, "cpu:gloo,cuda:nccl", outer)[0]
+    assert [group for group, _, _ in found] == wanted
+    assert all(is_high and is_same for _, is_high, is_same in found)
+    for _, is_high, _ in ranks(4).run(_options_of_groups, "cpu:gloo,cuda:gloo", outer)[0]:
+        assert not is_high, "another library has no such option"
+
+
+def _shards_on_gpus(gpus: list[str], mesh_type: str = "cuda", backend: str = "nccl") -> str:
+    """Return the error of a model on a mesh that looks as if it were of these GPUs; or nothing."""
+    process_groups._shared_gpus.cache_clear()
+    mesh = ParallelDims(dp_outer=2).build_mesh("cpu")
+    seen = SimpleNamespace(device_type=mesh_type)
+    plain = process_groups.require_own_gpus
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "flat_group", lambda seen: flat_group(mesh))
+        patch.setattr(process_groups, "backends", lambda group: {"cuda": backend})
+        patch.setattr(process_groups, "_own_gpu", lambda: gpus[dist.get_rank()])
+        patch.setattr(fully_shard_module, "require_own_gpus", lambda mesh: plain(seen))
+        try:
+            shard(Net(1), mesh=mesh)
+            # Once a mesh: another exchange would find its own counts in the store.
+            shard(Net(1), mesh=mesh)
+        except ValueError as error:
+            return str(error)
+        finally:
+            process_groups._shared_gpus.cache_clear()
+    return ""
+
+
+def test_ranks_that_share_a_gpu_are_named_on_all_ranks(ranks: Ranks) -> None:
+    """Before NCCL refuses them, at the first call of fully_shard."""
+    found = ranks(4).run(_shards_on_gpus, ["GPU a", "GPU b", "GPU a", "GPU b"])
+    assert len(set(found)) == 1
+    assert "each of the 4 ranks" in found[0] and "set_device(local_rank)" in found[0]
+    assert "got ranks 0, 2 on GPU a; ranks 1, 3 on GPU b." in found[0]
+
+
+def test_ranks_with_gpus_of_their_own_or_without_nccl_are_not_refused(ranks: Ranks) -> None:
+    """With gloo a GPU takes several ranks a GPU, and a mesh of CPUs has none."""
+    assert ranks(4).run(_shards_on_gpus, ["a", "b", "c", "d"]) == [""] * 4
+    assert ranks(4).run(_shards_on_gpus, ["a"] * 4, "cuda", "gloo") == [""] * 4
+    assert ranks(4).run(_shards_on_gpus, ["a"] * 4, "cpu") == [""] * 4

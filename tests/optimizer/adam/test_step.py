@@ -81,3 +81,74 @@ def test_gradients_of_plain_parameters_are_read_where_they_lie() -> None:
     assert _is_same_memory(first.grad, weights[0].decoupled_grad)
     assert not _is_same_memory(second.grad, weights[1].decoupled_grad)
     assert second.grad.dtype == BF16
+
+
+def _skipped_by_a_flag(options: dict[str, object]) -> None:
+    policy = MixedPrecisionPolicy(BF16)
+    nets = [shard(Net(num_blocks=1), mp_policy=policy, strategy="optim_grads") for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    # A plain tensor is stepped by itself.
+    singles = [nn.Parameter(torch.ones(3, 5)) for _ in nets]
+    plain, queued = (
+        FusedAdam([*net.parameters(), single], max_grad_norm=0.3, **options)
+        for net, single in zip(nets, singles, strict=True)
+    )
+    for step, mark in enumerate(".!.!!."):
+        for net, single in zip(nets, singles, strict=True):
+            net(*mine(batches(1, seed=step)[0])).backward()
+            single.grad = torch.full((3, 5), step + 1.0)
+        if step == 2:
+            # One of several that share a buffer is not stepped, so counts differ from here on.
+            for net in nets:
+                net.blocks[0].up.weight.grad = None
+        if mark == "!":
+            for parameter in nets[1].parameters():
+                local_tensor(parameter.grad).mul_(torch.nan)
+            queued.step_unless(torch.ones(()))
+            queued.take_back_step()
+        else:
+            plain.step()
+            queued.step_unless(torch.zeros(()))
+        plain.zero_grad()
+        queued.zero_grad()
+    pairs = zip(plain.state.items(), queued.state.items(), strict=True)
+    for (own, wanted), (other, found) in pairs:
+        assert torch.equal(local_tensor(own.detach()), local_tensor(other.detach()))
+        assert all(torch.equal(local_tensor(wanted[n]), local_tensor(found[n])) for n in wanted)
+    assert {int(state["step"]) for state in queued.state.values()} == {2, 3}
+    # What the step writes beside the weights is what forward computes with.
+    batch = mine(batches(1)[0])
+    assert torch.equal(nets[0](*batch).detach(), nets[1](*batch).detach())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"exp_avg_dtype": BF16}, {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}]
+)
+def test_a_step_that_the_device_skips_leaves_no_trace(
+    ranks: Ranks, options: dict[str, object]
+) -> None:
+    """Weights, moments, counts and casts have the bits of a run that never came to it."""
+    ranks(2).run(_skipped_by_a_flag, options)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_a_flag_on_the_device() -> None:
+    """The kernel reads it; a set flag leaves the weights, one that is not set changes them."""
+    weight = nn.Parameter(torch.ones(64, 64, device="cuda"))
+    optimizer = FusedAdam([weight], lr=0.1, max_grad_norm=1.0)
+    assert optimizer.skips_on_device
+    weight.grad = torch.full((64, 64), torch.nan, device="cuda")
+    flag = torch.ones((), device="cuda")
+    # States and the segment table are made in the first step.
+    optimizer.step_unless(flag)
+    optimizer.take_back_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step_unless(flag)
+        optimizer.take_back_step()
+        weight.grad = torch.ones(64, 64, device="cuda")
+        optimizer.step_unless(flag * 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.state[weight]["step"] == 1
+    torch.testing.assert_close(weight, torch.full((64, 64), 0.9, device="cuda"))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,3 +123,25 @@ def test_ranks_that_share_cores_have_one_thread(
         monkeypatch.setenv("OMP_NUM_THREADS", omp)
     with process_group(World(0, 1, 0, 2, torch.device("cpu")), timeout_s=10):
         assert wanted[-1] == threads
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_collectives_of_gpus_go_before_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, is_launched: bool
+) -> None:
+    """The world's NCCL group, which a mesh of one axis uses, has a stream of high priority."""
+    given: dict[str, object] = {}
+    options = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **kwargs: given.update(kwargs))
+    if is_launched:
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, "0")
+    world = World(0, 1, 0, 1, torch.device("cuda", 0))
+    # Nothing was opened that could be closed.
+    with contextlib.suppress(ValueError, AssertionError), process_group(world, timeout_s=10):
+        pass
+    timeout = datetime.timedelta(seconds=10)
+    wanted = SimpleNamespace(is_high_priority_stream=True, _timeout=timeout)
+    assert given["pg_options"] == wanted and given["timeout"] == timeout

@@ -67,7 +67,8 @@ def _steps(kind: type[FusedAdam], clip_norm: float | None, scale: float | None) 
         for batch in batches_of(k, dist.get_rank(), dist.get_world_size()):
             update.scale(model(batch.tokens, batch.labels, batch.loss_mask)).backward()
         assert update.measure() > 0.5
-        update.finish(is_finite=True)
+        update.take(False)
+        update.settle(is_finite=True)
         assert not hasattr(optimizer, "grad_scale")
     return full_state_dict(model)
 
@@ -113,7 +114,7 @@ def _overflow(model: torch.nn.Module, how: str, update: WeightUpdate) -> list[bo
 
     measure = update.measure
 
-    def after_reduction() -> float:
+    def after_reduction() -> torch.Tensor:
         if flag[0] and is_last:
             held = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
             next(grad for grad in held if grad.numel()).view(-1)[0] = math.inf
@@ -239,7 +240,7 @@ def _norms_are_reduced_once() -> list[str]:
         model(batch.tokens, batch.labels, batch.loss_mask).backward()
     with record_collectives() as record:
         update.measure()
-        update.finish(is_finite=True)
+        update.take(False)
     return [label for _, label in record.events]
 
 
