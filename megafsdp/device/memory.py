@@ -16,6 +16,8 @@ which reads elements that were never written is found by its result.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -111,6 +113,14 @@ class ByteLedger:
         self.peak = dict(self.live)
         self.peak_num_live = dict(self.num_live)
         self.peak_total = self.total
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Return a context for tensors made in inference mode that are written outside of it."""
+    # The context alone takes longer than an allocation, which each reduction makes.
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 class MemoryPool(Protocol):
@@ -231,9 +241,8 @@ class FlatStorage:
         self.slabs: Slabs | None = None
         self._slab: Slab | None = None
         if memory is None:
-            # A tensor made in inference mode could never be written outside of it.
             try:
-                with torch.inference_mode(False):
+                with outside_inference_mode():
                     memory = torch.empty(numel, dtype=dtype, device=device)
             except torch.OutOfMemoryError as error:
                 nbytes = numel * dtype.itemsize
@@ -286,7 +295,7 @@ class FlatStorage:
         # A slab's bytes are counted as long as the slab is there.
         if self._slab is None:
             self._ledger.debit(self._category, self._nbytes)
-        if os.environ.get(_POISON_VARIABLE) == "1":
+        if _is_poisoning():
             poison(self.tensor)
 
     def _mark_released(self) -> None:
@@ -318,6 +327,12 @@ def _no_room(
     )
 
 
+@functools.cache
+def _is_poisoning() -> bool:
+    # Read once: every gather and every reduction allocates.
+    return os.environ.get(_POISON_VARIABLE) == "1"
+
+
 def poison(tensor: torch.Tensor) -> None:
     """Fill a tensor with NaN, or with 0x7F bytes where its dtype has no NaN."""
     with torch.no_grad(), preserving_versions(tensor):
@@ -330,6 +345,7 @@ def poison(tensor: torch.Tensor) -> None:
 def set_poison(is_enabled: bool) -> None:
     """Switch poisoning of fresh allocations for this process and those it forks."""
     os.environ[_POISON_VARIABLE] = "1" if is_enabled else "0"
+    _is_poisoning.cache_clear()
 
 
 def tensors_nbytes(tensors: list[torch.Tensor]) -> int:

@@ -307,7 +307,13 @@ class FSDPModule(_Mixin):
         )
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept torch's switch; gradients are always summed and scaled by us, on any backend."""
+        """Choose whether NCCL sums gradients alone, and does not multiply them by the divisor too.
+
+        Zero-copy collectives need that. Scaling is then a pass over each rank's shard. Other
+        backends are never asked to scale.
+        """
+        for group in self._fsdp_unit().groups:
+            group.gradients.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -359,7 +359,7 @@ class ComputeWeight:
         if not specs:
             return
         inputs = source.inputs(specs, self._full)
-        with torch.no_grad(), self._on_copy_stream():
+        with self._on_copy_stream():
             outputs = [self._full[s.name] for s in specs]
             pending = gather_buffers(outputs, inputs, group=group, label=self.label)
         # This reference keeps the inputs alive until the gather has read them.

@@ -34,7 +34,7 @@ from megafsdp.training.dry_run.bytes import (
     optimizer_order,
     state_nbytes,
 )
-from megafsdp.training.process.world import launch_number
+from megafsdp.training.process.world import launch_number, uses_cuda
 
 _OPTION = "--dry-run"
 _JSON_OPTION = "--json"
@@ -305,6 +305,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             model,
             unit_classes(model_config),
             dims,
+            sums_in_library=uses_cuda(config.run.device),
             strategy=parallel.strategy,
             outer_strategy=parallel.outer_strategy if dims.dp_outer > 1 else "no_shard",
             mp_policy=config.precision.policy(),

@@ -139,13 +139,16 @@ def _measure(case: Case) -> Measured:
     return Measured(copy.deepcopy(ledger), record, state_nbytes, layouts)
 
 
-def _engine(case: Case, num_ranks: int, *, is_outer_sharded: bool = False) -> MetaEngine:
+def _engine(
+    case: Case, num_ranks: int, *, is_outer_sharded: bool = False, sums_in_library: bool = True
+) -> MetaEngine:
     with torch.device("meta"):
         model = case.model()
     return MetaEngine(
         model,
         [Block],
         ParallelDims(case.dp_outer, num_ranks // case.dp_outer),
+        sums_in_library=sums_in_library,
         strategy=case.strategy,
         outer_strategy="optim" if is_outer_sharded else "no_shard",
         mp_policy=case.policy,
@@ -177,7 +180,9 @@ def _by_kind(traffic: dict[tuple[str, str], Traffic]) -> dict[str, tuple[int, in
 def _assert_equal(measured: list[Measured], case: Case) -> None:
     num_ranks = len(measured)
     with fake_ranks(num_ranks):
-        engine = _engine(case, num_ranks, is_outer_sharded=case.is_outer_sharded)
+        engine = _engine(
+            case, num_ranks, is_outer_sharded=case.is_outer_sharded, sums_in_library=False
+        )
         footprint = footprint_of(engine, case.step)
         layouts = [[group.layout for group in unit.groups] for unit in engine.plan()]
     for one in measured:
