@@ -287,7 +287,7 @@ class GradientReducer:
                 group=group,
                 scale=scale,
                 accumulate=accumulate,
-                # Ranks send what they have; an estimate of gloo is made where the door sees none.
+                # On gloo ranks send what they have; an estimate of gloo runs on another backend.
                 reduce_dtype=dtype if self.sums_in_library else addends.flat.dtype,
                 label=self.label,
                 force_sum=self.force_sum,
