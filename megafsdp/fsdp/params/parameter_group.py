@@ -310,8 +310,8 @@ class ParameterGroup:
 
     def views_of(self, buffer: DBuffer) -> list[torch.Tensor]:
         """Return each parameter's rows in a buffer cut as the main weight is, in local shapes."""
-        # Without elements too they lie in the buffer: whether a step is at work on a tensor is found
-        # by its storage.
+        # In the buffer without elements too: whether a step is at work on a tensor is found by its
+        # storage.
         nothing = buffer.flat.narrow(0, 0, 0)
         views = self._rows.views(buffer.flat)
         return [view if view.numel() else nothing.view(view.shape) for view in views]
