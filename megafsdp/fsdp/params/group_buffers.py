@@ -159,7 +159,10 @@ class LocalRows:
         self._shapes.append(torch.empty((), device="meta").expand(shape))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of each parameter in a buffer, in local shapes; they alias the buffer."""
+        """Return the rows of each parameter in a buffer, in local shapes.
+
+        They alias the buffer, except those without elements, which lie elsewhere.
+        """
         key = flat.dtype, flat.device
         if key not in self._empty:
             with outside_inference_mode():

@@ -310,7 +310,11 @@ class ParameterGroup:
 
     def views_of(self, buffer: DBuffer) -> list[torch.Tensor]:
         """Return each parameter's rows in a buffer cut as the main weight is, in local shapes."""
-        return self._rows.views(buffer.flat)
+        # In the buffer without elements too: whether a step is at work on a tensor is found by its
+        # storage.
+        nothing = buffer.flat.narrow(0, 0, 0)
+        views = self._rows.views(buffer.flat)
+        return [view if view.numel() else nothing.view(view.shape) for view in views]
 
     def _make_parameters(self, index: int, original: nn.Parameter) -> None:
         parameter = self.parameters[index]
