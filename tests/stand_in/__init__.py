@@ -1,0 +1,1 @@
+"""A stand-in for a device with streams, and runs on it. Read first: device.py."""
