@@ -42,6 +42,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp.buffer.comm import collectives
+from megafsdp.checkpoint.background import pending_save, staging
 from megafsdp.device import streams
 
 # The index sets the device apart from the host in arguments; tensors of both say "cpu".
@@ -472,6 +473,7 @@ class StandInDevice:
                 self.run_until(Moment(self.stream))
             return to_list(tensor)
 
+        allocate = staging.host_bytes
         grow, to_list = torch.UntypedStorage.resize_, torch.Tensor.tolist
         door, is_asynchronous = mock.patch.object, property(lambda handle: handle.device == DEVICE)
         return [
@@ -481,6 +483,9 @@ class StandInDevice:
             door(torch.UntypedStorage, "resize_", resize),
             door(torch.Tensor, "tolist", read),
             door(torch.Tensor, "is_cuda", property(self.has), create=True),
+            door(staging, "host_bytes", lambda nbytes, is_pinned: allocate(nbytes, is_pinned=False)),
+            # Later saves must not wait for events of a device that is gone.
+            door(pending_save.SAVES, "_last", None),
             door(collectives, "dist", _Distributed(self)),
             # As NCCL does: one collective of the library where gloo takes several of ours.
             door(collectives, "is_gloo", lambda group, device: False),

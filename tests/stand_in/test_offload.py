@@ -9,20 +9,25 @@ from tests.ranks import Ranks
 from tests.stand_in.device import Order
 from tests.stand_in.runs import FP32, Case, differences
 
-AHEAD = {"max_grad_norm": 1e3, "speculate": True}
 HOST = {"offload_policy": OffloadPolicy(params=True)}
+ALL = {"offload_fraction": 1.0}
 CASES = {
-    "all": Case(offload={"offload_fraction": 1.0}),
-    "half, ahead": Case(offload={"offload_fraction": 0.5, **AHEAD}),
-    "all, clipped, ahead": Case(
+    "optimizer": Case(offload=ALL, is_odd=True),
+    "optimizer, zeros": Case({"strategy": "optim"}, ALL, clears="to zeros", says_last=False),
+    "optimizer, added": Case(offload=ALL, clears="never", policy=FP32),
+    "optimizer, half, ahead": Case(
+        offload={"offload_fraction": 0.5, "max_grad_norm": 1e3, "speculate": True}
+    ),
+    "optimizer, ahead, clipped": Case(
         {"strategy": "optim"},
         {"offload_fraction": 1.0, "max_grad_norm": 4.5, "speculate": True},
         num_microbatches=1,
     ),
-    "all, replicated": Case({"strategy": "no_shard"}, {"offload_fraction": 1.0}, policy=FP32),
-    "parameters": Case(HOST),
+    "optimizer, replicated": Case({"strategy": "no_shard"}, ALL, policy=FP32),
+    "parameters": Case(HOST, is_odd=True),
     "parameters, plain loop": Case(HOST, policy=FP32, says_last=False),
-    "parameters, added": Case(HOST | {"strategy": "optim"}, keeps_grads=True),
+    "parameters, added": Case(HOST | {"strategy": "optim"}, clears="never"),
+    "parameters, SGD": Case(HOST, is_sgd=True, fails=True),
 }
 
 

@@ -1,0 +1,30 @@
+"""Gathers and reductions between ranks whose completion is late, or early, change no bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafsdp import OffloadPolicy
+from tests.ranks import Ranks
+from tests.stand_in.device import Order
+from tests.stand_in.runs import FP32, Case, differences
+
+CASES = {
+    "ZeRO-1": Case({"strategy": "optim"}),
+    "ZeRO-2": Case({"strategy": "optim_grads"}, says_last=False, keeps_grads=True),
+    "ZeRO-3": Case({}),
+    "ZeRO-3, two ahead": Case({"prefetch": 2}, policy=FP32),
+    "ZeRO-3, slices": Case({"reshard_after_forward": 2}),
+    "replicated": Case({"strategy": "no_shard"}),
+    "parameters on the host": Case({"offload_policy": OffloadPolicy(params=True)}),
+    "optimizer on the host": Case(offload={"offload_fraction": 0.5}),
+    "HSDP": Case(mesh=(2, 1)),
+    "HFSDP": Case({"outer_strategy": "optim"}, mesh=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("name", CASES)
+def test_late_collectives_change_no_bit(ranks: Ranks, name: str, order: Order) -> None:
+    """Losses, weights and states on each rank."""
+    assert ranks(2).run(differences, CASES[name], [order]) == [[], []]

@@ -1,0 +1,50 @@
+"""Background saves from a device: what is saved is what was there, whatever training does next."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+from megafsdp import OffloadPolicy
+from megafsdp.checkpoint import async_save, load
+from tests.ranks import Ranks
+from tests.stand_in.device import Order, on_device
+from tests.stand_in.runs import Case, bits, differences, losses_of_steps, make_net, make_optimizer
+
+CASES = {
+    "on the device": Case(),
+    "half on the host": Case(offload={"offload_fraction": 0.5}),
+    "parameters on the host": Case({"offload_policy": OffloadPolicy(params=True)}),
+}
+
+
+def _saved(case: Case) -> dict[str, Any]:
+    """Return what the save of step 1 has, and where training has come to meanwhile."""
+    net = make_net(case)
+    net.register_buffer("average", on_device(torch.arange(1024.0)))
+    optimizer = make_optimizer(net, case)
+    steps = losses_of_steps(net, optimizer, case)
+    next(steps)
+    with tempfile.TemporaryDirectory() as root:
+        pending = async_save(root, step=1, model=net, optimizer=optimizer)
+        # The allocator has the memory of what the save alone has left, if anything.
+        net.get_buffer("average").zero_()
+        losses = list(steps)
+        pending.result()
+        other = make_net(case)
+        other.register_buffer("average", on_device(torch.zeros(1024)))
+        loaded = make_optimizer(other, case)
+        load(root, model=other, optimizer=loaded)
+    found = {f"loaded {name}": value for name, value in bits(other, loaded).items()}
+    found["loaded average"] = other.get_buffer("average").tolist()
+    return found | bits(net, optimizer) | {"losses": torch.stack(losses).tolist()}
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("name", CASES)
+def test_a_background_save_has_what_was_there(ranks: Ranks, name: str, order: Order) -> None:
+    """Weights, states and a buffer of the step that was saved, and of the run that went on."""
+    assert ranks(1).run(differences, CASES[name], [order], _saved) == [[]]
