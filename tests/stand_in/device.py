@@ -12,8 +12,9 @@ shows as a wrong value::
 Only what is waited for has to run; what runs besides, and when, is the choice of an
 :class:`Order`, of which a test tries several. The tensors are plain CPU tensors whose storages lie
 in one arena. When the last reference to a storage is gone, or megafsdp shrinks it to zero bytes, its
-bytes become poison, in the order of the stream that allocated it. Poison that was overwritten is an
-error too: in a real allocator the block would be another tensor's.
+bytes become poison, in the order of the stream that allocated it. Work that comes to such a block
+too late reads NaN, and :meth:`StandInDevice.active` raises in the end, since what such work writes
+would be another tensor's.
 
 Two details are those of CUDA: a collective keeps its tensors alive until it is waited for, and a
 copy from memory that is not pinned would be read at once; here all host memory is taken for pinned,
@@ -94,7 +95,7 @@ class Stream:
     """
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.queue: deque[Callable[[], object] | Moment] = deque()
+        self.queue: deque[_Task | Moment] = deque()
         self.num_issued = self.num_done = 0
         # The default stream is made before there is a device.
         if device is not None:
@@ -132,6 +133,39 @@ class Moment:
     def is_past(self) -> bool:
         """Return whether the stream has come to it."""
         return self.stream.num_done >= self.position
+
+
+class _Block:
+    """Memory of one storage.
+
+    Args:
+        place: In the arena.
+        stream: The stream whose order its end follows.
+    """
+
+    def __init__(self, place: slice, stream: Stream) -> None:
+        self.place, self.stream = place, stream
+        # How often it was freed as the host sees it, and as the streams have come to it.
+        self.num_freed = self.num_poisoned = 0
+        self.is_free = False
+
+
+class _Task:
+    """Work of a stream.
+
+    Args:
+        run: Does it.
+        blocks: What it reads and writes.
+    """
+
+    def __init__(self, run: Callable[[], object], blocks: Sequence[_Block] = ()) -> None:
+        self.run = run
+        self._blocks = [(block, block.num_freed) for block in blocks]
+
+    @property
+    def is_too_late(self) -> bool:
+        """Return whether a block was freed meanwhile."""
+        return any(block.num_poisoned > num_freed for block, num_freed in self._blocks)
 
 
 class Event:
@@ -207,11 +241,11 @@ class StandInDevice:
         self._arena = numpy.empty(_ARENA_NBYTES, numpy.uint8)
         self._base = self._arena.ctypes.data
         self._end = 0
-        # Where each storage lies, and the stream whose order its end follows, by address.
-        self._blocks: dict[int, tuple[slice, Stream]] = {}
+        # By the place where each begins.
+        self._blocks: dict[int, _Block] = {}
         # Addresses of storages whose last reference is gone; any thread adds to it.
         self._dropped: deque[int] = deque()
-        self._poisoned: dict[int, slice] = {}
+        self._num_too_late = 0
         self._coalesced: list[_Work] | None = None
 
     # Streams and their queues.
@@ -229,7 +263,7 @@ class StandInDevice:
         """Check that the calling thread has chosen its device: it would make a context on GPU 0."""
         assert self._thread.has_device, "a thread asks an event of a device that it did not adopt"
 
-    def enqueue(self, entry: Callable[[], object] | Moment, stream: Stream) -> None:
+    def enqueue(self, entry: _Task | Moment, stream: Stream) -> None:
         """Queue work, or a wait, and run what the order wants."""
         with self._lock:
             self._free_dropped()
@@ -237,7 +271,7 @@ class StandInDevice:
             if not self._thread.is_running:
                 self._run_early()
 
-    def _put(self, entry: Callable[[], object] | Moment, stream: Stream) -> None:
+    def _put(self, entry: _Task | Moment, stream: Stream) -> None:
         stream.queue.append(entry)
         stream.num_issued += 1
 
@@ -245,7 +279,8 @@ class StandInDevice:
         if self.order is Order.COMPUTE_FIRST:
             self._run_ready(self.default_stream)
         elif self.order is Order.COPIES_FIRST:
-            for stream in self._streams[1:]:
+            # The newest first, which is the order of least regard for the others.
+            for stream in reversed(self._streams[1:]):
                 self._run_ready(stream)
         elif self.order is Order.RANDOM:
             stream = self._chance.choice(self._streams)
@@ -274,9 +309,10 @@ class StandInDevice:
         entry = stream.queue.popleft()
         if not isinstance(entry, Moment):
             is_running, self._thread.is_running = self._thread.is_running, True
+            self._num_too_late += entry.is_too_late
             try:
                 with torch.no_grad():
-                    entry()
+                    entry.run()
             finally:
                 self._thread.is_running = is_running
         stream.num_done += 1
@@ -306,44 +342,49 @@ class StandInDevice:
         assert self._end <= _ARENA_NBYTES, "a test's tensors fit in the arena"
         memory = self._arena[place]
         memory.fill(_POISON)
-        self._blocks[place.start] = place, self.stream
+        self._blocks[place.start] = _Block(place, self.stream)
         weakref.finalize(memory, self._dropped.append, place.start).atexit = False
         storage = torch.from_numpy(memory).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
     def _free_dropped(self) -> None:
         while self._dropped:
-            self._free(self._dropped.popleft())
+            self._free(self._blocks[self._dropped.popleft()])
 
-    def _free(self, start: int) -> None:
+    def _free(self, block: _Block) -> None:
         """Poison a block when the stream that allocated it has come to this moment."""
-        if start in self._poisoned:
+        if block.is_free:
             return
-        place, stream = self._blocks[start]
-        self._poisoned[start] = place
-        self._put(functools.partial(self._arena[place].fill, _POISON), stream)
+        block.is_free = True
+        block.num_freed += 1
+
+        def poison() -> None:
+            self._arena[block.place].fill(_POISON)
+            block.num_poisoned += 1
+
+        self._put(_Task(poison), block.stream)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Free the block of a storage, or take it back, in the order of the streams."""
         with self._lock:
             self._free_dropped()
-            start = storage.data_ptr() - self._base
+            block = self._blocks[storage.data_ptr() - self._base]
             if nbytes == 0:
-                self._free(start)
-                return
-            place = self._poisoned.pop(start)
-            self._blocks[start] = place, self.stream
-            self.enqueue(functools.partial(self._check, place), self.stream)
+                self._free(block)
+            else:
+                block.is_free, block.stream = False, self.stream
 
-    def _check(self, place: slice) -> None:
-        assert (self._arena[place] == _POISON).all(), "work wrote to memory that was freed"
+    def _block_of(self, tensor: torch.Tensor) -> _Block:
+        block = self._blocks[tensor.untyped_storage().data_ptr() - self._base]
+        assert not block.is_free, "work is given memory that was freed"
+        return block
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the same memory without a reference to the storage, if it is the device's."""
         storage = tensor.untyped_storage()
         if self.has(tensor):
-            place, _ = self._blocks[storage.data_ptr() - self._base]
-            storage = torch.from_numpy(self._arena[place]).untyped_storage()
+            memory = self._arena[self._block_of(tensor).place]
+            storage = torch.from_numpy(memory).untyped_storage()
         # A version counter of its own: the write was counted when it was issued.
         return torch.empty(0, dtype=tensor.dtype).set_(
             storage, tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -368,6 +409,7 @@ class StandInDevice:
                 for number, leaf in enumerate(leaves)
             ]
             args, kwargs = pytree.tree_unflatten(aliases, spec)
+            blocks = [self._block_of(leaf) for leaf, its in zip(leaves, on_device) if its]
             if kwargs.get("device") is not None:
                 # Autograd names the device of a gradient that it casts: "cpu" is the device too.
                 kwargs["device"] = torch.device("cpu")
@@ -375,8 +417,8 @@ class StandInDevice:
                 self.run_until(Moment(self.stream))
                 return func(*args, **kwargs)
             if kind == "maker":
-                return self._make(func, args, kwargs)
-            self.enqueue(functools.partial(func, *args, **kwargs), self.stream)
+                return self._make(func, args, kwargs, blocks)
+            self.enqueue(_Task(functools.partial(func, *args, **kwargs), blocks), self.stream)
             if waits and not on_device[0]:
                 self.run_until(Moment(self.stream))
             return _written(func, leaves, spec)
@@ -391,7 +433,7 @@ class StandInDevice:
         is_late = is_target or is_read_late if is_copied else False
         return self._alias(leaf) if self.has(leaf) or is_late else leaf.clone()
 
-    def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _make(self, func: Any, args: Any, kwargs: Any, blocks: list[_Block]) -> Any:
         """Queue an operator that makes tensors, and return them as poison."""
         leaves, spec = pytree.tree_flatten(_like_results(func, args, kwargs))
         made = [self._allocate(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves]
@@ -404,7 +446,7 @@ class StandInDevice:
                 ):
                     output.copy_(found)
 
-            self.enqueue(run, self.stream)
+            self.enqueue(_Task(run, [*blocks, *map(self._block_of, made)]), self.stream)
         return pytree.tree_unflatten(made, spec)
 
     # Collectives.
@@ -426,7 +468,9 @@ class StandInDevice:
                 stream = self._of_groups[group] = Stream(DEVICE)
             aliases = [self._alias(a) if isinstance(a, torch.Tensor) else a for a in args]
             self.enqueue(Moment(self.stream), stream)
-            self.enqueue(functools.partial(collective, *aliases, **kwargs), stream)
+            task = functools.partial(collective, *aliases, **kwargs)
+            blocks = [self._block_of(tensor) for tensor in tensors if self.has(tensor)]
+            self.enqueue(_Task(task, blocks), stream)
             work = _Work(Moment(stream), tensors)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -459,8 +503,7 @@ class StandInDevice:
             yield
             while any(stream.queue for stream in self._streams):
                 self.synchronize()
-            for place in self._poisoned.values():
-                self._check(place)
+            assert not self._num_too_late, "work came too late to memory that was freed"
 
     def _patches(self) -> list[contextlib.AbstractContextManager[Any]]:
         def resize(storage: torch.UntypedStorage, nbytes: int) -> object:

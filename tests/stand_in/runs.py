@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import megafsdp
 from megafsdp import FusedAdam, MixedPrecisionPolicy, microbatch
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
@@ -23,7 +24,7 @@ from tests.stand_in.device import DEVICE, Order, StandInDevice, on_device
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 FP32 = MixedPrecisionPolicy()
 _ADAM = {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.01}
-_NUM_STEPS = 3
+_NUM_STEPS, _NUM_BLOCKS = 3, 3
 
 Run = Callable[["Case"], dict[str, Any]]
 
@@ -38,9 +39,9 @@ class Odd(Net):
     """
 
     def __init__(self) -> None:
-        super().__init__(num_blocks=2)
+        super().__init__(num_blocks=_NUM_BLOCKS)
         self.bonus = nn.Parameter(torch.full((WIDTH,), 0.1))
-        self.has_bonus, self.num_used, self.fails = True, 2, False
+        self.has_bonus, self.num_used, self.fails = True, _NUM_BLOCKS, False
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean cross entropy."""
@@ -73,9 +74,10 @@ class Case:
         num_microbatches: Of each step.
         says_last: Whether the loop says which microbatch is the last.
         clears: Whether gradients are cleared to None, to zeros, or not at all.
-        is_odd: Whether the second step leaves out a block, and on all ranks but the last a
-            parameter.
+        is_odd: Whether the second step leaves out blocks, and on all ranks but the last a
+            parameter; forwards without backward leave out the blocks always.
         fails: Whether a backward of the second step fails first.
+        repeats: Whether each step is made twice, with the same gradients.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class Case:
     clears: Literal["to None", "to zeros", "never"] = "to None"
     is_odd: bool = False
     fails: bool = False
+    repeats: bool = False
 
 
 def make_net(case: Case) -> Odd:
@@ -117,7 +120,7 @@ def losses_of_steps(
     for step in range(_NUM_STEPS):
         losses = []
         is_second = step == 1
-        net.num_used = 1 if case.is_odd and is_second else 2
+        net.num_used = 1 if case.is_odd and is_second else _NUM_BLOCKS
         net.has_bonus = is_last_rank or not (case.is_odd and is_second)
         parts = [tuple(map(on_device, mine(b))) for b in batches(case.num_microbatches, seed=step)]
         if case.fails and is_second:
@@ -131,10 +134,12 @@ def losses_of_steps(
                 loss = net(*part) / len(parts)
                 loss.backward()
                 losses.append(loss.detach())
-        # Nothing waits for it before the step writes the weights that it reads.
-        with torch.no_grad():
-            losses.append(net(*parts[0]))
-        optimizer.step()
+        net.num_used = 1 if case.is_odd else _NUM_BLOCKS
+        for _ in range(2 if case.repeats else 1):
+            # Nothing waits for it before the step writes the weights that it reads.
+            with torch.no_grad():
+                losses.append(net(*parts[0]))
+            optimizer.step()
         yield torch.stack(losses)
         if case.clears != "never":
             optimizer.zero_grad(set_to_none=case.clears == "to None")
@@ -160,13 +165,22 @@ def bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def differences(case: Case, orders: list[Order], run: Run = train) -> list[str]:
-    """Return what differs between a run on the host and those on the stand-in, by their orders."""
-    found = []
+def run_on_host(case: Case, run: Run = train) -> dict[str, Any]:
+    """Return what a run shows on the host."""
     # Without native code here too: the norm of a kernel has other bits.
     with mock.patch.dict(os.environ, MEGAFSDP_NATIVE="0"):
         wanted = run(case)
     assert repr(wanted).count("nan") == 0, "a difference can show"
+    return wanted
+
+
+def differences(
+    case: Case, orders: list[Order], run: Run = train, wanted: dict[str, Any] | None = None
+) -> list[str]:
+    """Return what differs between a run on the host and those on the stand-in, by their orders."""
+    found = []
+    if wanted is None:
+        wanted = run_on_host(case, run)
     for order in orders:
         with StandInDevice(order, seed=1).active():
             shown = run(case)

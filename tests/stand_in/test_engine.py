@@ -7,20 +7,31 @@ import pytest
 from megafsdp import OffloadPolicy
 from tests.ranks import Ranks
 from tests.stand_in.device import Order
-from tests.stand_in.runs import FP32, Case, differences
+from tests.stand_in.runs import FP32, Case, differences, train
 
+HOST = {"offload_policy": OffloadPolicy(params=True)}
 CASES = {
     "ZeRO-1": Case({"strategy": "optim"}),
-    "ZeRO-2": Case({"strategy": "optim_grads"}, says_last=False, keeps_grads=True),
-    "ZeRO-3": Case({}),
+    "ZeRO-2": Case({"strategy": "optim_grads"}, says_last=False, clears="never"),
+    "ZeRO-3": Case(),
+    "ZeRO-3, odd": Case(is_odd=True),
+    "ZeRO-3, fails": Case(fails=True),
     "ZeRO-3, two ahead": Case({"prefetch": 2}, policy=FP32),
     "ZeRO-3, slices": Case({"reshard_after_forward": 2}),
     "replicated": Case({"strategy": "no_shard"}),
-    "parameters on the host": Case({"offload_policy": OffloadPolicy(params=True)}),
+    "parameters on the host": Case(HOST),
     "optimizer on the host": Case(offload={"offload_fraction": 0.5}),
     "HSDP": Case(mesh=(2, 1)),
     "HFSDP": Case({"outer_strategy": "optim"}, mesh=(2, 1)),
+    "HFSDP, odd, repeats": Case(
+        {"outer_strategy": "optim"}, mesh=(2, 1), is_odd=True, repeats=True
+    ),
+    "HFSDP, odd": Case({"outer_strategy": "optim"}, mesh=(2, 1), is_odd=True),
+    "HFSDP, parameters on the host": Case(HOST | {"outer_strategy": "optim"}, mesh=(2, 1)),
 }
+
+NUM_RANKS = 2
+RUN = train
 
 
 @pytest.mark.parametrize("order", Order)

@@ -7,12 +7,13 @@ import pytest
 from megafsdp import OffloadPolicy
 from tests.ranks import Ranks
 from tests.stand_in.device import Order
-from tests.stand_in.runs import FP32, Case, differences
+from tests.stand_in.runs import FP32, Case, differences, train
 
 HOST = {"offload_policy": OffloadPolicy(params=True)}
 ALL = {"offload_fraction": 1.0}
 CASES = {
     "optimizer": Case(offload=ALL, is_odd=True),
+    "optimizer, repeats": Case(offload=ALL, repeats=True),
     "optimizer, zeros": Case({"strategy": "optim"}, ALL, clears="to zeros", says_last=False),
     "optimizer, added": Case(offload=ALL, clears="never", policy=FP32),
     "optimizer, half, ahead": Case(
@@ -29,6 +30,9 @@ CASES = {
     "parameters, added": Case(HOST | {"strategy": "optim"}, clears="never"),
     "parameters, SGD": Case(HOST, is_sgd=True, fails=True),
 }
+
+NUM_RANKS = 1
+RUN = train
 
 
 @pytest.mark.parametrize("order", Order)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import threading
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ import torch
 from megafsdp import OffloadPolicy
 from megafsdp.checkpoint import async_save, load
 from tests.ranks import Ranks
-from tests.stand_in.device import Order, on_device
+from tests.stand_in.device import Event, Order, on_device
 from tests.stand_in.runs import Case, bits, differences, losses_of_steps, make_net, make_optimizer
 
 CASES = {
@@ -19,6 +23,23 @@ CASES = {
     "half on the host": Case(offload={"offload_fraction": 0.5}),
     "parameters on the host": Case({"offload_policy": OffloadPolicy(params=True)}),
 }
+
+
+@contextlib.contextmanager
+def _slow_save() -> Iterator[None]:
+    """Have the save's thread wait for no event before this context has ended."""
+    has_ended, synchronize = threading.Event(), Event.synchronize
+
+    def late(event: Event) -> None:
+        if threading.current_thread().name.startswith("megafsdp save"):
+            assert has_ended.wait(60)
+        synchronize(event)
+
+    with mock.patch.object(Event, "synchronize", late):
+        try:
+            yield
+        finally:
+            has_ended.set()
 
 
 def _saved(case: Case) -> dict[str, Any]:
@@ -29,10 +50,11 @@ def _saved(case: Case) -> dict[str, Any]:
     steps = losses_of_steps(net, optimizer, case)
     next(steps)
     with tempfile.TemporaryDirectory() as root:
-        pending = async_save(root, step=1, model=net, optimizer=optimizer)
-        # The allocator has the memory of what the save alone has left, if anything.
-        net.get_buffer("average").zero_()
-        losses = list(steps)
+        with _slow_save():
+            pending = async_save(root, step=1, model=net, optimizer=optimizer)
+            net.get_buffer("average").zero_()
+            losses = [next(steps)]
+        losses += steps
         pending.result()
         other = make_net(case)
         other.register_buffer("average", on_device(torch.zeros(1024)))
@@ -41,6 +63,9 @@ def _saved(case: Case) -> dict[str, Any]:
     found = {f"loaded {name}": value for name, value in bits(other, loaded).items()}
     found["loaded average"] = other.get_buffer("average").tolist()
     return found | bits(net, optimizer) | {"losses": torch.stack(losses).tolist()}
+
+NUM_RANKS = 1
+RUN = _saved
 
 
 @pytest.mark.parametrize("order", Order)
