@@ -1,9 +1,9 @@
 """A device with streams, made of CPU memory: queued work, events, an allocator that poisons.
 
-Within :meth:`StandInDevice.active` megafsdp takes the CPU for an asynchronous device. Every
-operator on a tensor of the device goes into the queue of the current stream and returns at once; its
-output is NaN until the queue has come to it. So a missing wait, or memory that is freed too early,
-shows as a wrong value::
+Within ``stand_in()`` of connect.py megafsdp takes the CPU for an asynchronous device. Every
+operator on a tensor of the device goes into the queue of the current stream and returns at once.
+Its output is NaN until the queue has come to it. So a missing wait, or memory that is freed too
+early, shows as a wrong value::
 
     host      issue op 1   issue copy   wait_event   issue op 2   item()
     compute   [op 1]                    [wait]       [op 2]         runs what it depends on
@@ -11,40 +11,34 @@ shows as a wrong value::
 
 Only what is waited for has to run; what runs besides, and when, is the choice of an
 :class:`Order`, of which a test tries several. The tensors are plain CPU tensors whose storages lie
-in one arena. When the last reference to a storage is gone, or megafsdp shrinks it to zero bytes, its
-bytes become poison, in the order of the stream that allocated it. Work that comes to such a block
-too late reads NaN, and :meth:`StandInDevice.active` raises in the end, since what such work writes
-would be another tensor's.
+in one arena. When the last reference to a storage is gone, or megafsdp shrinks it to zero bytes,
+its bytes become poison, in the order of the stream that allocated it. Work that comes to such a
+block too late reads NaN, and :meth:`StandInDevice.end` raises, since what such work writes would be
+another tensor's.
 
-Two details are those of CUDA: a collective keeps its tensors alive until it is waited for, and a
-copy from memory that is not pinned would be read at once; here all host memory is taken for pinned,
-which is the harder case. Native kernels read addresses, which no queue can see, so they are off.
+All host memory is taken for pinned, so a copy reads it late. Native kernels read addresses, which
+no queue can see, so they are off. What megafsdp sees of the device is in connect.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 import threading
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
-import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafsdp.buffer.comm import collectives
-from megafsdp.checkpoint.background import pending_save, staging
-from megafsdp.device import streams
+from megafsdp.mesh.torch_private import local_of
 
 # The index sets the device apart from the host in arguments; tensors of both say "cpu".
 DEVICE = torch.device("cpu", 0)
@@ -62,19 +56,9 @@ _READERS = {
 }
 # They change a tensor's shape or storage, not its memory.
 _SHAPERS = {"set_", "resize_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
-_SINGLE = ("_all_gather_single", "_reduce_scatter_single")
-_COLLECTIVES = {
-    "all_reduce",
-    "all_to_all_single",
-    "all_gather_object",
-    "gather_object",
-    "broadcast_object_list",
-    "barrier",
-}
+# Subclasses have rules of their own, which come back with these.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Order(Enum):
@@ -200,7 +184,6 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        # A DTensor's own rules run first, and come back with its local tensors.
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
         device = StandInDevice.current
@@ -224,17 +207,14 @@ class StandInDevice:
     Args:
         order: What runs before it must.
         seed: Of chance.
-        gathers_apart: Whether the collectives of each process group have a stream of their own.
     """
 
     current: StandInDevice | None = None
 
-    def __init__(self, order: Order, *, seed: int = 0, gathers_apart: bool = True) -> None:
+    def __init__(self, order: Order, *, seed: int = 0) -> None:
         self.order = order
         self.default_stream = Stream()
         self._streams = [self.default_stream]
-        self._of_groups: dict[str, Stream] = {}
-        self._gathers_apart = gathers_apart
         self._chance = random.Random(seed)
         self._thread = _Thread()
         self._lock = threading.RLock()
@@ -246,7 +226,6 @@ class StandInDevice:
         # Addresses of storages whose last reference is gone; any thread adds to it.
         self._dropped: deque[int] = deque()
         self._num_too_late = 0
-        self._coalesced: list[_Work] | None = None
 
     # Streams and their queues.
 
@@ -328,10 +307,13 @@ class StandInDevice:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies on the device."""
-        if type(tensor) not in _PLAIN:
-            return False
-        address = tensor.untyped_storage().data_ptr() - self._base
-        return 0 <= address < _ARENA_NBYTES
+        if isinstance(tensor, DTensor):
+            tensor = local_of(tensor)
+        return type(tensor) in _PLAIN and self.has_storage(tensor.untyped_storage())
+
+    def has_storage(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a storage lies on the device."""
+        return 0 <= storage.data_ptr() - self._base < _ARENA_NBYTES
 
     def _allocate(self, size: Sequence[int], stride: Sequence[int], dtype: Any) -> torch.Tensor:
         """Return a tensor of poison; its end follows the current stream."""
@@ -409,7 +391,7 @@ class StandInDevice:
                 for number, leaf in enumerate(leaves)
             ]
             args, kwargs = pytree.tree_unflatten(aliases, spec)
-            blocks = [self._block_of(leaf) for leaf, its in zip(leaves, on_device) if its]
+            blocks = [self._block_of(leaves[i]) for i, its in enumerate(on_device) if its]
             if kwargs.get("device") is not None:
                 # Autograd names the device of a gradient that it casts: "cpu" is the device too.
                 kwargs["device"] = torch.device("cpu")
@@ -449,100 +431,38 @@ class StandInDevice:
             self.enqueue(_Task(run, [*blocks, *map(self._block_of, made)]), self.stream)
         return pytree.tree_unflatten(made, spec)
 
-    # Collectives.
-
-    def issue(
-        self, collective: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Work | None:
-        """Queue a collective behind the current stream; what it takes lives until it is awaited."""
-        is_async = kwargs.pop("async_op", False)
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if not any(map(self.has, tensors)):
-            # Ranks that wait for each other on the host have done what was queued before.
-            self.synchronize()
-            return collective(*args, async_op=is_async, **kwargs)  # type: ignore[return-value]
-        group = kwargs["group"].group_name if self._gathers_apart else ""
+    def launch(
+        self, function: Callable[..., object], args: tuple[Any, ...], kwargs: Any, stream: Stream
+    ) -> None:
+        """Queue a call with tensors of the device on a stream, behind the current one."""
         with self._lock:
-            stream = self._of_groups.get(group)
-            if stream is None:
-                stream = self._of_groups[group] = Stream(DEVICE)
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             aliases = [self._alias(a) if isinstance(a, torch.Tensor) else a for a in args]
             self.enqueue(Moment(self.stream), stream)
-            task = functools.partial(collective, *aliases, **kwargs)
-            blocks = [self._block_of(tensor) for tensor in tensors if self.has(tensor)]
-            self.enqueue(_Task(task, blocks), stream)
-            work = _Work(Moment(stream), tensors)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        elif not is_async:
-            work.wait()
-        return work if is_async else None
+            task = functools.partial(function, *aliases, **kwargs)
+            self.enqueue(_Task(task, list(map(self._block_of, tensors))), stream)
 
-    @contextlib.contextmanager
-    def coalesce(self, group: object) -> Iterator[_Coalesced]:
-        """Have collectives issued in this context be waited for together."""
-        works = _Coalesced()
-        self._coalesced = works.works
-        yield works
-        self._coalesced = None
+    # Threads.
 
-    # What megafsdp sees of it.
+    def end(self) -> None:
+        """Run all that is queued, and what that queues.
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Have megafsdp take this for its device; in the end all must be as a device wants it."""
-        with contextlib.ExitStack() as stack:
-            for patch in self._patches():
-                stack.enter_context(patch)
-            StandInDevice.current = self
-            stack.callback(setattr, StandInDevice, "current", None)
-            for _ in range(2):
-                streams._copy_streams.cache_clear()
-                stack.callback(streams._copy_streams.cache_clear)
-            stack.enter_context(self.use_thread())
-            yield
-            while any(stream.queue for stream in self._streams):
-                self.synchronize()
-            assert not self._num_too_late, "work came too late to memory that was freed"
-
-    def _patches(self) -> list[contextlib.AbstractContextManager[Any]]:
-        def resize(storage: torch.UntypedStorage, nbytes: int) -> object:
-            if 0 <= storage.data_ptr() - self._base < _ARENA_NBYTES:
-                return self.resize(storage, nbytes)
-            return grow(storage, nbytes)
-
-        def read(tensor: torch.Tensor) -> object:
-            if self.has(tensor):
-                self.run_until(Moment(self.stream))
-            return to_list(tensor)
-
-        allocate = staging.host_bytes
-        grow, to_list = torch.UntypedStorage.resize_, torch.Tensor.tolist
-        door, is_asynchronous = mock.patch.object, property(lambda handle: handle.device == DEVICE)
-        return [
-            mock.patch.dict(os.environ, MEGAFSDP_NATIVE="0"),
-            door(streams, "torch", types.SimpleNamespace(cuda=_Cuda(self), device=_device)),
-            door(streams.DeviceHandle, "is_asynchronous", is_asynchronous),
-            door(torch.UntypedStorage, "resize_", resize),
-            door(torch.Tensor, "tolist", read),
-            door(torch.Tensor, "is_cuda", property(self.has), create=True),
-            door(staging, "host_bytes", lambda nbytes, is_pinned: allocate(nbytes, is_pinned=False)),
-            # Later saves must not wait for events of a device that is gone.
-            door(pending_save.SAVES, "_last", None),
-            door(collectives, "dist", _Distributed(self)),
-            # As NCCL does: one collective of the library where gloo takes several of ours.
-            door(collectives, "is_gloo", lambda group, device: False),
-            door(collectives, "coalesce_collectives", self.coalesce),
-            *(door(collectives, n, _issuing(self, getattr(collectives, n))) for n in _SINGLE),
-        ]
+        Raises:
+            AssertionError: Some work came too late.
+        """
+        while any(stream.queue for stream in self._streams):
+            self.synchronize()
+        assert not self._num_too_late, "work came too late to memory that was freed"
 
     @contextlib.contextmanager
     def use_thread(self) -> Iterator[None]:
         """Make the device the calling thread's, within this context."""
         had_device, self._thread.has_device = self._thread.has_device, True
-        with contextlib.nullcontext() if had_device else _Mode():
-            yield
-        self._thread.has_device = had_device
+        try:
+            with contextlib.nullcontext() if had_device else _Mode():
+                yield
+        finally:
+            self._thread.has_device = had_device
 
     def adopt_thread(self) -> None:
         """Make the device the calling thread's for good."""
@@ -554,77 +474,16 @@ class StandInDevice:
     def use_stream(self, stream: Stream) -> Iterator[None]:
         """Queue what the calling thread issues on a stream."""
         before, self._thread.stream = self._thread.stream, stream
-        yield
-        self._thread.stream = before
-
-
-class _Cuda:
-    """The names of ``torch.cuda`` that megafsdp/device/streams.py uses."""
-
-    Stream, Event = Stream, Event
-
-    def __init__(self, device: StandInDevice) -> None:
-        self.synchronize = lambda which: device.synchronize()
-        self.set_device = lambda which: device.adopt_thread()
-        self.current_device = lambda: 0
-        self.current_stream = lambda which: device.stream
-        self.device = lambda which: device.use_thread()
-        self.stream = device.use_stream
-
-
-class _Work:
-    """A collective under way."""
-
-    def __init__(self, moment: Moment, tensors: list[torch.Tensor]) -> None:
-        self._moment, self._kept = moment, tensors
-
-    def wait(self) -> None:
-        """Make the current stream wait, not the host; the tensors may be freed in its order."""
-        device = _active()
-        device.enqueue(self._moment, device.stream)
-        self._kept = []
-
-
-class _Coalesced:
-    """Collectives that are waited for together."""
-
-    def __init__(self) -> None:
-        self.works: list[_Work] = []
-
-    def wait(self) -> None:
-        """Make the current stream wait for all."""
-        for work in self.works:
-            work.wait()
-
-
-class _Distributed:
-    """``torch.distributed`` as the door to collectives uses it."""
-
-    def __init__(self, device: StandInDevice) -> None:
-        self._device = device
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(dist, name)
-        if name in _COLLECTIVES:
-            return _issuing(self._device, found)
-        return found
-
-
-def _issuing(device: StandInDevice, collective: Callable[..., object]) -> Callable[..., Any]:
-    def issue(*args: Any, **kwargs: Any) -> object:
-        return device.issue(collective, args, kwargs)
-
-    return issue
+        try:
+            yield
+        finally:
+            self._thread.stream = before
 
 
 def _active() -> StandInDevice:
     device = StandInDevice.current
     assert device is not None, "the stand-in is active"
     return device
-
-
-def _device(name: str, index: int = 0) -> torch.device:
-    return torch.device("meta") if name == "meta" else DEVICE
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:

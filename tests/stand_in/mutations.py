@@ -1,14 +1,15 @@
 """Waits and references, each with the run that shows its absence; removes one after another.
 
-``python -m tests.stand_in.mutations [TEXT]`` copies the package, applies one change, and runs the
-case and the order that the table names, which must fail; with TEXT only changes of files whose
-paths contain it. ``--search`` tries all cases and orders of a change and prints those that fail.
+``python -m tests.stand_in.mutations`` copies the package, applies one change, and runs the case and
+the order that the table names, which must fail. For a new line of the table ``--search`` tries all
+cases and orders, and prints the first that fails and how.
 
 A mutation whose old text is not found exactly once is an error, so the table follows the code.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import itertools
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 180.0
 _DIFFERS = 3
+_FORK = multiprocessing.get_context("fork")
 KINDS = ("offload", "saves", "engine")
 ORDERS = ("COMPUTE_FIRST", "COPIES_FIRST", "LAZY", "RANDOM")
 
@@ -41,15 +44,15 @@ class Mutation:
     Attributes:
         path: File below ``megafsdp``.
         old: Text that is in it once.
-        new: What is put in its place.
         shown_by: The kind of test (``offload``, ``saves`` or ``engine``), the name of its case, and
             the order of the stand-in.
+        new: What is put in its place.
     """
 
     path: str
     old: str
-    new: str
     shown_by: tuple[str, str, str]
+    new: str = "pass"
 
     def apply(self, text: str) -> str:
         """Return a file's text with the change.
@@ -62,337 +65,203 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
-_WEIGHTS = "fsdp/params/host_params.py"
-_GRADS = "fsdp/params/host_grads.py"
-_REDUCER = "fsdp/params/gradient_reducer.py"
-_COMPUTE = "fsdp/params/compute_weight.py"
-_SOURCES = "fsdp/params/gather_sources.py"
-_MAIN_GRAD = "fsdp/params/main_gradient.py"
-_GROUP = "fsdp/params/parameter_group.py"
-_SCHEDULE = "fsdp/runtime/schedule.py"
-_AGREEMENT = "fsdp/runtime/agreement.py"
-_BUCKET = "optimizer/offload/bucket.py"
-_STEP = "optimizer/offload/bucket_step.py"
-_HYBRID = "optimizer/offload/hybrid.py"
-_AHEAD = "optimizer/offload/run_ahead.py"
-_STAGING = "checkpoint/background/staging.py"
-_SAVES = "checkpoint/background/pending_save.py"
-_STREAMS = "device/streams.py"
-_COPIES = "device/host_copies.py"
-_DOOR = "buffer/comm/collectives.py"
-
-MUTATIONS = [
+_TABLE = {
     # Parameters on the host.
-    Mutation(
-        _WEIGHTS,
-        "self._wait_for_copy()\n        return self._cast.tensor",
-        "return self._cast.tensor",
-        ("offload", "parameters", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _WEIGHTS,
-        "self._wait_for_copy()\n                    source.copy_",
-        "source.copy_",
-        ("offload", "parameters, SGD", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _WEIGHTS,
-        "if self._is_direct:\n            self._wait",
-        "if False:\n            self._wait",
-        ("offload", "parameters, plain loop", "LAZY"),
-    ),
-    Mutation(
-        _WEIGHTS,
-        "self._handle.wait_stream(self._stream, self._handle.current_stream())",
-        "pass",
-        ("offload", "parameters", "COPIES_FIRST"),
-    ),
-    Mutation(
-        _WEIGHTS,
-        "self._copied = self._handle.record_event()",
-        "pass",
-        ("offload", "parameters", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _WEIGHTS,
-        "self._handle.wait_event(self._copied)",
-        "pass",
-        ("offload", "parameters", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _GRADS,
-        "self._handle.wait_event(self._copied)",
-        "pass",
-        ("offload", "parameters, SGD", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _GRADS,
-        "self._handle.wait_stream(self._stream, self._handle.current_stream())",
-        "pass",
-        ("offload", "parameters", "COPIES_FIRST"),
-    ),
-    Mutation(
-        _GRADS, "self._copied.synchronize()", "pass", ("offload", "parameters", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _GRADS,
-        "self._copy = main_grad, target",
-        "self._copy, self._sum = (main_grad, target), None",
-        ("offload", "parameters", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _GRADS,
-        "record_event(self._stream, is_blocking=True)",
-        "record_event(is_blocking=True)",
-        ("offload", "parameters", "COMPUTE_FIRST"),
-    ),
+    "fsdp/params/host_params.py": [
+        (
+            "self._wait_for_copy()\n        return self._cast.tensor",
+            ("offload", "parameters", "COMPUTE_FIRST"),
+            "return self._cast.tensor",
+        ),
+        (
+            "self._wait_for_copy()\n                    source.copy_",
+            ("offload", "parameters, SGD", "COMPUTE_FIRST"),
+            "source.copy_",
+        ),
+        (
+            "if self._is_direct:\n            self._wait",
+            ("offload", "parameters, plain loop", "LAZY"),
+            "if False:\n            self._wait",
+        ),
+        (
+            "self._handle.wait_stream(self._stream, self._handle.current_stream())",
+            ("offload", "parameters", "COPIES_FIRST"),
+        ),
+        ("self._copied = self._handle.record_event()", ("offload", "parameters", "COMPUTE_FIRST")),
+        ("self._handle.wait_event(self._copied)", ("offload", "parameters", "COMPUTE_FIRST")),
+    ],
+    "fsdp/params/host_grads.py": [
+        (
+            "self._handle.wait_stream(self._stream, self._handle.current_stream())",
+            ("offload", "parameters", "COPIES_FIRST"),
+        ),
+        ("self._copied.synchronize()", ("offload", "parameters", "COMPUTE_FIRST")),
+        (
+            "self._copy = main_grad, target",
+            ("offload", "parameters", "COMPUTE_FIRST"),
+            "self._copy, self._sum = (main_grad, target), None",
+        ),
+        (
+            "record_event(self._stream, is_blocking=True)",
+            ("offload", "parameters", "COMPUTE_FIRST"),
+            "record_event(is_blocking=True)",
+        ),
+    ],
     # Gradients between ranks.
-    Mutation(
-        _REDUCER,
-        "self._pending.wait()\n        addends,",
-        "addends,",
-        ("engine", "ZeRO-3", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _REDUCER, "self._pending.discard()", "pass", ("engine", "ZeRO-3, fails", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _SCHEDULE,
-        "self.reductions.finish()\n        self._release_all",
-        "self._release_all",
-        ("engine", "ZeRO-3", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _SCHEDULE,
-        "self._exchanges.pop().wait()",
-        "self._exchanges.pop()",
-        ("engine", "ZeRO-3", "COMPUTE_FIRST"),
-    ),
-    Mutation(_AGREEMENT, "exchange.wait()", "pass", ("engine", "ZeRO-3, odd", "LAZY")),
-    Mutation(_DOOR, "                work.wait()", "                pass", ("engine", "ZeRO-3", "LAZY")),
+    "fsdp/params/gradient_reducer.py": [
+        (
+            "self._pending.wait()\n        addends,",
+            ("engine", "ZeRO-3", "COMPUTE_FIRST"),
+            "addends,",
+        ),
+        ("self._pending.discard()", ("engine", "ZeRO-3, fails", "COMPUTE_FIRST")),
+    ],
+    "buffer/comm/collectives.py": [
+        ("                work.wait()", ("engine", "ZeRO-3", "LAZY"), "                pass"),
+    ],
+    "fsdp/runtime/agreement.py": [
+        ("exchange.wait()", ("engine", "ZeRO-3, odd", "LAZY")),
+    ],
+    "fsdp/runtime/schedule.py": [
+        (
+            "self.reductions.finish()\n        self._release_all",
+            ("engine", "ZeRO-3", "COMPUTE_FIRST"),
+            "self._release_all",
+        ),
+        (
+            "self._exchanges.pop().wait()",
+            ("engine", "ZeRO-3", "COMPUTE_FIRST"),
+            "self._exchanges.pop()",
+        ),
+        (
+            "unit.finish_unshard()\n\n    def _gather_ahead",
+            ("engine", "ZeRO-3", "COMPUTE_FIRST"),
+            "pass\n\n    def _gather_ahead",
+        ),
+    ],
     # Compute weights between ranks.
-    Mutation(
-        _SCHEDULE,
-        "unit.finish_unshard()\n\n    def _gather_ahead",
-        "pass\n\n    def _gather_ahead",
-        ("engine", "ZeRO-3", "COMPUTE_FIRST"),
-    ),
-    Mutation(_COMPUTE, "            pending.wait()", "            pass", ("engine", "ZeRO-3", "LAZY")),
-    Mutation(
-        _COMPUTE, "self._host_weight.wait_for_copy()", "pass", ("offload", "parameters", "LAZY")
-    ),
-    Mutation(
-        _COMPUTE,
-        "            self.finish_unshard()\n            for full",
-        "            for full",
-        ("engine", "ZeRO-3, odd", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _COMPUTE,
-        "        self._source.finish_refresh()\n        self._outdated.diff",
-        "        self._outdated.diff",
-        ("engine", "HFSDP", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _COMPUTE,
-        "self._source.finish_refresh()\n        self._source.refresh",
-        "self._source.refresh",
-        ("engine", "HFSDP, odd", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _COMPUTE,
-        "self._gathers.append((pending, source, inputs))",
-        "self._gathers.append((pending, source, inputs)); source.release_inputs()",
-        ("engine", "ZeRO-1", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _COMPUTE,
-        "torch.no_grad(), self._on_copy_stream():",
-        "torch.no_grad():",
-        ("engine", "parameters on the host", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _SOURCES,
-        "with self._on_copy_stream():",
-        "if True:",
-        ("engine", "HFSDP, parameters on the host", "COMPUTE_FIRST"),
-    ),
-    Mutation(_SOURCES, "self._joining.wait()", "pass", ("engine", "HFSDP", "COMPUTE_FIRST")),
-    Mutation(
-        _SOURCES,
-        "self.finish_refresh()\n        return self._pieces",
-        "return self._pieces",
-        ("engine", "HFSDP, odd", "COMPUTE_FIRST"),
-    ),
+    "fsdp/params/compute_weight.py": [
+        ("            pending.wait()", ("engine", "ZeRO-3", "LAZY"), "            pass"),
+        ("self._host_weight.wait_for_copy()", ("offload", "parameters", "LAZY")),
+        (
+            "            self.finish_unshard()\n            for full",
+            ("engine", "ZeRO-3, odd", "COMPUTE_FIRST"),
+            "            for full",
+        ),
+        (
+            "        self._source.finish_refresh()\n        self._outdated.diff",
+            ("engine", "HFSDP", "COMPUTE_FIRST"),
+            "        self._outdated.diff",
+        ),
+        (
+            "self._gathers.append((pending, source, inputs))",
+            ("engine", "ZeRO-1", "COMPUTE_FIRST"),
+            "self._gathers.append((pending, source, inputs)); source.release_inputs()",
+        ),
+        (
+            "torch.no_grad(), self._on_copy_stream():",
+            ("engine", "parameters on the host", "COPIES_FIRST"),
+            "torch.no_grad():",
+        ),
+    ],
+    "fsdp/params/gather_sources.py": [
+        (
+            "with self._on_copy_stream():",
+            ("engine", "HFSDP, parameters on the host", "COMPUTE_FIRST"),
+            "if True:",
+        ),
+        ("self._joining.wait()", ("engine", "HFSDP", "COMPUTE_FIRST")),
+        (
+            "self.finish_refresh()\n        return self._pieces",
+            ("engine", "HFSDP, odd, repeats", "COMPUTE_FIRST"),
+            "return self._pieces",
+        ),
+    ],
     # The optimizer on the host.
-    Mutation(
-        _GROUP,
-        "            self.step_in_flight.wait()\n        # Cleared",
-        "            pass\n        # Cleared",
-        ("offload", "optimizer", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _MAIN_GRAD,
-        "self.listener.grads_will_change()",
-        "pass",
-        ("offload", "optimizer, added", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _BUCKET, "bucket.link.fence()", "pass", ("offload", "optimizer, half, ahead", "COPIES_FIRST")
-    ),
-    Mutation(
-        _BUCKET,
-        "[source for _, source in copies]",
-        "[]",
-        ("offload", "optimizer", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _BUCKET, "self.transfer.wait()", "pass", ("offload", "optimizer", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _BUCKET,
-        "self.transfer.order()",
-        "pass",
-        ("offload", "optimizer, added", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _BUCKET, "self.uploaded.wait()", "pass", ("offload", "optimizer", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _BUCKET,
-        "bucket.release_grads()\n\n    def cancel",
-        "pass\n\n    def cancel",
-        ("offload", "optimizer, added", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _BUCKET,
-        "if self.copy is not None and self.copy.transfer.is_done:",
-        "if self.copy is not None and not setattr(self, 'copy', None):\n            return\n        if False:",
-        ("offload", "optimizer", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _HYBRID,
-        "bucket.release_grads()",
-        "pass",
-        ("offload", "optimizer, zeros", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _HYBRID, "self._link.fence()", "pass", ("offload", "optimizer", "COPIES_FIRST")
-    ),
-    Mutation(
-        _HYBRID, ", begin=handle.adopt_thread", "", ("offload", "optimizer", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _STEP, "link.fence()", "pass", ("offload", "optimizer, ahead, clipped", "COPIES_FIRST")
-    ),
-    Mutation(
-        _STEP,
-        "self._transfer.wait()",
-        "pass",
-        ("offload", "optimizer, ahead, clipped", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _STEP,
-        "link.to_host([(self._kept, self._source)])",
-        "link.to_host([(self._kept, self._source)]); del self._source",
-        ("offload", "optimizer, ahead, clipped", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _STEP, "        self._copy.wait()\n", "", ("offload", "optimizer", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _STEP,
-        "self.bucket.wait_for_upload()",
-        "pass",
-        ("offload", "optimizer", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _STEP, "self.bucket.uploaded.order()", "pass", ("offload", "optimizer", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _AHEAD, "self.copy.wait()", "pass", ("offload", "optimizer, half, ahead", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _AHEAD,
-        "self.bucket.wait_for_upload()",
-        "pass",
-        ("offload", "optimizer, half, ahead", "COMPUTE_FIRST"),
-    ),
+    "fsdp/params/parameter_group.py": [
+        (
+            "            self.step_in_flight.wait()\n        # Cleared",
+            ("offload", "optimizer", "COMPUTE_FIRST"),
+            "            pass\n        # Cleared",
+        ),
+    ],
+    "optimizer/offload/bucket.py": [
+        ("bucket.link.fence()", ("offload", "optimizer, half, ahead", "COPIES_FIRST")),
+        ("[source for _, source in copies]", ("offload", "optimizer", "COMPUTE_FIRST"), "[]"),
+        ("self.transfer.wait()", ("offload", "optimizer", "COMPUTE_FIRST")),
+        ("self.transfer.order()", ("offload", "optimizer, zeros", "COMPUTE_FIRST")),
+        ("self.uploaded.wait()", ("offload", "optimizer, repeats", "COMPUTE_FIRST")),
+    ],
+    "optimizer/offload/bucket_step.py": [
+        ("link.fence()", ("offload", "optimizer, ahead, clipped", "COPIES_FIRST")),
+        ("self._transfer.wait()", ("offload", "optimizer, ahead, clipped", "COMPUTE_FIRST")),
+        (
+            "link.to_host([(self._kept, self._source)])",
+            ("offload", "optimizer, ahead, clipped", "COMPUTE_FIRST"),
+            "link.to_host([(self._kept, self._source)]); del self._source",
+        ),
+        ("        self._copy.wait()\n", ("offload", "optimizer", "COMPUTE_FIRST"), ""),
+        ("self.bucket.wait_for_upload()", ("offload", "optimizer, repeats", "COMPUTE_FIRST")),
+        ("self.bucket.uploaded.order()", ("offload", "optimizer", "COMPUTE_FIRST")),
+    ],
+    "optimizer/offload/hybrid.py": [
+        ("bucket.release_grads()", ("offload", "optimizer, zeros", "COMPUTE_FIRST")),
+        (", begin=handle.adopt_thread", ("offload", "optimizer", "COMPUTE_FIRST"), ""),
+    ],
+    "optimizer/offload/run_ahead.py": [
+        ("self.copy.wait()", ("offload", "optimizer, half, ahead", "COMPUTE_FIRST")),
+    ],
     # Background saves.
-    Mutation(
-        _STAGING,
-        "self._handle.wait_stream(stream, self._handle.current_stream())",
-        "pass",
-        ("saves", "on the device", "COPIES_FIRST"),
-    ),
-    Mutation(
-        _STAGING,
-        "self._event = self._handle.record_event(stream, is_blocking=True)",
-        "self._event = self._handle.record_event(stream, is_blocking=True); self._on_device.clear()",
-        ("saves", "on the device", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _STAGING,
-        "record_event(stream, is_blocking=True)",
-        "record_event(is_blocking=True)",
-        ("saves", "on the device", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _STAGING,
-        "self._is_copied.set()\n        if self._event is not None:",
-        "self._is_copied.set()\n        if False:",
-        ("saves", "on the device", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _STAGING,
-        "self._handle.wait_event(self._event)",
-        "pass",
-        ("saves", "on the device", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _STAGING, "self._handle.adopt_thread()", "pass", ("saves", "on the device", "LAZY")
-    ),
-    Mutation(
-        _SAVES,
-        "register_optimizer_step_pre_hook(self.wait_until_staged)",
-        "pass",
-        ("saves", "on the device", "COMPUTE_FIRST"),
-    ),
-    # The device.
-    Mutation(
-        _COPIES,
-        "self._handle.wait_event(event, stream)",
-        "pass",
-        ("offload", "optimizer, half, ahead", "COPIES_FIRST"),
-    ),
-    Mutation(
-        _COPIES, "self._event.synchronize()", "pass", ("offload", "optimizer", "COMPUTE_FIRST")
-    ),
-    Mutation(
-        _COPIES,
-        "self._handle.wait_event(self._event)",
-        "pass",
-        ("offload", "optimizer", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _COPIES,
-        "record_event(stream, is_blocking=True)",
-        "record_event(is_blocking=True)",
-        ("offload", "optimizer", "COMPUTE_FIRST"),
-    ),
-    Mutation(
-        _STREAMS,
-        "waiting.wait_stream(other)",
-        "pass",
-        ("offload", "parameters", "COPIES_FIRST"),
-    ),
-    Mutation(
-        _STREAMS,
-        ".wait_event(event)",
-        ".query()",
-        ("offload", "parameters", "COMPUTE_FIRST"),
-    ),
-]
+    "checkpoint/background/staging.py": [
+        (
+            "self._handle.wait_stream(stream, self._handle.current_stream())",
+            ("saves", "on the device", "COPIES_FIRST"),
+        ),
+        (
+            "is_blocking=True)\n",
+            ("saves", "on the device", "COMPUTE_FIRST"),
+            "is_blocking=True)\n            self._on_device.clear()\n",
+        ),
+        (
+            "record_event(stream, is_blocking=True)",
+            ("saves", "on the device", "COMPUTE_FIRST"),
+            "record_event(is_blocking=True)",
+        ),
+        (
+            "self._is_copied.set()\n        if self._event is not None:",
+            ("saves", "on the device", "COMPUTE_FIRST"),
+            "self._is_copied.set()\n        if False:",
+        ),
+        ("self._handle.wait_event(self._event)", ("saves", "on the device", "COMPUTE_FIRST")),
+        ("self._handle.adopt_thread()", ("saves", "on the device", "LAZY")),
+    ],
+    "checkpoint/background/pending_save.py": [
+        (
+            "register_optimizer_step_pre_hook(self.wait_until_staged)",
+            ("saves", "on the device", "COMPUTE_FIRST"),
+        ),
+    ],
+    # The device's own.
+    "device/host_copies.py": [
+        (
+            "self._handle.wait_event(event, stream)",
+            ("offload", "optimizer, half, ahead", "COPIES_FIRST"),
+        ),
+        ("self._event.synchronize()", ("offload", "optimizer", "COMPUTE_FIRST")),
+        ("self._handle.wait_event(self._event)", ("offload", "optimizer", "COMPUTE_FIRST")),
+        (
+            "record_event(stream, is_blocking=True)",
+            ("offload", "optimizer", "COMPUTE_FIRST"),
+            "record_event(is_blocking=True)",
+        ),
+    ],
+    "device/streams.py": [
+        ("waiting.wait_stream(other)", ("offload", "parameters", "COPIES_FIRST")),
+        (".wait_event(event)", ("offload", "parameters", "COMPUTE_FIRST"), ".query()"),
+    ],
+}
+
+MUTATIONS = [Mutation(path, *line) for path, lines in _TABLE.items() for line in lines]
 
 
 def _run_rank(root: Path, shown_by: tuple[str, str, str], rank: int, folder: str) -> None:
@@ -406,7 +275,7 @@ def _run_rank(root: Path, shown_by: tuple[str, str, str], rank: int, folder: str
     os.environ["MEGAFSDP_POISON"] = "1"
     module = importlib.import_module(f"tests.stand_in.test_{kind}")
     runs = importlib.import_module("tests.stand_in.runs")
-    assert Path(runs.megafsdp.__file__).is_relative_to(root), "the copy is run"
+    assert Path(str(sys.modules["megafsdp"].__file__)).is_relative_to(root), "the copy is run"
     store = dist.FileStore(f"{folder}/store", module.NUM_RANKS)
     dist.init_process_group("gloo", rank=rank, world_size=module.NUM_RANKS, store=store)
     case, shown = module.CASES[name], root / f"{kind} {name} {rank}"
@@ -428,11 +297,10 @@ def _run_rank(root: Path, shown_by: tuple[str, str, str], rank: int, folder: str
 
 def _fails(root: Path, shown_by: tuple[str, str, str]) -> tuple[bool, str]:
     """Run a case on all its ranks; tell whether it fails, and how."""
-    context = multiprocessing.get_context("fork")
     num_ranks = 2 if shown_by[0] == "engine" else 1
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_run_rank, args=(root, shown_by, rank, folder))
+            _FORK.Process(target=_run_rank, args=(root, shown_by, rank, folder))
             for rank in range(num_ranks)
         ]
         for process in ranks:
@@ -451,7 +319,7 @@ def _fails(root: Path, shown_by: tuple[str, str, str]) -> tuple[bool, str]:
 
 
 def _names(source: str) -> list[str]:
-    """Return the lines that a program prints, in a process of its own: this one has none of ours."""
+    """Return the lines that a program prints, in a process of its own: this has none of ours."""
     kinds = ", ".join(f"test_{kind}" for kind in KINDS)
     program = f"import sys; from tests.stand_in import {kinds}; print(*{source}, sep='\\n')"
     printed = subprocess.run(
@@ -476,18 +344,23 @@ def _prepare(root: Path, shown_by: tuple[str, str, str]) -> None:
         assert not fails, how
 
 
+def _tried(mutation: Mutation, *, searches: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield what must show a mutation, and in a search all else of its kind."""
+    yield mutation.shown_by
+    if searches:
+        kind = mutation.shown_by[0]
+        for order, name in itertools.product(ORDERS, _names(f"test_{kind}.CASES")):
+            yield kind, name, order
+
+
 def _is_shown(mutation: Mutation, root: Path, *, searches: bool) -> bool:
     """Apply a mutation to the copy and run what must show it; tell whether it does."""
-    kind, name, order = mutation.shown_by
-    tried = [mutation.shown_by]
-    if searches:
-        tried += [(kind, *pair) for pair in itertools.product(_names(f"test_{kind}.CASES"), ORDERS)]
     path = root / "megafsdp" / mutation.path
     text = path.read_text()
     changed = mutation.apply(text)
     # What does not compile would fail for another reason.
     compile(changed, mutation.path, "exec")
-    for shown_by in tried:
+    for shown_by in _tried(mutation, searches=searches):
         _prepare(root, shown_by)
         path.write_text(changed)
         is_shown, how = _fails(root, shown_by)
@@ -500,17 +373,36 @@ def _is_shown(mutation: Mutation, root: Path, *, searches: bool) -> bool:
     return is_shown
 
 
-def main(arguments: list[str]) -> int:
-    """Apply each mutation that the arguments choose; return how many no test has shown."""
-    searches = "--search" in arguments
-    texts = [argument for argument in arguments if argument != "--search"]
-    chosen = [m for m in MUTATIONS if all(t in m.path + m.old for t in texts)]
-    _import_of_others()
+def _show_all(mutations: Sequence[Mutation], *, searches: bool) -> None:
+    """Try mutations, one after another, in a copy of the package; exit with how many fail."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         shutil.copytree(ROOT / "megafsdp", root / "megafsdp")
-        return sum(not _is_shown(mutation, root, searches=searches) for mutation in chosen)
+        sys.exit(sum(not _is_shown(mutation, root, searches=searches) for mutation in mutations))
+
+
+def main() -> int:
+    """Try the mutations that the arguments choose; return how many no run has shown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", nargs="*", help="only changes whose path or old text has it")
+    parser.add_argument("--search", action="store_true", help="try all cases and orders")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if all(text in m.path + m.old for text in options.text)]
+    _import_of_others()
+    # Those of one case together: what it shows on the host is made once.
+    cases = list(dict.fromkeys(m.shown_by[:2] for m in chosen))
+    workers = []
+    for job in range(options.jobs):
+        own = [m for m in chosen if cases.index(m.shown_by[:2]) % options.jobs == job]
+        workers.append(
+            _FORK.Process(target=_show_all, args=(own,), kwargs={"searches": options.search})
+        )
+        workers[-1].start()
+    for worker in workers:
+        worker.join()
+    return sum(worker.exitcode or 0 for worker in workers)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import megafsdp
 from megafsdp import FusedAdam, MixedPrecisionPolicy, microbatch
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from tests.fsdp.toy import WIDTH, Net, batches, mine, shard
-from tests.stand_in.device import DEVICE, Order, StandInDevice, on_device
+from tests.stand_in.connect import stand_in
+from tests.stand_in.device import DEVICE, Order, on_device
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 FP32 = MixedPrecisionPolicy()
@@ -165,6 +167,15 @@ def bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
+def with_orders(cases: Iterable[str], quick: Mapping[str, Order]) -> pytest.MarkDecorator:
+    """Return the parameters of a test: all cases in all orders, of which some run by default."""
+    parameters = []
+    for name, order in itertools.product(cases, Order):
+        marks = () if quick.get(name) is order else (pytest.mark.matrix("waits"),)
+        parameters.append(pytest.param(name, order, marks=marks, id=f"{name}-{order.value}"))
+    return pytest.mark.parametrize(("name", "order"), parameters)
+
+
 def run_on_host(case: Case, run: Run = train) -> dict[str, Any]:
     """Return what a run shows on the host."""
     # Without native code here too: the norm of a kernel has other bits.
@@ -182,7 +193,7 @@ def differences(
     if wanted is None:
         wanted = run_on_host(case, run)
     for order in orders:
-        with StandInDevice(order, seed=1).active():
+        with stand_in(order):
             shown = run(case)
         assert shown.keys() == wanted.keys()
         found += [f"{order.value}: {name}" for name in wanted if shown[name] != wanted[name]]

@@ -10,7 +10,8 @@ import torch
 from megafsdp.device.host_copies import StreamLink
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from megafsdp.device.streams import DeviceHandle, device_handle
-from tests.stand_in.device import Order, StandInDevice, on_device
+from tests.stand_in.connect import stand_in
+from tests.stand_in.device import Order, on_device
 
 
 def _peek(tensor: torch.Tensor) -> float:
@@ -20,7 +21,7 @@ def _peek(tensor: torch.Tensor) -> float:
 
 def test_work_is_done_when_it_is_asked_for() -> None:
     """Until then its output is NaN."""
-    with StandInDevice(Order.LAZY).active():
+    with stand_in(Order.LAZY):
         x = on_device(torch.full((4,), 3.0)).requires_grad_()
         y = (x * x).sum()
         y.backward()
@@ -48,7 +49,7 @@ def _add_on_side_stream(handle: DeviceHandle, *, waits: bool) -> tuple[float, fl
 @pytest.mark.parametrize("order", Order)
 def test_streams_wait_for_each_other(order: Order) -> None:
     """With both waits the sums are right in any order."""
-    with StandInDevice(order).active():
+    with stand_in(order):
         assert _add_on_side_stream(device_handle("cpu"), waits=True) == (2.0, 3.0)
 
 
@@ -57,14 +58,14 @@ def test_streams_wait_for_each_other(order: Order) -> None:
 )
 def test_a_missing_wait_shows(order: Order, is_lost: int) -> None:
     """A stream that is ahead of compute reads NaN, and so does compute ahead of a stream."""
-    with StandInDevice(order).active():
+    with stand_in(order):
         found = _add_on_side_stream(device_handle("cpu"), waits=False)
     assert found[is_lost] != found[is_lost]
 
 
 def test_a_copy_reads_its_source_late() -> None:
     """What the host writes meanwhile is what arrives, as of pinned memory."""
-    with StandInDevice(Order.LAZY).active():
+    with stand_in(Order.LAZY):
         link = StreamLink(device_handle("cpu"))
         source, target = torch.zeros(2), on_device(torch.zeros(2))
         transfer = link.to_device([(target, source)])
@@ -75,8 +76,8 @@ def test_a_copy_reads_its_source_late() -> None:
 
 def test_freed_memory_is_poison_in_the_order_of_its_stream() -> None:
     """Its own stream has read it before; another one, which is late, has not."""
-    device = StandInDevice(Order.COMPUTE_FIRST)
-    with pytest.raises(AssertionError, match="memory that was freed"), device.active():
+    wrong = pytest.raises(AssertionError, match="memory that was freed")
+    with wrong, stand_in(Order.COMPUTE_FIRST):
         link = StreamLink(device_handle("cpu"))
         target, source = torch.zeros(2), on_device(torch.ones(1)).expand(2) + 1
         link.fence()
@@ -91,8 +92,8 @@ def test_freed_memory_is_poison_in_the_order_of_its_stream() -> None:
 def test_work_that_writes_freed_memory_is_an_error() -> None:
     """The block would be another tensor's."""
     ledger = ByteLedger()
-    device = StandInDevice(Order.LAZY)
-    with pytest.raises(AssertionError, match="memory that was freed"), device.active():
+    wrong = pytest.raises(AssertionError, match="memory that was freed")
+    with wrong, stand_in(Order.LAZY) as device:
         handle = device_handle("cpu")
         side = handle.stream()
         storage = FlatStorage(
@@ -117,7 +118,7 @@ def test_a_thread_must_adopt_the_device() -> None:
         except AssertionError as error:
             failed.append(error)
 
-    with StandInDevice(Order.LAZY).active():
+    with stand_in(Order.LAZY):
         handle = device_handle("cpu")
         event = handle.record_event()
         assert event is not None
@@ -130,7 +131,7 @@ def test_a_thread_must_adopt_the_device() -> None:
 
 def test_tensors_of_host_and_device_do_not_meet() -> None:
     """Only copies take both, and numbers of the host."""
-    with StandInDevice(Order.LAZY).active():
+    with stand_in(Order.LAZY):
         x = on_device(torch.ones(2))
         assert (x * torch.tensor(2.0)).tolist() == [2.0, 2.0]
         with pytest.raises(AssertionError, match="one device"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megafsdp import OffloadPolicy
 from tests.ranks import Ranks
 from tests.stand_in.device import Order
-from tests.stand_in.runs import FP32, Case, differences, train
+from tests.stand_in.runs import FP32, Case, differences, train, with_orders
 
 HOST = {"offload_policy": OffloadPolicy(params=True)}
 CASES = {
@@ -30,12 +28,17 @@ CASES = {
     "HFSDP, parameters on the host": Case(HOST | {"outer_strategy": "optim"}, mesh=(2, 1)),
 }
 
+QUICK = {
+    "ZeRO-1": Order.COPIES_FIRST,
+    "ZeRO-2": Order.RANDOM,
+    "ZeRO-3, odd": Order.COMPUTE_FIRST,
+    "HFSDP": Order.COMPUTE_FIRST,
+}
 NUM_RANKS = 2
 RUN = train
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("name", CASES)
+@with_orders(CASES, QUICK)
 def test_late_collectives_change_no_bit(ranks: Ranks, name: str, order: Order) -> None:
     """Losses, weights and states on each rank."""
     assert ranks(2).run(differences, CASES[name], [order]) == [[], []]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megafsdp import OffloadPolicy
 from tests.ranks import Ranks
 from tests.stand_in.device import Order
-from tests.stand_in.runs import FP32, Case, differences, train
+from tests.stand_in.runs import FP32, Case, differences, train, with_orders
 
 HOST = {"offload_policy": OffloadPolicy(params=True)}
 ALL = {"offload_fraction": 1.0}
@@ -31,12 +29,18 @@ CASES = {
     "parameters, SGD": Case(HOST, is_sgd=True, fails=True),
 }
 
+QUICK = {
+    "optimizer": Order.COMPUTE_FIRST,
+    "optimizer, half, ahead": Order.COPIES_FIRST,
+    "parameters": Order.COMPUTE_FIRST,
+    "parameters, plain loop": Order.LAZY,
+    "parameters, SGD": Order.COPIES_FIRST,
+}
 NUM_RANKS = 1
 RUN = train
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("name", CASES)
+@with_orders(CASES, QUICK)
 def test_offload_on_a_device_changes_no_bit(ranks: Ranks, name: str, order: Order) -> None:
     """Losses, weights and states of a run whose host is ahead of all streams."""
     assert ranks(1).run(differences, CASES[name], [order]) == [[]]

@@ -9,14 +9,21 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from megafsdp import OffloadPolicy
 from megafsdp.checkpoint import async_save, load
 from tests.ranks import Ranks
 from tests.stand_in.device import Event, Order, on_device
-from tests.stand_in.runs import Case, bits, differences, losses_of_steps, make_net, make_optimizer
+from tests.stand_in.runs import (
+    Case,
+    bits,
+    differences,
+    losses_of_steps,
+    make_net,
+    make_optimizer,
+    with_orders,
+)
 
 CASES = {
     "on the device": Case(),
@@ -64,12 +71,13 @@ def _saved(case: Case) -> dict[str, Any]:
     found["loaded average"] = other.get_buffer("average").tolist()
     return found | bits(net, optimizer) | {"losses": torch.stack(losses).tolist()}
 
+
+QUICK = {"on the device": Order.COMPUTE_FIRST, "half on the host": Order.COPIES_FIRST}
 NUM_RANKS = 1
 RUN = _saved
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("name", CASES)
+@with_orders(CASES, QUICK)
 def test_a_background_save_has_what_was_there(ranks: Ranks, name: str, order: Order) -> None:
     """Weights, states and a buffer of the step that was saved, and of the run that went on."""
     assert ranks(1).run(differences, CASES[name], [order], _saved) == [[]]
