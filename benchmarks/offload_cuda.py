@@ -6,7 +6,6 @@ torch.optim.AdamW(fused=True) there.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from benchmarks.offload_sides import (
 )
 from megafsdp.device.host_copies import CopyLink, link_of
 from megafsdp.device.host_memory import HostArena
+from megafsdp.device.host_threads import share_of_cores
 from megafsdp.device.streams import device_handle
 from megafsdp.models import build_model, presets
 from megafsdp.models.common import TransformerLayer
@@ -63,8 +63,9 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
     Raises:
         CheckError: Losses of some side differ from those with nothing offloaded.
     """
-    # The launcher leaves a rank one thread, where ranks share the cores; here is only one.
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    # Probes and FSDP2's optimizer take torch's threads, of which the launcher leaves a rank one.
+    # Ours takes as many by itself.
+    torch.set_num_threads(share_of_cores())
     device = torch.device("cuda", torch.cuda.current_device())
     link = link_of(device_handle("cuda"))
     link_gb_per_s = _measure_link(link, device)

@@ -226,6 +226,7 @@ def test_fully_shard_has_the_promised_keywords() -> None:
         "ignored_params",
         "average",
         "prefetch",
+        "nccl_user_buffers",
         "dp_mesh_dims",
     ]
     defaults = {n: p.default for n, p in parameters.items()}
@@ -233,6 +234,7 @@ def test_fully_shard_has_the_promised_keywords() -> None:
     assert defaults["outer_strategy"] == "no_shard"
     assert defaults["average"] == "rank"
     assert defaults["prefetch"] == 1
+    assert defaults["nccl_user_buffers"] is False
 
 
 def test_an_import_brings_neither_the_compiler_nor_optional_libraries() -> None:

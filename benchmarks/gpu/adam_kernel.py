@@ -24,7 +24,8 @@ from megafsdp.optimizer.kernels.square_sum import device_sum_of_squares
 
 _HYPER = AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1)
 _WARM_UP_REPEATS, _REPEATS = 2, 7
-_SEGMENTS = (1, 32, 33, 700)
+# A launch takes up to 80.
+_SEGMENTS = (1, 80, 81, 700)
 # Bytes of an element that a step reads and writes.
 LAYOUTS = {"fp32": 28, "bf16 to bf16": 28, "remainders": 26, "bf16 states": 20}
 

@@ -21,7 +21,7 @@ from megafsdp import FusedAdam
 
 _REPLAYS, _WARM_UP_STEPS = 20, 2
 _HYPER = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 1e-2}
-# Of weights of size 1 that step by 1e-3; one of the two flushes subnormal numbers.
+# Of weights of size 1 that step by 1e-3; a device's power may round otherwise than a host's.
 _TOLERANCE = 1e-6
 # One file back from a GPU machine may be as large as this.
 _MAX_TRACE_NBYTES = 16 << 20

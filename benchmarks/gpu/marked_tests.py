@@ -23,6 +23,7 @@ FILES = (
     "tests/optimizer/offload/test_hybrid.py",
     "tests/optimizer/offload/test_side_effects.py",
     "tests/checkpoint/test_load.py",
+    "tests/device/test_host_memory.py",
     "tests/device/test_memory.py",
     "tests/device/test_streams.py",
     "tests/benchmarks/test_cases.py",

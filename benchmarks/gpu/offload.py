@@ -8,7 +8,6 @@ moments there.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 
 import torch
@@ -21,6 +20,7 @@ from benchmarks.offload_sides import AHEAD, BASE, NORM_FIRST, Setting, Side, bui
 from benchmarks.record import spread
 from megafsdp import HybridDeviceOptimizer
 from megafsdp.device.host_copies import link_of
+from megafsdp.device.host_threads import default_host_threads, torch_threads
 from megafsdp.device.streams import device_handle
 
 # With nothing offloaded first: what is exposed is the difference from it. The slowest last.
@@ -30,20 +30,21 @@ _WARM_UP_STEPS, _STEPS, _BLOCKS = 3, 4, 2
 
 def run(size: Size, report: Report) -> None:
     """Measure the host, then each side."""
-    if not size.is_rehearsal:
-        # The only rank has all cores.
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    report.figure("threads", torch.get_num_threads())
     with one_rank(size) as device:
-        _measure_host(size, device, report)
+        num_threads = default_host_threads(device.type)
+        report.figure("threads of the probes and of FSDP2's optimizer", num_threads)
+        with torch_threads(num_threads):
+            _measure_host(size, device, report)
         shape = size.either(Shape("qwen3-1.7b", 1, 4096), Shape("qwen3-toy", 1, 16))
         setting = make_setting(shape, device)
         wanted, base_ms = torch.zeros(()), 0.0
         for name, fraction in _SIDES:
             what = name if name in (BASE, FSDP2) else f"{fraction}, {name}"
             is_other = name == FSDP2
-            side = setting.others[name]() if is_other else build_side(name, fraction, setting)
-            median_ms = _measure_side(what, side, setting, report)
+            # As torchrun leaves them: ours takes its threads by itself.
+            with torch_threads(num_threads if is_other else 1):
+                side = setting.others[name]() if is_other else build_side(name, fraction, setting)
+                median_ms = _measure_side(what, side, setting, report)
             losses = torch.stack(side.losses).float().cpu()
             if name == BASE:
                 wanted, base_ms = losses, median_ms
@@ -77,9 +78,11 @@ def _measure_side(what: str, side: Side, setting: Setting, report: Report) -> fl
     times_ms = [ms for _ in range(_BLOCKS) for ms in side.block(setting, _STEPS)]
     report.figure(f"{what}: step ms", spread(times_ms))
     if isinstance(side.optimizer, HybridDeviceOptimizer):
-        report.figure(f"{what}: bytes on the host, wanted", side.optimizer.host_nbytes)
+        report.figure(f"{what}: threads of the host", side.optimizer.host_threads)
+        report.figure(f"{what}: bytes on the host", side.optimizer.host_nbytes)
+        report.figure(f"{what}: bytes pinned of these", side.optimizer.pinned_nbytes)
     if torch.cuda.is_available():
-        report.figure(f"{what}: bytes of pinned memory", _pinned_nbytes())
+        report.figure(f"{what}: bytes pinned by torch", _pinned_nbytes())
         report.figure(f"{what}: peak bytes on the GPU", torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
     return statistics.median(times_ms)
@@ -92,7 +95,7 @@ def _pinned_nbytes() -> dict[str, int]:
 
 
 def _return_memory() -> None:
-    """Give the system what no tensor uses; pinned memory is rounded up and would add up."""
+    """Give the system what no tensor uses; torch's pinned memory, FSDP2's, would add up."""
     torch.cuda.empty_cache()
     empty = getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:

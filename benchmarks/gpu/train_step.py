@@ -50,6 +50,7 @@ class Case:
         sequence: Tokens of a row.
         is_compiled: Whether each layer is compiled.
         alternates: Whether both sides are in memory at once.
+        has_user_buffers: Whether our side gathers into memory that is registered with NCCL.
     """
 
     preset: str
@@ -57,11 +58,13 @@ class Case:
     sequence: int
     is_compiled: bool = False
     alternates: bool = False
+    has_user_buffers: bool = False
 
     @property
     def name(self) -> str:
         """Return what reports call it."""
-        return f"{self.preset}, {'compiled' if self.is_compiled else 'eager'}"
+        memory = ", user buffers" if self.has_user_buffers else ""
+        return f"{self.preset}, {'compiled' if self.is_compiled else 'eager'}{memory}"
 
 
 # The most telling first: a part that is cut off has reported those before.
@@ -70,6 +73,7 @@ _FULL = (
     Case("qwen3-1.7b", 2, 4096, is_compiled=True),
     Case("qwen3-1.7b", 2, 4096),
     Case("qwen3-0.6b", 2, 4096, is_compiled=True, alternates=True),
+    Case("qwen3-0.6b", 2, 4096, alternates=True, has_user_buffers=True),
 )
 _TINY = (
     Case("qwen3-toy", 1, 16, alternates=True),
@@ -119,11 +123,14 @@ def build(side: str, case: Case, device: torch.device) -> Side:
     tokens = torch.randint(0, config.vocab_size, shape, generator=generator).to(device)
     optimizer: torch.optim.Optimizer
     if side == OURS:
-        policy = megafsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options: dict[str, Any] = {
+            "mp_policy": megafsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            "nccl_user_buffers": case.has_user_buffers,
+        }
         for layer in layers:
             # As FSDP2 does by default; ours would keep the last layer for backward.
-            megafsdp.fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
-        megafsdp.fully_shard(model, mp_policy=policy)
+            megafsdp.fully_shard(layer, reshard_after_forward=True, **options)
+        megafsdp.fully_shard(model, **options)
         optimizer = megafsdp.FusedAdam(model.parameters(), max_grad_norm=_MAX_NORM, **_HYPER)
         return Side(model, optimizer, lambda: None, tokens, [])
     torch_policy = TorchMixedPrecisionPolicy(torch.bfloat16, torch.float32)

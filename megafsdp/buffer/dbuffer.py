@@ -1,4 +1,4 @@
-"""A distributed flat buffer: storage, views of its tensors, and moves between residences.
+"""A distributed flat buffer: storage, views of its tensors, and gathers.
 
 A :class:`DBuffer` joins a :class:`~megafsdp.buffer.layout.FlatLayout` with memory. A *shard* is
 this rank's piece of every sub-buffer, *replicate* and *partial* are the whole. For two ranks and
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megafsdp.buffer.comm.collectives import Pending, all_gather, reduce_scatter
+from megafsdp.buffer.comm.collectives import Pending, all_gather
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from megafsdp.mesh.placement import Residence
@@ -140,38 +140,6 @@ class DBuffer:
         # Fresh memory may be NaN, and a fused step or a sum over ranks reads gaps as well.
         for gap in self.gaps:
             gap.zero_()
-
-    def reduce_scatter_from(
-        self,
-        addends: DBuffer,
-        *,
-        group: dist.ProcessGroup,
-        scale: float,
-        accumulate: bool,
-        reduce_dtype: torch.dtype,
-        label: str,
-    ) -> Pending:
-        """Fill or add to this shard from the sum of every rank's addends; collective.
-
-        Args:
-            addends: A whole partial buffer, or the shard of an inner axis that this one is a piece
-                of.
-            group: Ranks with addends of the same elements, in the order of their shards.
-            scale: Factor on the sum.
-            accumulate: True to add to this buffer.
-            reduce_dtype: Dtype of the sum where a library makes it.
-            label: For counters and profilers.
-        """
-        assert self.residence is Residence.SHARD, "a sum is scattered to shards"
-        return reduce_scatter(
-            self.pieces(),
-            addends.pieces(),
-            group=group,
-            scale=scale,
-            accumulate=accumulate,
-            reduce_dtype=reduce_dtype,
-            label=label,
-        )
 
 
 def gather_buffers(

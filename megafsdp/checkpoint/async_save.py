@@ -103,7 +103,7 @@ def async_save(
 
 
 def release_staging_memory() -> None:
-    """Wait for the save in flight, if any, and give its host memory back; local."""
+    """Wait for the save in flight, if any, and give its host memory back to the system; local."""
     SAVES.wait_for_end()
     SAVES.slab.release()
 

@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include "kernels/simd.h"
-#include "kernels/zero.h"
 #include "ops/adam.h"
 #include "ops/arguments.h"
 #include "ops/shard_sum.h"
@@ -62,14 +61,6 @@ double sum_of_squares(uintptr_t values, int64_t numel, std::string dtype, int64_
   return megafsdp::run_square_sum(arguments, num_threads, level);
 }
 
-void zero_bytes(uintptr_t address, int64_t nbytes, int64_t num_threads) {
-  megafsdp::check_address("address", address, 1);
-  megafsdp::check_positive("nbytes", nbytes);
-  megafsdp::check_positive("num_threads", num_threads);
-  py::gil_scoped_release unlocked;
-  megafsdp::zero_bytes(reinterpret_cast<unsigned char*>(address), nbytes, num_threads);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_csrc, module) {
@@ -92,7 +83,4 @@ PYBIND11_MODULE(_csrc, module) {
   module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
              py::arg("dtype"), py::arg("num_threads"),
              "Return the sum of squares in double, in a fixed order; releases the GIL.");
-  module.def("zero_bytes", &zero_bytes, py::kw_only(), py::arg("address"), py::arg("nbytes"),
-             py::arg("num_threads"),
-             "Write zeros with the threads of the other kernels; releases the GIL.");
 }

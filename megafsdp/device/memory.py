@@ -4,15 +4,26 @@ A :class:`FlatStorage` owns one flat tensor. Releasing it shrinks the underlying
 bytes and allocating it again grows the same storage object, so every view of it, those saved by
 autograd included, stays an alias. Layouts and views of tensors are in ``megafsdp.buffer``.
 
+A storage's memory comes from the device's allocator, or from one of a few :class:`Slabs` that stay
+allocated. With two slabs and three storages that are in use one after another, the next one ahead::
+
+    slab 0   a a . c c .
+    slab 1   . b b . . .          c takes the slab that a has released
+
 ``MEGAFSDP_POISON=1`` fills every fresh allocation with NaN (0x7F bytes for integers), so that code
 which reads elements that were never written is found by its result.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -103,6 +114,85 @@ class ByteLedger:
         self.peak_total = self.total
 
 
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Return a context for tensors made in inference mode that are written outside of it."""
+    # The context alone takes longer than an allocation, which each reduction makes.
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
+class MemoryPool(Protocol):
+    """A pool of the device's allocator that contains one block of memory."""
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Return a context in which this thread's allocations take memory of the pool."""
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """One block of memory, for one storage at a time.
+
+    Attributes:
+        nbytes: Its size.
+        pool: Where it lies.
+        is_free: Whether no storage lies in it.
+    """
+
+    nbytes: int
+    pool: MemoryPool
+    is_free: bool = True
+
+
+class Slabs:
+    """Slabs of one size, made when they are needed and alive as long as a storage may take one.
+
+    Args:
+        nbytes: Size of each.
+        max_slabs: How many to make.
+        new_pool: Makes a pool that contains one block of so many bytes.
+        ledger: Counts each slab from when it is made.
+        category: What the bytes are counted as.
+
+    Attributes:
+        num_refused: How often a storage found no free slab and took memory of its own.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        max_slabs: int,
+        new_pool: Callable[[int], MemoryPool],
+        ledger: ByteLedger,
+        category: Category,
+    ) -> None:
+        self.num_refused = 0
+        self._nbytes, self._max_slabs = nbytes, max_slabs
+        self._new_pool = new_pool
+        self._ledger, self._category = ledger, category
+        self._slabs: list[Slab] = []
+
+    def __del__(self) -> None:
+        """Count the slabs as freed, which their pools free."""
+        for slab in self._slabs:
+            self._ledger.credit(self._category, slab.nbytes)
+
+    def find_free(self) -> Slab | None:
+        """Return the first free slab, made if there is none; None if all that may be are in use."""
+        # The first: ranks that take and release in one order take slabs of the same number.
+        for slab in self._slabs:
+            if slab.is_free:
+                return slab
+        if len(self._slabs) == self._max_slabs:
+            self.num_refused += 1
+            return None
+        slab = Slab(self._nbytes, self._new_pool(self._nbytes))
+        self._slabs.append(slab)
+        self._ledger.debit(self._category, self._nbytes)
+        return slab
+
+
 class FlatStorage:
     """One flat tensor whose memory is released and allocated again while its aliases stay.
 
@@ -122,9 +212,19 @@ class FlatStorage:
     Attributes:
         tensor: The flat tensor.
         is_allocated: Whether the memory is there.
+        slabs: Where later allocations find it; None for the device's allocator.
     """
 
-    __slots__ = ("__weakref__", "_category", "_ledger", "_nbytes", "is_allocated", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "_category",
+        "_ledger",
+        "_nbytes",
+        "_slab",
+        "is_allocated",
+        "slabs",
+        "tensor",
+    )
 
     def __init__(
         self,
@@ -137,39 +237,69 @@ class FlatStorage:
         memory: torch.Tensor | None = None,
     ) -> None:
         self.is_allocated = False
+        self.slabs: Slabs | None = None
+        self._slab: Slab | None = None
         if memory is None:
-            # A tensor made in inference mode could never be written outside of it.
-            with torch.inference_mode(False):
+            with outside_inference_mode():
                 memory = torch.empty(numel, dtype=dtype, device=device)
         self.tensor = memory
         self._nbytes = memory.nbytes
         self._ledger = ledger
         self._category = category
-        self._count_allocation()
+        self._mark_allocated()
 
     def __del__(self) -> None:
         """Count the memory as freed, which the last view of the tensor frees."""
         if self.is_allocated:
-            self._ledger.credit(self._category, self._nbytes)
+            self._mark_released()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensor, allocated or not."""
+        return self._nbytes
 
     def allocate(self) -> None:
         """Allocate the memory again, uninitialised; does nothing if it is allocated."""
-        if not self.is_allocated:
-            self.tensor.untyped_storage().resize_(self._nbytes)
-            self._count_allocation()
+        if self.is_allocated:
+            return
+        slab = None if self.slabs is None else self.slabs.find_free()
+        memory = self.tensor.untyped_storage()
+        if slab is None:
+            memory.resize_(self._nbytes)
+        else:
+            # The size of the slab: a pool that is always asked for one size always gives one block.
+            with slab.pool.allocating():
+                memory.resize_(slab.nbytes)
+            slab.is_free = False
+        self._slab = slab
+        self._mark_allocated()
 
     def release(self) -> None:
         """Free the memory; views stay aliases and must not be read until :meth:`allocate`."""
         if self.is_allocated:
-            self.is_allocated = False
-            self._ledger.credit(self._category, self._nbytes)
             self.tensor.untyped_storage().resize_(0)
+            self._mark_released()
 
-    def _count_allocation(self) -> None:
-        self._ledger.debit(self._category, self._nbytes)
+    def _mark_allocated(self) -> None:
         self.is_allocated = True
-        if os.environ.get(_POISON_VARIABLE) == "1":
+        # A slab's bytes are counted as long as the slab is there.
+        if self._slab is None:
+            self._ledger.debit(self._category, self._nbytes)
+        if _is_poisoning():
             poison(self.tensor)
+
+    def _mark_released(self) -> None:
+        self.is_allocated = False
+        if self._slab is None:
+            self._ledger.credit(self._category, self._nbytes)
+        else:
+            self._slab.is_free, self._slab = True, None
+
+
+@functools.cache
+def _is_poisoning() -> bool:
+    # Read once: every gather and every reduction allocates.
+    return os.environ.get(_POISON_VARIABLE) == "1"
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -184,6 +314,7 @@ def poison(tensor: torch.Tensor) -> None:
 def set_poison(is_enabled: bool) -> None:
     """Switch poisoning of fresh allocations for this process and those it forks."""
     os.environ[_POISON_VARIABLE] = "1" if is_enabled else "0"
+    _is_poisoning.cache_clear()
 
 
 def tensors_nbytes(tensors: list[torch.Tensor]) -> int:

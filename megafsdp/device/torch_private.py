@@ -111,7 +111,8 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
 
     Public: none; hooks can be registered, not listed. 2.11 to 2.13.
     """
-    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
 
 
 def as_subclass_with_grad(cls: type[T], tensor: torch.Tensor) -> T:

@@ -266,33 +266,54 @@ class FSDPModule(_Mixin):
         )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept False; flat buffers come from the device's own allocator.
+        """Choose ``nccl_user_buffers`` of ``fully_shard`` for this unit, before its first forward.
 
         Raises:
-            NotImplementedError: ``enable`` is True.
+            NotImplementedError: ``enable`` is True, and the unit's weights stay gathered.
+            RuntimeError: The unit has run and cannot change any more.
         """
-        # False is what we do anyway, and what code that switches it by configuration gives.
-        if enable:
+        unit = self._fsdp_unit()
+        where = "set_allocate_memory_from_process_group_for_comm()"
+        gathered = [s for group in unit.groups for s in group.compute_weight.gathered_storages]
+        # A root may own no parameter, or some that are replicated.
+        if enable and unit.groups and not gathered:
             raise _not_built(
-                "buffers from the allocator of the process group, where no ledger counts them",
-                where="set_allocate_memory_from_process_group_for_comm()",
-                hint="Leave out the call",
+                "registered memory for weights that are gathered at most once a step",
+                where=where,
+                hint="Leave out the call, or use strategy 'optim_grads_params'",
             )
+        # Slabs were made for all units at once: their sizes and number follow from the whole.
+        if unit.context is not None and enable != unit.options.nccl_user_buffers:
+            raise RuntimeError(
+                expected(
+                    "a unit that has not run",
+                    f"unit '{unit.name}', whose memory is shared with other units",
+                    where=where,
+                    hint="Call it before the first forward",
+                )
+            )
+        unit.options = replace(unit.options, nccl_user_buffers=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Refuse torch's symmetric memory: flat buffers come from the device's own allocator.
+        """Refuse torch's symmetric memory, which takes a collective for each allocation.
 
         Raises:
             NotImplementedError: Always.
         """
         raise _not_built(
-            "buffers in symmetric memory, where no ledger counts them",
+            "buffers in symmetric memory",
             where="set_symm_mem_for_comm()",
-            hint="Leave out the call",
+            hint="Give nccl_user_buffers=True to fully_shard(), which registers memory with NCCL",
         )
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept torch's switch; gradients are always summed and scaled by us, on any backend."""
+        """Choose whether NCCL sums gradients alone, and does not multiply them by the divisor too.
+
+        Zero-copy collectives need that. Scaling is then a pass over each rank's shard. Other
+        backends are never asked to scale.
+        """
+        for group in self._fsdp_unit().groups:
+            group.gradients.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -46,6 +46,7 @@ from megafsdp.fsdp.keywords import (
 )
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 from megafsdp.mesh.parallel_dims import default_mesh
@@ -81,6 +82,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     average: AverageChoice = "rank",
     prefetch: int = 1,
+    nccl_user_buffers: bool = False,
     dp_mesh_dims: object | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Make a module, or a list of modules that run one after another, into one unit.
@@ -109,6 +111,8 @@ def fully_shard(
         ignored_params: Parameters to leave alone: neither cut nor reduced.
         average: ``"rank"``: gradients are the mean over ranks. ``"token"``: their sum.
         prefetch: How many units are gathered ahead; at most ``prefetch + 1`` are unsharded.
+        nccl_user_buffers: Gather into memory that is registered with NCCL, a few units' bytes that
+            stay allocated. For ZeRO-3 alone; without NCCL memory stays plain, with a warning.
         dp_mesh_dims: torch's way to choose axes of a larger mesh, which is refused.
 
     Returns:
@@ -126,10 +130,11 @@ def fully_shard(
     policy, memory = mixed_precision_of(mp_policy), UnitMemory(offload=offload_of(offload_policy))
     chosen, averaging = strategy_of(strategy), average_of(average)
     check_modules(modules, prefetch)
+    check_user_buffers(nccl_user_buffers, chosen)
     found = find_parameters(modules, ignored_params or (), policy)
     check_placements(found, shard_placement_fn)
     mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
-    reshard = reshard_of(reshard_after_forward, mesh)
+    options = UnitOptions(prefetch, reshard_of(reshard_after_forward, mesh), nccl_user_buffers)
     # Gradients are averaged by this factor alone: no reduction divides again.
     scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
     is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
@@ -137,14 +142,7 @@ def fully_shard(
     claim(found, type(modules[0]).__name__)
     for each in modules:
         mix_in(each)
-    FSDPUnit(
-        modules,
-        groups,
-        policy=policy,
-        memory=memory,
-        prefetch=prefetch,
-        reshard_after_forward=reshard,
-    )
+    FSDPUnit(modules, groups, policy=policy, memory=memory, options=options)
     # Last: the hooks on steps compare ids, so every sharded parameter must exist by then.
     watch_optimizer_steps()
     return cast(FSDPModule | list[FSDPModule], module)
@@ -164,6 +162,7 @@ def fully_shard_model(
     ignored_params: Iterable[nn.Parameter] | None = None,
     average: AverageChoice = "rank",
     prefetch: int = 1,
+    nccl_user_buffers: bool = False,
     dp_mesh_dims: object | None = None,
 ) -> FSDPModule:
     """Make every instance of some classes below a model, and then the model, into units.
@@ -185,6 +184,7 @@ def fully_shard_model(
         ignored_params: As for :func:`fully_shard`.
         average: As for :func:`fully_shard`.
         prefetch: As for :func:`fully_shard`.
+        nccl_user_buffers: As for :func:`fully_shard`.
         dp_mesh_dims: As for :func:`fully_shard`.
 
     Returns:
@@ -207,6 +207,7 @@ def fully_shard_model(
         "ignored_params": ignored,
         "average": average,
         "prefetch": prefetch,
+        "nccl_user_buffers": nccl_user_buffers,
         "dp_mesh_dims": dp_mesh_dims,
     }
     units = leave_out_tied(model, find_units(model, fsdp_unit_modules), ignored)
@@ -442,6 +443,23 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
                 prefetch,
                 where="prefetch of fully_shard()",
                 hint="Use 1; 0 gathers each unit when it runs",
+            )
+        )
+
+
+def check_user_buffers(is_wanted: bool, strategy: Strategy) -> None:
+    """Check that gathers come and go, if they are to fill registered memory.
+
+    Raises:
+        ValueError: Compute weights stay in full between uses.
+    """
+    if is_wanted and strategy.has_persistent_compute_weight:
+        raise ValueError(
+            expected(
+                "strategy 'optim_grads_params', which gathers for each use",
+                repr(strategy.value),
+                where="fully_shard() with nccl_user_buffers",
+                hint="Leave nccl_user_buffers out: this strategy gathers at most once a step",
             )
         )
 

@@ -31,6 +31,7 @@ class ModelKeywords(TypedDict, total=False):
     ignored_params: Iterable[nn.Parameter] | None
     average: AverageChoice
     prefetch: int
+    nccl_user_buffers: bool
     dp_mesh_dims: object | None
 
 

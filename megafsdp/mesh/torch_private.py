@@ -13,7 +13,7 @@ import inspect
 import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -64,16 +64,22 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def make_dtensor(cls: type[D], local: torch.Tensor, spec: DTensorSpec) -> D:
+def make_dtensor(
+    cls: type[D], local: torch.Tensor, spec: DTensorSpec, empty: torch.Tensor | None = None
+) -> D:
     """Make a DTensor of a class over a local tensor, which may lie anywhere in its storage.
+
+    ``empty`` is a tensor without elements of the local one's dtype and device, if the caller has
+    one: to make it takes half as long as the rest.
 
     Public: ``DTensor.from_local()`` makes no subclass, and is several times as slow. 2.11 to 2.13.
     """
     # A wrapper without memory takes the offset over. Its data_ptr() is then not 0, and torch's
     # staging would copy it as if it had memory.
-    source = local.new_empty(0) if local.storage_offset() else local
+    if empty is None:
+        empty = local.new_empty(0) if local.storage_offset() else local
     # DTensor.__init__ serves export alone, and would take longer than the rest of this function.
-    result = cast(D, cls.__new__(cls, source, spec, requires_grad=False))
+    result = cast(D, cls.__new__(cls, empty, spec, requires_grad=False))
     result._local_tensor = local
     return result
 
@@ -138,6 +144,37 @@ def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any
     """
     context: AbstractContextManager[Any] = dist._coalescing_manager(group=group, async_ops=True)
     return context
+
+
+def premultiplied_sum(factor: float) -> dist.ReduceOp:
+    """Return the reduction that multiplies each addend by a factor, of NCCL alone.
+
+    For bf16 torch up to 2.13 gives NCCL a factor of zero. Public: none in 2.11; then
+    ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.13.
+    """
+    return dist._make_nccl_premul_sum(factor)
+
+
+class DeviceBackend(Protocol):
+    """The part of ``ProcessGroupNCCL`` that allocates and registers memory. 2.11 to 2.13."""
+
+    @property
+    def mem_allocator(self) -> Any:
+        """Return the library's allocator, as ``torch.cuda.MemPool`` takes it."""
+
+    def register_mem_pool(self, pool: torch.cuda.MemPool) -> None:
+        """Register the memory of a pool with the communicator."""
+
+    def deregister_mem_pool(self, pool: torch.cuda.MemPool) -> None:
+        """Undo :meth:`register_mem_pool`."""
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> DeviceBackend:
+    """Return the backend that serves a device in a process group.
+
+    Public: none; torch's documentation of ``torch.cuda.MemPool`` uses the same. 2.11 to 2.13.
+    """
+    return cast(DeviceBackend, group._get_backend(device))
 
 
 def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:

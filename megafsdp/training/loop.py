@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import attempt, raise_together
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
+from megafsdp.device.host_threads import default_host_threads, torch_threads
 from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.optimizer.loss_scaler import LossScaler
@@ -101,6 +103,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     with (
         stop.listening(),
         process_group(world, timeout_s=config.run.timeout_s),
+        _threads_on_host(config, world),
         sole_job(config.run_directory, world, checkpoints=config.separate_checkpoints),
     ):
         run = _Run(config, world, stop=stop, on_step=on_step)
@@ -110,6 +113,17 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
             # Its collectives need the process groups, which end with this block.
             checkpoint.wait_for_saves()
             run.report.close()
+
+
+def _threads_on_host(config: Config, world: World) -> AbstractContextManager[None]:
+    """Return a context with the threads that parameters on the host are stepped by, if any are.
+
+    Optimizers, norms and sums there take torch's threads, of which torchrun leaves a rank one.
+    """
+    if not config.parallel.offload_parameters:
+        return nullcontext()
+    number = config.optimizer.host_threads or default_host_threads(world.device.type)
+    return torch_threads(number)
 
 
 def _seed_all(seed: int) -> None:
@@ -345,6 +359,7 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,
         reshard_after_forward=parallel.reshard_after_forward,
+        nccl_user_buffers=parallel.nccl_user_buffers,
         mp_policy=config.precision.policy(),
         offload_policy=OffloadPolicy(params=parallel.offload_parameters),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adam, checkpoint, exits, fsdp_step, optimizer_step
+from benchmarks import adam, checkpoint, exits, fsdp_step, host, optimizer_step
 from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.record import CheckError
@@ -121,6 +121,22 @@ def test_no_time_is_given_when_a_world_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=r"on 4 ranks differ by"):
         main(["--records", str(tmp_path), *THIN, "--worlds", "4", "--tolerance", "-1"])
     assert not list(tmp_path.iterdir())
+
+
+def test_hooks_are_timed_against_fsdp2s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both sides issue the same collectives and give right gradients; wrong ones give no time."""
+    arguments = ["host", "--worlds", "4", "--layers", "3", "--width", "4", "--repeats", "2"]
+    main(["--records", str(tmp_path), *arguments])
+    assert "4 ranks: " in capsys.readouterr().out
+    case = _only_record(tmp_path)["results"]["worlds"]["4"]
+    for side in host.SIDES:
+        assert case["check"][side]["calls"] == {"all_gather": 6, "reduce_scatter": 3}
+        assert case["check"][side]["gradient"] <= case["check"][side]["tolerance"]
+        assert case["step_ms"][side]["min"] > 0 and case["hooks_ms_per_unit"][side] > 0
+    assert case["ratio"] > 0 and len(case["ratio_quartiles"]) == 2
+    with pytest.raises(CheckError, match="gradients differ by"):
+        main(["--records", str(tmp_path), *arguments, "--tolerance", "-1"])
+    assert "4 ranks: " not in capsys.readouterr().out
 
 
 def test_exit_codes_of_real_runs_are_counted(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.comm.collectives import record_collectives, reduce_scatter
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
@@ -94,8 +94,9 @@ def _reduce(accumulate: bool, merge_classes: bool) -> None:
     for index, shape in enumerate(SHAPES):
         partial.full_views()[index].copy_(random(*shape, seed=100 * rank + index))
     grad = _filled_shard(layout, rank, torch.float32, salt=1000)
-    grad.reduce_scatter_from(
-        partial,
+    reduce_scatter(
+        grad.pieces(),
+        partial.pieces(),
         group=_world(),
         scale=0.5,
         accumulate=accumulate,

@@ -14,6 +14,8 @@ import torch
 
 from megafsdp.checkpoint.background import staging
 from megafsdp.checkpoint.background.staging import HostSlab, Staging
+from megafsdp.device import host_memory
+from tests.device.stand_in_cudart import is_mapped, stand_in
 
 
 class Device:
@@ -109,6 +111,24 @@ def test_sources_on_a_device_live_until_they_are_copied(device: Device) -> None:
     found, on_host = made.copies
     assert found.tolist() == [0, 1, 2, 3] and on_host.tolist() == [0, 1, 2]
     assert device.threads == [threading.get_ident()], "before it waits for the event"
+
+
+def test_pinned_memory_goes_back_to_the_system(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One slab is locked at a time: a larger one follows it, and none is left after release()."""
+    cudart = stand_in(monkeypatch)
+    monkeypatch.setattr(staging, "host_bytes", host_memory.host_bytes)
+    slab = HostSlab()
+    for num_tensors in (1, 2, 1):
+        made = Staging([*_tensors() * num_tensors], slab)
+        made.copy()
+        made.release()
+        assert list(cudart.live.values()) == [slab.nbytes]
+    assert slab.nbytes == 4 * 256 and cudart.calls.count("register") == 2
+    (address,) = cudart.live
+    slab.release()
+    assert not cudart.live and not is_mapped(address)
 
 
 def test_a_save_that_is_given_up_waits_for_its_copies(device: Device) -> None:

@@ -1,7 +1,8 @@
-"""Host memory is handed out aligned, without overlap, and never runs out."""
+"""Host memory is handed out aligned and without overlap, pinned exactly, and given back."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
@@ -13,17 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 
+import megafsdp
 from megafsdp.device import host_memory
 from megafsdp.device.host_memory import HostArena, aligned_nbytes, host_bytes
+from tests.device.stand_in_cudart import StandInCudart, is_mapped, stand_in
 
 # Prints, of a process as it starts and of one that keeps freed memory, the answer and the page
 # faults of blocks that are freed at once, each larger than any before: glibc by itself maps every
 # one of them afresh. Tensors would bring small blocks of their own between them. Both processes are
-# forked from one, which imports the file alone: imports take seconds.
+# forked from one, which imports the file without the package: that takes seconds.
 _FAULTS = """
-import ctypes, os, resource, runpy, sys
+import ctypes, os, resource, sys, types
 
-keep_freed_memory = runpy.run_path(sys.argv[1])["keep_freed_memory"]
+sys.modules["megafsdp"] = package = types.ModuleType("megafsdp")
+package.__path__ = [sys.argv[1]]
+from megafsdp.device.host_memory import keep_freed_memory
+
 libc = ctypes.CDLL(None)
 libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
 libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -91,12 +97,112 @@ def test_memory_that_lives_long_asks_for_huge_pages() -> None:
     assert "hg" not in _mapping_flags(other.data_ptr())
 
 
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> StandInCudart:
+    """Pin by a stand-in."""
+    return stand_in(monkeypatch)
+
+
+_BEFORE = ["touch", "register"]
+_AFTER = ["synchronize", "unregister"]
+
+
+@pytest.mark.parametrize("nbytes", [1, 3000, (5 << 21) + 256])
+def test_pinned_memory_is_locked_exactly_and_given_back(cudart: StandInCudart, nbytes: int) -> None:
+    """Locked once its pages are there, and until the last alias has gone, then unmapped."""
+    memory = host_bytes(nbytes, is_pinned=True)
+    address = memory.data_ptr()
+    assert memory.nbytes == nbytes and cudart.live == {address: nbytes}
+    alias = memory[-1:].view(torch.int8)
+    del memory
+    assert cudart.calls == _BEFORE and is_mapped(address)
+    alias.fill_(3)
+    del alias
+    assert cudart.calls == _BEFORE + _AFTER and not is_mapped(address) and not cudart.live
+
+
+def test_a_slab_is_locked_at_once(cudart: StandInCudart) -> None:
+    """One call for all tensors of an arena; none for an arena of no bytes."""
+    arena = HostArena(2 * aligned_nbytes(100 * 4), is_pinned=True)
+    taken = [arena.take(100, torch.float32) for _ in range(2)]
+    assert list(cudart.live.values()) == [1024] and arena.pinned_nbytes == 1024
+    del arena
+    assert cudart.calls == _BEFORE, "tensors lie in it"
+    taken.clear()
+    assert cudart.calls == _BEFORE + _AFTER
+    assert HostArena(0, is_pinned=True).pinned_nbytes == 0
+    assert HostArena(512, is_pinned=False).pinned_nbytes == 0
+    assert cudart.calls == _BEFORE + _AFTER
+
+
+def test_memory_that_cannot_be_locked_is_an_error(
+    cudart: StandInCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says how many bytes, and how to do without; nothing is left mapped."""
+    cudart.code, addresses = 2, list[int]()
+    register = cudart.cudaHostRegister
+    monkeypatch.setattr(
+        cudart, "cudaHostRegister", lambda *a: (addresses.append(a[0]), register(*a))[1]
+    )
+    with pytest.raises(
+        RuntimeError, match=r"4,096 bytes.*out of memory \(2\).*pin_cpu_params=False"
+    ):
+        host_bytes(4096, is_pinned=True)
+    assert cudart.calls == _BEFORE
+    assert addresses and not is_mapped(addresses[0])
+
+
+def test_a_forked_process_leaves_pinned_memory_alone(cudart: StandInCudart) -> None:
+    """It has no copy of the pages, and neither unlocks them nor unmaps what lies there."""
+    memory = host_bytes(1 << 21, is_pinned=True)
+    address = memory.data_ptr()
+    flags = _mapping_flags(address)
+    assert not flags or {"dc", "hg"} <= set(flags)
+    child = os.fork()
+    if child == 0:
+        is_inherited = is_mapped(address)
+        # Something else may lie there by now.
+        other = mmap.mmap(-1, 1 << 21) if is_inherited else _map_at(address, 1 << 21)
+        del memory
+        os._exit(is_inherited or not is_mapped(address) or cudart.calls != _BEFORE or not other)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cudart.live == {address: 1 << 21}
+
+
+@pytest.mark.gpu
+def test_cuda_takes_the_memory_for_pinned() -> None:
+    """Its copies run beside the host and carry all bytes, also the last ones."""
+    memory = host_bytes((3 << 21) + 5, is_pinned=True)
+    assert memory.is_pinned() and memory[-1:].is_pinned()
+    there = torch.arange(memory.numel(), device="cuda").to(torch.uint8)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        there.record_stream(torch.cuda.current_stream())
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        memory.copy_(there, non_blocking=True)
+        back = memory.to("cuda", non_blocking=True)
+        # Freed while copies are under way, which must end first.
+        address = memory.data_ptr()
+        del memory
+        assert not is_mapped(address)
+        assert torch.equal(back, there)
+
+
+def _map_at(address: int, nbytes: int) -> int:
+    """Map memory where there is none; return its address."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_size_t
+    numbers = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int)
+    libc.mmap.argtypes = (*numbers, ctypes.c_long)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    return int(libc.mmap(address, nbytes, mmap.PROT_READ, flags, -1, 0))
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_freed_memory_is_kept_for_the_next_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it each block faults in afresh; the environment's settings win."""
     pages_of_all, pages_of_largest = (mebibytes << 8 for mebibytes in (sum(range(1, 25)), 24))
     printed = subprocess.run(
-        [sys.executable, "-c", _FAULTS, host_memory.__file__],
+        [sys.executable, "-c", _FAULTS, megafsdp.__path__[0]],
         env={k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))},
         capture_output=True,
         text=True,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megafsdp.device.memory import (
     ByteLedger,
     Category,
     FlatStorage,
+    MemoryPool,
+    Slabs,
     poison,
     set_poison,
     tensors_nbytes,
@@ -83,6 +89,54 @@ def test_storage_release_frees_device_memory_and_keeps_aliases() -> None:
     assert torch.cuda.memory_allocated(device) >= before + (4 << 20)
     storage.release()
     assert torch.cuda.memory_allocated(device) == before
+
+
+class _CudaPool:
+    """A pool of the caching allocator, without a library that registers it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._pool = torch.cuda.MemPool()
+
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Return torch's context."""
+        return torch.cuda.use_mem_pool(self._pool)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numel", [1 << 10, 3 << 20])
+def test_a_slab_is_the_same_memory_for_each_storage_that_takes_it(numel: int) -> None:
+    """On CUDA a storage that grows takes the one block of the pool; aliases stay, as without."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ledger = ByteLedger()
+    # The last is shorter than the slabs.
+    storages = [_storage(n, ledger=ledger, device=device) for n in (numel, numel, numel * 3 // 4)]
+    views = [storage.tensor.narrow(0, 1, 5) for storage in storages]
+    slabs = _slabs(4 * numel, 2, ledger, _CudaPool)
+    for storage in storages:
+        storage.release()
+        storage.slabs = slabs
+    first, second, third = storages
+    addresses: list[tuple[int, ...]] = []
+    for step in range(3):
+        first.allocate()
+        second.allocate()
+        first.release()
+        # Not of a slab's pool, whose block is free at this moment.
+        other = torch.zeros(numel, device=device)
+        third.allocate()
+        addresses.append(tuple(s.tensor.data_ptr() for s in (second, third)))
+        for value, storage, view in ((step, second, views[1]), (step + 10, third, views[2])):
+            storage.tensor.fill_(value)
+            assert view.tolist() == [value] * 5
+        assert not other.any()
+        second.release()
+        first.allocate()
+        assert first.tensor.data_ptr() == addresses[0][0], "the slab that second has released"
+        first.release()
+        third.release()
+    assert len(set(addresses)) == 1
+    assert len({*addresses[0]}) == 2
+    assert slabs.num_refused == 0
 
 
 def test_releasing_and_allocating_twice_changes_nothing() -> None:
@@ -242,3 +296,110 @@ def test_bytes_of_tensors_count_shared_storages_once() -> None:
     """Views of one storage are its bytes, not theirs."""
     base = torch.zeros(10)
     assert tensors_nbytes([base, base[2:4], torch.zeros(3, dtype=torch.float64)]) == 40 + 24
+
+
+class _Pool:
+    """A pool that counts the allocations made in its context."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.num_entered = 0
+
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Count."""
+        self.num_entered += 1
+        return contextlib.nullcontext()
+
+
+def _slabs(
+    nbytes: int, max_slabs: int, ledger: ByteLedger, new_pool: Callable[[int], MemoryPool] = _Pool
+) -> Slabs:
+    category = Category.UNSHARDED
+    return Slabs(nbytes, max_slabs=max_slabs, new_pool=new_pool, ledger=ledger, category=category)
+
+
+@given(st.lists(st.integers(0, 4), max_size=30), st.integers(0, 4))
+def test_storages_lie_in_slabs_of_their_own_while_they_are_allocated(
+    turns: list[int], max_slabs: int
+) -> None:
+    """No slab is in two storages, the first free one is taken, and bytes follow from the turns."""
+    ledger, pools = ByteLedger(), []
+
+    def new_pool(nbytes: int) -> _Pool:
+        pools.append(_Pool(nbytes))
+        return pools[-1]
+
+    slabs = _slabs(64, max_slabs, ledger, new_pool)
+    storages = [_storage(10 + i, ledger=ledger) for i in range(5)]
+    for storage in storages:
+        storage.release()
+        storage.slabs = slabs
+    placed: dict[int, int | None] = {}
+    most = num_refused = 0
+    for turn in turns:
+        storage = storages[turn]
+        entered = [pool.num_entered for pool in pools]
+        if turn in placed:
+            storage.release()
+            del placed[turn]
+            assert storage.tensor.untyped_storage().nbytes() == 0
+            continue
+        free = next((i for i in range(max_slabs) if i not in placed.values()), None)
+        placed[turn] = free
+        storage.allocate()
+        storage.allocate()
+        assert storage.tensor.isnan().all(), "fresh memory is poisoned"
+        found = [
+            i for i, pool in enumerate(pools) if pool.num_entered > (*entered, 0)[i : i + 1][0]
+        ]
+        assert found == ([] if free is None else [free])
+        nbytes = storage.nbytes if free is None else 64
+        assert storage.tensor.untyped_storage().nbytes() == nbytes
+        num_refused += free is None
+        most = max(most, sum(slab is not None for slab in placed.values()))
+        own = sum(storages[i].nbytes for i, slab in placed.items() if slab is None)
+        assert ledger.total == 64 * most + own
+    assert [pool.nbytes for pool in pools] == [64] * most
+    assert slabs.num_refused == num_refused
+    del storages, storage
+    assert ledger.total == 64 * most
+    del slabs
+    assert ledger.total == 0
+
+
+def test_an_allocation_that_fails_leaves_its_slab_free() -> None:
+    """The next one takes it."""
+
+    class _Full(_Pool):
+        def allocating(self) -> contextlib.AbstractContextManager[object]:
+            if not self.num_entered:
+                super().allocating()
+                raise torch.OutOfMemoryError
+            return super().allocating()
+
+    storage = _storage()
+    storage.release()
+    storage.slabs = slabs = _slabs(64, 1, ByteLedger(), _Full)
+    with pytest.raises(torch.OutOfMemoryError):
+        storage.allocate()
+    assert not storage.is_allocated
+    storage.allocate()
+    assert storage.is_allocated
+    assert slabs.num_refused == 0
+
+
+def test_a_deleted_storage_leaves_its_slab_free() -> None:
+    """Its views keep the bytes, which the pool does not give to another as long as they are there.
+
+    The ledger counts the slab on.
+    """
+    ledger = ByteLedger()
+    first, second = _storage(ledger=ledger), _storage(ledger=ledger)
+    slabs = _slabs(64, 1, ledger)
+    for storage in (first, second):
+        storage.release()
+        storage.slabs = slabs
+    first.allocate()
+    del first, storage
+    second.allocate()
+    assert (slabs.num_refused, ledger.total) == (0, 64)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import (
@@ -16,7 +18,8 @@ from megafsdp import (
     mark_main_weights_changed,
     microbatch,
 )
-from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.comm import collectives as door
+from megafsdp.buffer.comm.collectives import backends, record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, shard
 from tests.ranks import Ranks
@@ -29,6 +32,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "zero-3": {},
     "zero-3 without prefetch": {"prefetch": 0},
     "zero-3 bf16": {"mp_policy": BF16},
+    "zero-3 bf16 in user buffers": {"nccl_user_buffers": True, "mp_policy": BF16},
     "zero-1": {"strategy": "optim"},
     "ddp": {"strategy": "no_shard"},
     "hsdp": {"mesh": (2, 1)},
@@ -74,6 +78,10 @@ def _trains(name: str) -> set[tuple[str, str]]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    if options.get("nccl_user_buffers"):
+        weights = [g.compute_weight for g in net._fsdp_unit().context.groups]
+        is_nccl = backends(weights[0]._axes.group).get("cuda") == "nccl"
+        assert all((s.slabs is not None) == is_nccl for w in weights for s in w.gathered_storages)
     wanted = reference.state_dict()
     for key, value in full_state_dict(net).items():
         if is_exact:
@@ -93,6 +101,35 @@ def test_one_rank_trains_on_nccl(ranks: Ranks, name: str) -> None:
 def test_two_ranks_that_share_a_gpu_train_on_gloo(ranks: Ranks, name: str) -> None:
     """CUDA tensors through gloo: the engine's streams and events with real exchanges."""
     ranks(2, "gloo").run(_trains, name)
+
+
+def _sums_of_nccl() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.MonkeyPatch.context() as patch:
+        # One GPU has one rank, whose collectives NCCL makes as it does for many.
+        patch.setattr(door, "_is_alone", lambda group: False)
+        f32, bf16 = torch.float32, torch.bfloat16
+        for wire, grad in ((f32, f32), (bf16, f32), (bf16, bf16), (torch.float16, f32)):
+            for accumulate, num_buffers in itertools.product((False, True), (1, 3)):
+                outputs = [torch.ones(32, dtype=grad, device="cuda") for _ in range(num_buffers)]
+                partials = [torch.full((32,), 6.0, dtype=wire, device="cuda") for _ in outputs]
+                door.reduce_scatter(
+                    outputs,
+                    partials,
+                    group=group,
+                    scale=0.25,
+                    accumulate=accumulate,
+                    reduce_dtype=wire,
+                    label="",
+                ).wait()
+                for out in outputs:
+                    assert out.tolist() == [1.5 + accumulate] * 32
+
+
+def test_nccl_sums_and_scales_as_it_is_asked_to(ranks: Ranks) -> None:
+    """Premultiplied sums and plain ones, one and several sub-buffers, of each dtype."""
+    ranks(1, "nccl").run(_sums_of_nccl)
 
 
 def _memory() -> list[int]:

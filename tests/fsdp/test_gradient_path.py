@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 
 PACKAGE = str(Path(megafsdp.__file__).parent)
 UNIT, SCHEDULE = "fsdp/runtime/unit.py", "fsdp/runtime/schedule.py"
-MAX_FILES = 9
+MAX_FILES = 8
 # What moves a gradient's bytes, or makes the tensors that show them, by the name of the function.
 STATIONS = {
     "_foreach_copy_": "packed",

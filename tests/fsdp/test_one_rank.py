@@ -24,7 +24,7 @@ from megafsdp import (
 )
 from megafsdp.buffer.comm import collectives as door
 from megafsdp.buffer.comm.agreement import agree, on_rank_zero, raise_together
-from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
+from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
 from tests.end_to_end.strategy_cases import ENGINES, MeshShape, mesh_of_shape
 from tests.fsdp.toy import Net, assert_same_grads, assert_same_parameters, batches, mine
 from tests.ranks import Ranks
@@ -94,6 +94,7 @@ def _issues_none_in_debug_mode(root: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DEBUG_VARIABLE, "1")
         _issues_none(root, [])
+    read_environment()
 
 
 def test_one_rank_issues_no_collective(ranks: Ranks, tmp_path: Path) -> None:

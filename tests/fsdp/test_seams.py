@@ -23,6 +23,7 @@ from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 from megafsdp.quantize.recipe import WHOLE_ROW, BufferSpec, Recipe, Use
@@ -63,8 +64,7 @@ def make_unit(
         groups,
         policy=policy,
         memory=memory,
-        prefetch=1,
-        reshard_after_forward=reshard_after_forward,
+        options=UnitOptions(1, reshard_after_forward),
     )
 
 

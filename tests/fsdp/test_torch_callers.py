@@ -245,12 +245,13 @@ def test_a_wrong_argument_raises_as_torch_does(ranks: Ranks) -> None:
 def _not_built() -> None:
     _, net = pair(num_blocks=1)
     event, bare = torch.Event("cpu"), nn.Sequential(fully_shard(Block()))
+    kept = fully_shard(Block(), strategy="optim_grads")
     calls: dict[str, Callable[[], object]] = {
         "set_all_reduce_hook": lambda: net.set_all_reduce_hook(torch.neg, stream=None),
         "set_custom_all_gather": lambda: net.set_custom_all_gather(object()),
         "set_custom_reduce_scatter": lambda: net.set_custom_reduce_scatter(comm=object()),
         "set_allocate_memory_from_process_group_for_comm": lambda: (
-            net.set_allocate_memory_from_process_group_for_comm(True)
+            kept.set_allocate_memory_from_process_group_for_comm(True)
         ),
         "set_symm_mem_for_comm": lambda: net.set_symm_mem_for_comm("NCCL"),
         "set_post_optim_event": lambda: net.set_post_optim_event(event),

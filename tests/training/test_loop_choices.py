@@ -87,6 +87,7 @@ def _mesh_of_run(config: Config) -> tuple[tuple[int, ...], float, list[float]]:
         train(config, on_step=lambda _, result: losses.append(result.loss))
     finally:
         monkeypatch.undo()
+    assert found[0]._fsdp_unit().options.nccl_user_buffers == config.parallel.nccl_user_buffers
     parameters = [p for p in found[0].parameters() if isinstance(p, DTensor)]
     local = sum(p.to_local().numel() for p in parameters)
     return parameters[0].device_mesh.shape, local / sum(p.numel() for p in parameters), losses
@@ -100,7 +101,7 @@ STRATEGIES = [
     (2, {"strategy": "optim"}, 1 / 2),
     (2, {"strategy": "optim_grads"}, 1 / 2),
     (2, {"dp_outer": 2}, 1),
-    (2, {"reshard_after_forward": False, "prefetch": 0}, 1 / 2),
+    (2, {"reshard_after_forward": False, "prefetch": 0, "nccl_user_buffers": True}, 1 / 2),
     (4, {}, 1 / 4),
     _more(4, {"dp_outer": 2}, 1 / 2),
     (4, {"dp_outer": 2, "dp_shard": 2, "reshard_after_forward": True}, 1 / 2),
@@ -463,6 +464,24 @@ def test_parameters_on_the_host_change_no_bit_of_a_run(
     found = _rows_of(ranks, 2, tmp_path, parallel={"offload_parameters": True}, **options)
     for a, b in zip(found, wanted, strict=True):
         assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
+def _threads_in_steps(config: Config) -> tuple[set[int], int]:
+    """Return torch's threads in the steps of a run, and after it."""
+    found: set[int] = set()
+    train(config, on_step=lambda _, result: found.add(torch.get_num_threads()))
+    return found, torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("is_on_host", "wanted"), [(True, 3), (False, 1)])
+def test_parameters_on_the_host_are_stepped_by_its_threads(
+    ranks: Ranks, tmp_path: Path, is_on_host: bool, wanted: int
+) -> None:
+    """In the run alone, and in no other run."""
+    write_corpus(tmp_path)
+    sections = {"parallel": {"offload_parameters": True}, "optimizer": {"host_threads": 3}}
+    config = tiny(tmp_path, train={"steps": 1}, **(sections if is_on_host else {}))
+    assert ranks(1).run(_threads_in_steps, config) == [({wanted}, 1)]
 
 
 def test_a_run_is_resumed_at_another_fraction(ranks: Ranks, tmp_path: Path) -> None:

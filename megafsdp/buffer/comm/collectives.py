@@ -15,8 +15,9 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from megafsdp.buffer.comm.trace import CollectiveRecord as CollectiveRecord
 from megafsdp.buffer.comm.trace import record_collectives as record_collectives
 from megafsdp.device.profiling import profiler_range
 from megafsdp.errors import expected, listed
-from megafsdp.mesh.torch_private import coalesce_collectives
+from megafsdp.mesh.torch_private import coalesce_collectives, premultiplied_sum
 
 
 class Pending:
@@ -173,17 +174,33 @@ def all_gather(
     with profiler_range("all_gather", label):
         # torch's gloo threads write the name of the last work without a lock. The name of a
         # coalesced gather is too long for the string's inline storage: two works that end together
-        # would free its heap memory twice. For meta tensors torch has no coalesced gather.
-        if len(pairs) == 1 or output[0].is_meta or is_gloo(group, output[0].device):
-            return Pending([_gather(out, shard, group) for out, shard in pairs])
-        with coalesce_collectives(group) as coalesced:
-            for out, shard in pairs:
-                _all_gather_single(out, shard, group=group)
-    return Pending([coalesced])
+        # would free its heap memory twice.
+        if is_gloo(group, output[0].device):
+            return Pending([_gather_on_gloo(out, shard, group) for out, shard in pairs])
+        return Pending(_launch(_all_gather_single, pairs, group=group))
 
 
-def _gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    if group.size() != 2 or not is_gloo(group, out.device):
+def _launch(
+    collective: Callable[..., dist.Work | None],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    group: dist.ProcessGroup,
+    **options: Any,
+) -> list[dist.Work | None]:
+    """Issue a collective of (output, input) pairs in one launch of the backend's library."""
+    # For meta tensors torch has no coalesced collectives.
+    if len(pairs) == 1 or pairs[0][0].is_meta:
+        return [collective(*pair, group=group, async_op=True, **options) for pair in pairs]
+    with coalesce_collectives(group) as coalesced:
+        for pair in pairs:
+            collective(*pair, group=group, **options)
+    return [coalesced]
+
+
+def _gather_on_gloo(
+    out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+) -> dist.Work | None:
+    if group.size() != 2:
         return _all_gather_single(out, shard, group=group, async_op=True)
     # Two ranks exchange halves straight into the output: gloo's all-gather would copy it twice.
     halves = out.chunk(2)
@@ -207,47 +224,51 @@ def reduce_scatter(
     accumulate: bool,
     reduce_dtype: torch.dtype,
     label: str,
+    force_sum: bool = False,
 ) -> Pending:
     """Sum the ranks' partial buffers and keep this rank's shard of each sub-buffer.
 
     ``output = [output +] scale * sum over ranks of partial[own shard]``. On gloo the shards are
     sent in the partials' dtype by all-to-all and summed on this rank in rank order, in fp32 or
-    wider, straight into ``output``. On NCCL the partials are cast to ``reduce_dtype`` and reduced
-    by the library.
+    wider, straight into ``output``. Any other backend's library sums in ``reduce_dtype``, in one
+    coalesced launch: straight into ``output`` where nothing accumulates and the dtypes agree, else
+    beside it, and one pass follows.
 
     Args:
         output: For each sub-buffer a 1-D tensor of ``S`` elements, in the main gradients' dtype.
-        partials: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
+        partials: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements. A library may
+            overwrite those of ``reduce_dtype``; others are copied to it first.
         group: Ranks that own the shards, in shard order.
         scale: Factor on the sum.
         accumulate: True to add to ``output``, False to overwrite it.
         reduce_dtype: Dtype of the sum where a library makes it.
         label: FQN of the unit, for counters and profilers.
+        force_sum: Whether a library is given no factor: it sums, and passes before or after scale.
 
     Returns:
-        The pending collective; ``output`` is written by its ``wait()``.
+        The pending collective; ``output`` may be read after its ``wait()``. A sum that is discarded
+        leaves an output that it would be added to as it was, and any other one undefined.
     """
-    is_alone = _is_alone(group)
-    if not is_alone:
-        _count("reduce_scatter", label, sum(p.numel() * p.element_size() for p in partials), group)
-    works: list[dist.Work | None] = []
-    finishes: list[Callable[[], None]] = []
+    if _is_alone(group):
+        return Pending(finish=_writing(output, [[p] for p in partials], scale, accumulate, group))
+    is_exchanged = is_gloo(group, output[0].device)
+    wires = partials if is_exchanged else [partial.to(reduce_dtype) for partial in partials]
+    _count("reduce_scatter", label, sum(wire.nbytes for wire in wires), group)
     with profiler_range("reduce_scatter", label):
-        for out, partial in zip(output, partials, strict=True):
-            if is_alone:
-                exchange = _keep
-            else:
-                exchange = _exchange if is_gloo(group, partial.device) else _library_reduce_scatter
-            work, shards_of = exchange(partial, group, reduce_dtype)
-            works.append(work)
-            finishes.append(_summing(out, shards_of, scale, accumulate))
-
-    # The sums read what the exchanges receive, so they run in wait(), after the exchanges.
-    def finish() -> None:
-        for step in finishes:
-            step()
-
-    return Pending(works, finish)
+        if is_exchanged:
+            exchanges = [_exchange(wire, group) for wire in wires]
+            shards = [received for _, received in exchanges]
+            # The sums read what the exchanges receive, so they run in wait(), after the exchanges.
+            finish = _writing(output, shards, scale, accumulate, group)
+            return Pending([work for work, _ in exchanges], finish)
+        is_direct = not accumulate and output[0].dtype == reduce_dtype
+        op, factor = _start_scaling(wires, scale, group, is_direct=is_direct, force_sum=force_sum)
+        sums = output if is_direct else [wires[0].new_empty(out.shape) for out in output]
+        pairs = list(zip(sums, wires, strict=True))
+        works = _launch(_reduce_scatter_single, pairs, group=group, op=op)
+    if is_direct and factor == 1.0:
+        return Pending(works)
+    return Pending(works, _writing(output, [[s] for s in sums], factor, accumulate, group))
 
 
 def all_to_all(
@@ -265,21 +286,84 @@ def all_to_all(
     dist.all_to_all_single(output, source, received, sent, group=group)
 
 
-def _summing(
-    out: torch.Tensor, shards: Sequence[torch.Tensor], scale: float, accumulate: bool
+def _writing(
+    output: Sequence[torch.Tensor],
+    addends: Sequence[Sequence[torch.Tensor]],
+    scale: float,
+    accumulate: bool,
+    group: dist.ProcessGroup,
 ) -> Callable[[], None]:
-    return lambda: sum_shards(shards, out, scale=scale, accumulate=accumulate)
+    """Return the step that writes the scaled sum of each output's addends to it."""
+    write = _write_sum if is_gloo(group, output[0].device) else _write_scaled
+
+    def finish() -> None:
+        for out, parts in zip(output, addends, strict=True):
+            write(out, parts, scale, accumulate)
+
+    return finish
 
 
-def _keep(
-    partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
-) -> tuple[dist.Work | None, list[torch.Tensor]]:
-    """Return the only rank's partial, which is the sum; it is not rounded to ``reduce_dtype``."""
-    return None, [partial]
+def _write_sum(
+    out: torch.Tensor, shards: Sequence[torch.Tensor], scale: float, accumulate: bool
+) -> None:
+    sum_shards(shards, out, scale=scale, accumulate=accumulate)
+
+
+@torch.no_grad()
+def _write_scaled(
+    out: torch.Tensor, sums: Sequence[torch.Tensor], scale: float, accumulate: bool
+) -> None:
+    """Write one scaled tensor to another by one kernel, in the wider dtype of the two."""
+    (total,) = sums
+    if accumulate:
+        out.add_(total, alpha=scale)
+    elif scale == 1.0:
+        out.copy_(total)
+    elif total.dtype.itemsize < out.dtype.itemsize:
+        # A number would be multiplied in the narrow dtype; a tensor makes torch use the wide one.
+        torch.mul(total, out.new_full((1,), scale), out=out)
+    else:
+        torch.mul(total, scale, out=out)
+
+
+def _start_scaling(
+    wires: Sequence[torch.Tensor],
+    scale: float,
+    group: dist.ProcessGroup,
+    *,
+    is_direct: bool,
+    force_sum: bool,
+) -> tuple[Any, float]:
+    """Return how a library reduces ``wires``, and the factor that is left for its sum.
+
+    Args:
+        wires: What is reduced; scaled in place where the library cannot do it and fp16 asks for it.
+        scale: Factor on the sum.
+        group: Ranks that sum.
+        is_direct: Whether the library's sum is the result, so that a factor left costs a pass.
+        force_sum: Whether the library must be given no factor.
+    """
+    dtype, backend = wires[0].dtype, backends(group).get(wires[0].device.type)
+    # NCCL alone multiplies what it sums.
+    can_scale = backend == "nccl" and not force_sum
+    if dtype == torch.float16 and scale < 1.0:
+        # The sum of many ranks may be beyond 65504 where their mean is not. Divided by about the
+        # root of the divisor: by all of it, small gradients would be lost below 2**-24.
+        divisor = 2.0 ** math.ceil(-math.log2(scale) / 2)
+        if can_scale:
+            return premultiplied_sum(1 / divisor), scale * divisor
+        for wire in wires:
+            wire.mul_(1 / divisor)
+        return dist.ReduceOp.SUM, scale * divisor
+    # Each addend is rounded to its dtype; and torch up to 2.13 gives a factor of zero for bf16.
+    if can_scale and is_direct and scale != 1.0 and dtype in (torch.float32, torch.float64):
+        is_mean = scale == 1 / group.size()
+        return dist.ReduceOp.AVG if is_mean else premultiplied_sum(scale), 1.0
+    return dist.ReduceOp.SUM, scale
 
 
 def _exchange(
-    partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
+    partial: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
     """Send each rank its shard of the sum; return what is to be summed, in rank order."""
     rank, parts = group.rank(), list(partial.chunk(group.size()))
@@ -294,15 +378,6 @@ def _exchange(
     return work, list(received.chunk(len(parts)))
 
 
-def _library_reduce_scatter(
-    partial: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype
-) -> tuple[dist.Work | None, list[torch.Tensor]]:
-    # The library sums in the dtype of its input. A cast makes a copy that lives until the wait.
-    wire = partial.to(reduce_dtype)
-    reduced = wire.new_empty(wire.numel() // group.size())
-    return _reduce_scatter_single(reduced, wire, group=group, async_op=True), [reduced]
-
-
 def all_reduce_partials(
     output: torch.Tensor,
     partial: torch.Tensor,
@@ -312,6 +387,7 @@ def all_reduce_partials(
     accumulate: bool,
     reduce_dtype: torch.dtype,
     label: str,
+    force_sum: bool = False,
 ) -> Pending:
     """Sum a flat partial buffer over ranks: ``output = [output +] scale * sum``.
 
@@ -323,18 +399,20 @@ def all_reduce_partials(
         accumulate: True to add to ``output``, False to overwrite it.
         reduce_dtype: Dtype of the sum.
         label: FQN of the unit, for counters and profilers.
+        force_sum: Whether a library is given no factor: it sums, and passes before or after scale.
 
     Returns:
         The pending collective; ``output`` is written by its ``wait()``.
     """
     if _is_alone(group):
-        return Pending(finish=_summing(output, [partial], scale, accumulate))
+        return Pending(finish=_writing([output], [[partial]], scale, accumulate, group))
     # In place where the dtypes agree: the partials have no reader after the sum.
     wire = partial.to(reduce_dtype)
     _count("all_reduce", label, wire.numel() * wire.element_size(), group)
     with profiler_range("all_reduce", label):
-        work = dist.all_reduce(wire, group=group, async_op=True)
-    return Pending([work], _summing(output, [wire], scale, accumulate))
+        op, factor = _start_scaling([wire], scale, group, is_direct=False, force_sum=force_sum)
+        work = dist.all_reduce(wire, op=op, group=group, async_op=True)
+    return Pending([work], _writing([output], [[wire]], factor, accumulate, group))
 
 
 def all_reduce(
@@ -429,6 +507,13 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     if not _is_alone(group):
         _count("barrier", "", 0, group)
         dist.barrier(group=group)
+
+
+def open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the communicator of a library's process group, which comes with its first collective."""
+    # Issued on one rank too: memory can be registered with a communicator only once it is there.
+    _count("all_reduce", "open communicator", 4, group)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def require_equal(

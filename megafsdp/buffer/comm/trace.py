@@ -4,12 +4,15 @@
 :func:`record_collectives` counts calls and bytes. With ``MEGAFSDP_DEBUG=1`` ranks also compare
 labels: a unit that only some ranks run makes the others wait in another collective, for ever or
 until sizes clash, and with the check all ranks raise an error that names the unit. That costs a
-second, small collective each time. This file makes and compares the labels and exchanges nothing.
+second, small collective each time. The variable is read once, and again by each root's forward:
+a look before every collective would be a part of what hooks cost. This file makes and compares the
+labels and exchanges nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -71,10 +74,15 @@ def note(kind: str, label: str, nbytes: int, group_name: str) -> None:
         record.events.append((kind, label))
 
 
+@functools.cache
 def is_enabled() -> bool:
-    """Return whether ranks compare labels."""
-    # Read each time: a test or a user may set it after the import.
+    """Return whether ranks compare labels, as the environment said at the last look."""
     return os.environ.get(DEBUG_VARIABLE) == "1"
+
+
+def read_environment() -> None:
+    """Look at the environment anew: a user may set the variable after the import."""
+    is_enabled.cache_clear()
 
 
 def encode(kind: str, label: str, nbytes: int) -> torch.Tensor:

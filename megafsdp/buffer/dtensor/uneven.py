@@ -471,6 +471,35 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return make_dtensor(DTensor, local, spec)
 
 
+def wrapper_as(
+    cls: type[DTensor], tensor: DTensor, dtype: torch.dtype, device: torch.device
+) -> Callable[[torch.Tensor], DTensor]:
+    """Return what :func:`wrap_like` does with rows of one dtype and device, as a function of a row.
+
+    All that does not depend on the rows is made here: gradients are wrapped one by one in every
+    backward.
+
+    Args:
+        cls: Class of the results; sharded like the tensor, or a plain DTensor.
+        tensor: What the results are like.
+        dtype: Dtype of the rows.
+        device: Where they lie.
+    """
+    spec, empty = tensor._spec, torch.empty(0, dtype=dtype, device=device)
+    if tensor.dtype != dtype:
+        meta = TensorMeta(tensor.shape, tensor.stride(), dtype)
+        spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
+
+    def wrapper(rows: torch.Tensor) -> DTensor:
+        result = make_dtensor(cls, rows, spec, empty)
+        if layout is not None:
+            result._uneven_layout = layout  # type: ignore[attr-defined]
+        return result
+
+    return wrapper
+
+
 def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)

@@ -23,6 +23,7 @@ class HostSlab:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._is_pinned = False
 
     @property
     def nbytes(self) -> int:
@@ -47,14 +48,14 @@ class HostSlab:
             ]
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back to the system, once no copy lies in it."""
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _reserve(self, nbytes: int, *, is_pinned: bool) -> None:
-        if nbytes <= self.nbytes and (self._memory.is_pinned() or not is_pinned):
+        if nbytes <= self.nbytes and (self._is_pinned or not is_pinned):
             return
         self.release()
-        self._memory = host_bytes(nbytes, is_pinned=is_pinned)
+        self._memory, self._is_pinned = host_bytes(nbytes, is_pinned=is_pinned), is_pinned
 
 
 class Staging:

@@ -1,5 +1,5 @@
-// Adam in one launch over flat buffers. Blocks take tiles in turn; adam_tile.h says what a thread
-// does, kernels/adam_formula.h what happens to an element.
+// Adam over flat buffers, in one launch for each table of segments. Blocks take tiles in turn;
+// adam_tile.h says what a thread does, kernels/adam_formula.h what happens to an element.
 //
 // Every operation is an intrinsic that rounds to nearest even once, so neither contraction nor the
 // compiler's -ftz changes a bit. Subnormal numbers are flushed by kernels/flushing.h and not by
@@ -17,7 +17,9 @@ struct DeviceMath {
   static __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
   static __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
   static __device__ __forceinline__ float div(float a, float b) { return __fdiv_rn(a, b); }
-  static __device__ __forceinline__ float sqrt(float a) { return __fsqrt_rn(a); }
+  static __device__ __forceinline__ float root_over(float a, float b) {
+    return __fdiv_rn(__fsqrt_rn(a), b);
+  }
   static __device__ __forceinline__ float fma(float a, float b, float c) {
     return __fmaf_rn(a, b, c);
   }
@@ -31,14 +33,14 @@ struct DeviceMath {
 
 struct KernelArguments {
   AdamBuffers buffers;
-  int64_t numel;
   const float* grad_scale;
   const float* found_inf;
-  const AdamSegment* far_segments;
-  int64_t num_segments;
+  const AdamConstants* late_constants;
+  TileRange tiles;
   bool is_aligned;
-  AdamSegment near_segments[kNearSegments];
+  AdamTable table;
 };
+static_assert(sizeof(KernelArguments) <= 4096, "what devices of all drivers take");
 
 template <typename Math, typename Grad, typename State, typename Weight>
 __global__ void __launch_bounds__(kThreads)
@@ -46,15 +48,34 @@ __global__ void __launch_bounds__(kThreads)
   if (arguments.found_inf != nullptr && *arguments.found_inf != 0.0f) return;
   const bool has_device_scale = arguments.grad_scale != nullptr;
   const float scale = has_device_scale ? *arguments.grad_scale : arguments.buffers.grad_scale;
-  const bool is_far = arguments.far_segments != nullptr;
-  const AdamSegment* segments = is_far ? arguments.far_segments : arguments.near_segments;
-  const AdamTask task{arguments.buffers,      arguments.numel,   segments,
-                      arguments.num_segments, Math::take(scale), arguments.is_aligned};
-  const int64_t num_tiles = (arguments.numel + kTileNumel - 1) / kTileNumel;
-  int64_t segment = 0;
-  for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-    segment = adam_tile<Math, Grad, State, Weight>(task, tile, threadIdx.x, segment);
+  // Wherever they are, a block's own copy is near: late ones are beyond the arguments.
+  __shared__ AdamConstants constants[kMostRows];
+  const AdamConstants* late = arguments.late_constants;
+  const AdamConstants* from = late == nullptr ? arguments.table.constants : late;
+  if (threadIdx.x < arguments.table.num_constants) constants[threadIdx.x] = from[threadIdx.x];
+  __syncthreads();
+  const AdamTask task{arguments.buffers, arguments.table.rows, arguments.table.num_rows,
+                      constants,         Math::take(scale),    arguments.is_aligned};
+  int row = 0;
+  for (int64_t tile = arguments.tiles.start + blockIdx.x; tile < arguments.tiles.stop;
+       tile += gridDim.x) {
+    row = adam_tile<Math, Grad, State, Weight>(task, tile, threadIdx.x, row);
   }
+}
+
+struct LateArguments {
+  LateHyper hypers[kMostConstants];
+  int count;
+  const float* found_inf;
+  bool flushes;
+  AdamConstants* constants;
+};
+
+__global__ void late_constants_kernel(const __grid_constant__ LateArguments arguments) {
+  const int i = threadIdx.x;
+  if (i >= arguments.count) return;
+  const bool skips = arguments.found_inf != nullptr && *arguments.found_inf != 0.0f;
+  arguments.constants[i] = late_constants(arguments.hypers[i], skips, arguments.flushes);
 }
 
 using Kernel = void (*)(KernelArguments);
@@ -77,43 +98,54 @@ Kernel kernel_of(const AdamBuffers& buffers) {
                                                : kernel_of_state<Math, uint16_t>(buffers);
 }
 
+cudaError_t launch_late_constants(const CudaAdamLaunch& launch, cudaStream_t stream) {
+  for (int64_t first = 0; first < launch.num_segments; first += kMostConstants) {
+    const int64_t left = launch.num_segments - first;
+    LateArguments arguments{};
+    arguments.count = left < kMostConstants ? static_cast<int>(left) : kMostConstants;
+    for (int i = 0; i < arguments.count; ++i) {
+      arguments.hypers[i] = launch.late_hypers[first + i];
+    }
+    arguments.found_inf = launch.found_inf;
+    arguments.flushes = launch.flush_denormals;
+    arguments.constants = launch.late_constants + first;
+    late_constants_kernel<<<1, kMostConstants, 0, stream>>>(arguments);
+    if (cudaError_t error = cudaGetLastError()) return error;
+  }
+  return cudaSuccess;
+}
+
 cudaError_t launch_adam(const AdamBuffers& buffers, const CudaAdamLaunch& launch) {
   // Blocks of one processor at a time: enough to fill it at any number of registers.
   constexpr int64_t kBlocksPerProcessor = 8;
   if (cudaError_t error = cudaSetDevice(launch.device)) return error;
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  KernelArguments arguments{buffers,
-                            launch.numel,
-                            launch.grad_scale,
-                            launch.found_inf,
-                            nullptr,
-                            launch.num_segments,
-                            has_vector_addresses(buffers)};
-  if (launch.num_segments > kNearSegments) {
-    // Memory that is not page-locked is read before the call returns.
-    if (cudaError_t error = cudaMemcpyAsync(launch.table, launch.segments,
-                                            launch.num_segments * sizeof(AdamSegment),
-                                            cudaMemcpyHostToDevice, stream)) {
-      return error;
-    }
-    arguments.far_segments = static_cast<const AdamSegment*>(launch.table);
-  } else {
-    for (int64_t i = 0; i < launch.num_segments; ++i) {
-      arguments.near_segments[i] = launch.segments[i];
-    }
-  }
   int num_processors = 0;
   if (cudaError_t error =
           cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, launch.device)) {
     return error;
   }
-  const int64_t num_tiles = (launch.numel + kTileNumel - 1) / kTileNumel;
+  const bool are_late = launch.late_hypers != nullptr;
+  if (are_late) {
+    if (cudaError_t error = launch_late_constants(launch, stream)) return error;
+  }
+  const Kernel kernel = launch.flush_denormals ? kernel_of<Flushing<FastZeros<DeviceMath>>>(buffers)
+                                               : kernel_of<Keeping<FastZeros<DeviceMath>>>(buffers);
   const int64_t most_blocks = num_processors * kBlocksPerProcessor;
-  const auto num_blocks = static_cast<unsigned>(num_tiles < most_blocks ? num_tiles : most_blocks);
-  const Kernel kernel = launch.flush_denormals ? kernel_of<Flushing<DeviceMath>>(buffers)
-                                               : kernel_of<Keeping<DeviceMath>>(buffers);
-  kernel<<<num_blocks, kThreads, 0, stream>>>(arguments);
-  return cudaGetLastError();
+  for (int64_t first = 0; first < launch.num_segments;) {
+    KernelArguments arguments{buffers, launch.grad_scale, launch.found_inf};
+    if (are_late) arguments.late_constants = launch.late_constants + first;
+    first = fill_table(launch.segments, launch.num_segments, first, are_late, arguments.table);
+    if (arguments.table.num_rows == 0) continue;
+    arguments.is_aligned = has_vector_addresses(buffers);
+    arguments.tiles = tiles_of(arguments.table, tile_numel_of(buffers));
+    const int64_t num_tiles = arguments.tiles.stop - arguments.tiles.start;
+    const auto num_blocks =
+        static_cast<unsigned>(num_tiles < most_blocks ? num_tiles : most_blocks);
+    kernel<<<num_blocks, kThreads, 0, stream>>>(arguments);
+    if (cudaError_t error = cudaGetLastError()) return error;
+  }
+  return cudaSuccess;
 }
 
 const char* words_of(cudaError_t error) {
@@ -134,8 +166,8 @@ const char* megafsdp_cuda_check_device(int device) {
   using namespace megafsdp;
   if (cudaError_t error = cudaSetDevice(device)) return words_of(error);
   cudaFuncAttributes attributes;
-  return words_of(
-      cudaFuncGetAttributes(&attributes, adam_kernel<Keeping<DeviceMath>, float, float, float>));
+  return words_of(cudaFuncGetAttributes(
+      &attributes, adam_kernel<Keeping<FastZeros<DeviceMath>>, float, float, float>));
 }
 
 const char* megafsdp_cuda_device_count(int* count) {

@@ -7,20 +7,20 @@
 #include <cstdint>
 
 #include "../kernels/adam_buffers.h"
+#include "late_constants.h"
 
 namespace megafsdp {
 
-// Tables of up to so many segments travel with the launch; longer ones need room on the device.
-constexpr int64_t kNearSegments = 32;
-
-// What a launch of Adam has besides its buffers. grad_scale and found_inf are fp32 scalars on the
-// device or null; without grad_scale the buffers' own factor counts, and no buffer is touched where
-// found_inf is not zero. table is room for the segments, or null for kNearSegments or fewer.
+// What a step of Adam has besides its buffers; a launch for each table of adam_table.h, nearly
+// always one. grad_scale and found_inf are fp32 scalars on the device or null; without grad_scale
+// the buffers' own factor counts, and no buffer is touched where found_inf is not zero. Where
+// constants are late, late_hypers has one for each segment, and a launch before the others counts
+// steps and writes their constants to late_constants on the device.
 struct CudaAdamLaunch {
-  int64_t numel;
   const AdamSegment* segments;
   int64_t num_segments;
-  void* table;
+  const LateHyper* late_hypers;
+  AdamConstants* late_constants;
   const float* grad_scale;
   const float* found_inf;
   bool flush_denormals;
@@ -28,12 +28,19 @@ struct CudaAdamLaunch {
   void* stream;
 };
 
-// Values of one dtype; sum is one double, scratch square_sum_scratch_numel() of them.
-struct CudaSquareSumLaunch {
+// One buffer of values of one dtype.
+struct SquareSumValues {
   const void* values;
   int64_t numel;
   Dtype dtype;
-  double* sum;
+};
+
+// sums are as many doubles as there are buffers, scratch the sum of their
+// square_sum_scratch_numel().
+struct CudaSquareSumLaunch {
+  const SquareSumValues* buffers;
+  int64_t num_buffers;
+  double* sums;
   double* scratch;
   int device;
   void* stream;
@@ -46,7 +53,7 @@ extern "C" {
 const char* megafsdp_cuda_adam(const megafsdp::AdamBuffers* buffers,
                                const megafsdp::CudaAdamLaunch* launch);
 
-const char* megafsdp_cuda_square_sum(const megafsdp::CudaSquareSumLaunch* launch);
+const char* megafsdp_cuda_square_sums(const megafsdp::CudaSquareSumLaunch* launch);
 
 // Says why the kernels cannot run on a device.
 const char* megafsdp_cuda_check_device(int device);

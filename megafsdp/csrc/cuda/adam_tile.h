@@ -1,50 +1,60 @@
 // One thread's part of a tile of Adam: loads, update, stores, and which elements they are.
 //
-// A tile of kTileNumel elements belongs to one block, kVectorNumel of them in a row to each thread,
-// so that a warp reads one piece of memory. A vector that lies inside its segment, in buffers that
-// are aligned for it, is moved whole, 16 bytes of fp32; any other element by element:
+// A tile belongs to one block, a vector of neighbouring elements to each thread, so that a warp
+// reads and writes memory without holes. A vector that lies inside a row of the table, in buffers
+// that are aligned for it, is moved whole; any other element by element:
 //
 //   thread    0        1        2        3
-//   element   0 1 2 3  4 5 6 7  8 9 . .  . . . .      segments [0, 5), [5, 10)
+//   element   0 1 2 3  4 5 6 7  8 9 . .  . . . .      rows [0, 5), [5, 10)
 //             whole    4 | 5-7  8 9
+//
+// Whole vectors are computed without branches. One that may need one, for a result at the border of
+// kernels/flushing.h, stores nothing and is done again element by element.
 //
 // The file compiles for the host too, where a test runs every thread of every tile in turn.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../kernels/adam_buffers.h"
 #include "../kernels/float16.h"
 #include "../kernels/flushing.h"
 #include "../kernels/halves.h"
+#include "adam_table.h"
 
 namespace megafsdp {
 
 constexpr int kThreads = 256;
-constexpr int kVectorNumel = 4;
-constexpr int64_t kTileNumel = int64_t{kThreads} * kVectorNumel;
+constexpr int64_t kVectorNbytes = 16;
 
-template <typename T>
-struct alignas(kVectorNumel * sizeof(T)) Vector {
-  T at[kVectorNumel];
-};
+// Elements of a thread's vector: as many as make 16 bytes of the widest type. A buffer of a
+// narrower type is moved in 8 bytes a thread then, and each warp still fills all the sectors that
+// it touches.
+constexpr int vector_numel(int64_t widest) { return static_cast<int>(kVectorNbytes / widest); }
 
-// Elements [start, stop) of a tile that share their constants.
-struct TileRange {
-  int64_t tile_start;
-  int64_t start;
-  int64_t stop;
-  bool is_aligned;
-};
+template <typename Grad, typename State, typename Weight>
+constexpr int kVectorNumel =
+    vector_numel(sizeof(Grad) == 4 || sizeof(State) == 4 ? 4 : sizeof(Weight));
 
-// Returns the first segment that ends behind an element, or num_segments. None before known does.
-MEGAFSDP_INLINE int64_t first_segment_behind(const AdamSegment* segments, int64_t num_segments,
-                                             int64_t element, int64_t known) {
-  int64_t first = known, last = num_segments;
-  if (first < last && segments[first].stop > element) return first;
+inline int vector_numel_of(const AdamBuffers& job) {
+  const bool is_narrow = job.remainder != nullptr && itemsize_of(job.grad_dtype) == 2 &&
+                         itemsize_of(job.state_dtype) == 2;
+  return vector_numel(is_narrow ? 2 : 4);
+}
+
+inline int64_t tile_numel_of(const AdamBuffers& job) {
+  return int64_t{kThreads} * vector_numel_of(job);
+}
+
+// Returns the first row that ends behind an element, or num_rows. None before known does.
+MEGAFSDP_INLINE int first_row_behind(const AdamRow* rows, int num_rows, int64_t element,
+                                     int known) {
+  int first = known, last = num_rows;
+  if (first < last && rows[first].stop > element) return first;
   while (first < last) {
-    const int64_t middle = first + (last - first) / 2;
-    if (segments[middle].stop > element) {
+    const int middle = first + (last - first) / 2;
+    if (rows[middle].stop > element) {
       last = middle;
     } else {
       first = middle + 1;
@@ -53,12 +63,12 @@ MEGAFSDP_INLINE int64_t first_segment_behind(const AdamSegment* segments, int64_
   return first;
 }
 
-// Tells whether an address is that of a whole vector; null, of a buffer that is not there, is.
-inline bool is_vector_address(const void* address, int64_t itemsize) {
-  return reinterpret_cast<uintptr_t>(address) % (kVectorNumel * itemsize) == 0;
-}
-
+// Tells whether all buffers begin where a whole vector may; one that is not there does.
 inline bool has_vector_addresses(const AdamBuffers& job) {
+  const auto is_vector_address = [numel = vector_numel_of(job)](const void* base,
+                                                                int64_t itemsize) {
+    return reinterpret_cast<uintptr_t>(base) % (numel * itemsize) == 0;
+  };
   return is_vector_address(job.weight, job.remainder == nullptr ? 4 : 2) &&
          is_vector_address(job.remainder, 2) &&
          is_vector_address(job.grad, itemsize_of(job.grad_dtype)) &&
@@ -67,49 +77,77 @@ inline bool has_vector_addresses(const AdamBuffers& job) {
          is_vector_address(job.copy_out, 2);
 }
 
-// Where the vector stands in the buffers, and which of its elements count.
-struct VectorSpot {
-  int64_t first;
-  int begin;
-  int end;
-  bool is_whole;
+// Zero, of rows that get no gradients, is no operand of the fast paths of a GPU's root and
+// quotient: it would be sent through calls of a hundred instructions.
+template <typename Math>
+struct FastZeros : Math {
+  MEGAFSDP_INLINE static float root_over(float a, float b) {
+    const float quotient = Math::root_over(a == 0.0f ? 1.0f : a, b);
+    return a == 0.0f ? a : quotient;
+  }
+
+  // Where b is not positive zero over it may be NaN, or have another sign.
+  MEGAFSDP_INLINE static float div(float a, float b) {
+    const bool is_zero = a == 0.0f && b > 0.0f;
+    const float quotient = Math::div(is_zero ? b : a, b);
+    return is_zero ? a : quotient;
+  }
 };
 
-MEGAFSDP_INLINE VectorSpot spot_of(const TileRange& range, int thread) {
-  const int64_t first = range.tile_start + int64_t{thread} * kVectorNumel;
-  const int64_t begin = range.start - first, end = range.stop - first;
-  VectorSpot spot;
-  spot.first = first;
-  spot.begin = begin < 0 ? 0 : (begin > kVectorNumel ? kVectorNumel : static_cast<int>(begin));
-  spot.end = end < 0 ? 0 : (end > kVectorNumel ? kVectorNumel : static_cast<int>(end));
-  spot.is_whole = range.is_aligned && spot.begin == 0 && spot.end == kVectorNumel;
-  return spot;
+template <typename T, int kNumel>
+struct alignas(kNumel * sizeof(T)) Vector {
+  T at[kNumel];
+};
+
+template <typename Values>
+MEGAFSDP_INLINE Values load(const void* base, int64_t vector) {
+  return static_cast<const Values*>(base)[vector];
 }
 
-template <typename T>
-MEGAFSDP_INLINE Vector<T> load(const void* base, const VectorSpot& spot) {
-  const T* from = static_cast<const T*>(base) + spot.first;
-  if (spot.is_whole) return *reinterpret_cast<const Vector<T>*>(from);
-  Vector<T> values{};
-  MEGAFSDP_UNROLL
-  for (int k = 0; k < kVectorNumel; ++k) {
-    if (spot.begin <= k && k < spot.end) values.at[k] = from[k];
-  }
+#if defined(__CUDACC__)
+template <typename Values>
+using Raw = std::conditional_t<sizeof(Values) == kVectorNbytes, uint4, uint2>;
+
+// As load(), of what is read once: it makes room in the caches first.
+template <typename Values>
+__device__ __forceinline__ Values load_once(const void* base, int64_t vector) {
+  const Raw<Values> raw = __ldcs(static_cast<const Raw<Values>*>(base) + vector);
+  Values values;
+  memcpy(&values, &raw, sizeof raw);
   return values;
 }
 
-template <typename T>
-MEGAFSDP_INLINE void store(void* base, const VectorSpot& spot, const Vector<T>& values) {
-  T* to = static_cast<T*>(base) + spot.first;
-  if (spot.is_whole) {
-    *reinterpret_cast<Vector<T>*>(to) = values;
-  } else {
-    MEGAFSDP_UNROLL
-    for (int k = 0; k < kVectorNumel; ++k) {
-      if (spot.begin <= k && k < spot.end) to[k] = values.at[k];
-    }
-  }
+// In PTX: a plain assignment is taken apart into its elements, whose stores fill a sector by parts,
+// and the intrinsic for a store of 16 bytes orders it more strongly than this needs.
+__device__ __forceinline__ void store_raw(void* to, uint4 raw) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
+               : "memory");
 }
+
+__device__ __forceinline__ void store_raw(void* to, uint2 raw) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(raw.x),
+               "r"(raw.y)
+               : "memory");
+}
+
+template <typename Values>
+__device__ __forceinline__ void store(void* base, int64_t vector, const Values& values) {
+  Raw<Values> raw;
+  memcpy(&raw, &values, sizeof raw);
+  store_raw(static_cast<Raw<Values>*>(base) + vector, raw);
+}
+#else
+template <typename Values>
+MEGAFSDP_INLINE Values load_once(const void* base, int64_t vector) {
+  return load<Values>(base, vector);
+}
+
+template <typename Values>
+MEGAFSDP_INLINE void store(void* base, int64_t vector, const Values& values) {
+  static_cast<Values*>(base)[vector] = values;
+}
+#endif
 
 // As stored: uint16_t stands for bf16 and fp16.
 MEGAFSDP_INLINE float decoded(float value, Dtype) { return value; }
@@ -135,67 +173,139 @@ MEGAFSDP_INLINE void split(float value, uint16_t& high, int16_t& low) {
   split_halves(value, high, low);
 }
 
-// Updates the elements of a range that are a thread's. Weight is uint16_t with a remainder.
-template <typename Math, typename Grad, typename State, typename Weight>
-MEGAFSDP_INLINE void adam_vector(const AdamBuffers& job, const AdamConstants& constants,
-                                 float grad_scale, const TileRange& range, int thread) {
-  constexpr bool kHasRemainder = sizeof(Weight) == 2;
-  const VectorSpot spot = spot_of(range, thread);
-  if (spot.begin >= spot.end) return;
-  // All loads come first: they are on their way together.
-  const Vector<Grad> grads = load<Grad>(job.grad, spot);
-  Vector<State> exp_avgs = load<State>(job.exp_avg, spot);
-  Vector<State> exp_avg_sqs = load<State>(job.exp_avg_sq, spot);
-  Vector<Weight> weights = load<Weight>(job.weight, spot);
-  Vector<int16_t> remainders{};
-  Vector<uint16_t> copies{};
-  if (kHasRemainder) remainders = load<int16_t>(job.remainder, spot);
-  MEGAFSDP_UNROLL
-  for (int k = 0; k < kVectorNumel; ++k) {
-    const float g = Math::mul(Math::take(decoded(grads.at[k], job.grad_dtype)), grad_scale);
-    float p = Math::take(joined(weights.at[k], remainders.at[k]));
-    float m = Math::take(decoded(exp_avgs.at[k], Dtype::kBFloat16));
-    float v = Math::take(decoded(exp_avg_sqs.at[k], Dtype::kBFloat16));
-    adam_update<Math>(constants, g, p, m, v);
-    encode(m, Dtype::kBFloat16, exp_avgs.at[k]);
-    encode(v, Dtype::kBFloat16, exp_avg_sqs.at[k]);
-    split(p, weights.at[k], remainders.at[k]);
-    if (!kHasRemainder && job.copy_out != nullptr) encode(p, job.copy_out_dtype, copies.at[k]);
-  }
-  store(job.exp_avg, spot, exp_avgs);
-  store(job.exp_avg_sq, spot, exp_avg_sqs);
-  store(job.weight, spot, weights);
-  if (kHasRemainder) store(job.remainder, spot, remainders);
-  if (!kHasRemainder && job.copy_out != nullptr) store(job.copy_out, spot, copies);
-}
-
 // What all threads of a launch share.
 struct AdamTask {
   const AdamBuffers& buffers;
-  int64_t numel;
-  const AdamSegment* segments;
-  int64_t num_segments;
+  const AdamRow* rows;
+  int num_rows;
+  const AdamConstants* constants;
   float grad_scale;
   bool is_aligned;
 };
 
-// Updates a thread's elements of one tile, segment by segment. Returns the first of these segments,
-// which is where to look for those of a later tile; known is the one of an earlier tile, or 0.
+// One element as it is stored.
+template <typename Grad, typename State, typename Weight>
+struct Element {
+  Grad grad;
+  State exp_avg;
+  State exp_avg_sq;
+  Weight weight;
+  int16_t remainder;
+};
+
+// Weight is uint16_t with a remainder, and then there is no copy of it.
+template <typename Weight>
+constexpr bool kHasRemainder = sizeof(Weight) == 2;
+
 template <typename Math, typename Grad, typename State, typename Weight>
-MEGAFSDP_INLINE int64_t adam_tile(const AdamTask& task, int64_t tile, int thread, int64_t known) {
-  const int64_t tile_start = tile * kTileNumel;
-  const int64_t end = tile_start + kTileNumel;
-  const int64_t tile_stop = end < task.numel ? end : task.numel;
-  const int64_t first = first_segment_behind(task.segments, task.num_segments, tile_start, known);
-  for (int64_t i = first; i < task.num_segments; ++i) {
-    const AdamSegment& segment = task.segments[i];
-    if (segment.start >= tile_stop) break;
-    const TileRange range{tile_start, segment.start > tile_start ? segment.start : tile_start,
-                          segment.stop < tile_stop ? segment.stop : tile_stop, task.is_aligned};
-    adam_vector<Math, Grad, State, Weight>(task.buffers, segment.constants, task.grad_scale, range,
-                                           thread);
+MEGAFSDP_INLINE void adam_element(Math& math, const AdamTask& task, const AdamConstants& constants,
+                                  Element<Grad, State, Weight>& e) {
+  const AdamBuffers& job = task.buffers;
+  const float g = math.mul(math.take(decoded(e.grad, job.grad_dtype)), task.grad_scale);
+  float p = math.take(joined(e.weight, e.remainder));
+  float m = math.take(decoded(e.exp_avg, Dtype::kBFloat16));
+  float v = math.take(decoded(e.exp_avg_sq, Dtype::kBFloat16));
+  adam_update(math, constants, g, p, m, v);
+  encode(m, Dtype::kBFloat16, e.exp_avg);
+  encode(v, Dtype::kBFloat16, e.exp_avg_sq);
+  split(p, e.weight, e.remainder);
+}
+
+// Updates a whole vector; or returns false, having stored nothing.
+template <typename Math, typename Grad, typename State, typename Weight>
+MEGAFSDP_INLINE bool adam_vector(const AdamTask& task, const AdamConstants& constants,
+                                 int64_t vector) {
+  constexpr int kNumel = kVectorNumel<Grad, State, Weight>;
+  const AdamBuffers& job = task.buffers;
+  // All loads come first: they are on their way together.
+  const auto grads = load_once<Vector<Grad, kNumel>>(job.grad, vector);
+  auto exp_avgs = load<Vector<State, kNumel>>(job.exp_avg, vector);
+  auto exp_avg_sqs = load<Vector<State, kNumel>>(job.exp_avg_sq, vector);
+  auto weights = load<Vector<Weight, kNumel>>(job.weight, vector);
+  Vector<int16_t, kNumel> remainders{};
+  if (kHasRemainder<Weight>) remainders = load<Vector<int16_t, kNumel>>(job.remainder, vector);
+  typename Math::Deferred math;
+  MEGAFSDP_UNROLL
+  for (int k = 0; k < kNumel; ++k) {
+    Element<Grad, State, Weight> e{grads.at[k], exp_avgs.at[k], exp_avg_sqs.at[k], weights.at[k],
+                                   remainders.at[k]};
+    adam_element(math, task, constants, e);
+    exp_avgs.at[k] = e.exp_avg;
+    exp_avg_sqs.at[k] = e.exp_avg_sq;
+    weights.at[k] = e.weight;
+    remainders.at[k] = e.remainder;
+  }
+  if (math.is_in_doubt()) return false;
+  store(job.exp_avg, vector, exp_avgs);
+  store(job.exp_avg_sq, vector, exp_avg_sqs);
+  store(job.weight, vector, weights);
+  if constexpr (kHasRemainder<Weight>) {
+    store(job.remainder, vector, remainders);
+  } else if (job.copy_out != nullptr) {
+    Vector<uint16_t, kNumel> copies;
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNumel; ++k) encode(weights.at[k], job.copy_out_dtype, copies.at[k]);
+    store(job.copy_out, vector, copies);
+  }
+  return true;
+}
+
+// Updates one element, which may be at any address and have results at the border.
+template <typename Math, typename Grad, typename State, typename Weight>
+MEGAFSDP_INLINE void adam_scalar(const AdamTask& task, const AdamConstants& constants, int64_t i) {
+  const AdamBuffers& job = task.buffers;
+  auto& exp_avg = static_cast<State*>(job.exp_avg)[i];
+  auto& exp_avg_sq = static_cast<State*>(job.exp_avg_sq)[i];
+  auto& weight = static_cast<Weight*>(job.weight)[i];
+  const int16_t remainder = kHasRemainder<Weight> ? job.remainder[i] : int16_t{0};
+  const Grad grad = static_cast<const Grad*>(job.grad)[i];
+  Element<Grad, State, Weight> e{grad, exp_avg, exp_avg_sq, weight, remainder};
+  Math math;
+  adam_element(math, task, constants, e);
+  exp_avg = e.exp_avg;
+  exp_avg_sq = e.exp_avg_sq;
+  weight = e.weight;
+  if constexpr (kHasRemainder<Weight>) {
+    job.remainder[i] = e.remainder;
+  } else if (job.copy_out != nullptr) {
+    encode(weight, job.copy_out_dtype, static_cast<uint16_t*>(job.copy_out)[i]);
+  }
+}
+
+// Updates a thread's elements of one tile, row by row. Returns the first of these rows, which is
+// where to look for those of a later tile; known is the one of an earlier tile, or 0.
+template <typename Math, typename Grad, typename State, typename Weight>
+MEGAFSDP_INLINE int adam_tile(const AdamTask& task, int64_t tile, int thread, int known) {
+  constexpr int kNumel = kVectorNumel<Grad, State, Weight>;
+  const int64_t tile_start = tile * (kThreads * kNumel);
+  const int64_t start = tile_start + thread * kNumel, stop = start + kNumel;
+  // By the tile, not by the vector: all threads of a block search alike.
+  const int first = first_row_behind(task.rows, task.num_rows, tile_start, known);
+  for (int i = first; i < task.num_rows; ++i) {
+    const AdamRow& row = task.rows[i];
+    if (row.start >= stop) break;
+    const AdamConstants& constants = task.constants[row.constants];
+    const bool is_whole = task.is_aligned && row.start <= start && stop <= row.stop;
+    if (is_whole && adam_vector<Math, Grad, State, Weight>(task, constants, start / kNumel)) break;
+    const int64_t begin = row.start > start ? row.start : start;
+    const int64_t end = row.stop < stop ? row.stop : stop;
+    MEGAFSDP_ROLL
+    for (int64_t k = begin; k < end; ++k) {
+      adam_scalar<Math, Grad, State, Weight>(task, constants, k);
+    }
   }
   return first;
+}
+
+// Tiles with elements of a table that is not empty.
+struct TileRange {
+  int64_t start;
+  int64_t stop;
+};
+
+inline TileRange tiles_of(const AdamTable& table, int64_t tile_numel) {
+  const int64_t stop = table.rows[table.num_rows - 1].stop;
+  return {table.rows[0].start / tile_numel, (stop + tile_numel - 1) / tile_numel};
 }
 
 }  // namespace megafsdp

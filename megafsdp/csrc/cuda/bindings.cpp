@@ -24,12 +24,33 @@ void check_device(int device) {
   check(device >= 0, "device: expected an index, got " + std::to_string(device));
 }
 
+// A parameter whose count of steps is on the device: addresses of it and of its rate, or null; the
+// rate, both betas and the decay; AdamW, bias correction.
+using LateParameter = std::tuple<uintptr_t, uintptr_t, std::array<double, 4>, std::array<bool, 2>>;
+
+megafsdp::LateHyper late_hyper_of(const LateParameter& parameter,
+                                  const megafsdp::AdamConstants& fixed) {
+  const auto& [step, lr, numbers, flags] = parameter;
+  check_address("late step", step, 4);
+  if (lr != 0) check_address("late lr", lr, 8);
+  return {fixed,
+          numbers[0],
+          numbers[1],
+          numbers[2],
+          numbers[3],
+          reinterpret_cast<float*>(step),
+          reinterpret_cast<const double*>(lr),
+          flags[0],
+          flags[1]};
+}
+
 void adam_step(uintptr_t weight, uintptr_t remainder, uintptr_t grad, uintptr_t exp_avg,
                uintptr_t exp_avg_sq, uintptr_t copy_out, int64_t numel, std::string grad_dtype,
                std::string state_dtype, std::string copy_out_dtype,
                std::vector<std::tuple<int64_t, int64_t, std::array<double, 8>>> segments,
                double grad_scale, bool flush_denormals, uintptr_t device_grad_scale,
-               uintptr_t found_inf, uintptr_t table, int device, uintptr_t stream) {
+               uintptr_t found_inf, std::vector<LateParameter> late, uintptr_t late_constants,
+               int device, uintptr_t stream) {
   const megafsdp::AdamArguments arguments{weight,
                                           remainder,
                                           grad,
@@ -46,41 +67,54 @@ void adam_step(uintptr_t weight, uintptr_t remainder, uintptr_t grad, uintptr_t 
   megafsdp::check_adam(arguments);
   if (device_grad_scale != 0) check_address("device_grad_scale", device_grad_scale, 4);
   if (found_inf != 0) check_address("found_inf", found_inf, 4);
-  const auto num_segments = static_cast<int64_t>(arguments.segments.size());
-  if (num_segments > megafsdp::kNearSegments) check_address("table", table, 8);
+  check(late.empty() || late.size() == arguments.segments.size(),
+        "late: expected none or one for each segment, got " + std::to_string(late.size()));
+  if (!late.empty()) check_address("late_constants", late_constants, 16);
   check_device(device);
-  py::gil_scoped_release unlocked;
   const megafsdp::AdamBuffers buffers = megafsdp::buffers_of(arguments);
   std::vector<megafsdp::AdamSegment> rows = megafsdp::segments_of(arguments);
+  std::vector<megafsdp::LateHyper> hypers;
+  for (size_t i = 0; i < late.size(); ++i) {
+    hypers.push_back(late_hyper_of(late[i], rows[i].constants));
+  }
   if (flush_denormals) {
     for (megafsdp::AdamSegment& row : rows) row.constants = megafsdp::flushed(row.constants);
   }
-  const megafsdp::CudaAdamLaunch launch{numel,
-                                        rows.data(),
-                                        num_segments,
-                                        reinterpret_cast<void*>(table),
-                                        reinterpret_cast<const float*>(device_grad_scale),
-                                        reinterpret_cast<const float*>(found_inf),
-                                        flush_denormals,
-                                        device,
-                                        reinterpret_cast<void*>(stream)};
+  py::gil_scoped_release unlocked;
+  const megafsdp::CudaAdamLaunch launch{
+      rows.data(),
+      static_cast<int64_t>(rows.size()),
+      hypers.empty() ? nullptr : hypers.data(),
+      hypers.empty() ? nullptr : reinterpret_cast<megafsdp::AdamConstants*>(late_constants),
+      reinterpret_cast<const float*>(device_grad_scale),
+      reinterpret_cast<const float*>(found_inf),
+      flush_denormals,
+      device,
+      reinterpret_cast<void*>(stream)};
   raise_unless_null("adam_step", megafsdp_cuda_adam(&buffers, &launch));
 }
 
-void sum_of_squares(uintptr_t values, int64_t numel, std::string dtype, uintptr_t sum,
-                    uintptr_t scratch, int device, uintptr_t stream) {
-  const megafsdp::SquareSumArguments arguments{values, numel, std::move(dtype)};
-  megafsdp::check_square_sum(arguments);
-  check_address("sum", sum, 8);
+void sums_of_squares(std::vector<std::tuple<uintptr_t, int64_t, std::string>> buffers,
+                     uintptr_t sums, uintptr_t scratch, int device, uintptr_t stream) {
+  std::vector<megafsdp::SquareSumValues> rows;
+  for (auto& [values, numel, dtype] : buffers) {
+    const megafsdp::SquareSumArguments arguments{values, numel, std::move(dtype)};
+    megafsdp::check_square_sum(arguments);
+    rows.push_back(
+        {reinterpret_cast<const void*>(values), numel, megafsdp::dtype_of(arguments.dtype)});
+  }
+  check(!rows.empty(), "buffers: expected one or more");
+  check_address("sums", sums, 8);
   check_address("scratch", scratch, 8);
   check_device(device);
-  const megafsdp::CudaSquareSumLaunch launch{
-      reinterpret_cast<const void*>(values), numel,
-      megafsdp::dtype_of(arguments.dtype),   reinterpret_cast<double*>(sum),
-      reinterpret_cast<double*>(scratch),    device,
-      reinterpret_cast<void*>(stream)};
+  const megafsdp::CudaSquareSumLaunch launch{rows.data(),
+                                             static_cast<int64_t>(rows.size()),
+                                             reinterpret_cast<double*>(sums),
+                                             reinterpret_cast<double*>(scratch),
+                                             device,
+                                             reinterpret_cast<void*>(stream)};
   py::gil_scoped_release unlocked;
-  raise_unless_null("sum_of_squares", megafsdp_cuda_square_sum(&launch));
+  raise_unless_null("sums_of_squares", megafsdp_cuda_square_sums(&launch));
 }
 
 std::string why_not_on(int device) {
@@ -97,11 +131,6 @@ std::tuple<int, std::string> device_count() {
   return {words == nullptr ? count : 0, words == nullptr ? "" : words};
 }
 
-int64_t table_nbytes(int64_t num_segments) {
-  const auto nbytes = num_segments * static_cast<int64_t>(sizeof(megafsdp::AdamSegment));
-  return num_segments <= megafsdp::kNearSegments ? 0 : nbytes;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cuda, module) {
@@ -113,19 +142,20 @@ PYBIND11_MODULE(_cuda, module) {
              "Return how many devices there are and, if that cannot be told, why. Starts CUDA.");
   module.def("why_not_on", &why_not_on, py::arg("device"),
              "Return why the kernels cannot run on a device; empty if they can. Starts CUDA.");
-  module.def("table_nbytes", &table_nbytes, py::arg("num_segments"),
-             "Return the bytes of device memory that adam_step needs as table; often none.");
   module.def("scratch_numel", &megafsdp::square_sum_scratch_numel, py::arg("numel"),
-             "Return the doubles of device memory that sum_of_squares needs as scratch.");
+             "Return the doubles of device memory that sums_of_squares needs for a buffer.");
   module.def("adam_step", &adam_step, py::kw_only(), py::arg("weight"), py::arg("remainder"),
              py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("copy_out"),
              py::arg("numel"), py::arg("grad_dtype"), py::arg("state_dtype"),
              py::arg("copy_out_dtype"), py::arg("segments"), py::arg("grad_scale"),
              py::arg("flush_denormals"), py::arg("device_grad_scale"), py::arg("found_inf"),
-             py::arg("table"), py::arg("device"), py::arg("stream"),
-             "Update weights and moments in place, in one launch; releases the GIL.");
-  module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
-             py::arg("dtype"), py::arg("sum"), py::arg("scratch"), py::arg("device"),
-             py::arg("stream"),
-             "Write the sum of squares to a double on the device; releases the GIL.");
+             py::arg("late"), py::arg("late_constants"), py::arg("device"), py::arg("stream"),
+             "Update weights and moments in place, nearly always in one launch; releases the GIL. "
+             "late has, for each segment or not at all, the address of the count of steps, of a "
+             "rate in double or 0, rate, betas and decay, and whether it is AdamW and corrects for "
+             "the bias; then late_constants has room for eight floats a segment.");
+  module.def("sums_of_squares", &sums_of_squares, py::kw_only(), py::arg("buffers"),
+             py::arg("sums"), py::arg("scratch"), py::arg("device"), py::arg("stream"),
+             "Write the sum of squares of each buffer, which is an address, a length and a dtype, "
+             "to doubles on the device; releases the GIL.");
 }

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../kernels/float16.h"
-#include "../kernels/square_sum_order.h"
+#include "square_table.h"
 
 namespace megafsdp {
 
@@ -14,7 +14,7 @@ namespace megafsdp {
 constexpr int kAhead = 16;
 
 template <typename T>
-MEGAFSDP_INLINE double lane_sum(const T* values, int64_t numel, int64_t block, int lane) {
+MEGAFSDP_INLINE double lane_sum_of(const T* values, int64_t numel, int64_t block, int lane) {
   const T* from = values + block * kSquareBlockNumel;
   const int64_t left = numel - block * kSquareBlockNumel;
   const int64_t stop = left < kSquareBlockNumel ? left : kSquareBlockNumel;
@@ -35,6 +35,18 @@ MEGAFSDP_INLINE double lane_sum(const T* values, int64_t numel, int64_t block, i
     sum = fma(value, value, sum);
   }
   return sum;
+}
+
+// Returns the sum of one lane of a block, by its number among the buffer's own.
+MEGAFSDP_INLINE double lane_sum(const SquareRow& row, int64_t block, int lane) {
+  switch (row.dtype) {
+    case Dtype::kBFloat16:
+      return lane_sum_of(static_cast<const BFloat16*>(row.values), row.numel, block, lane);
+    case Dtype::kFloat16:
+      return lane_sum_of(static_cast<const Float16*>(row.values), row.numel, block, lane);
+    default:
+      return lane_sum_of(static_cast<const float*>(row.values), row.numel, block, lane);
+  }
 }
 
 }  // namespace megafsdp

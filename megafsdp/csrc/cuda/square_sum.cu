@@ -1,7 +1,7 @@
-// Sum of squares in double, in the order of kernels/square_sum.h.
+// Sums of squares in double of many buffers, in the order of kernels/square_sum.h.
 //
 // A block of threads takes kBlocksAtOnce blocks of values, a thread one lane of one of them; then
-// each launch adds runs of sums, until one is left. Nothing waits for the device.
+// each launch adds runs of sums, until each buffer has one. Nothing waits for the device.
 #include <cuda_runtime.h>
 
 #include "adam.h"
@@ -12,82 +12,69 @@ namespace {
 
 constexpr int kBlocksAtOnce = 16;
 constexpr int kSquareThreads = kBlocksAtOnce * kSquareLanes;
-template <typename T>
+
 __global__ void __launch_bounds__(kSquareThreads)
-    block_sums_kernel(const T* values, int64_t numel, double* sums) {
-  const int lane = threadIdx.x % kSquareLanes, row = threadIdx.x / kSquareLanes;
-  const int64_t block = int64_t{blockIdx.x} * kBlocksAtOnce + row;
-  const bool is_there = block * kSquareBlockNumel < numel;
+    block_sums_kernel(const __grid_constant__ SquareTable table) {
+  const int lane = threadIdx.x % kSquareLanes, place = threadIdx.x / kSquareLanes;
+  const int64_t number = int64_t{blockIdx.x} * kBlocksAtOnce + place;
+  const bool is_there = number < table.num_blocks;
+  const SquareRow& row = row_of(table.rows, table.count, number);
+  const int64_t block = number - row.first;
   __shared__ double lanes[kBlocksAtOnce][kSquareLanes];
-  lanes[row][lane] = is_there ? lane_sum(values, numel, block, lane) : 0.0;
+  lanes[place][lane] = is_there ? lane_sum(row, block, lane) : 0.0;
   __syncthreads();
   if (lane == 0 && is_there) {
     double total = 0.0;
     MEGAFSDP_UNROLL
-    for (int k = 0; k < kSquareLanes; ++k) total += lanes[row][k];
-    sums[block] = total;
+    for (int k = 0; k < kSquareLanes; ++k) total += lanes[place][k];
+    row.sums[block] = total;
   }
 }
 
 __global__ void __launch_bounds__(kSquareRun)
-    add_runs_kernel(const double* sums, int64_t count, double* run_sums) {
+    add_runs_kernel(const __grid_constant__ RunTable table) {
   __shared__ double run[kSquareRun];
-  const int64_t start = int64_t{blockIdx.x} * kSquareRun;
-  const int64_t left = count - start;
+  const RunRow& row = row_of(table.rows, table.count, blockIdx.x);
+  const int64_t number = blockIdx.x - row.first, start = number * kSquareRun;
+  const int64_t left = row.count - start;
   const int length = left < kSquareRun ? static_cast<int>(left) : kSquareRun;
-  if (threadIdx.x < length) run[threadIdx.x] = sums[start + threadIdx.x];
+  if (threadIdx.x < length) run[threadIdx.x] = row.sums[start + threadIdx.x];
   __syncthreads();
   if (threadIdx.x == 0) {
     double total = 0.0;
     for (int k = 0; k < length; ++k) total += run[k];
-    run_sums[blockIdx.x] = total;
+    row.run_sums[number] = total;
   }
 }
 
-int64_t parts_of(int64_t count, int64_t part) { return (count + part - 1) / part; }
-
-template <typename T>
-void launch_block_sums(const CudaSquareSumLaunch& launch, int64_t num_blocks) {
-  const auto stream = static_cast<cudaStream_t>(launch.stream);
-  const auto grid = static_cast<unsigned>(parts_of(num_blocks, kBlocksAtOnce));
-  block_sums_kernel<<<grid, kSquareThreads, 0, stream>>>(static_cast<const T*>(launch.values),
-                                                         launch.numel, launch.scratch);
-}
-
-cudaError_t launch_square_sum(const CudaSquareSumLaunch& launch) {
+cudaError_t launch_square_sums(const CudaSquareSumLaunch& launch) {
   if (cudaError_t error = cudaSetDevice(launch.device)) return error;
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  int64_t count = parts_of(launch.numel, kSquareBlockNumel);
-  switch (launch.dtype) {
-    case Dtype::kBFloat16:
-      launch_block_sums<BFloat16>(launch, count);
-      break;
-    case Dtype::kFloat16:
-      launch_block_sums<Float16>(launch, count);
-      break;
-    default:
-      launch_block_sums<float>(launch, count);
-  }
-  if (cudaError_t error = cudaGetLastError()) return error;
-  const double* sums = launch.scratch;
-  double* free_scratch = launch.scratch + count;
-  do {
-    const int64_t num_runs = parts_of(count, kSquareRun);
-    double* run_sums = num_runs == 1 ? launch.sum : free_scratch;
-    add_runs_kernel<<<static_cast<unsigned>(num_runs), kSquareRun, 0, stream>>>(sums, count,
-                                                                                run_sums);
+  double* scratch = launch.scratch;
+  for (int64_t first = 0; first < launch.num_buffers; first += kMostBuffers) {
+    const int64_t left = launch.num_buffers - first;
+    const int count = left < kMostBuffers ? static_cast<int>(left) : kMostBuffers;
+    const SquareTable table = table_of(launch.buffers + first, count, scratch);
+    const auto grid = static_cast<unsigned>(parts_of(table.num_blocks, kBlocksAtOnce));
+    block_sums_kernel<<<grid, kSquareThreads, 0, stream>>>(table);
     if (cudaError_t error = cudaGetLastError()) return error;
-    sums = run_sums;
-    free_scratch += num_runs;
-    count = num_runs;
-  } while (count > 1);
+    for (RunTable runs = runs_of(table, launch.sums + first); runs.count > 0;
+         runs = runs_of(runs)) {
+      const auto num_runs = static_cast<unsigned>(runs.num_runs);
+      add_runs_kernel<<<num_runs, kSquareRun, 0, stream>>>(runs);
+      if (cudaError_t error = cudaGetLastError()) return error;
+    }
+    for (int i = 0; i < count; ++i) {
+      scratch += square_sum_scratch_numel(launch.buffers[first + i].numel);
+    }
+  }
   return cudaSuccess;
 }
 
 }  // namespace
 }  // namespace megafsdp
 
-extern "C" const char* megafsdp_cuda_square_sum(const megafsdp::CudaSquareSumLaunch* launch) {
-  const cudaError_t error = megafsdp::launch_square_sum(*launch);
+extern "C" const char* megafsdp_cuda_square_sums(const megafsdp::CudaSquareSumLaunch* launch) {
+  const cudaError_t error = megafsdp::launch_square_sums(*launch);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

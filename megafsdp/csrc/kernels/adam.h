@@ -23,7 +23,7 @@ struct IeeeMath {
   MEGAFSDP_INLINE static float sub(float a, float b) { return a - b; }
   MEGAFSDP_INLINE static float mul(float a, float b) { return a * b; }
   MEGAFSDP_INLINE static float div(float a, float b) { return a / b; }
-  MEGAFSDP_INLINE static float sqrt(float a) { return __builtin_sqrtf(a); }
+  MEGAFSDP_INLINE static float root_over(float a, float b) { return __builtin_sqrtf(a) / b; }
 };
 
 // For processors with a fused multiply-add.
@@ -100,10 +100,11 @@ template <typename Math, typename Grad, typename State, typename Weights>
 MEGAFSDP_INLINE void adam_loop(const AdamConstants& c, const Grad* grad, float scale,
                                Moments<State> old, Moments<State> updated, Weights weights,
                                int64_t count) {
+  Math math;
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     float p = weights.load(i), m = to_float(old.exp_avg[i]), v = to_float(old.exp_avg_sq[i]);
-    adam_update<Math>(c, to_float(grad[i]) * scale, p, m, v);
+    adam_update(math, c, to_float(grad[i]) * scale, p, m, v);
     weights.store(i, p);
     updated.exp_avg[i] = FromFloat<State>::convert(m);
     updated.exp_avg_sq[i] = FromFloat<State>::convert(v);

@@ -6,16 +6,16 @@
 //   v  = fma(square * g, g, beta2 * v)
 //   p -= (step_size * m) / (sqrt(v) / root + eps)
 //
-// Each operation rounds to nearest even once; a Math class says how a processor does that. The
-// constants and their meaning are those of AdamConstants in optimizer/hyper.py. Compilers for the
-// host and for CUDA take this file alike.
+// Each operation rounds to nearest even once; an object of a Math class says how a processor does
+// that. The constants and their meaning are those of AdamConstants in optimizer/kernels/hyper.py.
+// Compilers for the host and for CUDA take this file alike.
 #pragma once
 
 #include "inline.h"
 
 namespace megafsdp {
 
-struct AdamConstants {
+struct alignas(16) AdamConstants {
   float decay;
   float l2;
   float lerp;
@@ -27,13 +27,14 @@ struct AdamConstants {
 };
 
 template <typename Math>
-MEGAFSDP_INLINE void adam_update(const AdamConstants& c, float g, float& p, float& m, float& v) {
-  if (c.l2 != 0.0f) g = Math::fma(c.l2, p, g);
-  p = Math::mul(p, c.decay);
-  m = Math::fma(Math::sub(g, m), c.lerp, c.lerp > 0.0f ? m : g);
-  v = Math::fma(Math::mul(c.square, g), g, Math::mul(c.beta2, v));
-  const float denominator = Math::add(Math::div(Math::sqrt(v), c.root), c.eps);
-  p = Math::sub(p, Math::div(Math::mul(c.step_size, m), denominator));
+MEGAFSDP_INLINE void adam_update(Math& math, const AdamConstants& c, float g, float& p, float& m,
+                                 float& v) {
+  if (c.l2 != 0.0f) g = math.fma(c.l2, p, g);
+  p = math.mul(p, c.decay);
+  m = math.fma(math.sub(g, m), c.lerp, c.lerp > 0.0f ? m : g);
+  v = math.fma(math.mul(c.square, g), g, math.mul(c.beta2, v));
+  const float denominator = math.add(math.root_over(v, c.root), c.eps);
+  p = math.sub(p, math.div(math.mul(c.step_size, m), denominator));
 }
 
 }  // namespace megafsdp

@@ -7,6 +7,10 @@
 //
 // Numbers from memory pass through take() once; all results are flushed already. A Math class below
 // Flushing or Keeping computes with subnormal numbers, and its take() flushes one number.
+//
+// A branch at each result would cost a GPU more than the arithmetic. So each class names a Deferred
+// one beside it that has none: it takes results at the border as they are and remembers that it met
+// one. Whoever uses it looks once, at the end, and drops what was computed if is_in_doubt().
 #pragma once
 
 #include "adam_formula.h"
@@ -22,25 +26,34 @@ MEGAFSDP_INLINE float flushed(float value) {
   return float_of((bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits);
 }
 
-inline AdamConstants flushed(const AdamConstants& c) {
+MEGAFSDP_INLINE AdamConstants flushed(const AdamConstants& c) {
   return {flushed(c.decay),  flushed(c.l2),   flushed(c.lerp), flushed(c.beta2),
           flushed(c.square), flushed(c.root), flushed(c.eps),  flushed(c.step_size)};
 }
 
 template <typename Math>
 struct Keeping : Math {
+  using Deferred = Keeping;
   MEGAFSDP_INLINE static float take(float a) { return a; }
+  MEGAFSDP_INLINE static bool is_in_doubt() { return false; }
 };
+
+// Only three operations can round up to the border. Sums that are subnormal are exact; roots, and
+// their quotients by a root of a bias correction, which is at most one, are never small.
+MEGAFSDP_INLINE bool is_at_border(float rounded) {
+  return __builtin_fabsf(rounded) == kSmallestNormal;
+}
+
+template <typename Math>
+class DeferredFlushing;
 
 template <typename Math>
 struct Flushing {
+  using Deferred = DeferredFlushing<Math>;
   MEGAFSDP_INLINE static float take(float a) { return Math::take(a); }
-
-  // Sums that are subnormal are exact, and roots are never small: only three operations can round
-  // up to the border.
   MEGAFSDP_INLINE static float add(float a, float b) { return Math::take(Math::add(a, b)); }
   MEGAFSDP_INLINE static float sub(float a, float b) { return Math::take(Math::sub(a, b)); }
-  MEGAFSDP_INLINE static float sqrt(float a) { return Math::sqrt(a); }
+  MEGAFSDP_INLINE static float root_over(float a, float b) { return Math::root_over(a, b); }
 
   MEGAFSDP_INLINE static float mul(float a, float b) {
     const float rounded = Math::mul(a, b);
@@ -62,10 +75,6 @@ struct Flushing {
   }
 
  private:
-  MEGAFSDP_INLINE static bool is_at_border(float rounded) {
-    return rounded == kSmallestNormal || rounded == -kSmallestNormal;
-  }
-
   // Returns zero if the exact sum, of which rounded is the rounding, counts as subnormal.
   MEGAFSDP_INLINE static float settle(float rounded, double product, double addend) {
     const double sign = rounded < 0.0f ? -1.0 : 1.0;
@@ -76,6 +85,25 @@ struct Flushing {
     const bool is_subnormal = distance < 0.0 || (distance == 0.0 && error < 0.0);
     return is_subnormal ? (rounded < 0.0f ? -0.0f : 0.0f) : rounded;
   }
+};
+
+// Computes as Flushing, but for results at the border, which it only notes.
+template <typename Math>
+class DeferredFlushing : public Flushing<Math> {
+ public:
+  MEGAFSDP_INLINE float mul(float a, float b) { return noted(Math::mul(a, b)); }
+  MEGAFSDP_INLINE float div(float a, float b) { return noted(Math::div(a, b)); }
+  MEGAFSDP_INLINE float fma(float a, float b, float c) { return noted(Math::fma(a, b, c)); }
+
+  MEGAFSDP_INLINE bool is_in_doubt() const { return met_border_; }
+
+ private:
+  MEGAFSDP_INLINE float noted(float rounded) {
+    met_border_ |= is_at_border(rounded);
+    return Math::take(rounded);
+  }
+
+  bool met_border_ = false;
 };
 
 }  // namespace megafsdp

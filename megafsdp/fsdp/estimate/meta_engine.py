@@ -121,6 +121,7 @@ class MetaEngine:
         model: A model on the meta device; it is used up.
         fsdp_unit_modules: As for ``fully_shard_model``.
         dims: Degrees of parallelism whose product is the number of ranks.
+        sums_in_library: Whether gradients are reduced as on NCCL, and not as on gloo.
         **options: Other keyword arguments of ``fully_shard_model``.
 
     Attributes:
@@ -136,6 +137,8 @@ class MetaEngine:
         model: nn.Module,
         fsdp_unit_modules: Sequence[type[nn.Module] | str] | None,
         dims: ParallelDims,
+        *,
+        sums_in_library: bool = True,
         **options: Any,
     ) -> None:
         mesh = dims.build_mesh(_META)
@@ -146,6 +149,9 @@ class MetaEngine:
         for unit in others:
             unit.modules[0].forward = _stand_in(unit)
         model.forward = _stand_in(root, others)
+        for unit in self.units:
+            for group in unit.groups:
+                group.gradients.sums_in_library = sums_in_library
         # Adopted before the first step: the units get their FQNs within the root.
         root.require_context()
 

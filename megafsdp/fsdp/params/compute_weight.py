@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
-from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from megafsdp.device.torch_private import set_version, version_of
 from megafsdp.fsdp.params.gather_sources import (
     Buffers,
@@ -209,6 +209,11 @@ class ComputeWeight:
         return any(buffer.storage.is_allocated for buffer in self._full.values())
 
     @property
+    def gathered_storages(self) -> list[FlatStorage]:
+        """Return the storages that gathers fill and releases free; none of a persistent weight."""
+        return [] if self._is_persistent else [full.storage for full in self._full.values()]
+
+    @property
     def needs_statistics(self) -> bool:
         """Return whether the next encoding must first agree with other ranks."""
         return self.is_stale and self.recipe.num_statistics > 0
@@ -354,7 +359,7 @@ class ComputeWeight:
         if not specs:
             return
         inputs = source.inputs(specs, self._full)
-        with torch.no_grad(), self._on_copy_stream():
+        with self._on_copy_stream():
             outputs = [self._full[s.name] for s in specs]
             pending = gather_buffers(outputs, inputs, group=group, label=self.label)
         # This reference keeps the inputs alive until the gather has read them.

@@ -1,9 +1,10 @@
 """From the gradients of unsharded parameters to the main gradient: packed, then summed over ranks.
 
-After a unit's backward its gradients are packed into one flat *partial* buffer in their own dtype,
-gaps and missing gradients zeroed, and the whole buffer is reduced, whichever parameters had a
-gradient: so all ranks issue the same collectives. The sum goes to the group's
-:class:`~megafsdp.fsdp.params.main_gradient.MainGradient`, which publishes it as ``.grad``.
+After a unit's backward its gradients are packed into one flat *partial* buffer, gaps and missing
+gradients zeroed, and the whole buffer is reduced, whichever parameters had a gradient: so all ranks
+issue the same collectives. The partials have the gradients' own dtype where ranks sum what they
+exchange (gloo), and the sum's where a library makes it (NCCL): packing casts. The sum goes to the
+group's :class:`~megafsdp.fsdp.params.main_gradient.MainGradient`, which publishes it as ``.grad``.
 
 A :class:`Reduction` is one of these sums under way, and has these stages::
 
@@ -23,7 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp.buffer.comm.collectives import Pending, all_reduce_partials, reduce_scatter
+from megafsdp.buffer.comm.collectives import (
+    Pending,
+    all_reduce_partials,
+    is_gloo,
+    reduce_scatter,
+)
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.params.group_buffers import GroupBuffers
@@ -100,6 +106,10 @@ class GradientReducer:
         main_grad: Where the sums go.
         scale: Factor on the sum over ranks.
         defers: Whether reductions wait for the last microbatch.
+
+    Attributes:
+        sums_in_library: Whether the backend's library makes the sums; an estimate says so itself.
+        force_sum: Whether the library sums alone, and all scaling is done by passes.
     """
 
     def __init__(
@@ -111,6 +121,8 @@ class GradientReducer:
         scale: float,
         defers: bool,
     ) -> None:
+        self.sums_in_library = not is_gloo(buffers.axes.group, buffers.device)
+        self.force_sum = False
         self.main_grad = main_grad
         self.scale = scale
         self.defers = defers
@@ -176,8 +188,11 @@ class GradientReducer:
         assert self._reduction is None, "the reduction before has ended"
         partial, self._accumulated = self._accumulated, None
         if partial is None:
-            # The compute dtype is that of the gradients: packing rounds nothing.
-            partial = self._new_partial(self._buffers.dtypes.compute)
+            dtypes = self._buffers.dtypes
+            # The compute dtype is that of the gradients: packing rounds nothing. A library reduces
+            # in the dtype that it is given; one rank gives it nothing.
+            is_cast = self.sums_in_library and self._inner_group.size() > 1
+            partial = self._new_partial(dtypes.reduce if is_cast else dtypes.compute)
             self._pack(partial)
         else:
             self._add(partial)
@@ -272,8 +287,10 @@ class GradientReducer:
                 group=group,
                 scale=scale,
                 accumulate=accumulate,
-                reduce_dtype=dtype,
+                # On gloo ranks send what they have; an estimate of gloo runs on another backend.
+                reduce_dtype=dtype if self.sums_in_library else addends.flat.dtype,
                 label=self.label,
+                force_sum=self.force_sum,
             )
         return all_reduce_partials(
             target.flat,
@@ -283,6 +300,7 @@ class GradientReducer:
             accumulate=accumulate,
             reduce_dtype=dtype,
             label=self.label,
+            force_sum=self.force_sum,
         )
 
     def _end_sums(self, reduction: Reduction) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.layout import FlatLayout
-from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.memory import ByteLedger, Category, outside_inference_mode
 from megafsdp.device.torch_private import split_as
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.unit_ledger import HostMemory
@@ -140,7 +140,8 @@ class LocalRows:
         # torch cuts a buffer without gaps, so each gap is passed as one more tensor. Only sizes
         # are read of these tensors: they are on the meta device.
         self._shapes: list[torch.Tensor] = []
-        self._places = [0] * len(rows)
+        self._places: list[int | None] = [None] * len(rows)
+        self._empty_shapes = [own.shape for own in rows if not own.numel()]
         starts = [int(own.storage_offset() - flat.storage_offset()) for own in rows]
         end = 0
         for index in sorted(range(len(rows)), key=starts.__getitem__):
@@ -148,18 +149,22 @@ class LocalRows:
             if own.numel():
                 self._append((starts[index] - end,))
                 end = starts[index] + own.numel()
-            self._places[index] = len(self._shapes)
-            self._append(own.shape)
+                self._places[index] = len(self._shapes)
+                self._append(own.shape)
+        # With many ranks most parameters have no rows here. Tensors without elements need no
+        # buffer: they are made once for all of a dtype and device.
+        self._empty: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def _append(self, shape: Sequence[int]) -> None:
         self._shapes.append(torch.empty((), device="meta").expand(shape))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each parameter in a buffer, in local shapes; they alias the buffer."""
+        key = flat.dtype, flat.device
+        if key not in self._empty:
+            with outside_inference_mode():
+                self._empty[key] = [flat.new_empty(shape) for shape in self._empty_shapes]
+        empty = iter(self._empty[key])
         # One call into C++ for all parameters: this runs for each unit in each backward.
         views = split_as(flat, self._shapes)
-        # torch allocates tensors without elements elsewhere; consumers compare storages.
-        return [
-            view if view.numel() else flat.narrow(0, 0, 0).view(view.shape)
-            for view in (views[place] for place in self._places)
-        ]
+        return [next(empty) if place is None else views[place] for place in self._places]

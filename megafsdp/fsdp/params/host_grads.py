@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.device.host_threads import default_host_threads, torch_threads
 from megafsdp.device.streams import DeviceHandle
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
 from megafsdp.fsdp.params.group_buffers import GroupBuffers, LocalRows
@@ -146,7 +147,7 @@ class HostGradientReducer(GradientReducer):
         assert self._copy is not None, "the copy was begun"
         main_grad, copied = self._copy
         if copied is not main_grad:
-            with torch.no_grad():
+            with torch.no_grad(), torch_threads(default_host_threads(self._handle.device.type)):
                 main_grad.flat.add_(copied.flat)
         self._sum = self._copy = self._copied = None
         self._end(reduction)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.device.host_threads import default_host_threads, torch_threads
 from megafsdp.device.memory import Category, FlatStorage
 from megafsdp.device.streams import DeviceHandle
 from megafsdp.fsdp.params.gather_sources import versions_preserved
@@ -94,7 +95,9 @@ class HostWeight:
                 if not self._is_current:
                     # The copy before may still read the memory that the cast is written to.
                     self._wait_for_copy()
-                    source.copy_(self._main.flat)
+                    # The caller's thread has one core, and waits for this before its next kernel.
+                    with torch_threads(default_host_threads(self._handle.device.type)):
+                        source.copy_(self._main.flat)
                     self._is_current = True
             with self.on_copy_stream():
                 target.flat.copy_(source, non_blocking=True)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like, wrapper_as
 from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.group_buffers import LocalRows
 
@@ -68,11 +68,7 @@ class _ReplicatedFlatGradient(FlatGradient, DTensor):  # type: ignore[misc]
     pass
 
 
-_FLAT_TYPES: dict[type, type] = {
-    UnevenDTensor: _UnevenFlatGradient,
-    DTensor: _ReplicatedFlatGradient,
-}
-_ARE_FLAT = frozenset(_FLAT_TYPES.values())
+_ARE_FLAT = frozenset({_UnevenFlatGradient, _ReplicatedFlatGradient})
 
 
 def _without_buffer(grad: torch.Tensor) -> torch.Tensor:
@@ -148,6 +144,7 @@ class MainGradient:
         # From prepare() until nothing is undecided; no published gradient may own the buffer yet.
         self._unpublished: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Of the unpublished buffer.
+        self._wrappers: list[Callable[[torch.Tensor], DTensor]] = []  # Made with the first views.
         self._before: list[torch.Tensor | None] = []  # .grad as prepare() found it.
         self._optimizer_may_start = False
 
@@ -171,8 +168,8 @@ class MainGradient:
         Once the user has cleared every ``.grad`` a fresh buffer is made, so that references to the
         old gradients stay valid.
         """
-        self._follow_user()
         grads = [p.grad for p in self._parameters]
+        self._follow_user(grads)
         is_empty = self._states.count(_GradState.EMPTY) == len(grads) and not [
             g for g in grads if g is not None
         ]
@@ -234,10 +231,10 @@ class MainGradient:
         published = _GradState.PUBLISHED
         self._states = [s if s is published else _GradState.EMPTY for s in self._states]
 
-    def _follow_user(self) -> None:
+    def _follow_user(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Find which ``.grad`` the user has cleared: their states are EMPTY from here on."""
         shown = [i for i, state in enumerate(self._states) if state is _GradState.PUBLISHED]
-        cleared = [i for i in shown if self._parameters[i].grad is None]
+        cleared = [i for i in shown if grads[i] is None]
         for i in cleared:
             self._states[i] = _GradState.EMPTY
         # The user cleared all that was shown: undecided sums of the same step go with it.
@@ -250,19 +247,19 @@ class MainGradient:
 
     def _publish(self, index: int) -> None:
         parameter = self._parameters[index]
-        if parameter.grad is None or not self._is_published(index, parameter.grad):
+        shown = parameter.grad
+        if shown is None or not self._is_published(index, shown):
             buffer = self._unpublished
             assert buffer is not None, "the sum was made"
             # All views at once, and only if a gradient object is to be made.
             if not self._views:
                 self._views = self._rows.views(buffer.flat)
-            if parameter.grad is not None and parameter.grad is not self._before[index]:
+                self._wrappers = self._wrappers or self._new_wrappers(buffer.flat)
+            if shown is not None and shown is not self._before[index]:
                 # Autograd made it while the sum was under way, of a loss on the parameter itself.
-                self._views[index].view(-1).add_(local_tensor(parameter.grad).reshape(-1))
-            grad = wrap_like(parameter, self._views[index])
-            # Cheaper than a constructor of its own, which would repeat that of DTensor.
-            grad.__class__ = _FLAT_TYPES[type(grad)]
-            grad.buffer, grad.index = buffer, index  # type: ignore[assignment, attr-defined]
+                self._views[index].view(-1).add_(local_tensor(shown).reshape(-1))
+            grad: Any = self._wrappers[index](self._views[index])
+            grad.buffer, grad.index = buffer, index
             # Weak: what the user clears must be freed, and found to be cleared.
             self._published[index] = weakref.ref(grad)
             parameter.grad = grad
@@ -270,6 +267,16 @@ class MainGradient:
         # Autograd never reaches sharded parameters: it would call these hooks otherwise.
         for hook in post_accumulate_hooks(parameter):
             hook(parameter)
+
+    def _new_wrappers(self, flat: torch.Tensor) -> list[Callable[[torch.Tensor], DTensor]]:
+        """Return what wraps each parameter's rows of a buffer as its gradient."""
+        wrappers = []
+        for parameter in self._parameters:
+            assert isinstance(parameter, DTensor), "parameters are sharded or replicated"
+            is_uneven = isinstance(parameter, UnevenDTensor)
+            cls = _UnevenFlatGradient if is_uneven else _ReplicatedFlatGradient
+            wrappers.append(wrapper_as(cls, parameter, flat.dtype, flat.device))
+        return wrappers
 
     def _end_if_decided(self) -> None:
         """Leave the buffer to the published gradients, unless some are undecided."""

@@ -88,33 +88,23 @@ class ManagedParameter:
         """Return whether it came with values or got some since."""
         return not is_unwritten(self.sharded)
 
+    def living_owners(self) -> list[tuple[nn.Module, str]]:
+        """Return the modules that own it and are alive, with the attribute names."""
+        owners = [(reference(), attribute) for reference, attribute in self.owners]
+        return [(module, attribute) for module, attribute in owners if module is not None]
+
     def put(self, parameter: nn.Parameter) -> None:
         """Put a parameter into the owners, whatever they have."""
-        for reference, attribute in self.owners:
-            module = reference()
-            if module is not None:
-                # Not by nn.Module.__setattr__, whose checks cost microseconds a parameter.
-                module._parameters[attribute] = parameter
-
-    def show(self, parameter: nn.Parameter) -> None:
-        """Put one of the two forms into the owners that have the other.
-
-        What the user has assigned instead stays, for :meth:`find_replaced` to find.
-        """
-        other = self.unsharded if parameter is self.sharded else self.sharded
-        for reference, attribute in self.owners:
-            module = reference()
-            if module is not None and module._parameters.get(attribute) is other:
-                module._parameters[attribute] = parameter
+        for module, attribute in self.living_owners():
+            # Not by nn.Module.__setattr__, whose checks cost microseconds a parameter.
+            module._parameters[attribute] = parameter
 
     def find_replaced(self) -> tuple[nn.Module, str] | None:
         """Return an owner that has neither form, and the attribute; None if all have one."""
-        for reference, attribute in self.owners:
-            module = reference()
-            if module is not None:
-                shown = module._parameters.get(attribute)
-                if shown is not self.sharded and shown is not self.unsharded:
-                    return module, attribute
+        for module, attribute in self.living_owners():
+            shown = module._parameters.get(attribute)
+            if shown is not self.sharded and shown is not self.unsharded:
+                return module, attribute
         return None
 
 
@@ -206,8 +196,8 @@ class ParameterGroup:
             self.main_weight.zero_gaps()
             for index, original in enumerate(originals):
                 self._make_parameters(index, original)
-        self._local_tensors = [local_object(p.sharded) for p in parameters]
-        self._rows = LocalRows(self._local_tensors, self.main_weight.flat)
+        local_tensors = self._local_tensors()
+        self._rows = LocalRows(local_tensors, self.main_weight.flat)
         # It refers to the parameters and not to the group: a cycle would delay the freeing of a
         # deleted model until the collector runs.
         self.gradients = make_reducer(
@@ -220,8 +210,15 @@ class ParameterGroup:
         )
         self.step_in_flight: AsyncStep | None = None
         self.num_changes = 0
+        # Modules by their dictionaries: every forward and backward walks all places four times.
+        self._places = [
+            (owner._parameters, attribute, p.sharded, p.unsharded)
+            for p in parameters
+            for owner, attribute in p.living_owners()
+        ]
         # Writes through a parameter or its .data bump its own version, loads the local tensor's.
-        self._written = [*self._local_tensors, *(p.sharded for p in parameters)]
+        # Local tensors are views of one buffer, hence have one version.
+        self._written = [local_tensors[0], *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
         # Making the unsharded parameters took memory; it is not needed until the first gather.
@@ -281,8 +278,11 @@ class ParameterGroup:
 
     def _point_at(self, views: Sequence[torch.Tensor]) -> None:
         """Point the sharded parameters at these rows; the parameters stay the same objects."""
-        for local, view in zip(self._local_tensors, views, strict=True):
+        for local, view in zip(self._local_tensors(), views, strict=True):
             local.data = view
+
+    def _local_tensors(self) -> list[torch.Tensor]:
+        return [local_object(p.sharded) for p in self.parameters]
 
     def wait_for_step(self) -> None:
         """Wait for the step that changes the main weight beside this thread, and cancel early ones.
@@ -422,18 +422,27 @@ class ParameterGroup:
         """Free the full storage of a sharded group; nothing happens for a replicated one."""
         self.compute_weight.release()
 
+    def follow_freezing(self) -> None:
+        """Freeze and unfreeze the unsharded parameters as the user has the sharded ones."""
+        wanted = [p.sharded.requires_grad for p in self.parameters]
+        if wanted != [p.unsharded.requires_grad for p in self.parameters]:
+            for p, requires_grad in zip(self.parameters, wanted, strict=True):
+                p.unsharded.requires_grad_(requires_grad)
+
     def show_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules."""
-        for p in self.parameters:
-            # The user freezes and unfreezes the sharded one, which modules show between uses.
-            if p.unsharded.requires_grad != p.sharded.requires_grad:
-                p.unsharded.requires_grad_(p.sharded.requires_grad)
-            p.show(p.unsharded)
+        """Put the unsharded parameters into the modules that have the sharded ones.
+
+        What the user has assigned instead stays, for :meth:`find_replaced` to find.
+        """
+        for places, attribute, sharded, unsharded in self._places:
+            if places.get(attribute) is sharded:
+                places[attribute] = unsharded
 
     def show_sharded(self) -> None:
-        """Put the sharded parameters into the modules."""
-        for p in self.parameters:
-            p.show(p.sharded)
+        """Put the sharded parameters into the modules that have the unsharded ones."""
+        for places, attribute, sharded, unsharded in self._places:
+            if places.get(attribute) is unsharded:
+                places[attribute] = sharded
 
     def put_sharded(self) -> None:
         """Put the sharded parameters into the modules in place of the originals."""
@@ -442,6 +451,12 @@ class ParameterGroup:
 
     def find_replaced(self) -> tuple[ManagedParameter, nn.Module, str] | None:
         """Return a parameter that was replaced in a module, which of them, and its attribute."""
+        for places, attribute, sharded, unsharded in self._places:
+            shown = places.get(attribute)
+            if shown is not sharded and shown is not unsharded:
+                break
+        else:
+            return None
         for p in self.parameters:
             found = p.find_replaced()
             if found is not None:

@@ -53,7 +53,7 @@ class MixedPrecisionPolicy:
         param_dtype: Compute weights and forward inputs; None keeps each parameter's own dtype.
         reduce_dtype: The sum of gradients over ranks; None means ``main_grads_dtype`` (torch means
             the parameters' dtype). Where the sum is made by us (gloo), gradients travel in their
-            own dtype and are summed in this dtype or wider.
+            own dtype and are summed in this dtype or wider; elsewhere they travel in this one.
         output_dtype: Floating-point outputs of the unit are cast to it; None leaves them.
         cast_forward_inputs: Whether floating-point inputs are cast to ``param_dtype``.
         main_params_dtype: Main weights, which the optimizer sees; fp64 parameters keep fp64.

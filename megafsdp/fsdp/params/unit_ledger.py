@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megafsdp.device.host_memory import HostArena, aligned_nbytes, host_bytes
+from megafsdp.device.host_memory import HostArena, aligned_nbytes, can_be_pinned, host_bytes
 from megafsdp.device.memory import ByteLedger
 from megafsdp.fsdp.params.policy import OffloadPolicy
 
@@ -29,8 +29,12 @@ class HostMemory:
     def take_apart(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised 1-D tensor that is freed by itself, as a gradient is."""
         # Not of the arena, whose parts are never given back.
-        nbytes = numel * dtype.itemsize
-        return host_bytes(nbytes, is_pinned=self.arena.is_pinned)[:nbytes].view(dtype)
+        if not self.arena.is_pinned:
+            nbytes = numel * dtype.itemsize
+            return host_bytes(nbytes, is_pinned=False)[:nbytes].view(dtype)
+        # Locking pages takes longer than a step may: torch's allocator keeps them for the next.
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,5 @@ class UnitMemory:
         if not self.offload.params:
             return None
         nbytes = sum(aligned_nbytes(numel * dtype.itemsize) for dtype in dtypes)
-        # Without CUDA nothing copies beside the host, and pinning needs a driver.
-        is_pinned = self.offload.pin_memory and device.type == "cuda"
+        is_pinned = self.offload.pin_memory and can_be_pinned(device)
         return HostMemory(HostArena(nbytes, is_pinned=is_pinned), self.host_ledger)

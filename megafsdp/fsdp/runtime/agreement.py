@@ -39,6 +39,7 @@ def agree_on_usage(groups: Sequence[ParameterGroup]) -> list[Pending]:
         members = [g for g in groups if g.axes.all_ranks == everyone]
         main_grads = [g.gradients.main_grad for g in members]
         flags = [flag for main_grad in main_grads for flag in main_grad.usage()]
+        is_asking = any(main_grad.has_undecided for main_grad in main_grads)
         if members[0].axes.num_ranks > 1:
             device = members[0].device
             # A copy from pageable memory makes the host wait until the device has come to it.
@@ -47,12 +48,13 @@ def agree_on_usage(groups: Sequence[ParameterGroup]) -> list[Pending]:
             votes = votes.to(device, non_blocking=True)
             # Every rank issues it: one with undecided sums would wait for the others forever.
             exchange = start_all_reduce(votes, op="max", group=everyone, label="usage")
-            if any(main_grad.has_undecided for main_grad in main_grads):
+            if is_asking:
                 exchange.wait()
                 flags = votes.bool().tolist()
             else:
                 unread.append(exchange)
-        answer = iter(flags)
-        for group, main_grad in zip(members, main_grads, strict=True):
-            main_grad.resolve_usage([next(answer) for _ in group.parameters])
+        if is_asking:
+            answer = iter(flags)
+            for group, main_grad in zip(members, main_grads, strict=True):
+                main_grad.resolve_usage([next(answer) for _ in group.parameters])
     return unread

@@ -73,7 +73,9 @@ class PendingForwards:
 
     def clear(self) -> None:
         """Remove all forwards."""
-        self._by_pass.clear()
+        # To clear an empty one, as it is for most units, takes longer than all that is asked of it.
+        if self._by_pass:
+            self._by_pass.clear()
 
     def has_any_of(self, passes: Collection[ForwardPass]) -> bool:
         """Return whether a forward is counted that is a part of one of these passes."""

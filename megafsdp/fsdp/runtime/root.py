@@ -22,6 +22,7 @@ from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.guards import refuse_replaced
 from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
+from megafsdp.fsdp.runtime.slabs import share_slabs
 
 _UNIT_ATTRIBUTE = "_megafsdp_unit"
 
@@ -106,6 +107,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
         # One peak for the whole model: peaks of units that are not at one time do not add up.
         unit.memory.ledger.merge_into(root.memory.ledger)
         unit.memory.host_ledger.merge_into(root.memory.host_ledger)
+    share_slabs(list(units.values()), root.memory.ledger)
 
 
 def _has_root_beside(unit: AttachedUnit, found: dict[str, AttachedUnit]) -> bool:

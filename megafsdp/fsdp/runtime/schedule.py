@@ -4,7 +4,7 @@ A :class:`FSDPContext` is shared by all units under one root. It records the ord
 run, in forward and in backward, and from the next run on gathers the next ``prefetch`` units while
 one computes. At most ``prefetch + 1`` units are unsharded, besides those reserved for backward (the
 root and the last unit, or what the user asks for). Reductions run beside the next unit's backward,
-with at most two inputs alive, and every backward ends in one callback of the autograd engine.
+with one or two inputs alive, and every backward ends in one callback of the autograd engine.
 
 With prefetch 1 and units a, b, c::
 
@@ -28,6 +28,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from megafsdp.buffer.comm.collectives import Pending
+from megafsdp.buffer.comm.trace import read_environment
 from megafsdp.device.profiling import profiler_range
 from megafsdp.device.torch_private import call_after_backward, untraced_hook
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
@@ -91,6 +92,7 @@ class UnitOptions:
         prefetch: How many units to gather ahead.
         reshard_after_forward: Whether storage is freed between forward and backward; a number
             frees all but a slice on each of so many neighbours; None lets the schedule decide.
+        nccl_user_buffers: Whether gathers fill memory that is registered with NCCL.
         reshard_after_backward: Whether storage is freed when the unit's backward ends.
         unshard_in_backward: Whether backward gathers the unit.
         requires_gradient_sync: Whether backward reduces gradients; False adds them up locally.
@@ -101,6 +103,7 @@ class UnitOptions:
 
     prefetch: int
     reshard_after_forward: bool | int | None
+    nccl_user_buffers: bool = False
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
@@ -142,8 +145,11 @@ class ScheduledUnit(Protocol):
     def is_list(self) -> bool:
         """Return whether the unit is of several modules."""
 
-    def needs_statistics(self) -> bool:
-        """Mark written weights stale; tell whether a stale one needs statistics of other ranks."""
+    def needs_statistics(self, *, in_backward: bool = False) -> bool:
+        """Tell whether a stale weight needs statistics of other ranks.
+
+        Before a forward, written weights are marked stale first.
+        """
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Issue the gathers of the unit."""
@@ -157,8 +163,8 @@ class ScheduledUnit(Protocol):
     def enter_backward(self) -> None:
         """Begin the unit's backward."""
 
-    def show_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules."""
+    def show_unsharded(self, *, in_backward: bool = False) -> None:
+        """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
 
     def leave_backward(self) -> None:
         """End the unit's backward: put the sharded parameters into the modules, and reshard."""
@@ -179,8 +185,8 @@ class ReductionQueue:
     """Reductions under way, oldest first.
 
     Attributes:
-        max_waiting: How many may wait in each stage beside the one that was issued last. Each has
-            one unit's gradients alive.
+        max_waiting: How many may be under way in each stage while the next unit's backward runs.
+            Each has one unit's gradients alive.
     """
 
     def __init__(self) -> None:
@@ -193,23 +199,27 @@ class ReductionQueue:
         """Return whether a reduction is under way."""
         return bool(self._inner_sums or self._second_stages)
 
+    def make_room(self) -> None:
+        """Wait for the oldest reductions before one more is packed: their inputs are freed."""
+        self.finish(self.max_waiting - 1, self.max_waiting)
+
     def add(self, reduction: Reduction) -> None:
         """Add a reduction that was issued, and wait for older ones that are too many."""
         self._inner_sums.append(reduction)
-        self.finish(num_left=self.max_waiting)
+        self.finish(self.max_waiting, self.max_waiting)
 
-    def finish(self, num_left: int = 0) -> None:
-        """Wait for the oldest reductions, so that at most ``num_left`` are left in each stage.
+    def finish(self, num_inner: int = 0, num_second: int = 0) -> None:
+        """Wait for the oldest reductions, so that at most so many are left in each stage.
 
         All ranks do so in the same order, which is that of the collectives of the second stage.
         """
-        while len(self._inner_sums) > num_left:
+        while len(self._inner_sums) > num_inner:
             # Removed first: a user's hook on a gradient may raise, and the reduction has ended.
             reduction = self._inner_sums.pop(0)
             reduction.reducer.advance(reduction)
             if reduction.stage is not Stage.DONE:
                 self._second_stages.append(reduction)
-        while len(self._second_stages) > num_left:
+        while len(self._second_stages) > num_second:
             reduction = self._second_stages.pop(0)
             reduction.reducer.advance(reduction)
 
@@ -295,6 +305,7 @@ class FSDPContext:
 
     def _begin_root(self) -> None:
         self.reset_after_error()
+        read_environment()
         # Usage that only other ranks read. Waited for this late, it costs next to nothing.
         self._finish_exchanges()
         self._forward.start()
@@ -356,7 +367,7 @@ class FSDPContext:
                 self._backward.start(guess=self._forward)
             if unit.options.unshard_in_backward:
                 self._unshard(unit, self._backward, is_in_order=token.is_in_order)
-            unit.show_unsharded()
+            unit.show_unsharded(in_backward=True)
 
     def _begin_whole_backward(self) -> None:
         """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
@@ -437,6 +448,10 @@ class FSDPContext:
         if gradients.is_reducing:
             # An earlier forward of the same unit ended in the same backward.
             self.reductions.finish()
+        elif gradients.sums_in_library:
+            # One input less is alive. Only on gloo the thread itself would wait before it packs,
+            # where the exchange can run beside the packing.
+            self.reductions.make_room()
         self.reductions.add(
             gradients.start_reduce(
                 is_final=is_final and self.is_last_microbatch,
@@ -462,7 +477,7 @@ class FSDPContext:
 
     def start_unshard(self, unit: ScheduledUnit, *, in_backward: bool = False) -> None:
         """Issue the gathers of a unit, before which ranks may have to agree on statistics."""
-        if unit.needs_statistics():
+        if unit.needs_statistics(in_backward=in_backward):
             # For all units at once: one small all-reduce a step instead of one a unit.
             refresh_with_statistics(self.groups)
         unit.start_unshard(in_backward=in_backward)

@@ -128,12 +128,10 @@ class FSDPUnit:
         groups: Its parameter groups.
         policy: Dtypes of inputs and outputs.
         memory: Where its buffers lie.
-        prefetch: How many units to gather ahead.
-        reshard_after_forward: Whether storage is freed between forward and backward; a number
-            frees all but a slice on each of so many neighbours; None lets the schedule decide.
+        options: What the user chose of its schedule.
 
     Attributes:
-        options: What the user chose of its schedule.
+        options: As given, until the user changes them.
         context: What it shares with the units under one root; None before the first forward.
         outstanding: Its forwards whose backward may come.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
@@ -147,13 +145,12 @@ class FSDPUnit:
         *,
         policy: MixedPrecisionPolicy,
         memory: UnitMemory,
-        prefetch: int,
-        reshard_after_forward: bool | int | None,
+        options: UnitOptions,
     ) -> None:
         self.groups = groups
         self.policy = policy
         self.memory = memory
-        self.options = UnitOptions(prefetch, reshard_after_forward)
+        self.options = options
         self._phase = Phase.RESTING
         self.context: FSDPContext | None = None
         self.outstanding = PendingForwards()
@@ -253,12 +250,17 @@ class FSDPUnit:
         for group in self.groups:
             group.mark_stale()
 
-    def needs_statistics(self) -> bool:
-        """Mark written weights stale; tell whether a stale one needs statistics of other ranks."""
+    def needs_statistics(self, *, in_backward: bool = False) -> bool:
+        """Tell whether a stale weight needs statistics of other ranks.
+
+        Before a forward, written weights are marked stale first. Backward computes with the weights
+        of its forward, so there only what a step has marked is gathered anew.
+        """
         is_needed = False
         for group in self.groups:
-            # Loads write through tensors of a state dict, and call nothing of ours.
-            group.mark_stale_if_written()
+            if not in_backward:
+                # Loads write through tensors of a state dict, and call nothing of ours.
+                group.mark_stale_if_written()
             is_needed = is_needed or group.compute_weight.needs_statistics
         return is_needed
 
@@ -279,9 +281,11 @@ class FSDPUnit:
             for group in self.groups:
                 group.release()
 
-    def show_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules."""
+    def show_unsharded(self, *, in_backward: bool = False) -> None:
+        """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
         for group in self.groups:
+            if not in_backward:
+                group.follow_freezing()
             group.show_unsharded()
 
     def show_sharded(self) -> None:

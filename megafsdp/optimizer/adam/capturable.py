@@ -1,8 +1,9 @@
 """A step of Adam that a CUDA graph may capture: nothing in it is read by the host.
 
 Counts of steps, learning rates, the factor on gradients and whether they are finite stay tensors on
-the device, and the constants of the step are computed there from them. It runs the definition in
-torch (reference.py), many operators a parameter, which a graph replays without Python.
+the device, and the constants of the step are computed there from them. Where there is a CUDA kernel
+it does all of this, in two launches for a flat buffer. Elsewhere the definition in torch
+(reference.py) runs, many operators a parameter, which a graph replays without Python.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from typing import Any
 import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.buffer.dtensor.uneven import local_object, local_tensor
+from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.adam.plan import GroupHyper, Members
+from megafsdp.optimizer.kernels import cuda as cuda_kernels
 from megafsdp.optimizer.kernels import reference
-from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper
+from megafsdp.optimizer.kernels.adam_kernel import (
+    VALUE_DTYPES,
+    AdamBuffers,
+    LateSegment,
+    late_adam_step,
+)
+from megafsdp.optimizer.kernels.hyper import AdamConstants
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import StateStore
 
@@ -27,44 +37,95 @@ class CapturablePass:
         scale: Factor on the gradients; 0-dim fp32 on the device, or a number.
         found_inf: 0-dim fp32 on the device; nothing changes, and no step is counted, unless it
             is zero. None steps always.
+        ftz: Whether the kernel flushes denormal numbers; the definition in torch keeps them.
     """
 
     def __init__(
-        self, store: StateStore, *, scale: torch.Tensor | float, found_inf: torch.Tensor | None
+        self,
+        store: StateStore,
+        *,
+        scale: torch.Tensor | float,
+        found_inf: torch.Tensor | None,
+        ftz: bool,
     ) -> None:
         self._store, self._scale, self._found_inf = store, scale, found_inf
-        self._hyper = AdamHyper()
-        self._lr: torch.Tensor | None = None
+        self._ftz = ftz
+        self._rates: dict[tuple[torch.Tensor, torch.device], torch.Tensor] = {}
 
-    def begin(self, group: dict[str, Any], *, adam_w_mode: bool) -> None:
-        """Take the hyperparameters of a parameter group for the next calls."""
-        lr = group["lr"]
-        self._lr = lr if isinstance(lr, torch.Tensor) else None
-        # Reading a tensor would wait for the device, which a capture forbids.
-        known = group if self._lr is None else group | {"lr": 0.0}
-        self._hyper = AdamHyper.of(known, adam_w_mode=adam_w_mode)
-
-    def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
-        """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
+    def step_flat(self, states: FlatStates, grads: DBuffer, members: Members) -> None:
+        """Step parameters of one flat buffer, whose gradients lie in a buffer as they do; local."""
         main_weight = states.group.main_weight
         moments = [states.buffers[name] for name in self._store.dtypes]
+        flats = [main_weight.flat, grads.flat, *(moment.flat for moment in moments)]
         # One by one: counts may differ, and the host cannot read them to join parameters.
-        for index in indices:
+        places = [(hyper, index) for hyper, indices in members for index in indices]
+        if _has_kernel(*flats):
+            ranges = [states.range_of(index) for _, index in places]
+            segments = [
+                self._segment((run.start, run.stop), hyper, states.shown_step(index))
+                for run, (hyper, index) in zip(ranges, places, strict=True)
+            ]
+            self._launch(flats, sorted(segments, key=lambda segment: segment.start))
+            return
+        for hyper, index in places:
             self._step(
                 main_weight.tensor(index),
                 grads.tensor(index),
                 [moment.tensor(index) for moment in moments],
                 states.shown_step(index),
+                hyper,
             )
 
-    def step_one(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+    def step_one(
+        self,
+        parameter: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        hyper: GroupHyper,
+    ) -> None:
         """Step one tensor by itself; local."""
         moments = [local_tensor(state[name]) for name in self._store.dtypes]
-        own = local_tensor(parameter)
-        self._step(own, local_tensor(grad), moments, state["step"])
+        own, own_grad = local_tensor(parameter), local_tensor(grad)
+        # A state that a user has set may have its count on the host.
+        is_count_there = state["step"].device == own.device and state["step"].dtype == torch.float32
+        if not (is_count_there and _has_kernel(own, own_grad, *moments)):
+            self._step(own, own_grad, moments, state["step"], hyper)
+            return
+        flats = [tensor.view(-1) for tensor in (own, own_grad, *moments)]
+        self._launch(flats, [self._segment((0, own.numel()), hyper, state["step"])])
+        if group_of(parameter) is None:
+            # The kernel writes by address, which autograd does not count.
+            torch.autograd.graph.increment_version(local_object(parameter))
 
     def finish(self) -> None:
         """Do nothing: compute weights are cast when they are gathered."""
+
+    def _segment(
+        self, place: tuple[int, int], hyper: GroupHyper, step: torch.Tensor
+    ) -> LateSegment:
+        rate = None
+        if hyper.late_lr is not None:
+            # The kernel reads a double. A graph replays the cast, once for all that share the rate.
+            key = (hyper.late_lr, step.device)
+            if key not in self._rates:
+                self._rates[key] = hyper.late_lr.to(step.device, torch.float64)
+            rate = self._rates[key]
+        return LateSegment(*place, hyper.known, step, rate)
+
+    def _launch(self, flats: list[torch.Tensor], segments: list[LateSegment]) -> None:
+        weight, grad, exp_avg, exp_avg_sq = flats
+        found_inf, scale = self._found_inf, self._scale
+        if isinstance(scale, torch.Tensor):
+            scale = scale.to(weight.device)
+        late_adam_step(
+            AdamBuffers(weight, grad, exp_avg, exp_avg_sq),
+            segments,
+            grad_scale=scale,
+            found_inf=None if found_inf is None else found_inf.to(weight.device).reshape(()),
+            flush_denormals=self._ftz,
+        )
+        # Shown counts are views, whose writers are known by their version.
+        torch.autograd.graph.increment_version([segment.step for segment in segments])
 
     def _step(
         self,
@@ -72,11 +133,12 @@ class CapturablePass:
         grad: torch.Tensor,
         moments: list[torch.Tensor],
         step: torch.Tensor,
+        hyper: GroupHyper,
     ) -> None:
         # Branches would need the host: a skipped step computes all and keeps the old values.
         skips = None if self._found_inf is None else self._found_inf.to(step.device) != 0
         step.add_(1.0 if skips is None else (~skips).float())
-        constants = self._constants(step)
+        constants = _constants(hyper, step)
         kept = [weight, *moments]
         exp_avg, exp_avg_sq = (moment.float() for moment in moments)
         stepped = reference.update(
@@ -85,20 +147,34 @@ class CapturablePass:
         for old, new in zip(kept, stepped, strict=True):
             old.copy_(new if skips is None else torch.where(skips, old.float(), new))
 
-    def _constants(self, step: torch.Tensor) -> AdamConstants:
-        """Compute the constants in double where the step is, and round them to fp32 once."""
-        # The constants of step 1 serve where neither the step nor a learning rate in a tensor
-        # matters. The others become tensors, which each replay of the graph computes anew.
-        hyper, fixed = self._hyper, AdamConstants.rounded(self._hyper, 1)
-        rate = torch.full((), hyper.lr, dtype=torch.float64, device=step.device)
-        late: dict[str, Any] = {}
-        if self._lr is not None:
-            rate.copy_(self._lr)
-            # Rounded once from double, as AdamConstants does, to the same bits.
-            late["decay"] = (1 - rate * hyper.weight_decay).float() if hyper.adam_w_mode else 1.0
-        if hyper.bias_correction:
-            beta1, beta2 = hyper.betas
-            late["root"] = (1 - beta2 ** step.double()).sqrt().float()
-            rate = rate / (1 - beta1 ** step.double())
-        late["step_size"] = rate.float()
-        return fixed._replace(**late)
+
+def _has_kernel(weight: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor) -> bool:
+    """Return whether a compiled kernel takes these buffers as they are."""
+    is_taken = weight.dtype == torch.float32 and grad.dtype in VALUE_DTYPES
+    tensors = (weight, grad, *moments)
+    return (
+        is_taken
+        and weight.numel() > 0
+        and moments[0].dtype == moments[1].dtype
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and cuda_kernels.usable_module(weight.device) is not None
+    )
+
+
+def _constants(hyper: GroupHyper, step: torch.Tensor) -> AdamConstants:
+    """Compute the constants in double where the step is, and round them to fp32 once."""
+    # The constants of step 1 serve where neither the step nor a learning rate in a tensor matters.
+    # The others become tensors, which each replay of the graph computes anew.
+    known, fixed = hyper.known, AdamConstants.rounded(hyper.known, 1)
+    rate = torch.full((), known.lr, dtype=torch.float64, device=step.device)
+    late: dict[str, Any] = {}
+    if hyper.late_lr is not None:
+        rate.copy_(hyper.late_lr)
+        # Rounded once from double, as AdamConstants does, to the same bits.
+        late["decay"] = (1 - rate * known.weight_decay).float() if known.adam_w_mode else 1.0
+    if known.bias_correction:
+        beta1, beta2 = known.betas
+        late["root"] = (1 - beta2 ** step.double()).sqrt().float()
+        rate = rate / (1 - beta1 ** step.double())
+    late["step_size"] = rate.float()
+    return fixed._replace(**late)

@@ -33,10 +33,17 @@ from megafsdp.optimizer.adam.checks import (
     check_remainders,
     check_scaled_state,
 )
-from megafsdp.optimizer.adam.plan import FoundGrads, GroupPlan, gradients_of
+from megafsdp.optimizer.adam.plan import (
+    FoundGrads,
+    GroupHyper,
+    GroupPlan,
+    gradients_of,
+    members_by_buffer,
+)
 from megafsdp.optimizer.adam.step import AdamPass
 from megafsdp.optimizer.grads.clip import gradient_factor
 from megafsdp.optimizer.grads.norms import total_norm
+from megafsdp.optimizer.kernels.cuda import usable_module
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.states.formats import check_state_dtype
 from megafsdp.optimizer.states.loading import (
@@ -96,8 +103,9 @@ class FusedAdam(Optimizer):
             step; gradients are left as they are. ``math.inf`` never clips. Makes ``step`` or
             :meth:`measure_grad_norm` before it collective.
         capturable: Let a CUDA graph capture ``step``: counts of steps, a learning rate given as a
-            tensor, the factor on gradients and their finiteness stay on the device. Slower outside
-            of a graph; moments in fp32 or bf16. A replay cannot mark the weights as changed: call
+            tensor, the factor on gradients and their finiteness stay on the device. Moments in fp32
+            or bf16; many times slower where there is no kernel for the device, or the moments have
+            two dtypes. A replay cannot mark the weights as changed: call
             ``mark_main_weights_changed(model)`` after it.
         ftz: Flush denormal numbers to zero inside the step: states of rows without gradients decay
             into denormals, which are many times slower.
@@ -214,7 +222,11 @@ class FusedAdam(Optimizer):
             # The base class has appended the group before it could be checked.
             self.param_groups.pop()
             raise
-        self._store.add_parameters(self.param_groups[-1]["params"])
+        parameters = self.param_groups[-1]["params"]
+        self._store.add_parameters(parameters)
+        # Looked for here, not in the first step: what a user loses without them is reported now.
+        for device in {parameter.device for parameter in parameters}:
+            usable_module(device)
 
     @without_dynamo
     @torch.no_grad()
@@ -310,15 +322,18 @@ class FusedAdam(Optimizer):
         """Step what was found of each parameter group, and mark its compute weights as stale."""
         adam_pass: AdamPass | CapturablePass
         if self.capturable:
-            adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf)
+            adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf, ftz=self.ftz)
         else:
             adam_pass = AdamPass(self._store, scale=scale, ftz=self.ftz)
-        for group, part in zip(self.param_groups, found, strict=True):
-            adam_pass.begin(group, adam_w_mode=self.adam_w_mode)
-            for states, grads, indices in part.flat:
-                adam_pass.step_flat(states, grads, indices)
+        hypers = [
+            GroupHyper.of(g, adam_w_mode=self.adam_w_mode, reads_tensors=not self.capturable)
+            for g in self.param_groups
+        ]
+        for (states, grads), members in members_by_buffer(found, hypers).items():
+            adam_pass.step_flat(states, grads, members)
+        for hyper, part in zip(hypers, found, strict=True):
             for parameter, grad in part.singles:
-                adam_pass.step_one(parameter, grad, self._states_to_step()[parameter])
+                adam_pass.step_one(parameter, grad, self._states_to_step()[parameter], hyper)
         # All groups, with or without gradients here: in ZeRO-1, ZeRO-2 and HFSDP the refresh is a
         # collective, so all ranks must agree on it.
         for plan in self._plans.values():

@@ -11,7 +11,7 @@ import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.main_gradient import FlatGradient, common_buffer
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam.checks import check_grad
+from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import STATES, StateStore
 
@@ -39,6 +40,43 @@ class FoundGrads:
 
     flat: list[tuple[FlatStates, DBuffer, list[int]]] = field(default_factory=list)
     singles: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class GroupHyper(NamedTuple):
+    """Hyperparameters of an optimizer group in one step.
+
+    Attributes:
+        known: What the host knows.
+        late_lr: Replaces the rate of ``known``: a tensor that the host does not read; or None.
+    """
+
+    known: AdamHyper
+    late_lr: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, group: dict[str, Any], *, adam_w_mode: bool, reads_tensors: bool = True
+    ) -> GroupHyper:
+        """Read an optimizer group; a rate in a tensor only where the host may wait for it."""
+        lr = group["lr"]
+        late_lr = lr if isinstance(lr, torch.Tensor) and not reads_tensors else None
+        known = group if late_lr is None else group | {"lr": 0.0}
+        return cls(AdamHyper.of(known, adam_w_mode=adam_w_mode), late_lr)
+
+
+# An optimizer group's hyperparameters, and the indices of its parameters in a flat buffer.
+Members = list[tuple[GroupHyper, list[int]]]
+
+
+def members_by_buffer(
+    found: Sequence[FoundGrads], hypers: Sequence[GroupHyper]
+) -> dict[tuple[FlatStates, DBuffer], Members]:
+    """Return what steps together: the parameters of all optimizer groups in each flat buffer."""
+    joined: dict[tuple[FlatStates, DBuffer], Members] = {}
+    for part, hyper in zip(found, hypers, strict=True):
+        for states, grads, indices in part.flat:
+            joined.setdefault((states, grads), []).append((hyper, indices))
+    return joined
 
 
 def gradients_of(param_groups: list[dict[str, Any]], attribute: str) -> list[torch.Tensor]:

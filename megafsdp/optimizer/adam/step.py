@@ -7,6 +7,7 @@ Which parameters have a gradient, and where it lies, is found in plan.py.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.uneven import local_object, local_tensor
 from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.adam.plan import GroupHyper, Members
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamKernel, AdamSegment
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import REMAINDER, StateStore
+
+_START = operator.attrgetter("start")
 
 
 class AdamPass:
@@ -35,16 +39,11 @@ class AdamPass:
         is_on_host = isinstance(scale, torch.Tensor) and scale.device.type == "cpu"
         self._scale = float(scale) if is_on_host else scale
         self._store, self._ftz = store, ftz
-        self._hyper = AdamHyper()
         self._kernels: dict[torch.device, AdamKernel] = {}
         self._encodings = _Encodings()
 
-    def begin(self, group: dict[str, Any], *, adam_w_mode: bool) -> None:
-        """Take the hyperparameters of a parameter group for the next calls."""
-        self._hyper = AdamHyper.of(group, adam_w_mode=adam_w_mode)
-
-    def step_flat(self, states: FlatStates, grads: DBuffer, indices: list[int]) -> None:
-        """Step parameters of one group, whose gradients lie in a buffer as they do; local."""
+    def step_flat(self, states: FlatStates, grads: DBuffer, members: Members) -> None:
+        """Step parameters of one flat buffer, whose gradients lie in a buffer as they do; local."""
         remainder = states.buffers.get(REMAINDER)
         # Beside remainders the kernel writes no cast: the bf16 weight is that copy already.
         copy_out = None if remainder is not None else self._encodings.output(states)
@@ -57,15 +56,26 @@ class AdamPass:
             copy_out=copy_out,
         )
         # One call for each count of steps, which the bias correction depends on: nearly always one.
-        for step, counted in states.advance(indices).items():
-            runs = states.runs(counted)
-            self._call(
-                buffers, [AdamSegment(run.start, run.stop, self._hyper) for run in runs], step
-            )
-            if copy_out is not None:
-                self._encodings.note(states, sum(run.numel for run in runs))
+        by_step: dict[int, list[AdamSegment]] = {}
+        for (hyper, _), indices in members:
+            for step, counted in states.advance(indices).items():
+                runs = states.runs(counted)
+                segments = [AdamSegment(run.start, run.stop, hyper) for run in runs]
+                by_step.setdefault(step, []).extend(segments)
+                if copy_out is not None:
+                    self._encodings.note(states, sum(run.numel for run in runs))
+        for step, segments in by_step.items():
+            # Parameters with and without decay lie mixed: each group's runs rise, all together not.
+            segments.sort(key=_START)
+            self._call(buffers, segments, step)
 
-    def step_one(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+    def step_one(
+        self,
+        parameter: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        hyper: GroupHyper,
+    ) -> None:
         """Step one tensor by itself, through copies of what the kernel does not take; local."""
         state["step"] += 1
         # Only after the count: ranks without rows count too, since all save the same states.
@@ -87,7 +97,7 @@ class AdamPass:
             **moments,
             remainder=copies[1] if len(copies) > 1 else None,
         )
-        self._call(buffers, self._hyper, int(state["step"]))
+        self._call(buffers, hyper.known, int(state["step"]))
         for tensor, stepped in zip(kept, copies, strict=True):
             if tensor.data_ptr() != stepped.data_ptr():
                 tensor.copy_(stepped.view(tensor.shape))

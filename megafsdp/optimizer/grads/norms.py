@@ -25,7 +25,7 @@ from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.main_gradient import FlatGradient
-from megafsdp.optimizer.kernels.square_sum import has_square_sum_kernel, known_square_sum
+from megafsdp.optimizer.kernels.square_sum import has_square_sum_kernel, known_square_sums
 
 # Short pieces, summed on in double: one fp32 sum over 50 M elements is wrong by 4e-3.
 _PIECE_NUMEL = 1 << 16
@@ -241,7 +241,7 @@ def _local_power(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
     """Return this rank's sum of p-th powers, or its largest absolute value, in fp64."""
     if norm_type == 2.0 and all(map(has_square_sum_kernel, tensors)):
         # The kernels add in double, in an order fixed by positions: the same bits always.
-        return torch.stack([known_square_sum(t) for t in tensors]).sum()
+        return known_square_sums(tensors).sum()
     # torch returns a norm in the dtype of its input, where fp16 would overflow.
     pieces = [piece for t in tensors for piece in t.reshape(-1).float().split(_PIECE_NUMEL)]
     norms = torch.stack(torch._foreach_norm(pieces, norm_type)).double()

@@ -151,6 +151,25 @@ class AdamSegment:
     hyper: AdamHyper
 
 
+@dataclass(frozen=True, slots=True)
+class LateSegment:
+    """One parameter's elements, and a count of steps that the host does not read.
+
+    Attributes:
+        start: First element of the buffers.
+        stop: One behind the last; the step is counted where there is none, too.
+        hyper: Hyperparameters.
+        step: Count of the steps before this one, 0-dim fp32 on the device.
+        lr: Replaces the rate of ``hyper``: 0-dim fp64 on the device; None if that is known.
+    """
+
+    start: int
+    stop: int
+    hyper: AdamHyper
+    step: torch.Tensor
+    lr: torch.Tensor | None = None
+
+
 @torch.no_grad()
 def adam_step(
     buffers: AdamBuffers,
@@ -198,6 +217,63 @@ def adam_step(
         num_threads=num_threads,
     )
     kernel(buffers, hyper, step=step)
+
+
+@torch.no_grad()
+def late_adam_step(
+    buffers: AdamBuffers,
+    segments: Sequence[LateSegment],
+    *,
+    grad_scale: float | torch.Tensor = 1.0,
+    found_inf: torch.Tensor | None = None,
+    flush_denormals: bool = True,
+) -> None:
+    """Count a step of each segment and make it; the host reads nothing, so a graph may capture it.
+
+    On devices with a CUDA kernel. A launch before :func:`adam_step`'s counts and computes the
+    constants; where ``found_inf`` is not zero nothing is counted either.
+
+    Args:
+        buffers: As :func:`adam_step`, as are the following.
+        segments: In rising order; empty ones anywhere.
+        grad_scale: A number, or a ``()`` fp32 tensor on the buffers' device.
+        found_inf: ``()`` fp32 there.
+        flush_denormals: Take and give zero for subnormal numbers, constants too.
+
+    Raises:
+        ValueError: As :func:`adam_step`.
+        RuntimeError: CUDA refuses the launch.
+    """
+    device = buffers.weight.device
+    module = cuda_kernels.usable_module(device)
+    assert module is not None, "callers look for the kernel"
+    _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
+    # Where a rank has no rows an address may lie anywhere, but counts are kept in the order given.
+    empty = [s for s in segments if s.start == s.stop]
+    filled = [s for s in segments if s.start < s.stop]
+    _check_segments([AdamSegment(s.start, s.stop, s.hyper) for s in filled], buffers.weight.numel())
+    table = [(0, 0, AdamConstants.rounded(s.hyper, 1)) for s in empty]
+    table += [(s.start, s.stop, AdamConstants.rounded(s.hyper, 1)) for s in filled]
+    is_tensor = isinstance(grad_scale, torch.Tensor)
+    cuda_kernels.launch_adam_step(
+        module,
+        {
+            **_native_arguments(buffers, table),
+            "grad_scale": 1.0 if is_tensor else round_to_fp32(float(grad_scale)),
+            "flush_denormals": flush_denormals,
+        },
+        device,
+        grad_scale=grad_scale if isinstance(grad_scale, torch.Tensor) else None,
+        found_inf=found_inf,
+        late=[_late_arguments(s) for s in (*empty, *filled)],
+    )
+
+
+def _late_arguments(segment: LateSegment) -> cuda_kernels.LateParameter:
+    hyper, lr = segment.hyper, segment.lr
+    numbers = (hyper.lr, *hyper.betas, hyper.weight_decay)
+    flags = (hyper.adam_w_mode, hyper.bias_correction)
+    return segment.step.data_ptr(), 0 if lr is None else lr.data_ptr(), numbers, flags
 
 
 class AdamKernel:

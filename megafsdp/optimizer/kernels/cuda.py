@@ -10,25 +10,38 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
 import torch
 
-from megafsdp._native import cuda_module
+from megafsdp._native import cuda_module, why_cuda_missing
 from megafsdp.errors import expected
 
 _LOGGER = logging.getLogger("megafsdp.optimizer")
+
+# Counted of Adam on fp32 buffers.
+_COST = (
+    "a step is 74 torch operators that move 900 bytes an element instead of a kernel that moves 28"
+)
+# Addresses of a count of steps and of a rate in fp64, or 0; the rate, both betas and the decay;
+# whether it is AdamW, and corrects for the bias.
+LateParameter = tuple[int, int, tuple[float, float, float, float], tuple[bool, bool]]
 
 
 def usable_module(device: torch.device) -> ModuleType | None:
     """Return the CUDA kernels if they are built and run on a device; else None.
 
-    Kernels that are built but cannot run there, for an old driver or an architecture that they were
-    not compiled for, are reported once.
+    For a device of CUDA it is reported once that they are not built, or cannot run there, for an
+    old driver or an architecture that they were not compiled for.
     """
-    module = cuda_module() if device.type == "cuda" else None
-    return None if module is None or _why_not_on(device.index) else module
+    if device.type != "cuda":
+        return None
+    module = cuda_module()
+    if module is None:
+        _report_missing(why_cuda_missing())
+        return None
+    return None if _why_not_on(device.index) else module
 
 
 def launch_adam_step(
@@ -38,8 +51,9 @@ def launch_adam_step(
     *,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
+    late: Sequence[LateParameter] = (),
 ) -> None:
-    """Launch one step; allocates the table of segments on the device if it is long.
+    """Launch one step; allocates nothing but the constants that are computed on the device.
 
     Args:
         module: From :func:`usable_module`.
@@ -47,51 +61,77 @@ def launch_adam_step(
         device: Where the buffers are.
         grad_scale: ``()`` fp32 there; replaces the number in ``arguments``.
         found_inf: ``()`` fp32 there; the kernel does nothing unless it is zero.
+        late: For each segment what its constants are computed of there; none if they are given.
 
     Raises:
         RuntimeError: CUDA refuses the launch.
     """
-    segments = arguments["segments"]
-    assert isinstance(segments, list), "a table of segments"
-    with torch.cuda.device(device):
+    with current_stream(device) as stream:
         # Freed at return, before the kernel runs: only later work of this stream gets the memory.
-        table = torch.empty(module.table_nbytes(len(segments)), dtype=torch.uint8, device=device)
+        constants = torch.empty((len(late), 8), dtype=torch.float32, device=device)
         module.adam_step(
             **arguments,
             # Addresses, not values: the kernel reads them when the stream reaches it.
             device_grad_scale=0 if grad_scale is None else grad_scale.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
-            table=table.data_ptr(),
+            late=late,
+            late_constants=constants.data_ptr(),
             device=device.index,
-            stream=torch.cuda.current_stream(device).cuda_stream,
+            stream=stream,
         )
 
 
-def launch_sum_of_squares(module: ModuleType, values: torch.Tensor) -> torch.Tensor:
-    """Launch the sum of squares of a non-empty flat tensor; returns it as a ``()`` fp64 tensor.
+def launch_sums_of_squares(module: ModuleType, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Launch the sums of squares of non-empty flat tensors of one device, all at once.
+
+    Returns:
+        ``(buffers,)`` fp64 there.
 
     Raises:
         RuntimeError: CUDA refuses a launch.
     """
-    # The current device may be another than that of the buffers.
-    device = values.device
-    with torch.cuda.device(device):
-        scratch_numel = module.scratch_numel(values.numel())
-        scratch = torch.empty(scratch_numel, dtype=torch.float64, device=device)
-        total = torch.empty((), dtype=torch.float64, device=device)
-        module.sum_of_squares(
-            values=values.data_ptr(),
-            numel=values.numel(),
-            dtype=str(values.dtype).removeprefix("torch."),
-            sum=total.data_ptr(),
+    device = buffers[0].device
+    with current_stream(device) as stream:
+        numel = sum(module.scratch_numel(values.numel()) for values in buffers)
+        scratch = torch.empty(numel, dtype=torch.float64, device=device)
+        sums = torch.empty(len(buffers), dtype=torch.float64, device=device)
+        module.sums_of_squares(
+            buffers=[
+                (values.data_ptr(), values.numel(), str(values.dtype).removeprefix("torch."))
+                for values in buffers
+            ],
+            sums=sums.data_ptr(),
             scratch=scratch.data_ptr(),
             device=device.index,
-            stream=torch.cuda.current_stream(device).cuda_stream,
+            stream=stream,
         )
-    return total
+    return sums
+
+
+@contextlib.contextmanager
+def current_stream(device: torch.device) -> Iterator[int]:
+    """Make a device the current one, which another may be, and give the handle of its stream."""
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
 
 
 # Cached: it is called before each launch, and the warning must come once.
+@functools.cache
+def _report_missing(why: str) -> None:
+    # Whoever turns native code off knows.
+    if why == "MEGAFSDP_NATIVE=0":
+        return
+    _LOGGER.warning(
+        expected(
+            "the optimizer's CUDA kernels",
+            why,
+            where=f"this installation of megafsdp; {_COST}",
+            hint="Install nvcc, then run 'MEGAFSDP_CUDA=1 pip install --no-build-isolation -e .'",
+        )
+    )
+
+
+# Cached for the same reasons.
 @functools.cache
 def _why_not_on(index: int) -> str:
     module = cuda_module()
@@ -104,7 +144,7 @@ def _why_not_on(index: int) -> str:
             expected(
                 f"CUDA kernels that run on this device, built for {module.ARCHS}",
                 why,
-                where=f"cuda:{index}; the optimizer's slower torch fallback runs instead",
+                where=f"cuda:{index}; {_COST}",
                 hint="Update the driver, or set MEGAFSDP_CUDA_ARCHS and build megafsdp again",
             )
         )

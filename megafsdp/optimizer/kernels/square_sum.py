@@ -5,6 +5,8 @@ reference.py defines the order of the additions, which is that of the compiled k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megafsdp._native import native_module
@@ -51,7 +53,7 @@ def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = Non
     # Empty tensors have no address that a kernel may take.
     cuda = cuda_kernels.usable_module(device) if numel > 0 else None
     if cuda is not None:
-        return cuda_kernels.launch_sum_of_squares(cuda, values)
+        return cuda_kernels.launch_sums_of_squares(cuda, [values])[0]
     native = native_module() if device.type == "cpu" and numel > 0 else None
     if native is None:
         return reference.sum_of_squares(values)
@@ -65,7 +67,7 @@ def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = Non
 
 
 def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return :func:`device_sum_of_squares`, and keep it for :func:`known_square_sum`.
+    """Return :func:`device_sum_of_squares`, and keep it for :func:`known_square_sums`.
 
     Args:
         values: A flat tensor whose writers bump its version counter, as those of main gradients do.
@@ -76,13 +78,34 @@ def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def known_square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a contiguous tensor; a kept one if it is still valid."""
+def known_square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sums of squares of contiguous tensors of one device, none of them empty.
+
+    Those that were kept and are still valid are not computed again; on CUDA all others are at once.
+
+    Returns:
+        ``(tensors,)`` fp64 on the device.
+    """
+    sums = [_kept_square_sum(values) for values in tensors]
+    missing = [i for i, known in enumerate(sums) if known is None]
+    flat = [tensors[i].view(-1) for i in missing]
+    cuda = cuda_kernels.usable_module(tensors[0].device)
+    if cuda is not None and flat:
+        computed = cuda_kernels.launch_sums_of_squares(cuda, flat)
+        if len(flat) == len(tensors):
+            return computed
+        found = list(computed)
+    else:
+        found = [device_sum_of_squares(values) for values in flat]
+    for i, total in zip(missing, found, strict=True):
+        sums[i] = total
+    return torch.stack([total for total in sums if total is not None])
+
+
+def _kept_square_sum(values: torch.Tensor) -> torch.Tensor | None:
     known: tuple[int, torch.Tensor] | None = getattr(values, "_megafsdp_square_sum", None)
     # A gradient that was changed in place since, by a scaler or a user, has another sum.
-    if known is not None and known[0] == version_of(values):
-        return known[1]
-    return device_sum_of_squares(values.view(-1))
+    return known[1] if known is not None and known[0] == version_of(values) else None
 
 
 def has_square_sum_kernel(values: torch.Tensor) -> bool:

@@ -58,11 +58,19 @@ class Bucket:
         self.is_param_pinned = is_param_pinned
         group = states.group
         numel, dtypes = group.main_weight.flat.numel(), group.dtypes
-        self.grad = _host_tensor(numel, dtypes.grad, is_pinned=is_grad_pinned)
-        self.grad_squares = _host_tensor(1, torch.float64, is_pinned=is_grad_pinned)
-        self.copy_out: torch.Tensor | None = None
-        if dtypes.compute != dtypes.main:
-            self.copy_out = _host_tensor(numel, dtypes.compute, is_pinned=is_param_pinned)
+        has_cast = dtypes.compute != dtypes.main
+        grads = HostArena(
+            aligned_nbytes(numel * dtypes.grad.itemsize) + aligned_nbytes(torch.float64.itemsize),
+            is_pinned=is_grad_pinned,
+        )
+        cast = HostArena(
+            aligned_nbytes(numel * dtypes.compute.itemsize) if has_cast else 0,
+            is_pinned=is_param_pinned,
+        )
+        self.pinned_nbytes = grads.pinned_nbytes + cast.pinned_nbytes
+        self.grad = grads.take(numel, dtypes.grad)
+        self.grad_squares = grads.take(1, torch.float64)
+        self.copy_out = cast.take(numel, dtypes.compute) if has_cast else None
         # The last step's or the coming one's; a copy of the same gradients is not issued twice.
         self.copy: GradientCopy | None = None
         # The upload in flight; it reads copy_out until it is done.
@@ -138,11 +146,6 @@ class Bucket:
             buffer.flat.copy_(self.states.buffers[name].flat)
         shown = {name: group.views_of(buffer) for name, buffer in there.items()}
         self.states.exchange(there, shown, states_by_parameter)
-
-
-def _host_tensor(numel: int, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:
-    arena = HostArena(aligned_nbytes(numel * dtype.itemsize), is_pinned=is_pinned)
-    return arena.take(numel, dtype)
 
 
 class EarlyStarter(Protocol):

@@ -19,8 +19,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.device.background import BackgroundThread
 from megafsdp.device.host_copies import CopyLink, link_of
+from megafsdp.device.host_memory import can_be_pinned
+from megafsdp.device.host_threads import check_host_threads, default_host_threads, stay_near
 from megafsdp.device.memory import ByteLedger
-from megafsdp.device.streams import device_handle
+from megafsdp.device.streams import DeviceHandle, device_handle
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.adam.plan import FoundGrads, GroupPlan
@@ -97,20 +99,24 @@ class HybridDeviceOptimizer(FusedAdam):
             ``"auto"`` does while few steps are clipped.
         overlap: Return from ``step`` while the host is at work.
         max_grad_norm: Clip by the norm of all gradients, as :class:`FusedAdam` does.
-        pin_cpu_params: Pin host weights and states. Without CUDA nothing is pinned.
+        pin_cpu_params: Pin host weights and states, which otherwise are copied while the calling
+            thread waits. Without CUDA nothing is pinned.
         pin_cpu_grads: Pin the host's gradients.
         cpu_optimizer_cls: Another torch optimizer for the host's part, whose update of an element
             depends on that element alone; None for the kernel of :class:`FusedAdam`.
         cpu_optimizer_kwargs: Its options. ``lr`` follows the parameter groups; ``betas``, ``eps``
             and ``weight_decay`` too unless they are given here.
         link: How bytes move; None for the device's own way. It is closed with the optimizer.
+        host_threads: Threads of the host's part; None for this rank's share of the machine's cores,
+            or, where the device is a CPU, for torch's number. No bit depends on it.
 
     Attributes:
         host_ledger: Bytes of the main weights and states on the host.
 
     Raises:
-        ValueError: A hyperparameter or the fraction has no meaning.
+        ValueError: A hyperparameter, the fraction or the number of threads has no meaning.
         TypeError: ``cpu_optimizer_cls`` is no class of optimizers.
+        RuntimeError: Memory of the host cannot be pinned.
     """
 
     _is_copyable = False
@@ -132,7 +138,9 @@ class HybridDeviceOptimizer(FusedAdam):
         cpu_optimizer_cls: type[Optimizer] | None = None,
         cpu_optimizer_kwargs: dict[str, Any] | None = None,
         link: CopyLink | None = None,
+        host_threads: int | None = None,
     ) -> None:
+        check_host_threads(host_threads, where="host_threads of HybridDeviceOptimizer")
         check_fraction(offload_fraction, has_own_states=cpu_optimizer_cls is not None)
         check_speculate(speculate)
         check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
@@ -156,12 +164,17 @@ class HybridDeviceOptimizer(FusedAdam):
         handle = device_handle(groups[0].device.type if groups else "cpu")
         self._meter = FractionMeter(handle) if offload_fraction == "auto" and groups else None
         self._link = link or link_of(handle)
-        self._worker = BackgroundThread("megafsdp-offload", begin=handle.adopt_thread)
+        self._host_threads = host_threads
+        if groups and handle.is_asynchronous:
+            self._host_threads = host_threads or default_host_threads(handle.device.type)
+            _LOGGER.info("The host steps its part on %d threads.", self._host_threads)
+        adopt = functools.partial(_adopt_worker, handle)
+        self._worker = BackgroundThread("megafsdp-offload", begin=adopt)
         # Threads refer to jobs, not to the optimizer, so they do not keep it from being collected.
         weakref.finalize(self, _close, self._worker, self._link)
         self._ahead = StepsAhead(speculate, self._worker, self._link, self.host_ledger)
         for group in groups:
-            is_pinned = pin_cpu_params and group.device.type == "cuda"
+            is_pinned = pin_cpu_params and can_be_pinned(group.device)
             # Another optimizer allocates its own states; room for ours would stay unused.
             num_states = 0 if cpu_optimizer_cls is not None else len(STATES)
             offload(group, self.host_ledger, num_states=num_states, is_pinned=is_pinned)
@@ -171,12 +184,15 @@ class HybridDeviceOptimizer(FusedAdam):
             own = [[p for p in g["params"] if id(p) in moved] for g in self.param_groups]
             self._host = HostOptimizer(cpu_optimizer_cls, cpu_optimizer_kwargs or {}, own)
         self._make_buckets(groups, pins_params=pin_cpu_params, pins_grads=pin_cpu_grads)
+        # "auto" and limits that are set later wait for a step that would have guessed.
+        if speculate is True and overlap and self._host is None and max_grad_norm is not None:
+            self._ahead.make_spares(b for b in self._buckets.values() if b.group.axes.is_sharded)
 
     def _make_buckets(
         self, groups: list[ParameterGroup], *, pins_params: bool, pins_grads: bool
     ) -> None:
         for position, group in enumerate(groups):
-            has_cuda = group.device.type == "cuda"
+            is_pinnable = can_be_pinned(group.device)
             # Another optimizer keeps its own states: FlatStates then only locates parameters.
             is_ours = self._host is None
             states = self._store.flat_states(group) if is_ours else FlatStates(group, {})
@@ -184,8 +200,8 @@ class HybridDeviceOptimizer(FusedAdam):
                 states,
                 self._link,
                 position=position,
-                is_grad_pinned=pins_grads and has_cuda,
-                is_param_pinned=pins_params and has_cuda,
+                is_grad_pinned=pins_grads and is_pinnable,
+                is_param_pinned=pins_params and is_pinnable,
             )
             self._buckets[states] = bucket
             group.gradients.main_grad.listener = BucketListener(self, bucket)
@@ -201,9 +217,22 @@ class HybridDeviceOptimizer(FusedAdam):
         return on_host / max(sum(numels.values()), 1)
 
     @property
+    def host_threads(self) -> int:
+        """Return how many threads step the host's part."""
+        return self._host_threads or torch.get_num_threads()
+
+    @property
     def host_nbytes(self) -> int:
         """Return the bytes on the host: main weights, states, gradients, what is copied back."""
         return self.host_ledger.total + sum(bucket.nbytes for bucket in self._buckets.values())
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Return the bytes of :attr:`host_nbytes` that are locked, each rounded up to 256."""
+        slabs = (states.group.host_memory for states in self._buckets)
+        of_slabs = sum(slab.arena.pinned_nbytes for slab in slabs if slab is not None)
+        of_copies = sum(bucket.pinned_nbytes for bucket in self._buckets.values())
+        return of_slabs + of_copies + self._ahead.pinned_nbytes
 
     @property
     def offload_counts(self) -> OffloadCounts:
@@ -295,7 +324,7 @@ class HybridDeviceOptimizer(FusedAdam):
 
     def _threads(self) -> HostThreads:
         rate = self._meter.rate if self._meter is not None else None
-        return HostThreads(torch.get_num_threads(), self.ftz, rate)
+        return HostThreads(self.host_threads, self.ftz, rate)
 
     def _settle_fraction(self, meter: FractionMeter) -> None:
         """Bring what the host is too slow for back to the device; collective."""
@@ -372,6 +401,8 @@ class HybridDeviceOptimizer(FusedAdam):
             step.finish()
         if self._meter is not None:
             self._meter.note_step_end()
+        # While the host's steps run, and before the next backward.
+        self._ahead.make_spares()
         # Here, not before the device's part: both work at the same time even so.
         if not self.overlap:
             self.synchronize()
@@ -419,6 +450,12 @@ class HybridDeviceOptimizer(FusedAdam):
             if step.segment_runs:
                 steps.append(step)
         return steps
+
+
+def _adopt_worker(handle: DeviceHandle) -> None:
+    """Prepare the worker's thread; it starts those of the kernels, which run where it does."""
+    handle.adopt_thread()
+    stay_near(handle.device)
 
 
 def _close(worker: BackgroundThread, link: CopyLink) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megafsdp._native import native_module
 from megafsdp.device.host_memory import HostArena, aligned_nbytes
 from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
@@ -160,21 +159,4 @@ def offload(group: ParameterGroup, ledger: ByteLedger, *, num_states: int, is_pi
         numel = group.main_weight.flat.numel()
         nbytes = aligned_nbytes(numel * torch.float32.itemsize)
         arena = HostArena((1 + num_states) * nbytes, is_pinned=is_pinned)
-        zero_by_workers(arena.memory)
         group.offload_main_weight(HostMemory(arena, ledger))
-
-
-def zero_by_workers(memory: torch.Tensor) -> None:
-    """Zero host memory by the threads that will step it, so that its pages lie near them.
-
-    Args:
-        memory: 1-D uint8. It need not be touched by others before.
-    """
-    native = native_module()
-    # A page lies near the processor whose thread first writes it, for as long as it lives.
-    if native is None or not memory.nbytes:
-        memory.zero_()
-        return
-    native.zero_bytes(
-        address=memory.data_ptr(), nbytes=memory.nbytes, num_threads=torch.get_num_threads()
-    )

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -164,8 +164,8 @@ class SpareSlab:
     def __init__(self, bucket: Bucket, ledger: ByteLedger) -> None:
         shown = bucket.shown()
         nbytes = sum(aligned_nbytes(buffer.flat.nbytes) for buffer in shown.values())
-        # Its pages are first touched by the threads of the step that writes them.
         arena = HostArena(nbytes, is_pinned=bucket.is_param_pinned)
+        self.pinned_nbytes = arena.pinned_nbytes
         self._buffers = {
             name: DBuffer(
                 buffer.layout,
@@ -382,6 +382,8 @@ class StepsAhead:
         self._begun: dict[Bucket, AheadStep] = {}
         # Weak: a bucket that returns to the device is freed, and its second slab with it.
         self._spares: weakref.WeakKeyDictionary[Bucket, SpareSlab] = weakref.WeakKeyDictionary()
+        # Buckets that would have run ahead, had they had one.
+        self._without_spare: set[Bucket] = set()
         self._forecast: ClippingForecast | None = None
         self._is_new = True
 
@@ -414,7 +416,9 @@ class StepsAhead:
         self.cancel(bucket)
         spare = self._spares.get(bucket)
         if spare is None:
-            spare = self._spares[bucket] = SpareSlab(bucket, self._ledger)
+            # Not made here: touching and locking its pages would hold up the backward.
+            self._without_spare.add(bucket)
+            return
         step = AheadStep(bucket, copy, segment_runs, forecast, threads, self.counts, spare)
         self._begun[bucket] = step
         self._worker.submit(step)
@@ -440,8 +444,20 @@ class StepsAhead:
                 step.ahead = ahead
         self.cancel_all()
 
+    def make_spares(self, buckets: Iterable[Bucket] = ()) -> None:
+        """Make the second slabs of buckets, and of those that lacked one in the last backward."""
+        for bucket in (*buckets, *self._without_spare):
+            self._spares[bucket] = SpareSlab(bucket, self._ledger)
+        self._without_spare.clear()
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Return the locked bytes of second slabs."""
+        return sum(spare.pinned_nbytes for spare in self._spares.values())
+
     def cancel(self, bucket: Bucket) -> None:
         """Drop what was begun for a bucket, which others will read or write; returns at once."""
+        self._without_spare.discard(bucket)
         step = self._begun.pop(bucket, None)
         if step is not None:
             step.cancel()

@@ -53,6 +53,8 @@ class OptimizerSection:
         offload_fraction: The part of main weights and moments that lives on the host and is stepped
             there, from 0 to 1, or auto; for adamw by megafsdp with fp32 states and main weights.
         offload_overlap: Whether the host's part runs beside backward and the next forward.
+        host_threads: Threads of the part on the host, here or by parallel.offload_parameters; null
+            takes the rank's share of the machine's cores, and torch's number for a model on a CPU.
         speculate: Whether the host steps before the norm is known, which takes 12 more bytes a
             parameter there; auto does while few steps are clipped.
     """
@@ -72,6 +74,7 @@ class OptimizerSection:
     clip_norm: PositiveFloat | None = 1.0
     offload_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
     offload_overlap: bool = True
+    host_threads: PositiveInt | None = None
     speculate: bool | Literal["auto"] = "auto"
 
     @property

@@ -66,6 +66,9 @@ class ParallelSection:
         reshard_after_forward: Free gathered parameters between forward and backward; null frees all
             but those needed again at once; a divisor of dp_shard leaves them divided among that
             many neighbours.
+        nccl_user_buffers: Gather into memory that is registered with NCCL, which needs no copy
+            then; a few units' bytes stay allocated. Only for strategy optim_grads_params; ignored
+            with a warning on CPU.
         offload_parameters: Keep main weights, gradients and optimizer states on the host and step
             there; unlike optimizer.offload_fraction for any optimizer, and without overlap.
     """
@@ -81,6 +84,7 @@ class ParallelSection:
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     prefetch: NonNegativeInt = 1
     reshard_after_forward: bool | PositiveInt | None = None
+    nccl_user_buffers: bool = False
     offload_parameters: bool = False
 
     def dims(self) -> ParallelDims:

@@ -113,6 +113,13 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
             parallel.strategy,
             "Divide everything over dp_shard, or leave outer_strategy at no_shard",
         )
+    require(
+        parallel.strategy == "optim_grads_params" or not parallel.nccl_user_buffers,
+        "parallel.nccl_user_buffers",
+        f"false with the parallel.strategy {parallel.strategy}",
+        parallel.nccl_user_buffers,
+        "Leave it out: only optim_grads_params gathers for each use",
+    )
     reshard = parallel.reshard_after_forward
     require(
         reshard is None or isinstance(reshard, bool) or dims.dp_shard % reshard == 0,
@@ -187,6 +194,13 @@ def _check_offload(config: Config) -> None:
         "auto or false, or an offload_fraction above 0 with offload_overlap",
         f"true with {fraction} and offload_overlap {optimizer.offload_overlap}",
         "Leave it out: only a step that runs beside the device can begin early",
+    )
+    require(
+        optimizer.host_threads is None or bool(fraction) or config.parallel.offload_parameters,
+        "optimizer.host_threads",
+        "null without an offload_fraction and without parallel.offload_parameters",
+        optimizer.host_threads,
+        "Leave it out: nothing is stepped by these threads",
     )
     if not fraction:
         return

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.layout import FlatLayout, TensorSpec
+from megafsdp.device.host_memory import aligned_nbytes
 from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
 from megafsdp.optimizer.states.formats import BLOCK_NUMEL, PLAIN_DTYPES, dtype_for, is_scaled
@@ -39,6 +40,8 @@ class HostFootprint:
             known writes; the most that there can be.
         main_grad: Gradients, as they are copied from the device.
         copied_back: Weights in the compute dtype on their way to the device.
+        pinned: Bytes of all of these that are locked for the device's copies: all, and each buffer
+            rounded up to 256 bytes; none where the device is a CPU.
     """
 
     main_weight: int = 0
@@ -46,15 +49,17 @@ class HostFootprint:
     second_copy: int = 0
     main_grad: int = 0
     copied_back: int = 0
+    pinned: int = 0
 
     def rows(self) -> dict[str, int]:
-        """Return the bytes by name."""
-        return {name.replace("_", " "): nbytes for name, nbytes in asdict(self).items()}
+        """Return the bytes by name, each byte once."""
+        fields = asdict(self).items()
+        return {name.replace("_", " "): nbytes for name, nbytes in fields if name != "pinned"}
 
     @property
     def total(self) -> int:
         """Return all bytes."""
-        return sum(asdict(self).values())
+        return sum(self.rows().values())
 
 
 def optimizer_order(
@@ -92,25 +97,40 @@ def groups_to_offload(
     return movable[first_offloaded(numels, others, fraction) :]
 
 
-def host_footprint(units: Sequence[PlannedUnit], section: OptimizerSection) -> HostFootprint:
-    """Return what marked groups keep on the host; local, equal on all ranks."""
-    parts = [_of_group(g, section) for unit in units for g in unit.groups if g.is_offloaded]
+def host_footprint(
+    units: Sequence[PlannedUnit], section: OptimizerSection, *, is_pinned: bool
+) -> HostFootprint:
+    """Return what marked groups keep on the host; local, equal on all ranks.
+
+    Args:
+        units: What the model is divided into.
+        section: The optimizer.
+        is_pinned: Whether the run has a GPU.
+    """
+    offloaded = [g for unit in units for g in unit.groups if g.is_offloaded]
+    parts = [_of_group(group, section, is_pinned=is_pinned) for group in offloaded]
     columns = zip(*(asdict(part).values() for part in parts), strict=True)
     return HostFootprint(*map(sum, columns))
 
 
-def _of_group(group: PlannedGroup, section: OptimizerSection) -> HostFootprint:
+def _of_group(group: PlannedGroup, section: OptimizerSection, *, is_pinned: bool) -> HostFootprint:
     numel, dtypes = group.layout.shard_numel, group.dtypes
     main_nbytes, state_nbytes = numel * dtypes.main.itemsize, numel * 4 * len(STATES)
     # What replicated gradients are is known when the step is there, no earlier.
     has_second = section.speculate is not False and section.offload_overlap and group.is_sharded
     is_cast = dtypes.compute != dtypes.main
+    grad_nbytes, cast_nbytes = numel * dtypes.grad.itemsize, numel * dtypes.compute.itemsize
+    # Weight and moments, in as many copies, the gradient with its sum of squares, and the cast.
+    slab_nbytes = (1 + len(STATES)) * aligned_nbytes(main_nbytes)
+    pinned = (1 + has_second) * slab_nbytes + aligned_nbytes(grad_nbytes)
+    pinned += aligned_nbytes(torch.float64.itemsize) + is_cast * aligned_nbytes(cast_nbytes)
     return HostFootprint(
         main_weight=main_nbytes,
         optimizer_state=state_nbytes,
         second_copy=main_nbytes + state_nbytes if has_second else 0,
-        main_grad=numel * dtypes.grad.itemsize,
-        copied_back=numel * dtypes.compute.itemsize if is_cast else 0,
+        main_grad=grad_nbytes,
+        copied_back=is_cast * cast_nbytes,
+        pinned=is_pinned * pinned,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafsdp.device.host_threads import default_host_threads
 from megafsdp.device.memory import Category
 from megafsdp.errors import ConfigError, expected
 from megafsdp.fsdp.estimate.footprint import Footprint, StepPlan, footprint_of
@@ -33,7 +34,7 @@ from megafsdp.training.dry_run.bytes import (
     optimizer_order,
     state_nbytes,
 )
-from megafsdp.training.process.world import launch_number
+from megafsdp.training.process.world import launch_number, uses_cuda
 
 _OPTION = "--dry-run"
 _JSON_OPTION = "--json"
@@ -81,6 +82,8 @@ class DryRunReport:
         units: The distinct units, the root first.
         footprint: Bytes and collectives of a step on each rank; bytes of the device.
         host: Bytes of the host for each rank.
+        host_threads: Threads that step the host's part of a rank, by the cores of this machine
+            where the configuration does not say it.
         duration_s: How long the answer took.
     """
 
@@ -90,6 +93,7 @@ class DryRunReport:
     units: tuple[DistinctUnit, ...]
     footprint: Footprint
     host: HostFootprint
+    host_threads: int
     duration_s: float
 
     @property
@@ -139,6 +143,8 @@ class DryRunReport:
             "peak_total_nbytes": footprint.peak_total,
             "host_memory": self.host.rows(),
             "host_total_nbytes": self.host.total,
+            "host_pinned_nbytes": self.host.pinned,
+            "host_threads": self.host_threads,
             "collectives": [
                 {"axis": axis, "kind": kind, "calls": item.calls, "nbytes": item.nbytes}
                 for (axis, kind), item in footprint.traffic.items()
@@ -206,9 +212,12 @@ class DryRunReport:
         rows = [(name, nbytes) for name, nbytes in self.host.rows().items() if nbytes]
         lines = [f"{'host memory of a rank':<24}{'at most':>16}"]
         rows.append(("together", self.host.total))
+        if self.host.pinned:
+            rows.append(("pinned of these", self.host.pinned))
         lines += [f"  {name:<22}{_size(nbytes):>16}" for name, nbytes in rows]
         if fraction == "auto":
             lines.append(f"  offload_fraction auto is counted as {MOST_OF_AUTO:g}, its most")
+        lines.append(f"  stepped by {_count(self.host_threads, 'thread')}")
         return [*lines, ""]
 
     def _traffic_lines(self) -> list[str]:
@@ -296,11 +305,13 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             model,
             unit_classes(model_config),
             dims,
+            sums_in_library=uses_cuda(config.run.device),
             strategy=parallel.strategy,
             outer_strategy=parallel.outer_strategy if dims.dp_outer > 1 else "no_shard",
             mp_policy=config.precision.policy(),
             prefetch=parallel.prefetch,
             reshard_after_forward=parallel.reshard_after_forward,
+            nccl_user_buffers=parallel.nccl_user_buffers,
         )
         if fraction:
             most = MOST_OF_AUTO if fraction == "auto" else fraction
@@ -313,10 +324,20 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             loop_all_reduces=_loop_all_reduces(config),
         )
         footprint = footprint_of(engine, step)
-    host = host_footprint(units, config.optimizer)
+    # Others plan for a GPU, which the machine of a dry run need not have.
+    device_type = "cpu" if config.run.device == "cpu" else "cuda"
+    host = host_footprint(units, config.optimizer, is_pinned=device_type == "cuda")
+    host_threads = config.optimizer.host_threads or default_host_threads(device_type)
     duration_s = time.perf_counter() - start_s
     return DryRunReport(
-        config, dims, num_microbatches, _distinct(units), footprint, host, duration_s
+        config,
+        dims,
+        num_microbatches,
+        _distinct(units),
+        footprint,
+        host,
+        host_threads,
+        duration_s,
     )
 
 

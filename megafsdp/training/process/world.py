@@ -56,7 +56,7 @@ def find_world(device: str) -> World:
         rank, size = _launched()
     local_rank = launch_number("LOCAL_RANK", rank)
     local_size = launch_number("LOCAL_WORLD_SIZE", size)
-    is_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    is_cuda = uses_cuda(device)
     if is_cuda and torch.cuda.device_count() < local_size:
         raise ConfigError(
             expected(
@@ -68,6 +68,11 @@ def find_world(device: str) -> World:
         )
     where = torch.device("cuda", local_rank) if is_cuda else torch.device("cpu")
     return World(rank, size, local_rank, local_size, where)
+
+
+def uses_cuda(device: str) -> bool:
+    """Return whether ranks compute on CUDA if ``run.device`` is ``auto``, ``cpu`` or ``cuda``."""
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 def launch_number(name: str, default: int) -> int:

@@ -40,6 +40,7 @@ def build_optimizer(
             max_grad_norm=section.max_grad_norm,
             offload_fraction=section.offload_fraction,  # type: ignore[arg-type]
             overlap=section.offload_overlap,
+            host_threads=section.host_threads,
             speculate=section.speculate,
         )
     if section.is_fused_adam:

@@ -27,7 +27,7 @@ from megafsdp.buffer.comm.collectives import (
     reduce_scatter,
     require_equal,
 )
-from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
+from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
 from tests.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.native
@@ -441,4 +441,6 @@ def test_pieces_of_any_length_are_exchanged(ranks: Ranks, is_debug: bool) -> Non
 
 def _with_debug(is_debug: bool) -> None:
     with mock.patch.dict(os.environ, {DEBUG_VARIABLE: "1" if is_debug else "0"}):
+        read_environment()
         _uneven_exchange()
+    read_environment()

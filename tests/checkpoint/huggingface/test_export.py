@@ -54,6 +54,26 @@ def _export(family: str, is_tied: bool, directory: str, *sharding: object) -> No
     assert path == Path(directory)
 
 
+def test_files_are_filled_in_order_and_what_one_of_ours_stores_stays_together() -> None:
+    """Bytes decide where a file ends; a tensor above the limit has a file of its own."""
+    model, limit = our_model("qwen3"), 40_000
+    tensors = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+    fields = their_config("qwen3").to_dict()
+    export = output.plan_export(tensors, {}, fields, dtype=None, max_shard_nbytes=limit)
+    flat = [entry for file in export.files for entry, _ in file.entries]
+    assert flat == list(export.plan.entries)
+    assert max(len(entry.theirs) for entry in flat) == 3
+    for entry in flat:
+        assert len({export.file_of[name] for name in entry.theirs}) == 1
+    sizes = [file.nbytes for file in export.files]
+    assert len(sizes) > 3
+    assert all(file.nbytes <= limit or len(file.entries) == 1 for file in export.files)
+    for file, following in zip(export.files, export.files[1:], strict=False):
+        first, dtype = following.entries[0]
+        assert file.nbytes + first.stored_numel * dtype.itemsize > limit
+    assert export.nbytes == sum(p.nbytes for p in model.parameters())
+
+
 @pytest.mark.parametrize(("family", "is_tied", "world_size"), CASES)
 def test_transformers_loads_what_we_export(
     ranks: Ranks, family: str, is_tied: bool, world_size: int, tmp_path: Path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from megafsdp.fsdp.estimate.footprint import (
 from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedUnit, fake_ranks
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD, ParallelDims
+from tests.fsdp.runtime.test_slabs import registering
 from tests.fsdp.toy import Block, Net, batches, mine, shard
 from tests.pairwise import gate_of
 from tests.ranks import Ranks
@@ -64,6 +65,7 @@ class Case:
     dp_outer: int = 1
     is_outer_sharded: bool = False
     is_frozen: bool = False
+    nccl_user_buffers: bool = False
 
     @property
     def num_states(self) -> int:
@@ -103,12 +105,16 @@ def _measure(case: Case) -> Measured:
         "prefetch": case.prefetch,
         "reshard_after_forward": case.reshard_after_forward,
         "mp_policy": case.policy,
+        "nccl_user_buffers": case.nccl_user_buffers,
     }
     if case.dp_outer > 1:
         shape = (case.dp_outer, dist.get_world_size() // case.dp_outer)
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
         options["outer_strategy"] = "optim" if case.is_outer_sharded else "no_shard"
     net = shard(case.model(), **options)
+    # gloo registers no memory: the pools are those of the plan.
+    with registering():
+        net._fsdp_unit().require_context()
     trainable = [p for p in net.parameters() if p.requires_grad]
     optimizer = (
         torch.optim.AdamW(trainable, fused=True)
@@ -133,18 +139,22 @@ def _measure(case: Case) -> Measured:
     return Measured(copy.deepcopy(ledger), record, state_nbytes, layouts)
 
 
-def _engine(case: Case, num_ranks: int, *, is_outer_sharded: bool = False) -> MetaEngine:
+def _engine(
+    case: Case, num_ranks: int, *, is_outer_sharded: bool = False, sums_in_library: bool = True
+) -> MetaEngine:
     with torch.device("meta"):
         model = case.model()
     return MetaEngine(
         model,
         [Block],
         ParallelDims(case.dp_outer, num_ranks // case.dp_outer),
+        sums_in_library=sums_in_library,
         strategy=case.strategy,
         outer_strategy="optim" if is_outer_sharded else "no_shard",
         mp_policy=case.policy,
         prefetch=case.prefetch,
         reshard_after_forward=case.reshard_after_forward,
+        nccl_user_buffers=case.nccl_user_buffers,
     )
 
 
@@ -170,7 +180,9 @@ def _by_kind(traffic: dict[tuple[str, str], Traffic]) -> dict[str, tuple[int, in
 def _assert_equal(measured: list[Measured], case: Case) -> None:
     num_ranks = len(measured)
     with fake_ranks(num_ranks):
-        engine = _engine(case, num_ranks, is_outer_sharded=case.is_outer_sharded)
+        engine = _engine(
+            case, num_ranks, is_outer_sharded=case.is_outer_sharded, sums_in_library=False
+        )
         footprint = footprint_of(engine, case.step)
         layouts = [[group.layout for group in unit.groups] for unit in engine.plan()]
     for one in measured:
@@ -249,6 +261,15 @@ def test_resharding_after_forward_is_followed(
     """The root is gathered twice, or nothing is."""
     case = Case(prefetch=prefetch, reshard_after_forward=reshard_after_forward)
     _assert_equal(ranks(2).run(_measure, case), case)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_slabs_of_registered_memory_are_counted(ranks: Ranks, prefetch: int) -> None:
+    """At rest, too."""
+    case = Case(prefetch=prefetch, policy=BF16, nccl_user_buffers=True)
+    _assert_equal(ranks(2).run(_measure, case), case)
+    resting = _predict(case, 2).resting[Category.UNSHARDED]
+    assert resting > _predict(replace(case, nccl_user_buffers=False), 2).resting[Category.UNSHARDED]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

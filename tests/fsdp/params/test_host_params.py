@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp import (
     FusedAdam,
@@ -33,6 +34,7 @@ from megafsdp import (
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.fsdp_module import FSDPModule
+from megafsdp.fsdp.params import host_grads, host_params
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.optimizer.local_parameters import local_parameters
 from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
@@ -340,6 +342,38 @@ def _local_parameters() -> None:
             optimizer.step()
             optimizer.zero_grad()
         _same_outputs(*nets)
+
+
+class _ThreadsOf(TorchDispatchMode):
+    """Notes the threads of torch at casts of main weights and sums of gradients, of some size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, set[int]] = {"copy_": set(), "add_": set()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Note, then run."""
+        name = func._schema.name.rpartition("::")[2]
+        is_cast = name == "copy_" and args[0].dtype == torch.bfloat16 != args[1].dtype
+        is_sum = name == "add_" and args[0].ndim == 1 and args[0].dtype == torch.float32
+        if is_cast or is_sum:
+            self.found[name].add(torch.get_num_threads())
+        return func(*args, **(kwargs or {}))
+
+
+def _threads_on_host() -> tuple[dict[str, set[int]], int]:
+    net = _net("optim_grads_params", BF16, HOST)
+    with pytest.MonkeyPatch.context() as patch, _ThreadsOf() as seen:
+        for module in (host_params, host_grads):
+            patch.setattr(module, "default_host_threads", lambda device_type: 3)
+        _train(net, adamw(net), "plain", num_steps=1)
+    return seen.found, torch.get_num_threads()
+
+
+def test_casts_and_sums_on_the_host_use_its_threads(ranks: Ranks) -> None:
+    """In these operations alone: torch's number is as before afterwards."""
+    # Other sums of the toy and of the optimizer use one.
+    assert ranks(1).run(_threads_on_host) == [({"copy_": {3}, "add_": {1, 3}}, 1)]
 
 
 def test_local_parameters_lie_over_the_host_memory(ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from megafsdp import MixedPrecisionPolicy
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.fsdp.params.main_gradient import FlatGradient
 from tests.fsdp.toy import batches, mine, pair
@@ -60,3 +61,45 @@ def _flat_gradients(strategy: str) -> None:
 def test_only_what_lies_in_the_buffer_is_a_flat_gradient(ranks: Ranks, strategy: str) -> None:
     """Changes in place leave it one; operations and copies make tensors that are none."""
     ranks(2).run(_flat_gradients, strategy)
+
+
+def _narrow_gradients(strategy: str) -> None:
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+    _, net = pair(strategy=strategy, mp_policy=policy)
+    for batch in batches(2):
+        net.zero_grad()
+        net(*mine(batch)).backward()
+        for parameter in net.parameters():
+            grad = parameter.grad
+            assert isinstance(grad, FlatGradient) and grad.dtype == torch.bfloat16
+            assert grad._spec.tensor_meta.dtype == grad.to_local().dtype == torch.bfloat16
+            assert grad.shape == parameter.shape
+            assert grad.to_local().shape == parameter.to_local().shape
+            assert (grad * 2).dtype == torch.bfloat16
+            assert parameter.dtype == torch.float32
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_gradients_may_be_narrower_than_their_parameters(ranks: Ranks, strategy: str) -> None:
+    """What wraps them is made once, with their dtype; ranks without rows of one have it too."""
+    ranks(4).run(_narrow_gradients, strategy)
+
+
+def _freezes_between(strategy: str) -> None:
+    twin, net = pair(strategy=strategy)
+    for is_frozen in (True, False):
+        for model, batch in ((twin, batches(1)[0]), (net, mine(batches(1)[0]))):
+            model.zero_grad()
+            loss = model(*batch)
+            model.blocks[0].up.weight.requires_grad_(not is_frozen)
+            loss.backward()
+            model.blocks[0].up.weight.requires_grad_(True)
+        for own, other in zip(net.parameters(), twin.parameters(), strict=True):
+            assert (own.grad is None) == (other.grad is None)
+        assert (net.blocks[0].up.weight.grad is None) == is_frozen
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_a_parameter_frozen_after_its_forward_gets_no_gradient(ranks: Ranks, strategy: str) -> None:
+    """As in plain torch, and the next forward finds it trainable again."""
+    ranks(2).run(_freezes_between, strategy)

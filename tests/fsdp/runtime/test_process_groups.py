@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp.buffer.comm.collectives import record_collectives
-from megafsdp.buffer.comm.trace import DEBUG_VARIABLE
+from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
 from megafsdp.device.memory import Category
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import RankPool, RanksError
@@ -77,12 +77,17 @@ class _Skipping(Net):
 
 def _runs_a_unit_alone(rank_that_skips: int) -> None:
     monkeypatch = pytest.MonkeyPatch()
-    with monkeypatch.context() as patch:
-        patch.setenv(DEBUG_VARIABLE, "1")
-        net = shard(_Skipping())
-        net(mine(batches(1)[0])[0]).backward()
-        net.skips = torch.distributed.get_rank() == rank_that_skips
-        net(mine(batches(1)[0])[0]).backward()
+    net = shard(_Skipping())
+    net(mine(batches(1)[0])[0]).backward()
+    try:
+        with monkeypatch.context() as patch:
+            # After the first step: a root's forward looks at the environment.
+            patch.setenv(DEBUG_VARIABLE, "1")
+            net(mine(batches(1)[0])[0]).backward()
+            net.skips = torch.distributed.get_rank() == rank_that_skips
+            net(mine(batches(1)[0])[0]).backward()
+    finally:
+        read_environment()
 
 
 def test_the_debug_mode_names_a_unit_that_only_some_ranks_run(ranks: Ranks) -> None:

@@ -152,6 +152,17 @@ def _num_runs(net: Net) -> int:
     return num_runs
 
 
+def test_kernels_are_looked_for_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user learns before the first step that there are none for a device, each asked once."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr("megafsdp.optimizer.adam.fused_adam.usable_module", asked.append)
+    weights = [nn.Parameter(torch.ones(3, device=device)) for device in ("cpu", "cpu", "meta")]
+    optimizer = FusedAdam(weights[:2])
+    assert asked == [torch.device("cpu")]
+    optimizer.add_param_group({"params": weights[2:]})
+    assert asked == [torch.device("cpu"), torch.device("meta")]
+
+
 def _launches() -> tuple[int, int, int]:
     net = shard(Net())
     decayed = [p for p in net.parameters() if p.ndim > 1]

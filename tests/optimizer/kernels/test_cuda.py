@@ -1,8 +1,9 @@
 """CUDA kernels against the bits of a CPU: on a GPU, and their threads in turn on the host.
 
 The host runs cuda/adam_tile.h as it stands, with the host's arithmetic: which elements a thread
-loads and stores, segments, conversions and the flushing of subnormal numbers; and the lanes of
-cuda/square_lane.h. What a GPU's instructions round to, sums across threads and launches need one.
+loads and stores, segments, conversions and the flushing of subnormal numbers, deferred and not; and
+the lanes of cuda/square_lane.h. What a GPU's instructions round to, sums across threads and
+launches need one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ import contextlib
 import ctypes
 import dataclasses
 import math
-import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,12 +22,13 @@ import torch
 from megafsdp import _native
 from megafsdp._native import cuda_module
 from megafsdp.optimizer.kernels import cuda as cuda_kernels
+from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.kernels.adam_kernel import (
     AdamBuffers,
     AdamSegment,
     adam_step,
 )
-from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper, round_to_fp32
+from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper
 from megafsdp.optimizer.kernels.square_sum import device_sum_of_squares, sum_of_squares
 from tests.optimizer.adam.flat_buffers import (
     ALIGNED_GUARD,
@@ -46,14 +45,13 @@ from tests.optimizer.adam.flat_buffers import (
     guarded,
     make_buffers,
     spread_subnormals,
-    tensors_of,
     values_of,
 )
+from tests.optimizer.kernels.emulated_cuda import emulated_cuda
 
 TILE_NUMEL = 1024
-# Segments that travel with a launch; more need a table on the device.
-NUM_NEAR_SEGMENTS = 32
-CODES = {FP32: 1, BF16: 2, FP16: 3}
+# Segments and constants that travel with a launch; more of either take more launches.
+MOST_ROWS, MOST_CONSTANTS = 80, 32
 
 # Buffers on a CPU, segments or hyperparameters, step, factor of the gradient, whether to flush, and
 # the guard; returns the buffers after the step.
@@ -63,56 +61,19 @@ needs_module = pytest.mark.skipif(cuda_module() is None, reason="CUDA kernels ar
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPU")
 
 
-@pytest.fixture(scope="session")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Compile the emulation."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    library = tmp_path_factory.mktemp("emulation") / "emulation.so"
-    source = Path(__file__).with_name("cuda_emulation.cpp")
-    options = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=300)
-    return ctypes.CDLL(str(library))
-
-
-def _segments(numel: int, hyper: AdamHyper | Sequence[AdamSegment]) -> Sequence[AdamSegment]:
-    return [AdamSegment(0, numel, hyper)] if isinstance(hyper, AdamHyper) else hyper
-
-
-def _emulated(library: ctypes.CDLL) -> Step:
+def _emulated(library: Path) -> Step:
     def step(
         buffers: AdamBuffers,
         hyper: AdamHyper | Sequence[AdamSegment],
         *,
-        step: int = 2,
-        grad_scale: float = 1 / 3,
-        flush_denormals: bool = True,
         guard: int = GUARD,
+        **options: object,
     ) -> AdamBuffers:
         result = copy_of(buffers, guard)
-        numel = buffers.weight.numel()
-        segments = _segments(numel, hyper)
-        rows = [AdamConstants.rounded(s.hyper, step) for s in segments]
-        names = ("weight", "remainder", "grad", "exp_avg", "exp_avg_sq", "copy_out")
-        tensors = tensors_of(result)
-        addresses = [tensors[n].data_ptr() if n in tensors else None for n in names]
-        dtypes = [CODES.get(t.dtype, 0) for t in (result.grad, result.exp_avg)]
-        dtypes.append(0 if result.copy_out is None else CODES[result.copy_out.dtype])
-        ranges = np.array([(s.start, s.stop) for s in segments], dtype=np.int64)
-        constants = np.array(rows, dtype=np.float32)
-        is_aligned = library.emulate_adam(
-            (ctypes.c_void_p * 6)(*addresses),
-            (ctypes.c_int * 3)(*dtypes),
-            ctypes.c_int64(numel),
-            ctypes.c_int64(len(segments)),
-            ranges.ctypes.data_as(ctypes.c_void_p),
-            constants.ctypes.data_as(ctypes.c_void_p),
-            ctypes.c_float(round_to_fp32(grad_scale)),
-            ctypes.c_bool(flush_denormals),
-            ctypes.c_int64(3),
-        )
-        assert bool(is_aligned & 0xFF) == (guard == ALIGNED_GUARD)
+        options = {"step": 2, "grad_scale": 1 / 3} | options
+        with emulated_cuda(library) as module:
+            adam_step(result, hyper, **options)  # type: ignore[arg-type]
+        assert module.was_aligned == (guard == ALIGNED_GUARD)
         assert_guards_hold(result, guard)
         return result
 
@@ -176,7 +137,7 @@ def test_every_length_has_the_bits_of_a_cpu(run: Step, master: str) -> None:
             assert_same_bits(run(buffers, HYPER, guard=guard), wanted)
 
 
-@pytest.mark.parametrize("numel", [NUM_NEAR_SEGMENTS, NUM_NEAR_SEGMENTS + 1, 700])
+@pytest.mark.parametrize("numel", [MOST_CONSTANTS, MOST_CONSTANTS + 1, 700])
 def test_segments_have_their_own_hyperparameters(run: Step, numel: int) -> None:
     """Many segments, of one element or many tiles, with gaps, empty ones and shared vectors."""
     generator = torch.Generator().manual_seed(numel)
@@ -199,6 +160,21 @@ def test_segments_have_their_own_hyperparameters(run: Step, numel: int) -> None:
         assert torch.equal(wanted.exp_avg[piece], buffers.exp_avg[piece]) == is_empty
 
 
+@pytest.mark.parametrize(
+    ("num_segments", "num_hypers", "num_launches"),
+    [(MOST_ROWS, 2, 1), (MOST_ROWS + 1, 2, 2), (MOST_CONSTANTS + 1, MOST_CONSTANTS + 1, 2)],
+)
+def test_a_launch_takes_a_table(
+    emulation: Path, num_segments: int, num_hypers: int, num_launches: int
+) -> None:
+    """Many segments of few hyperparameters, nothing being copied to the device before."""
+    hypers = [dataclasses.replace(HYPER, lr=1e-2 / (i + 1)) for i in range(num_hypers)]
+    segments = [AdamSegment(i, i + 1, hypers[i % num_hypers]) for i in range(num_segments)]
+    with emulated_cuda(emulation) as module:
+        adam_step(make_buffers(num_segments), segments, step=1)
+    assert module.launches == [("adam_step", num_launches)]
+
+
 @pytest.mark.parametrize("layout", [(FP32, FP32, "fp32 to fp16"), (BF16, BF16, "halves")])
 @pytest.mark.parametrize("flush_denormals", [True, False])
 def test_subnormal_numbers_have_the_bits_of_a_cpu(
@@ -215,6 +191,61 @@ def test_subnormal_numbers_have_the_bits_of_a_cpu(
         assert_same_bits(run(buffers, hyper, guard=ALIGNED_GUARD, **options), wanted)
 
 
+def _at_the_border(numel: int, c: AdamConstants, seed: int) -> np.ndarray:
+    """Return weights, gradients and moments whose step rounds up to the smallest normal number.
+
+    In turn, an element apart from the next: the decayed weight, the first moment, the second one,
+    and the quotient, which is the new weight where the old one is zero.
+    """
+    generator = np.random.default_rng(seed)
+    border, kind = 2.0**-126, np.arange(numel) % 4
+    near = border * (1 + generator.integers(-3, 4, numel) * 2.0**-24)
+    weight = np.where(kind == 0, near / c.decay, 0.0)
+    # Of two parts that nearly cancel: the second has more bits below the border than the first.
+    exp_avg = np.where(kind == 1, border * generator.uniform(1, 2, numel), 0.0).astype(np.float32)
+    grad = np.where(kind == 1, exp_avg + (near - exp_avg) / c.lerp, 0.0)
+    grad = np.where(kind == 2, np.sqrt(near / c.square), grad)
+    exp_avg = np.where(kind == 3, 2 * near / c.step_size / (1 - c.lerp), exp_avg)
+    exp_avg_sq = np.where(kind == 3, c.root**2 / c.beta2, 0.0)
+    return np.stack([weight, grad, exp_avg, exp_avg_sq]).astype(np.float32)
+
+
+def test_results_at_the_border_are_settled_amid_a_step(run: Step) -> None:
+    """Where rounding alone makes a number normal it counts as zero, in each of four results."""
+    numel, segments, values = 1024, [], []
+    for i in range(16):
+        # A quotient comes that near only where its divisor is a power of two, here 2.
+        hyper = AdamHyper(0.3 + i / 100, (0.7, 0.9 - i / 100), 1.0, 1.0)
+        if i == 0:
+            hyper = AdamHyper(1.0, (0.5, 0.5), 1.0, 0.25, bias_correction=False)
+        segments.append(AdamSegment(i * numel, (i + 1) * numel, hyper))
+        values.append(_at_the_border(numel, AdamConstants.rounded(hyper, 2), seed=i))
+    buffers = AdamBuffers(*torch.from_numpy(np.concatenate(values, axis=1)))
+    wanted = _on_cpu(buffers, segments, grad_scale=1.0)
+    kept = _on_cpu(buffers, segments, grad_scale=1.0, flush_denormals=False)
+    for kind, name in enumerate(("weight", "exp_avg", "exp_avg_sq", "weight")):
+        flushed, normal = getattr(wanted, name) == 0, getattr(kept, name).abs() == 2.0**-126
+        assert (flushed & normal)[kind::4].sum() > 20, (kind, name)
+    for guard in (GUARD, ALIGNED_GUARD):
+        assert_same_bits(run(buffers, segments, grad_scale=1.0, guard=guard), wanted)
+
+
+def test_rows_of_zeros_have_the_bits_of_a_cpu(run: Step) -> None:
+    """Zero over zero is no number, zero over what is infinite is zero, whatever its sign."""
+    numel = 4096
+    for eps in (1e-8, 0.0):
+        buffers = make_buffers(numel)
+        buffers.grad.zero_()
+        buffers.exp_avg[1024:].copy_(torch.tensor([0.0, -0.0]).repeat(1536))
+        for i, root in enumerate((0.0, math.inf, -1.0, math.nan)):
+            buffers.exp_avg_sq[i::8].fill_(root)
+        wanted = _on_cpu(buffers, dataclasses.replace(HYPER, eps=eps))
+        result = run(buffers, dataclasses.replace(HYPER, eps=eps), guard=ALIGNED_GUARD)
+        assert_same_bits(result, wanted)
+        assert bool(wanted.weight[1024::8].isnan().any()) == (eps == 0.0)
+        assert not torch.equal(wanted.weight, buffers.weight)
+
+
 @pytest.mark.parametrize("master", ["fp32 to bf16", "fp32 to fp16", "halves"])
 def test_what_is_not_finite_spreads_to_its_own_element(run: Step, master: str) -> None:
     """NaN and infinite gradients spoil their weights alone; no copy turns NaN into a number."""
@@ -229,8 +260,8 @@ def test_what_is_not_finite_spreads_to_its_own_element(run: Step, master: str) -
     assert torch.equal(result.weight.isnan(), is_bad)
 
 
-def test_flushing_has_the_bits_of_the_processor(emulation: ctypes.CDLL) -> None:
-    """Operations whose results lie around the smallest normal number: where x86 gives zero too."""
+def test_flushing_has_the_bits_of_the_processor(emulation: Path) -> None:
+    """Results around the smallest normal number, at once and deferred: zero where x86 has zero."""
     count = 200_000
     generator = np.random.default_rng(0)
     border = 2.0**-126 - generator.integers(-4, 8, count) * 2.0**-152
@@ -255,17 +286,20 @@ def test_flushing_has_the_bits_of_the_processor(emulation: ctypes.CDLL) -> None:
         a, b = (factor[is_near] * 2.0**-99 for factor in (left, right))
         triples.append(np.stack([a, -b, np.full(len(a), 2.0**-126)], axis=1))
     numbers = np.ascontiguousarray(np.concatenate(triples), dtype=np.float32)
-    at_border = ctypes.c_int64(0)
-    emulation.count_flushing_differences.restype = ctypes.c_int64
-    num_differences = emulation.count_flushing_differences(
+    at_border, in_doubt = ctypes.c_int64(0), ctypes.c_int64(0)
+    library = ctypes.CDLL(str(emulation))
+    library.count_flushing_differences.restype = ctypes.c_int64
+    num_differences = library.count_flushing_differences(
         numbers.ctypes.data_as(ctypes.c_void_p),
         ctypes.c_int64(len(numbers)),
         ctypes.byref(at_border),
+        ctypes.byref(in_doubt),
     )
     if num_differences < 0:
         pytest.skip("no processor with x86's mode for subnormal numbers")
     assert num_differences == 0
     assert at_border.value > 1000, "results that only rounding makes normal"
+    assert at_border.value <= in_doubt.value < 5 * len(numbers) / 4, "few are done again"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -324,15 +358,30 @@ def test_sum_of_squares_has_the_bits_of_a_cpu(
             assert sum_of_squares(there) == wanted
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_lanes_of_a_sum_have_the_bits_of_a_cpu(emulation: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """Each thread's lane, whole or cut short anywhere, read inside the values."""
-    emulation.emulate_square_sum.restype = ctypes.c_double
-    for numel in (1, 15, 17, 255, 256, 4095, 4096, 4097, 3 * 4096 + 241):
-        values = guarded(values_of(numel, dtype, seed=numel, spread=8 if dtype == FP16 else 24))
-        address = ctypes.c_void_p(values.data_ptr())
-        total = emulation.emulate_square_sum(address, CODES[dtype], ctypes.c_int64(numel))
-        assert total == sum_of_squares(values)
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=[pytest.mark.gpu, needs_module])])
+def sums_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Return where the compiled kernels add squares: on a CPU that emulates them, or on a GPU."""
+    if request.param == "cuda":
+        yield torch.device("cuda", 0)
+        return
+    with emulated_cuda(request.getfixturevalue("emulation")):
+        yield torch.device("cpu")
+
+
+def test_sums_of_many_buffers_have_the_bits_of_a_cpu(sums_device: torch.device) -> None:
+    """Buffers of all dtypes share blocks and levels of runs; each lane reads inside its values."""
+    numels = (1, 15, 17, 255, 256, 4095, 4096, 4097, 3 * 4096 + 241, 257 * 4096 + 5, 3)
+    for shift in range(3):
+        kinds = [(FP32, BF16, FP16)[(i + shift) % 3] for i in range(len(numels))]
+        buffers = [
+            guarded(values_of(numel, dtype, seed=numel, spread=8 if dtype == FP16 else 24))
+            for numel, dtype in zip(numels, kinds, strict=True)
+        ]
+        module = cuda_kernels.usable_module(sums_device)
+        assert module is not None
+        there = [guarded(values, GUARD, sums_device) for values in buffers]
+        sums = cuda_kernels.launch_sums_of_squares(module, there)
+        assert sums.tolist() == [reference.sum_of_squares(values).item() for values in buffers]
 
 
 @pytest.mark.gpu
@@ -391,11 +440,16 @@ def test_steps_are_near_torchs_fused_adamw(device: str) -> None:
     assert not torch.equal(buffers.weight, start)
 
 
+# Addresses of a count and a rate, the rate, betas and decay, AdamW and bias correction.
+LATE = (64, 0, (0.1, 0.9, 0.95, 0.0), (True, True))
+
+
 def _arguments(**changes: object) -> dict[str, object]:
     tensor = torch.zeros(64)
     names = ("weight", "grad", "exp_avg", "exp_avg_sq", "copy_out", "found_inf")
     segments = [(0, 4, (0.0,) * 8)]
-    right = dict.fromkeys((*names, "device_grad_scale"), tensor.data_ptr()) | {
+    names += ("device_grad_scale", "late_constants")
+    right = dict.fromkeys(names, tensor.data_ptr()) | {
         "remainder": 0,
         "numel": 4,
         "grad_dtype": "float32",
@@ -404,7 +458,7 @@ def _arguments(**changes: object) -> dict[str, object]:
         "segments": segments,
         "grad_scale": 1.0,
         "flush_denormals": True,
-        "table": 0,
+        "late": [LATE],
         "device": 0,
         "stream": 0,
     }
@@ -419,7 +473,10 @@ def _arguments(**changes: object) -> dict[str, object]:
         *[(name, 3) for name in ("weight", "grad", "remainder", "found_inf", "device_grad_scale")],
         *[(name, "int8") for name in ("grad_dtype", "state_dtype", "copy_out_dtype")],
         ("segments", [(0, 5, (0.0,) * 8)]),
-        ("table", [(0, 0, (0.0,) * 8)] * (NUM_NEAR_SEGMENTS + 1)),
+        ("late", [LATE, LATE]),
+        ("late step", [(2, *LATE[1:])]),
+        ("late lr", [(LATE[0], 4, *LATE[2:])]),
+        ("late_constants", 0),
         ("device", -1),
     ],
 )
@@ -427,7 +484,7 @@ def test_a_launch_names_a_wrong_argument(argument: str, value: object) -> None:
     """The native entry checks what it can before it asks CUDA for anything."""
     module = cuda_module()
     assert module is not None
-    changes = {"segments" if argument == "table" else argument: value}
+    changes = {"late" if argument.startswith("late ") else argument: value}
     with pytest.raises(ValueError, match=argument):
         module.adam_step(**_arguments(**changes))
 
@@ -436,11 +493,12 @@ def test_a_launch_names_a_wrong_argument(argument: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("values", 0),
-        ("values", 2),
-        ("numel", 0),
-        ("dtype", "int8"),
-        ("sum", 4),
+        ("values", [(0, 4, "float32")]),
+        ("values", [(2, 4, "float32")]),
+        ("numel", [(64, 0, "float32")]),
+        ("dtype", [(64, 4, "float32"), (64, 4, "int8")]),
+        ("buffers", []),
+        ("sums", 4),
         ("scratch", 0),
         ("device", -1),
     ],
@@ -449,10 +507,10 @@ def test_a_sum_names_a_wrong_argument(argument: str, value: object) -> None:
     """So does the sum of squares."""
     module = cuda_module()
     assert module is not None
-    right = dict.fromkeys(("values", "sum", "scratch"), torch.zeros(8).data_ptr())
-    arguments = right | {"numel": 4, "dtype": "float32", "device": 0, "stream": 0}
+    right = {"buffers": [(64, 4, "float32")], "sums": 64, "scratch": 64, "device": 0, "stream": 0}
+    name = "buffers" if isinstance(value, list) else argument
     with pytest.raises(ValueError, match=argument):
-        module.sum_of_squares(**(arguments | {argument: value}))
+        module.sums_of_squares(**(right | {name: value}))
 
 
 @needs_module
@@ -464,21 +522,36 @@ def test_without_a_gpu_launches_say_so(caplog: pytest.LogCaptureFixture) -> None
     assert module.device_count()[0] == 0
     with pytest.raises(RuntimeError, match=r"adam_step\(\) to launch.*CUDA"):
         module.adam_step(**_arguments())
-    with pytest.raises(RuntimeError, match=r"sum_of_squares\(\) to launch.*CUDA"):
+    with pytest.raises(RuntimeError, match=r"sums_of_squares\(\) to launch.*CUDA"):
         address = torch.zeros(8).data_ptr()
-        module.sum_of_squares(
-            values=address,
-            numel=4,
-            dtype="float32",
-            sum=address,
-            scratch=address,
-            device=0,
-            stream=0,
+        module.sums_of_squares(
+            buffers=[(address, 4, "float32")], sums=address, scratch=address, device=0, stream=0
         )
     for _ in range(2):
         assert cuda_kernels.usable_module(torch.device("cuda", 99)) is None
     assert caplog.text.count("cuda:99") == 1
     assert cuda_kernels.usable_module(torch.device("cpu")) is None
+
+
+def test_kernels_that_are_not_built_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the cost and the cure; not to users who turn them off, nor for a CPU."""
+    reason = "No module named 'megafsdp._cuda', says a test"
+    monkeypatch.delenv("MEGAFSDP_NATIVE", raising=False)
+    monkeypatch.setattr(_native, "_CUDA", None)
+    monkeypatch.setattr(_native, "_WHY_CUDA_MISSING", reason)
+    assert cuda_kernels.usable_module(torch.device("cpu")) is None
+    assert not caplog.text
+    for index in range(2):
+        assert cuda_kernels.usable_module(torch.device("cuda", index)) is None
+    assert caplog.text.count(reason) == 1
+    assert "900 bytes an element instead of" in caplog.text and "Install nvcc" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(_native, "_CUDA", pytest)
+    monkeypatch.setenv("MEGAFSDP_NATIVE", "0")
+    assert cuda_kernels.usable_module(torch.device("cuda", 0)) is None
+    assert not caplog.text
 
 
 def test_asking_a_device_leaves_the_threads_device_as_it_was(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,11 @@ from torch import nn
 
 from megafsdp import clip_grad_norm_, full_tensor
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.device import host_threads
+from megafsdp.device.host_copies import ThreadLink
+from megafsdp.device.streams import DeviceHandle
+from megafsdp.optimizer.offload import hybrid
+from megafsdp.optimizer.offload.bucket_step import HostThreads
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload.placement import groups_of
 from tests.fsdp.toy import Net, batches, mine, shard
@@ -77,6 +84,54 @@ def test_a_run_has_the_bits_of_a_run_without_offload(ranks: Ranks, case: Case) -
     is_partial = case.fraction != 1.0
     fractions = ranks(2).run(_trajectories_agree, case, reference, is_partial)
     assert fractions[0] == fractions[1] == pytest.approx(case.fraction, abs=0.2)
+
+
+@dataclass(frozen=True)
+class _Gpu(DeviceHandle):
+    """A GPU as far as threads of the host go: it copies and computes as a CPU does."""
+
+    is_asynchronous = True
+
+    def adopt_thread(self) -> None:
+        """Need nothing."""
+
+
+def _threads_of(given: int | None, device: str) -> tuple[set[int], list[str], list[str]]:
+    """Return the threads of the kernel's calls, where its thread stayed, and what was logged."""
+    numbers, near, logged = set(), list[str](), list[str]()
+    inner = HostThreads.update
+
+    def update(threads: HostThreads, *arguments: Any) -> None:
+        numbers.add(threads.num_threads)
+        inner(threads, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostThreads, "update", update)
+        patch.setattr(host_threads, "share_of_cores", lambda: 5)
+        patch.setattr(hybrid, "stay_near", lambda where: near.append(str(where)))
+        patch.setattr(hybrid._LOGGER, "info", lambda text, *values: logged.append(text % values))
+        if device == "cuda":
+            patch.setattr(
+                hybrid, "device_handle", lambda device_type: _Gpu(torch.device("cuda", 0))
+            )
+        wanted_net, net = make_net(Case()), make_net(Case())
+        wanted = train(wanted_net, make_optimizer(wanted_net, Case()), Case())
+        optimizer = make_optimizer(net, Case(1.0), host_threads=given, link=ThreadLink())
+        assert_same(train(net, optimizer, Case(1.0)), wanted)
+    return numbers, near, logged
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "wanted"),
+    [(None, "cpu", 1), (3, "cpu", 3), (None, "cuda", 5), (3, "cuda", 3)],
+)
+def test_the_host_steps_by_its_share_of_the_cores(
+    ranks: Ranks, given: int | None, device: str, wanted: int
+) -> None:
+    """For a GPU, unless a number is given; a model on a CPU computes on the same ones."""
+    logged = [f"The host steps its part on {wanted} threads."] if device == "cuda" else []
+    where = "cuda:0" if device == "cuda" else "cpu"
+    assert ranks(1).run(_threads_of, given, device) == [({wanted}, [where], logged)]
 
 
 def _closures_and_found_inf() -> None:

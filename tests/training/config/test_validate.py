@@ -63,6 +63,11 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
             "divisor of the 1 ranks of dp_shard",
         ),
         ("parallel", {"prefetch": -1}, "parallel.prefetch"),
+        (
+            "parallel",
+            {"nccl_user_buffers": True, "strategy": "optim_grads"},
+            "false with the parallel.strategy optim_grads, got True",
+        ),
         ("activation_checkpointing", {"mode": "full", "every": 0}, "checkpointing.every"),
         (
             "activation_checkpointing",
@@ -87,6 +92,8 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
             {"speculate": True, "offload_fraction": 1.0, "offload_overlap": False},
             "got true with 1.0 and offload_overlap False",
         ),
+        ("optimizer", {"host_threads": 4}, "null without an offload_fraction .*, got 4"),
+        ("optimizer", {"host_threads": 0, "offload_fraction": 0.5}, "host_threads .*0, got 0"),
         ("optimizer", {"offload_fraction": 0.5, "kind": "adam"}, "0.5 with adam in"),
         ("optimizer", {"offload_fraction": 0.5, "implementation": "fused"}, "the fused form"),
         ("optimizer", {"offload_fraction": 0.5, "exp_avg_dtype": "bf16"}, "states in bf16 and"),

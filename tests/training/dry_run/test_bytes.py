@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megafsdp.device import host_threads
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.offload import hybrid
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.training import Config
 from megafsdp.training.cli.main import main
 from megafsdp.training.dry_run.dry_run import DryRunReport, dry_run
+from tests.device.stand_in_cudart import stand_in
 from tests.ranks import Ranks
 from tests.training.runs import tiny
 from tests.training.step.steps import train_configured
@@ -134,6 +140,66 @@ def test_steps_that_begin_early_have_a_second_copy(
     three = report.host.main_weight + report.host.optimizer_state
     assert report.host.second_copy == has_copy * three
     _assert_as_said(report, ranks(2).run(_train_steps, config))
+
+
+def _locked_nbytes(config: Config) -> tuple[int, int, int]:
+    """Return what the optimizer says is locked, what is, and what is left without the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        cudart = stand_in(patch)
+        patch.setattr(hybrid, "can_be_pinned", lambda device: True)
+        model, optimizer, _ = train_configured(config)
+        assert isinstance(optimizer, HybridDeviceOptimizer)
+        optimizer.synchronize()
+        said, locked = optimizer.pinned_nbytes, sum(cudart.live.values())
+        del model, optimizer
+        gc.collect()
+        return said, locked, sum(cudart.live.values())
+
+
+@pytest.mark.parametrize("param_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("speculate", [True, False])
+def test_pinned_bytes_are_those_that_real_steps_lock(
+    ranks: Ranks, tmp_path: Path, speculate: bool, param_dtype: str
+) -> None:
+    """To the byte, by a stand-in for CUDA's call; all are given back with model and optimizer."""
+    choices = {"speculate": speculate, "offload_fraction": 1.0}
+    config = _config(tmp_path, precision={"param_dtype": param_dtype}, optimizer=choices)
+    report = dry_run(replace(config, run=replace(config.run, device="auto")), 2)
+    host = report.host
+    assert ranks(2).run(_locked_nbytes, config) == [(host.pinned, host.pinned, 0)] * 2
+    # Each of a group's buffers begins at a multiple of 256 bytes, and the norm's sum is one more.
+    groups = [g for unit in report.units for g in unit.groups * unit.count if g.is_offloaded]
+    wanted = 0
+    for group in groups:
+        numel = group.layout.shard_numel
+        itemsizes = [4, 4, 4] * (2 if speculate else 1) + [4] + [2] * (param_dtype == "bf16")
+        wanted += 256 + sum(-(-numel * itemsize // 256) * 256 for itemsize in itemsizes)
+    assert host.pinned == wanted
+    assert wanted > host.total + 256 * len(groups), "some buffer is rounded up"
+    assert json.loads(report.to_json())["host_pinned_nbytes"] == wanted
+    assert "pinned of these" in report.describe()
+
+
+def test_nothing_is_pinned_for_a_cpu(tmp_path: Path) -> None:
+    """Of a configuration that says so; on auto a dry run plans for a GPU."""
+    report = dry_run(_config(tmp_path), 2)
+    assert report.host.pinned == 0 < report.host.total
+    assert "pinned" not in report.describe()
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "wanted"), [(7, "auto", 7), (None, "auto", 5), (None, "cpu", 1)]
+)
+def test_threads_of_the_host_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | None, device: str, wanted: int
+) -> None:
+    """The configured number, or this machine's share of a rank."""
+    monkeypatch.setattr(host_threads, "share_of_cores", lambda: 5)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    config = _config(tmp_path, optimizer={"host_threads": given}, run={"device": device})
+    report = dry_run(config, 2)
+    assert json.loads(report.to_json())["host_threads"] == wanted
+    assert f"stepped by {wanted} thread" in report.describe()
 
 
 def _names_on_host(config: Config) -> set[str]:

@@ -262,6 +262,23 @@ def test_large_layers_take_no_memory() -> None:
             torch.zeros(_DIGESTS_NBYTES // 4 + 1)
 
 
+def test_slabs_stay_allocated_between_steps() -> None:
+    """With registered memory what is unsharded at the peak is there at rest."""
+    content = {
+        "model": {"preset": "qwen3-8b", "num_layers": 3},
+        "precision": {"param_dtype": "bf16"},
+        "train": {"global_batch_size": 8},
+    }
+    plain = dry_run(config_from_dict(content), 8).footprint
+    slabs = dry_run(
+        config_from_dict(content | {"parallel": {"nccl_user_buffers": True}}), 8
+    ).footprint
+    unsharded = plain.peak[Category.UNSHARDED]
+    assert plain.resting[Category.UNSHARDED] == 0
+    assert slabs.resting[Category.UNSHARDED] == slabs.peak[Category.UNSHARDED] == unsharded
+    assert slabs.traffic == plain.traffic
+
+
 def test_json_of_eight_billion_parameters_on_1024_ranks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

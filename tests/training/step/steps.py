@@ -69,6 +69,7 @@ def train_configured(
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,
         reshard_after_forward=parallel.reshard_after_forward,
+        nccl_user_buffers=parallel.nccl_user_buffers,
         mp_policy=config.precision.policy(),
     )
     device = torch.device("cpu")

@@ -165,11 +165,14 @@ def test_configured_hyperparameters_replace_loaded_ones() -> None:
 
 @pytest.mark.parametrize("speculate", [True, False, "auto"])
 def test_choices_of_offload_reach_the_optimizer(speculate: bool | Literal["auto"]) -> None:
-    """How it overlaps, and whether it begins early."""
-    section = OptimizerSection(offload_fraction=1.0, offload_overlap=False, speculate=speculate)
+    """How it overlaps, whether it begins early, and by how many threads."""
+    section = OptimizerSection(
+        offload_fraction=1.0, offload_overlap=False, speculate=speculate, host_threads=2
+    )
     optimizer = build_optimizer(_model(), section)
     assert isinstance(optimizer, HybridDeviceOptimizer)
     assert (optimizer._ahead.forecaster.speculate, optimizer.overlap) == (speculate, False)
+    assert optimizer.host_threads == 2
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])

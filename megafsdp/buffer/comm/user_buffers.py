@@ -1,0 +1,94 @@
+"""Memory that NCCL has registered, so that its collectives read and write it without a copy.
+
+A communicator's backend allocates a pool of the device's allocator, and registers it with the
+communicator. What is allocated from the pool, and what travels over the communicator, is decided
+elsewhere: a collective on a registered range is issued like any other.
+
+Source: PyTorch, torch.cuda.MemPool; NCCL user guide, "User Buffer Registration".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+
+from megafsdp.buffer.comm.collectives import backends, open_communicator
+from megafsdp.device.memory import MemoryPool
+from megafsdp.mesh.torch_private import DeviceBackend, backend_of
+
+
+class PlannedPool:
+    """A pool on the meta device, whose memory does not exist.
+
+    Args:
+        nbytes: Size of its block.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return contextlib.nullcontext()
+
+
+class RegisteredPool:
+    """A pool with one block that a communicator has registered; deregistered when it is deleted.
+
+    Args:
+        backend: Allocates and registers it.
+        device: Where it lies.
+        nbytes: Size of its block.
+    """
+
+    def __init__(self, backend: DeviceBackend, device: torch.device, nbytes: int) -> None:
+        self._device = device
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        with self.allocating():
+            # Freed at once: the pool keeps the block, and gives it to the next of the same size.
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+        backend.register_mem_pool(self._pool)
+        # Not at exit, when communicators may be gone, and all memory with the process.
+        weakref.finalize(self, _deregister, backend, self._pool, device).atexit = False
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Return a context in which this thread's allocations take memory of the pool."""
+        return torch.cuda.use_mem_pool(self._pool, self._device)
+
+
+def _deregister(backend: DeviceBackend, pool: torch.cuda.MemPool, device: torch.device) -> None:
+    # A collective that was queued last may still use the memory.
+    torch.cuda.synchronize(device)
+    # destroy_process_group() has deregistered all that a communicator had, and refuses more.
+    with contextlib.suppress(RuntimeError):
+        backend.deregister_mem_pool(pool)
+
+
+def why_not_registered(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return what keeps memory of a device from being registered with a group; None for nothing."""
+    if device.type == "meta":
+        return None
+    backend = backends(group).get(device.type)
+    if backend != "nccl":
+        return f"a process group of {backend} on {device.type}"
+    if not hasattr(backend_of(group, device), "register_mem_pool"):
+        return f"a backend of torch {torch.__version__} without register_mem_pool()"
+    return None
+
+
+def registered_pools(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], MemoryPool]:
+    """Return what makes pools with a block of so many bytes; collective over the group.
+
+    Call it where :func:`why_not_registered` is None. All ranks make their pools in one order, and
+    use them in one order: NCCL wants each buffer registered on all ranks or on none.
+    """
+    if device.type == "meta":
+        return PlannedPool
+    open_communicator(group, device)
+    return functools.partial(RegisteredPool, backend_of(group, device), device)
