@@ -74,9 +74,9 @@ _TABLE = {
             "return self._cast.tensor",
         ),
         (
-            "self._wait_for_copy()\n                    source.copy_",
+            "self._wait_for_copy()\n                    # The caller's",
             ("offload", "parameters, SGD", "COMPUTE_FIRST"),
-            "source.copy_",
+            "# The caller's",
         ),
         (
             "if self._is_direct:\n            self._wait",
@@ -159,9 +159,9 @@ _TABLE = {
             "self._gathers.append((pending, source, inputs)); source.release_inputs()",
         ),
         (
-            "torch.no_grad(), self._on_copy_stream():",
+            "with self._on_copy_stream():",
             ("engine", "parameters on the host", "COPIES_FIRST"),
-            "torch.no_grad():",
+            "if True:",
         ),
     ],
     "fsdp/params/gather_sources.py": [
@@ -206,7 +206,7 @@ _TABLE = {
     ],
     "optimizer/offload/hybrid.py": [
         ("bucket.release_grads()", ("offload", "optimizer, zeros", "COMPUTE_FIRST")),
-        (", begin=handle.adopt_thread", ("offload", "optimizer", "COMPUTE_FIRST"), ""),
+        ("    handle.adopt_thread()", ("offload", "optimizer", "COMPUTE_FIRST"), ""),
     ],
     "optimizer/offload/run_ahead.py": [
         ("self.copy.wait()", ("offload", "optimizer, half, ahead", "COMPUTE_FIRST")),
