@@ -59,7 +59,7 @@ class HostWeight:
                 memory=memory.arena.take(numel, dtype),
             )
         self._is_current = False
-        # Recorded after the last copy; None once the host has waited for it.
+        # Recorded after the last work on the stream; None once the host has waited for it.
         self._copied: torch.cuda.Event | None = None
 
     def mark_stale(self) -> None:
@@ -101,7 +101,6 @@ class HostWeight:
                     self._is_current = True
             with self.on_copy_stream():
                 target.flat.copy_(source, non_blocking=True)
-                self._copied = self._handle.record_event()
 
     @contextlib.contextmanager
     def on_copy_stream(self) -> Iterator[None]:
@@ -110,9 +109,11 @@ class HostWeight:
         self._handle.wait_stream(self._stream, self._handle.current_stream())
         with self._handle.use(self._stream):
             yield
+            # Also behind a gather: over one rank it is a copy, which nothing else is waited for.
+            self._copied = self._handle.record_event()
 
     def wait_for_copy(self) -> None:
-        """Make work queued from here on wait for the copy.
+        """Make work queued from here on wait for what :meth:`on_copy_stream` has queued.
 
         Where the main weight itself is copied the host waits too.
         """
