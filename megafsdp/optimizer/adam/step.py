@@ -82,7 +82,8 @@ class AdamPass:
                     self._encodings.note(states, sum(run.numel for run in runs))
         for step, segments in by_step.items():
             # Parameters with and without decay lie mixed: each group's runs rise, all together not.
-            segments.sort(key=_START)
+            if len(members) > 1:
+                segments.sort(key=_START)
             self._call(buffers, segments, step)
 
     def step_one(
