@@ -89,7 +89,7 @@ def _patches(device: StandInDevice) -> Iterator[contextlib.AbstractContextManage
     yield patch(pending_save.SAVES, "_last", None)
     yield patch(collectives, "dist", queued)
     # As NCCL does: one collective of the library where gloo takes several of ours.
-    yield patch(collectives, "is_gloo", lambda group, device: False)
+    yield patch(collectives, "backends", lambda group: {"cpu": "library"})
     yield patch(collectives, "coalesce_collectives", queued.coalesce)
     for name in _SINGLE:
         yield patch(collectives, name, queued.queued(getattr(collectives, name)))

@@ -247,7 +247,11 @@ _TABLE = {
             "self._handle.wait_event(event, stream)",
             ("offload", "optimizer, half, ahead", "COPIES_FIRST"),
         ),
-        ("self._event.synchronize()", ("offload", "optimizer", "COMPUTE_FIRST")),
+        (
+            "def wait(self) -> None:\n        self._event.synchronize()",
+            ("offload", "optimizer", "COMPUTE_FIRST"),
+            "def wait(self) -> None:\n        pass",
+        ),
         ("self._handle.wait_event(self._event)", ("offload", "optimizer", "COMPUTE_FIRST")),
         (
             "record_event(stream, is_blocking=True)",
