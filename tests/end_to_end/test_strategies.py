@@ -14,7 +14,7 @@ from tests.end_to_end.strategy_cases import (
     MeshShape,
     trajectory,
 )
-from tests.pairwise import pairs_of
+from tests.pairwise import pairs_of, pairwise
 from tests.ranks import Ranks
 
 Case = tuple[str, MeshShape, str, str, int]
@@ -28,22 +28,7 @@ PRODUCT: list[Case] = [
     for model in MODELS
     for loop in LOOPS
 ]
-
-
-def _selected() -> list[Case]:
-    """Return each engine on each mesh, and with each model, once, so that pairs differ the most."""
-    waiting = set().union(*map(pairs_of, PRODUCT))
-    selected: list[Case] = []
-    for engine_and in (slice(0, 2), slice(0, 3, 2)):
-        for values in dict.fromkeys(case[engine_and] for case in PRODUCT):
-            if values not in (case[engine_and] for case in selected):
-                cases = [case for case in PRODUCT if case[engine_and] == values]
-                selected.append(max(cases, key=lambda case: len(pairs_of(case) & waiting)))
-                waiting -= pairs_of(selected[-1])
-    return selected
-
-
-SELECTED = _selected()
+PAIRWISE = pairwise(PRODUCT)
 
 
 def case_id(value: object) -> str:
@@ -58,7 +43,7 @@ def _check(ranks: Ranks, case: Case, num_steps: int) -> None:
     assert ratios == pytest.approx([1.0] * len(ratios), rel=1e-5)
 
 
-@pytest.mark.parametrize(NAMES, SELECTED, ids=case_id)
+@pytest.mark.parametrize(NAMES, PAIRWISE, ids=case_id)
 def test_three_steps_equal_one_process(
     ranks: Ranks, engine: str, mesh: MeshShape, model: str, kind: str, num_microbatches: int
 ) -> None:
@@ -71,15 +56,12 @@ def test_three_steps_equal_one_process(
 def test_ten_steps_of_the_whole_product_equal_one_process(
     ranks: Ranks, engine: str, mesh: MeshShape, model: str, kind: str, num_microbatches: int
 ) -> None:
-    """Every case, those of the selection too."""
+    """Every case, those of the pairwise selection too."""
     _check(ranks, (engine, mesh, model, kind, num_microbatches), num_steps=10)
 
 
-def test_the_selection_has_the_pairs_that_the_default_run_needs() -> None:
-    """Each engine with each mesh and model, each manner of the loop with each model and count."""
-    engine, mesh, model, kind, num_microbatches = range(5)
-    wanted = {(engine, mesh), (engine, model), (mesh, model), (mesh, num_microbatches)}
-    wanted |= {(model, kind), (model, num_microbatches), (kind, num_microbatches)}
-    asked = set().union(*map(pairs_of, PRODUCT)) - set().union(*map(pairs_of, SELECTED))
-    assert not {pair for pair in asked if (pair[0], pair[2]) in wanted}
-    assert len(SELECTED) < len(PRODUCT) / 3
+def test_the_selection_has_every_pair_that_the_product_has() -> None:
+    """No pair of engine, mesh, model and loop is left to --full alone."""
+    selected = set().union(*(pairs_of(case) for case in PAIRWISE))
+    assert selected == set().union(*(pairs_of(case) for case in PRODUCT))
+    assert len(PAIRWISE) < len(PRODUCT) / 3
