@@ -31,6 +31,7 @@ def _only_record(directory: Path) -> dict[str, object]:
     return record
 
 
+@pytest.mark.matrix("benchmarks")
 def test_a_step_is_timed_against_fsdp2_and_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +141,7 @@ def test_hooks_are_timed_against_fsdp2s(tmp_path: Path, capsys: pytest.CaptureFi
     assert "4 ranks: " not in capsys.readouterr().out
 
 
+@pytest.mark.matrix("benchmarks")
 def test_exit_codes_of_real_runs_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +187,7 @@ def test_adam_is_timed_against_torch(
     assert "ours over theirs" not in capsys.readouterr().out
 
 
+@pytest.mark.matrix("benchmarks")
 def test_steps_of_optimizers_are_timed_and_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
