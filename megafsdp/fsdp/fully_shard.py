@@ -58,10 +58,6 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 
-# Indexed by ZeRO stage: Strategy lists its members in that order.
-_STAGES = tuple(Strategy)
-
-
 @overload
 def fully_shard(module: nn.Module, **options: Unpack[ShardKeywords]) -> FSDPModule: ...
 
@@ -250,25 +246,6 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
             context.is_last_microbatch, context.optimizer_may_start = True, False
 
 
-def strategy_of(value: str | int) -> Strategy:
-    """Return the strategy of a Megatron name or a ZeRO stage 0 to 3.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
-    names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
-    if value not in names:
-        raise ValueError(
-            expected(
-                f"one of {[s.value for s in Strategy]} or a ZeRO stage 0 to 3",
-                repr(value),
-                where="the strategy of fully_shard()",
-                hint="Use 'optim_grads_params' for ZeRO-3",
-            )
-        )
-    return names[value]
-
-
 def average_of(value: str) -> Average:
     """Return the averaging rule of a name.
 
@@ -337,47 +314,6 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
             )
         )
     return policy
-
-
-def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: DeviceMesh) -> bool:
-    """Return whether the first axis of the mesh divides main weights too.
-
-    Raises:
-        ValueError: The name is unknown, there is no outer axis to divide over, or compute weights
-            or gradients are not divided over the inner one.
-    """
-    where = "outer_strategy of fully_shard()"
-    if outer_strategy == "no_shard":
-        return False
-    if outer_strategy != "optim":
-        raise ValueError(
-            expected(
-                "'no_shard' or 'optim'",
-                repr(outer_strategy),
-                where=where,
-                hint="Use 'no_shard' to replicate shards over the outer axis (HSDP), 'optim' to "
-                "divide main weights and optimizer states over it (HFSDP)",
-            )
-        )
-    if mesh.ndim != 2:
-        raise ValueError(
-            expected(
-                "a mesh of two axes",
-                f"shape {tuple(mesh.shape)}",
-                where=f"{where}, which is 'optim'",
-                hint="Give a mesh of an outer and an inner axis, or leave outer_strategy out",
-            )
-        )
-    if strategy is not Strategy.OPTIM_GRADS_PARAMS:
-        raise ValueError(
-            expected(
-                "strategy 'optim_grads_params'",
-                repr(strategy.value),
-                where=f"{where}, which is 'optim'",
-                hint="Divide everything over the inner axis, or leave outer_strategy out",
-            )
-        )
-    return True
 
 
 def check_units(
@@ -480,31 +416,6 @@ def is_container(module: nn.Module) -> bool:
     )
 
 
-def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
-    """Return the choice of resharding after forward; one rank is False, all of them True.
-
-    Raises:
-        ValueError: It is neither a bool nor a number that divides the ranks of the mesh's last
-            axis.
-    """
-    # bool first: True is an int too, and would mean one rank.
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    num_ranks = mesh.size(mesh.ndim - 1)
-    is_number = isinstance(reshard_after_forward, int)
-    if not is_number or reshard_after_forward < 1 or num_ranks % reshard_after_forward:
-        raise ValueError(
-            expected(
-                f"True, False, None, or a divisor of the {num_ranks} ranks that divide parameters",
-                repr(reshard_after_forward),
-                where="reshard_after_forward of fully_shard()",
-                hint="Give the number of ranks of one node, or True to free parameters",
-            )
-        )
-    # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
-    return {1: False, num_ranks: True}.get(reshard_after_forward, reshard_after_forward)
-
-
 def refuse_units_of_torch(modules: Iterable[nn.Module]) -> None:
     """Raise if torch shards or replicates one of the modules or a part of it.
 
@@ -551,48 +462,3 @@ def check_placements(
             )
 
 
-def mesh_of(
-    mesh: DeviceMesh | None, device_type: str, dp_mesh_dims: object | None = None
-) -> DeviceMesh:
-    """Return the mesh, by default of all ranks.
-
-    Raises:
-        NotImplementedError: ``dp_mesh_dims`` is given, torch's choice of axes of a larger mesh.
-        RuntimeError: There is neither a mesh nor a process group.
-        ValueError: The mesh has more than two axes, or two without names; or ranks on NCCL share
-            a GPU.
-    """
-    if dp_mesh_dims is not None:
-        # Such a mesh is one of DTensor parameters, which are cut on its other axes too.
-        raise NotImplementedError(
-            expected(
-                "a mesh of data-parallel axes alone",
-                f"dp_mesh_dims={dp_mesh_dims}",
-                where="fully_shard()",
-                hint="Give the part of the mesh that has these axes: mesh[names]",
-            )
-        )
-    if mesh is None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                expected(
-                    "an initialised process group or a mesh",
-                    "neither",
-                    where="fully_shard()",
-                    hint="Call torch.distributed.init_process_group() first, or use torchrun",
-                )
-            )
-        # Collective: all ranks come here with the same arguments.
-        mesh = default_mesh(device_type)
-    # Two unnamed axes are refused: their sizes do not show which one is the slow network.
-    if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
-        require_own_gpus(mesh)
-        return mesh
-    raise ValueError(
-        expected(
-            "a mesh of one axis, or of two named ones",
-            f"shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
-            where="the mesh of fully_shard()",
-            hint="Give the named data-parallel axes, for example mesh['dp_outer', 'dp_shard']",
-        )
-    )

@@ -241,31 +241,6 @@ def group_parameters(
     return groups
 
 
-@dataclass(frozen=True)
-class Division:
-    """What a unit divides, over which ranks, and how it averages gradients.
-
-    Attributes:
-        mesh: The data-parallel mesh, of one or two axes.
-        strategy: What the last axis divides.
-        is_divided_over_outer_axis: Whether the first of two axes divides main weights too.
-        gradient_scale: Factor on the sum of gradients over all ranks of the mesh.
-    """
-
-    mesh: DeviceMesh
-    strategy: Strategy
-    is_divided_over_outer_axis: bool
-    gradient_scale: float
-
-    def axes(self, *, is_whole: bool) -> DataParallelAxes:
-        """Return the ranks that divide or replicate a group, which may have to stay whole."""
-        if is_whole or self.strategy is Strategy.NO_SHARD:
-            return DataParallelAxes.replicated(self.mesh)
-        if self.is_divided_over_outer_axis:
-            return DataParallelAxes.divided(self.mesh)
-        return DataParallelAxes.sharded(self.mesh)
-
-
 def build_groups(
     found: Sequence[FoundParameter],
     policy: MixedPrecisionPolicy,
