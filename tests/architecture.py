@@ -116,7 +116,16 @@ PRIVATE_DOORS = (
 )
 # Attributes that torch keeps to itself, of objects that a dotted name does not show to be torch's.
 PRIVATE_ATTRIBUTES = frozenset(
-    {"_local_tensor", "_spec", "_execution_engine", "_version", "_base", "_schema", "_flatten"}
+    {
+        "_local_tensor",
+        "_spec",
+        "_execution_engine",
+        "_version",
+        "_base",
+        "_schema",
+        "_flatten",
+        "_concatenate",
+    }
     | {"_compiled_call_impl", "_non_persistent_buffers_set", "_post_accumulate_grad_hooks"}
     | {"_backward_hooks", "_register_load_state_dict_pre_hook"}
 )

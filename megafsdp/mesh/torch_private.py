@@ -37,12 +37,15 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 D = TypeVar("D", bound=DTensor)
 
 # Mixed into a module's class by replicate(); public: none. 2.11 to 2.13.
 ReplicatedModule = DDP
+
+# The placement of rows that a later mesh axis has cut before; public: none. 2.11 to 2.13.
+StridedShard = _StridedShard
 
 # Where a chunk lies in the files of torch.distributed.checkpoint; pickled by this name in each
 # .metadata. Public: none. 2.11 to 2.13.
@@ -131,6 +134,20 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     Collective on first use. Public: none. 2.11 to 2.13.
     """
     return mesh._flatten()
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh | None:
+    """Return the mesh of the axes of several, over their groups; None if torch cannot join them.
+
+    It can from 2.12 on, for slices of one root with names. Public: none. 2.12 and 2.13.
+    """
+    if not hasattr(DeviceMesh, "_concatenate") or not all(m.mesh_dim_names for m in meshes):
+        return None
+    try:
+        return DeviceMesh._concatenate(meshes)
+    # Two roots: torch compares their ranks.
+    except RuntimeError:
+        return None
 
 
 def register_as_fully_sharded(module: nn.Module) -> None:

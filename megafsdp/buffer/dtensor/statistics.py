@@ -33,6 +33,7 @@ from megafsdp.buffer.comm.collectives import all_gather_equal
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.device.torch_private import OpOverload, schema_of, without_torch_function
 from megafsdp.errors import expected
+from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.mesh.parallel_dims import flat_group
 from megafsdp.mesh.torch_private import (
     DTensorSpec,
@@ -230,7 +231,7 @@ def _limit(dtype: torch.dtype, *, is_lowest: bool) -> float | bool:
 def _wrap(cls: type[DTensor], source: DTensor, value: torch.Tensor, placement: Partial) -> DTensor:
     """Wrap a statistic of the own rows; it is equal where the source is replicated."""
     spec = spec_of(source)
-    placements = tuple(placement if p.is_shard() else p for p in spec.placements)
+    placements = tuple(p if cut_dim(p) is None else placement for p in spec.placements)
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
     return make_dtensor(cls, value, DTensorSpec(spec.mesh, placements, tensor_meta=meta))
 

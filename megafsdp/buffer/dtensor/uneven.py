@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
@@ -53,7 +53,7 @@ from megafsdp.buffer.dtensor.random_values import (
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta
 from megafsdp.errors import expected
-from megafsdp.mesh.parallel_dims import flat_group
+from megafsdp.mesh.dtensor import cut_dim, group_of_axes, main_weight_placements
 from megafsdp.mesh.torch_private import (
     DTensorSpec,
     TensorMeta,
@@ -136,12 +136,13 @@ for _name in DRAWS_IN_PLACE:
 
 
 class UnevenDTensor(RowShardedDTensor):
-    """A DTensor over the last axis of its mesh with arbitrary row ranges as shards.
+    """A DTensor with arbitrary ranges of its rows, or of the rows of a part of it, as shards.
 
-    Create it with :meth:`from_local_rows`. ``placements`` say ``Shard(0)`` on the axes that divide
-    it, the last one or all, and ``Replicate`` on the others, which is all that torch can express;
-    the true cuts are in ``uneven_layout``. Where all axes divide it, shards are counted along the
-    first axis first: rank (o, s) of a mesh (M, N) has shard ``s * M + o``.
+    Create it with :meth:`from_local_rows`. The axes of its mesh are data axes, of which the last
+    one or all divide rows, or none does, then model axes, of which the last may give each rank a
+    part. ``placements`` are labels, all that torch can express; the true cuts are in
+    ``uneven_layout``. Where two data axes divide rows, shards are counted along the first axis
+    first: rank (o, s) of a mesh (M, N) has shard ``s * M + o``.
     """
 
     @classmethod
@@ -151,15 +152,16 @@ class UnevenDTensor(RowShardedDTensor):
         mesh: DeviceMesh,
         layout: UnevenLayout,
         *,
-        is_divided: bool = False,
+        num_shard_axes: int = 1,
     ) -> UnevenDTensor:
         """Wrap this rank's rows; no collective, no copy.
 
         Args:
             local: Contiguous tensor of shape ``layout.local_shape()``; the result aliases it.
-            mesh: The tensor is cut along its last axis, and replicated over the others.
+            mesh: Data axes, then the layout's model axes.
             layout: How the global tensor is cut.
-            is_divided: True if the tensor is cut along all axes of the mesh.
+            num_shard_axes: Data axes that divide rows, counted from the last; the tensor is
+                replicated over the others.
 
         Raises:
             ValueError: ``local`` does not have the layout's local shape.
@@ -175,9 +177,10 @@ class UnevenDTensor(RowShardedDTensor):
             )
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
         meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
-        # Shard(0) stands for uneven rows too: a placement of our own would enter torch's caches.
-        other = Shard(0) if is_divided else Replicate()
-        placements = (*[other] * (mesh.ndim - 1), Shard(0))
+        num_model_axes = layout.num_model_axes
+        placements = main_weight_placements(
+            mesh.ndim - num_model_axes, num_shard_axes, layout.part, num_model_axes
+        )
         return cls.wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), layout)
 
     @property
@@ -193,15 +196,21 @@ class UnevenDTensor(RowShardedDTensor):
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """Return the ranks that together have every element once."""
-        mesh = self.device_mesh
-        is_divided = all(p.is_shard() for p in self.placements)
-        return flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
+        """Return the ranks that divide the rows of this rank's part among them."""
+        first, stop = self._shard_axes
+        return group_of_axes(self.device_mesh, first, stop)
+
+    @property
+    def _shard_axes(self) -> tuple[int, int]:
+        """Return the first and the stop of the data axes that divide rows."""
+        stop = self.device_mesh.ndim - self._uneven_layout.num_model_axes
+        cuts = [cut_dim(placement) is not None for placement in self.placements[:stop]]
+        return stop - sum(cuts), stop
 
     def shards_by_rank(self) -> list[int]:
         """Return the shard of every rank of :attr:`shard_group`."""
         # Ranks of the flat group are numbered along the last axis first, shards along the first.
-        num_inner = self.device_mesh.size(self.device_mesh.ndim - 1)
+        num_inner = self.device_mesh.size(self._shard_axes[1] - 1)
         num_shards = self._uneven_layout.num_shards
         num_outer = num_shards // num_inner
         return [s * num_outer + o for o in range(num_outer) for s in range(num_inner)]
@@ -226,11 +235,11 @@ class UnevenDTensor(RowShardedDTensor):
             NotImplementedError: The tensor is a part of a tensor-parallel one.
         """
         layout = self._uneven_layout
-        if layout.region_shape != layout.shape:
+        if not layout.part.is_whole:
             raise NotImplementedError(
                 expected(
                     "a tensor that is sharded by data parallelism alone",
-                    f"the part {layout.region_shape} of {layout.shape}",
+                    f"the part {layout.part.local_shape} of {layout.shape}",
                     where="full_tensor()",
                     hint="Gather the tensor-parallel axis first",
                 )
@@ -319,7 +328,7 @@ class UnevenDTensor(RowShardedDTensor):
             RuntimeError: It has fewer: a file would pass them off as the whole.
         """
         start, stop = self._uneven_layout.element_range()
-        if stop - start < math.prod(self._uneven_layout.region_shape):
+        if stop - start < math.prod(self.shape):
             raise RuntimeError(
                 expected(
                     "a tensor of which this rank has all rows",

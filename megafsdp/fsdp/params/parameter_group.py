@@ -60,6 +60,7 @@ from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import Strategy
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
+from megafsdp.mesh.model_part import whole_part
 from megafsdp.quantize.recipe import CastRecipe, Recipe
 
 
@@ -353,9 +354,7 @@ class ParameterGroup:
             return make_replicated(local.view(shape), self.axes.mesh)
         slot = self.layout.slots[index]
         layout = UnevenLayout(
-            shape=shape,
-            region_offsets=(0,) * len(shape),
-            region_shape=shape,
+            part=whole_part(shape),
             row_numel=slot.spec.granule,
             buffer_offset=slot.offset,
             shard_numel=self.layout.sub_buffers[slot.sub_buffer].shard_numel,
@@ -364,7 +363,10 @@ class ParameterGroup:
         )
         rows = local.view(layout.local_shape())
         return UnevenDTensor.from_local_rows(
-            rows, self.axes.mesh, layout, is_divided=self.axes.is_divided
+            rows,
+            self.axes.mesh,
+            layout,
+            num_shard_axes=self.axes.mesh.ndim if self.axes.is_divided else 1,
         )
 
     def as_sharded_dtensor(self, index: int, rows: torch.Tensor) -> torch.Tensor:
