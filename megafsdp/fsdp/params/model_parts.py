@@ -30,7 +30,8 @@ from megafsdp.errors import expected
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
-from megafsdp.mesh.torch_private import local_of, wrap_part
+from megafsdp.mesh.parallel_dims import TP
+from megafsdp.mesh.torch_private import local_of, root_of, wrap_part
 
 # A class attribute of layers whose forward takes the plain part of a parameter.
 _COMPUTES_ON_PART = "computes_on_part"
@@ -61,6 +62,15 @@ class ModelPlacement:
             return full
         assert self.mesh is not None and self.placement is not None, "it came as a DTensor"
         return wrap_part(full, self.mesh, self.placement, self.part.shape)
+
+
+def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the tensor-parallel axis of the mesh that a mesh was sliced from; None without one."""
+    root = None if mesh is None else root_of(mesh)
+    names = (root is not None and root.mesh_dim_names) or ()
+    if mesh is None or root is None or TP not in names or TP in (mesh.mesh_dim_names or ()):
+        return None
+    return root[TP] if root[TP].size() > 1 else None
 
 
 def plain_placement(
