@@ -386,7 +386,7 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
     fully_shard_model(
         model,
         layers,
-        mesh=parallel.dims().build_mesh(world.device.type),
+        mesh=parallel.dims().build(world.device.type).data,
         strategy=parallel.strategy,
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,

@@ -141,7 +141,7 @@ class MetaEngine:
         sums_in_library: bool = True,
         **options: Any,
     ) -> None:
-        mesh = dims.build_mesh(_META)
+        mesh = dims.build(_META).data
         self.axes = AxisNames.of(mesh)
         self._model = fully_shard_model(model, fsdp_unit_modules, mesh=mesh, **options)
         self.units = list(units_below([model]).values())

@@ -167,7 +167,7 @@ def _options_of_groups(backends: str, outer: int) -> list[tuple[list[int], bool,
         patch.setattr(device_mesh, "new_group", noting)
         patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
         patch.setattr(dist, "get_backend_config", lambda group=None: backends)
-        mesh = ParallelDims(dp_outer=outer).build_mesh("cpu")
+        mesh = ParallelDims(dp_outer=outer).build("cpu").data
         net = shard(Net(1), mesh=mesh, reshard_after_forward=2 if outer == 1 else None)
         net.set_separate_reduce_scatter_group()
     made = [options for _, options, _ in seen if options is not None]
@@ -197,7 +197,7 @@ def test_groups_on_nccl_have_streams_of_high_priority(
 def _shards_on_gpus(gpus: list[str], mesh_type: str = "cuda", backend: str = "nccl") -> str:
     """Return the error of a model on a mesh that looks as if it were of these GPUs; or nothing."""
     process_groups._shared_gpus.cache_clear()
-    mesh = ParallelDims(dp_outer=2).build_mesh("cpu")
+    mesh = ParallelDims(dp_outer=2).build("cpu").data
     seen = SimpleNamespace(device_type=mesh_type)
     plain = process_groups.require_own_gpus
     with pytest.MonkeyPatch.context() as patch:

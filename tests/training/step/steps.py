@@ -64,7 +64,7 @@ def train_configured(
     model = fully_shard_model(
         build_model(model_config, seed=0),
         unit_classes(model_config),
-        mesh=parallel.dims().build_mesh("cpu"),
+        mesh=parallel.dims().build("cpu").data,
         strategy=parallel.strategy,
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,
