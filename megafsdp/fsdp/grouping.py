@@ -243,12 +243,14 @@ def place_parameters(
         found: Where to write it.
         modules: The unit's modules.
         mesh: The data-parallel mesh; None for one of all ranks, which has no model axis.
-        expert_mesh: That of experts, if it is another one.
+        expert_mesh: That of experts; None for the same one.
 
     Raises:
         ValueError: A DTensor is on a mesh that does not fit, or a plain parameter should be one.
         NotImplementedError: A DTensor is cut in a way that is not built.
     """
+    if expert_mesh == mesh:
+        expert_mesh = None
     model_mesh: DeviceMesh | None = None
     for item in found:
         name, parameter = item.record.name, item.parameter
@@ -264,7 +266,8 @@ def place_parameters(
             model_mesh = model_mesh or placement.mesh
     model_mesh = model_mesh or _model_mesh_of_units(modules) or tensor_parallel_mesh(mesh)
     for item in found:
-        if not isinstance(item.parameter, DTensor) and not item.is_expert:
+        has_own_experts = item.is_expert or annotation_of(item.parameter).experts is not None
+        if not isinstance(item.parameter, DTensor) and not has_own_experts:
             item.record.model = plain_placement(item.record.name, item.parameter, model_mesh)
 
 

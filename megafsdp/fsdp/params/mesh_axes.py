@@ -86,11 +86,6 @@ class DataParallelAxes:
         return self.mesh.ndim if self.is_divided else 1
 
     @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks whose gradients are combined."""
-        return self.all_ranks.size()
-
-    @property
     def gathered_shard(self) -> int:
         """Return the shard of the inner axis that this rank gathers from."""
         return max(self.shard, 0) // self.num_pieces

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megafsdp.buffer.dbuffer import DBuffer
@@ -405,6 +406,12 @@ class ParameterGroup:
         if self.axes.model_mesh is None:
             return None
         return ModelGradients(self.axes.model_mesh, [p.model for p in self.parameters])
+
+    @property
+    def cutting_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks of the model axis if it cuts a parameter; None if it cuts none."""
+        is_cut = any(not p.model.part.is_whole for p in self.parameters)
+        return self.axes.model_group if is_cut else None
 
     def fingerprint(self) -> str:
         """Return what all ranks of the group must have in common."""
