@@ -182,7 +182,7 @@ def _check_placement(name: str, parameter: DTensor) -> None:
         raise ValueError(
             expected(
                 "a parameter that is cut or replicated over the model axis",
-                placement,
+                repr(placement),
                 where=where,
                 hint="Call redistribute(placements=[Replicate()]) on it before fully_shard()",
             )
@@ -192,7 +192,7 @@ def _check_placement(name: str, parameter: DTensor) -> None:
         raise NotImplementedError(
             expected(
                 "Shard(dim) or Replicate() on the model axis",
-                placement,
+                repr(placement),
                 where=where,
                 hint="Give the parameters of a model that was not sharded before",
             )
