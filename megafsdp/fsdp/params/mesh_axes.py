@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megafsdp.mesh.dtensor import group_of_axes, joined_mesh
+from megafsdp.mesh.dtensor import joined_mesh
 from megafsdp.mesh.parallel_dims import flat_group
 
 
@@ -137,7 +137,7 @@ class DataParallelAxes:
         if model_mesh is None:
             return replace(self, is_expert=is_expert)
         joined = joined_mesh(self.mesh, model_mesh)
-        everyone = group_of_axes(joined, 0, joined.ndim)
+        everyone = flat_group(joined)
         return replace(
             self,
             dtensor_mesh=joined,
