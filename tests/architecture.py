@@ -398,6 +398,16 @@ def breaches_of_private_names(modules: Sequence[Module]) -> list[str]:
     return breaches
 
 
+def breaches_of_placement_questions(modules: Sequence[Module]) -> list[str]:
+    """Find calls of ``is_shard()``: of a strided shard it is False on some versions of torch."""
+    return [
+        f"{module.path}:{node.lineno}: is_shard() misses strided shards; ask cut_dim() of mesh/"
+        for module in modules
+        for node in module.nodes
+        if isinstance(node, ast.Attribute) and node.attr == "is_shard"
+    ]
+
+
 def breaches_of_wrappers(modules: Sequence[Module]) -> list[str]:
     """Find wrappers of private names whose docstrings do not say what torch offers in public."""
     return [

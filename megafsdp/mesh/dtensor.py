@@ -7,6 +7,8 @@ users: the true cuts are in the DTensor's layout (buffer/dtensor/uneven_layout.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +27,12 @@ def cut_dim(placement: Placement) -> int | None:
     ``placement.is_shard()`` is False of a strided shard on some versions of torch.
     """
     return placement.dim if isinstance(placement, Shard | StridedShard) else None
+
+
+def shard_axes(placements: Sequence[Placement], num_model_axes: int) -> list[int]:
+    """Return the data axes that divide a main weight's rows: the last one, all, or none."""
+    data = placements[: len(placements) - num_model_axes]
+    return [axis for axis, placement in enumerate(data) if cut_dim(placement) is not None]
 
 
 def main_weight_placements(
@@ -74,7 +82,8 @@ def joined_mesh(data: DeviceMesh, model: DeviceMesh) -> DeviceMesh:
         return joined
     # A step along a model axis is one number of ranks everywhere: the meshes are slices of grids.
     ranks = data_ranks[:, None] + model_ranks[None, :] - own
-    if ranks.unique().numel() != ranks.numel() or not 0 <= ranks.min() <= ranks.max() < _world():
+    is_grid = ranks.unique().numel() == ranks.numel()
+    if not is_grid or ranks.min() < 0 or ranks.max() >= dist.get_world_size():
         raise _not_orthogonal(data, model, f"ranks {ranks.tolist()}")
     meshes = (data, model)
     return DeviceMesh.from_group(
@@ -88,10 +97,6 @@ def joined_mesh(data: DeviceMesh, model: DeviceMesh) -> DeviceMesh:
     )
 
 
-def _world() -> int:
-    return dist.get_world_size()
-
-
 def _not_orthogonal(data: DeviceMesh, model: DeviceMesh, got: str) -> ValueError:
     return ValueError(
         expected(
@@ -103,18 +108,17 @@ def _not_orthogonal(data: DeviceMesh, model: DeviceMesh, got: str) -> ValueError
     )
 
 
-def group_of_axes(mesh: DeviceMesh, first: int, stop: int) -> dist.ProcessGroup:
-    """Return the ranks that differ from this one on axes ``first`` to ``stop - 1`` alone.
+def group_of_axes(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """Return the ranks that differ from this one on some axes of a mesh alone.
 
     They are numbered along the last axis first. Collective over all ranks of the job on first use
     with several axes.
     """
-    if stop - first == 1:
-        return mesh.get_group(first)
-    if stop - first == mesh.ndim:
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    if len(axes) == mesh.ndim:
         return flat_group(mesh)
-    names = mesh.mesh_dim_names
-    assert names is not None, "a mesh of data axes and model axes has names"
-    # torch refuses a slice of several axes whose strides do not descend, as of (tp, dp_shard).
-    slices = [mesh[name] for name in names[first:stop]]
-    return flat_group(concatenate_meshes(slices) or mesh[names[first:stop]])
+    assert mesh.mesh_dim_names is not None, "a mesh of data axes and model axes has names"
+    names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
+    # torch refuses a slice of axes whose strides do not descend, as of a tp axis outside of data.
+    return flat_group(concatenate_meshes([mesh[name] for name in names]) or mesh[names])

@@ -12,6 +12,7 @@ import datetime
 import functools
 import inspect
 import io
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import IO, Any, Protocol, TypeVar, cast
@@ -36,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 D = TypeVar("D", bound=DTensor)
 
@@ -87,6 +88,36 @@ def make_dtensor(
     result = cast(D, cls.__new__(cls, empty, spec, requires_grad=False))
     result._local_tensor = local
     return result
+
+
+def wrap_part(
+    local: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]
+) -> DTensor:
+    """Return a DTensor of a shape whose part on this rank of a 1-D mesh is ``local``; aliases.
+
+    Public: ``DTensor.from_local()``, which takes a view, and not all subclasses have one. 2.11 to
+    2.13.
+    """
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), strides, local.dtype)
+    return make_dtensor(DTensor, local, DTensorSpec(mesh, (placement,), tensor_meta=meta))
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what users and layers wrote on a tensor; of a DTensor without its own two fields.
+
+    Public: ``vars()``, which has those of a DTensor too. 2.11 to 2.13.
+    """
+    fields = ("_local_tensor", "_spec")
+    return {name: value for name, value in vars(tensor).items() if name not in fields}
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a mesh was sliced from; the mesh itself if it was not.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return mesh._get_root_mesh()
 
 
 def norm_placement(order: float) -> Partial:
