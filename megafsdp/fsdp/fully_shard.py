@@ -104,8 +104,7 @@ def fully_shard(
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
             all but those needed again at once: the root's and the last unit's. A number of
             neighbouring ranks, say of one node, divides them among these alone.
-        shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
-            ``Shard(0)``.
+        shard_placement_fn: As in torch; only rows are cut: it returns None or ``Shard(0)``.
         mp_policy: Dtypes; torch's policy is accepted.
         offload_policy: What lives on the host; torch's policy is accepted.
         ignored_params: Parameters to leave alone: neither cut nor reduced.
