@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
+from megafsdp.buffer.layout import row_numel_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.optimizer.kernels import reference
@@ -146,7 +147,10 @@ class StateStore:
     ) -> None:
         kept = self._scaled.setdefault(parameter, {})
         local, current = local_tensor(parameter), state.get(name)
-        rows, columns = local.shape[0], parameter.shape[1:].numel()
+        columns = row_numel_of(parameter.shape)
+        # A sharded stack has rows of all its matrices, a replicated one whole matrices: scales are
+        # for the same blocks in both.
+        rows = local.numel() // max(columns, 1)
         if name not in kept:
             kept[name] = ScaledState.zeros(
                 rows, columns, dtype, local.device, keeps_positive=name == "exp_avg_sq"
