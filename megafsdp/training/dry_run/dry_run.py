@@ -99,7 +99,7 @@ class DryRunReport:
     @property
     def num_ranks(self) -> int:
         """Return the number of ranks."""
-        return self.dims.dp_outer * self.dims.dp_shard
+        return self.dims.data_size * self.dims.tp
 
     @property
     def num_parameters(self) -> int:
@@ -120,6 +120,7 @@ class DryRunReport:
             "num_ranks": self.num_ranks,
             "dp_outer_size": dims.dp_outer,
             "dp_shard_size": dims.dp_shard,
+            "tp_size": dims.tp,
             "strategy": parallel.strategy,
             "outer_strategy": parallel.outer_strategy,
             "num_microbatches": self.num_microbatches,
@@ -179,12 +180,13 @@ class DryRunReport:
         dims, parallel = self.dims, self.config.parallel
         precision, train = self.config.precision, self.config.train
         outer = f", outer {parallel.outer_strategy}" if dims.dp_outer > 1 else ""
+        tp = f" x {dims.tp:,} tensor-parallel" if dims.tp > 1 else ""
         return [
             f"{self.config.model.preset}: {self.num_parameters:,} parameters on "
-            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}), "
+            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{tp}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
             f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
-            f"{self.config.micro_batch_size(self.num_ranks):,} a rank), "
+            f"{self.config.micro_batch_size(dims.data_size):,} a rank), "
             f"{self.config.optimizer.kind}, prefetch {parallel.prefetch}",
         ]
 
@@ -299,7 +301,8 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         model = build_model(model_config)
     fraction = config.optimizer.offload_fraction
     order = optimizer_order(model, config.optimizer, config.muon) if fraction else {}
-    num_microbatches = config.train.global_batch_size // size // config.micro_batch_size(size)
+    share = config.train.global_batch_size // dims.data_size
+    num_microbatches = share // config.micro_batch_size(dims.data_size)
     with fake_ranks(size):
         engine = MetaEngine(
             model,
@@ -343,9 +346,10 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
 
 def _world_size(config: Config) -> int:
     parallel = config.parallel
+    others = parallel.dp_outer * parallel.tp
     if parallel.dp_shard > 0:
-        return parallel.dp_outer * parallel.dp_shard
-    return launch_number("WORLD_SIZE", parallel.dp_outer)
+        return parallel.dp_shard * others
+    return launch_number("WORLD_SIZE", others)
 
 
 def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:
