@@ -116,7 +116,16 @@ PRIVATE_DOORS = (
 )
 # Attributes that torch keeps to itself, of objects that a dotted name does not show to be torch's.
 PRIVATE_ATTRIBUTES = frozenset(
-    {"_local_tensor", "_spec", "_execution_engine", "_version", "_base", "_schema", "_flatten"}
+    {
+        "_local_tensor",
+        "_spec",
+        "_execution_engine",
+        "_version",
+        "_base",
+        "_schema",
+        "_flatten",
+        "_concatenate",
+    }
     | {"_compiled_call_impl", "_non_persistent_buffers_set", "_post_accumulate_grad_hooks"}
     | {"_backward_hooks", "_register_load_state_dict_pre_hook"}
 )
@@ -387,6 +396,16 @@ def breaches_of_private_names(modules: Sequence[Module]) -> list[str]:
         for name, line in sorted(found, key=lambda pair: pair[::-1]):
             breaches.append(f"{module.path}:{line}: {name} belongs in {' or '.join(PRIVATE_DOORS)}")
     return breaches
+
+
+def breaches_of_placement_questions(modules: Sequence[Module]) -> list[str]:
+    """Find calls of ``is_shard()``: of a strided shard it is False on some versions of torch."""
+    return [
+        f"{module.path}:{node.lineno}: is_shard() misses strided shards; ask cut_dim() of mesh/"
+        for module in modules
+        for node in module.nodes
+        if isinstance(node, ast.Attribute) and node.attr == "is_shard"
+    ]
 
 
 def breaches_of_wrappers(modules: Sequence[Module]) -> list[str]:

@@ -57,6 +57,7 @@ VERSIONS = ["installed", "2.11.0", "2.12.0"]
 IMPORT_PATHS = {
     "megafsdp.__main__": {"main"},
     "megafsdp.checkpoint": {
+        "AppState",
         "PendingSave",
         "async_save",
         "export_hf",
@@ -132,6 +133,19 @@ IMPORT_PATHS = {
         "presets",
         "sample",
         "unit_classes",
+    },
+    "megafsdp.parallel": {
+        "LayerNorm",
+        "Linear",
+        "OutputLayer",
+        "ParallelModule",
+        "PositionEmbedding",
+        "RMSNorm",
+        "VocabParallelEmbedding",
+        "cross_entropy",
+        "gather_vocabulary",
+        "localized",
+        "parallelize",
     },
     "megafsdp.training": {
         "Config",

@@ -250,9 +250,9 @@ def _require_data_parallel(name: str, tensor: torch.Tensor) -> None:
     experts = annotation_of(tensor).experts
     got = None
     if isinstance(tensor, UnevenDTensor):
-        layout = tensor.uneven_layout
-        if layout.region_shape != layout.shape:
-            got = f"the part {layout.region_shape} of {layout.shape}"
+        part = tensor.uneven_layout.part
+        if not part.is_whole:
+            got = f"the part {part.local_shape} of {part.shape}"
     if experts is not None and experts.count < experts.total:
         got = f"{experts.count} of {experts.total} experts"
     if got is not None:

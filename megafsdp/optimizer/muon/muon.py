@@ -346,7 +346,7 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
     if isinstance(parameter, UnevenDTensor):
         layout = parameter.uneven_layout
         # The region is smaller than the tensor where another axis than fully_shard has cut it.
-        is_ours = layout.region_shape == layout.shape
+        is_ours = layout.part.is_whole
     if not is_ours:
         raise NotImplementedError(
             expected(

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES, ScaledState, dtype_for, is_scaled
@@ -240,7 +241,7 @@ class StateStore:
 def _dtype_of(parameter: torch.Tensor, wished: torch.dtype) -> torch.dtype:
     """Return the dtype of a state; fp32 where the mesh cuts rows, and blocks with them."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    are_rows_cut = is_scaled(wished) and any(p.is_shard() and not p.is_shard(0) for p in placements)
+    are_rows_cut = is_scaled(wished) and any(cut_dim(p) for p in placements)
     return torch.float32 if are_rows_cut else dtype_for(parameter.shape, wished)
 
 
