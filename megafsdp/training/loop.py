@@ -24,6 +24,7 @@ from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
 from megafsdp.mesh.parallel_dims import Meshes
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.parallel import parallelize
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate, validate_schedule
 from megafsdp.training.datasets import Datasets, build_datasets
@@ -379,7 +380,7 @@ def _build_sharded(
     The weights are those of ``build_model`` with the run's seed, whatever the number of ranks.
     """
     with torch.device("meta"):
-        model = build_model(model_config)
+        model = parallelize(build_model(model_config), meshes)
     model.activation_checkpointing = config.activation_checkpointing.resolve()
     layers, parallel = unit_classes(model_config), config.parallel
     if config.compile.layers:
