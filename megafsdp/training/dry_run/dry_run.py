@@ -23,6 +23,7 @@ from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedGroup, Planned
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES
+from megafsdp.parallel import parallelize
 from megafsdp.training.config.optimizer_sections import OptimizerSection
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate_sharding
@@ -78,6 +79,7 @@ class DryRunReport:
     Attributes:
         config: The run.
         dims: Degrees of parallelism.
+        num_parameters: Elements of all parameters, tied ones once.
         num_microbatches: Microbatches of a step on each rank.
         units: The distinct units, the root first.
         footprint: Bytes and collectives of a step on each rank; bytes of the device.
@@ -89,6 +91,7 @@ class DryRunReport:
 
     config: Config
     dims: ParallelDims
+    num_parameters: int
     num_microbatches: int
     units: tuple[DistinctUnit, ...]
     footprint: Footprint
@@ -100,11 +103,6 @@ class DryRunReport:
     def num_ranks(self) -> int:
         """Return the number of ranks."""
         return self.dims.data_size * self.dims.tp
-
-    @property
-    def num_parameters(self) -> int:
-        """Return the elements of all parameters, tied ones once."""
-        return sum(unit.count * _numel(group) for unit in self.units for group in unit.groups)
 
     @property
     def padding_numel(self) -> int:
@@ -174,7 +172,8 @@ class DryRunReport:
     @property
     def _left_out(self) -> str:
         exchange = ", Muon's all-to-alls" if self.config.optimizer.kind == "muon" else ""
-        return f"activations{exchange} and buffers of the backend"
+        parts = ", collectives of tensor parallelism" if self.dims.tp > 1 else ""
+        return f"activations{parts}{exchange} and buffers of the backend"
 
     def _head_lines(self) -> list[str]:
         dims, parallel = self.dims, self.config.parallel
@@ -195,7 +194,9 @@ class DryRunReport:
         for unit in self.units:
             lines.append(f"  {unit.count:,} x {unit.name}")
             lines += [f"    {_describe_group(group)}" for group in unit.groups]
-        share = _percent(self.padding_numel, self.num_parameters)
+        # Units are those of one tensor-parallel rank.
+        numel = sum(unit.count * _numel(group) for unit in self.units for group in unit.groups)
+        share = _percent(self.padding_numel, numel)
         return [*lines, f"  padding of all units: {self.padding_numel:,} elements ({share})"]
 
     def _memory_lines(self) -> list[str]:
@@ -303,11 +304,13 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
     order = optimizer_order(model, config.optimizer, config.muon) if fraction else {}
     share = config.train.global_batch_size // dims.data_size
     num_microbatches = share // config.micro_batch_size(dims.data_size)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with fake_ranks(size):
+        meshes = dims.build("meta")
         engine = MetaEngine(
-            model,
+            parallelize(model, meshes),
             unit_classes(model_config),
-            dims,
+            meshes,
             sums_in_library=uses_cuda(config.run.device),
             strategy=parallel.strategy,
             outer_strategy=parallel.outer_strategy if dims.dp_outer > 1 else "no_shard",
@@ -335,6 +338,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
     return DryRunReport(
         config,
         dims,
+        num_parameters,
         num_microbatches,
         _distinct(units),
         footprint,
