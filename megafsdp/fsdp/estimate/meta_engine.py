@@ -30,6 +30,7 @@ from megafsdp.fsdp.params.unit_ledger import HostMemory
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.mesh.dtensor import joined_mesh
 from megafsdp.mesh.parallel_dims import TP, Meshes, flat_group
+from megafsdp.mesh.torch_private import forget_dtensor_meshes
 
 _META = "meta"
 _TIMES = " x "
@@ -131,6 +132,8 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # The next estimate may have equal meshes, over groups of its own.
+        forget_dtensor_meshes()
 
 
 class MetaEngine:
