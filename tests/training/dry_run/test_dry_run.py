@@ -463,7 +463,8 @@ def test_number_of_ranks_must_be_one(words: list[str]) -> None:
         (["--dry-run", "8", "--model.preset=qwen3-9b"], "qwen3-9b"),
         (["--dry-run", "8", "--parallel.prefetch=-1"], "parallel.prefetch"),
         (["--json", "--train.steps=1"], "json"),
-        (["--dry-run", "8", "--parallel.tp=2"], "tp"),
+        (["--dry-run", "8", "--parallel.tp=4"], "divisor of model.num_query_groups, 2, got 4"),
+        (["--dry-run", "8", "--parallel.cp=2"], "parallel.cp"),
     ],
 )
 def test_refusals_are_one_message(
