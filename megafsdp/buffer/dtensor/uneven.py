@@ -233,7 +233,9 @@ class UnevenDTensor(RowShardedDTensor):
         return shard_axes(self.placements, self._uneven_layout.num_model_axes)
 
     def shards_by_rank(self) -> list[int]:
-        """Return the shard of every rank of :attr:`shard_group`."""
+        """Return the shard of every rank of :attr:`shard_group`, or of this one without a group."""
+        if not self._shard_axes:
+            return [0]
         # Ranks of the flat group are numbered along the last axis first, shards along the first.
         num_inner = self.device_mesh.size(self._shard_axes[-1])
         num_shards = self._uneven_layout.num_shards

@@ -5,13 +5,15 @@ keeps ``absmax / largest`` of each block as an fp32 scale, where ``largest`` is 
 that the format is used for. Rows are never cut between ranks, so values do not depend on the mesh.
 A block of zeros has scale 0 and stays zero. A step divides by the root of second moments, so these
 are rounded up where the format would make 0 of them: the step is then too short, not without bound.
-One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states.
+One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states, and so do those
+whose rows a model axis cuts, as tensor parallelism does by input columns.
 
 This file encodes and decodes tensors; store.py decides which parameter has which state.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +54,11 @@ def dtype_for(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
         dtype: The dtype that the user chose for such states.
     """
     return torch.float32 if dtype in _LARGEST and len(shape) < 2 else dtype
+
+
+def num_columns(shape: tuple[int, ...]) -> int:
+    """Return the elements of a row that blocks divide; a stack has those of its matrices."""
+    return shape[-1] if len(shape) == 3 else math.prod(shape[1:])
 
 
 def is_scaled(dtype: torch.dtype) -> bool:

@@ -9,7 +9,6 @@ on the host to whole pages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -20,7 +19,13 @@ from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.device.host_memory import aligned_nbytes
 from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
-from megafsdp.optimizer.states.formats import BLOCK_NUMEL, PLAIN_DTYPES, dtype_for, is_scaled
+from megafsdp.optimizer.states.formats import (
+    BLOCK_NUMEL,
+    PLAIN_DTYPES,
+    dtype_for,
+    is_scaled,
+    num_columns,
+)
 from megafsdp.optimizer.states.store import STATES
 from megafsdp.training.config.optimizer_sections import MuonSection, OptimizerSection
 from megafsdp.training.step.optimizers import is_for_muon, parameter_groups
@@ -194,6 +199,6 @@ def _nbytes(spec: TensorSpec, numel: int, wished: torch.dtype) -> int:
     dtype = dtype_for(torch.Size(spec.shape), wished)
     if not is_scaled(dtype):
         return numel * dtype.itemsize
-    columns = math.prod(spec.shape[1:])
+    columns = num_columns(spec.shape)
     num_blocks = numel // columns * -(-columns // BLOCK_NUMEL)
     return numel * dtype.itemsize + num_blocks * torch.float32.itemsize
