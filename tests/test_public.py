@@ -242,6 +242,7 @@ def test_fully_shard_has_the_promised_keywords() -> None:
         "prefetch",
         "nccl_user_buffers",
         "dp_mesh_dims",
+        "expert_mesh",
     ]
     defaults = {n: p.default for n, p in parameters.items()}
     assert defaults["strategy"] == "optim_grads_params"

@@ -1,20 +1,20 @@
 """Over which ranks a unit is divided: the meshes, the strategy and the neighbours of a call.
 
-``fully_shard`` gives what the user wrote; the functions turn it into values or refuse it, before any
-module is changed. A :class:`Division` then says for each parameter group which ranks divide it.
+``fully_shard`` gives what the user wrote; the functions turn it into values or refuse it, before
+any module is changed. A :class:`Division` then says for each parameter group which ranks divide it.
 No collective is issued here, except to build a default mesh.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
-from megafsdp.fsdp.params.policy import Strategy
+from megafsdp.fsdp.params.policy import Average, Strategy
 from megafsdp.fsdp.runtime.process_groups import require_own_gpus
 from megafsdp.mesh.parallel_dims import default_mesh
 
@@ -88,30 +88,6 @@ def mesh_of(
     )
 
 
-def expert_mesh_of(
-    expert_mesh: DeviceMesh | None, mesh: DeviceMesh, *, is_divided_over_outer_axis: bool
-) -> DeviceMesh | None:
-    """Return the data-parallel mesh of experts, None if it is that of all parameters.
-
-    Raises:
-        ValueError: It has more than two axes or two without names, is of another device, or lacks
-            the outer axis over which main weights are divided.
-    """
-    if expert_mesh is None or expert_mesh == mesh:
-        return None
-    is_divisible = expert_mesh.ndim == 2 or not is_divided_over_outer_axis
-    if expert_mesh.device_type != mesh.device_type or not is_divisible:
-        raise ValueError(
-            expected(
-                f"a mesh of {mesh.ndim} axes of the device '{mesh.device_type}', as the other has",
-                f"shape {tuple(expert_mesh.shape)} of '{expert_mesh.device_type}'",
-                where="expert_mesh of fully_shard()",
-                hint="Make both meshes of the same outer axis and device",
-            )
-        )
-    return mesh_of(expert_mesh, mesh.device_type)
-
-
 def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: DeviceMesh) -> bool:
     """Return whether the first axis of the mesh divides main weights too.
 
@@ -153,6 +129,31 @@ def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: De
     return True
 
 
+def expert_mesh_of(
+    expert_mesh: DeviceMesh | None, mesh: DeviceMesh, *, is_divided_over_outer_axis: bool
+) -> DeviceMesh | None:
+    """Return the data-parallel mesh of experts, None if it is that of all parameters.
+
+    Raises:
+        ValueError: It has more than two axes or two without names, is of another device, or lacks
+            the outer axis over which main weights are divided.
+    """
+    # Two equal meshes would make two groups, hence twice the collectives.
+    if expert_mesh is None or expert_mesh == mesh:
+        return None
+    is_divisible = expert_mesh.ndim == 2 or not is_divided_over_outer_axis
+    if expert_mesh.device_type != mesh.device_type or not is_divisible:
+        raise ValueError(
+            expected(
+                f"a mesh of {mesh.ndim} axes of the device '{mesh.device_type}', as the other has",
+                f"shape {tuple(expert_mesh.shape)} of '{expert_mesh.device_type}'",
+                where="expert_mesh of fully_shard()",
+                hint="Make both meshes of the same outer axis and device",
+            )
+        )
+    return mesh_of(expert_mesh, mesh.device_type)
+
+
 def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
     """Return the choice of resharding after forward; one rank is False, all of them True.
 
@@ -177,6 +178,7 @@ def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bo
     # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
     return {1: False, num_ranks: True}.get(reshard_after_forward, reshard_after_forward)
 
+
 @dataclass(frozen=True)
 class Division:
     """What a unit divides, over which ranks, and how it averages gradients.
@@ -195,10 +197,6 @@ class Division:
     is_divided_over_outer_axis: bool
     gradient_scale: float
 
-    def data_mesh(self, *, is_expert: bool) -> DeviceMesh:
-        """Return the data-parallel mesh of a parameter."""
-        return self.expert_mesh if is_expert and self.expert_mesh is not None else self.mesh
-
     def axes(
         self, *, is_whole: bool, is_expert: bool, model_mesh: DeviceMesh | None
     ) -> DataParallelAxes:
@@ -209,9 +207,33 @@ class Division:
             is_expert: Whether its parameters are those of experts.
             model_mesh: The axis over which its parameters are cut or repeated besides.
         """
-        mesh = self.data_mesh(is_expert=is_expert)
+        mesh = self.expert_mesh if is_expert and self.expert_mesh is not None else self.mesh
+        # A group that cannot be cut has the buffers and collectives of a replica.
         if is_whole or self.strategy is Strategy.NO_SHARD:
-            return DataParallelAxes.replicated(mesh, model_mesh, is_expert=is_expert)
-        if self.is_divided_over_outer_axis:
-            return DataParallelAxes.divided(mesh, model_mesh, is_expert=is_expert)
-        return DataParallelAxes.sharded(mesh, model_mesh, is_expert=is_expert)
+            axes = DataParallelAxes.replicated(mesh)
+        elif self.is_divided_over_outer_axis:
+            axes = DataParallelAxes.divided(mesh)
+        else:
+            axes = DataParallelAxes.sharded(mesh)
+        axes = replace(axes, is_expert=is_expert)
+        return axes if model_mesh is None else axes.beside(model_mesh)
+
+
+def division_of(
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    strategy: Strategy,
+    outer_strategy: str,
+    average: Average,
+) -> Division:
+    """Return what a unit divides, of a call's arguments; those of :func:`fully_shard`.
+
+    Raises:
+        ValueError: ``outer_strategy`` or ``expert_mesh`` does not fit the others.
+    """
+    is_divided = is_divided_over_outer_axis(outer_strategy, strategy, mesh)
+    experts = expert_mesh_of(expert_mesh, mesh, is_divided_over_outer_axis=is_divided)
+    # Gradients are averaged by this factor alone: no reduction divides again. Experts' too: theirs
+    # are sums over the tokens of more ranks, as many as their mesh has fewer.
+    scale = 1.0 if average is Average.TOKEN else 1.0 / mesh.size()
+    return Division(mesh, experts, strategy, is_divided, scale)

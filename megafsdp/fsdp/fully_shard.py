@@ -4,9 +4,9 @@
 whole model. Both change modules in place and return them; no wrapper, no key prefix.
 
 The functions below the entry points turn arguments into values or refuse them, before any module is
-changed; those of meshes are in :mod:`megafsdp.fsdp.division`. torch's own ``MixedPrecisionPolicy`` and ``CPUOffloadPolicy`` are accepted wherever ours
-are. Grouping, buffers and hooks are made elsewhere; no collective is issued here, except to build a
-default mesh.
+changed; those of meshes are in :mod:`megafsdp.fsdp.division`. torch's own ``MixedPrecisionPolicy``
+and ``CPUOffloadPolicy`` are accepted wherever ours are. Grouping, buffers and hooks are made
+elsewhere; no collective is issued here, except to build a default mesh.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast, overload
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
@@ -24,14 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.division import (
-    Division,
-    expert_mesh_of,
-    is_divided_over_outer_axis,
-    mesh_of,
-    reshard_of,
-    strategy_of,
-)
+from megafsdp.fsdp.division import division_of, mesh_of, reshard_of, strategy_of
 from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
 from megafsdp.fsdp.grouping import (
     FoundParameter,
@@ -54,17 +46,16 @@ from megafsdp.fsdp.keywords import (
 )
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
-from megafsdp.fsdp.runtime.process_groups import require_own_gpus
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
-from megafsdp.mesh.parallel_dims import default_mesh
 from megafsdp.mesh.torch_private import ReplicatedModule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 M = TypeVar("M", bound=nn.Module)
+
 
 @overload
 def fully_shard(module: nn.Module, **options: Unpack[ShardKeywords]) -> FSDPModule: ...
@@ -99,9 +90,8 @@ def fully_shard(
     the meta device have none until ``materialize`` or a load. No collective is issued before the
     first forward, except to build a default mesh.
 
-    A parameter may be a DTensor over one axis beside the mesh, as ``parallelize_module`` makes
-    them: each rank divides its part of it over the mesh, and the gradients of what all ranks of the
-    axis have are summed over it where they need it.
+    DTensor parameters over one axis beside the mesh, as ``parallelize_module`` makes them, are
+    divided part by part, and their gradients summed over that axis where they are partial.
 
     Args:
         module: The module or modules, changed in place.
@@ -114,8 +104,7 @@ def fully_shard(
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
             all but those needed again at once: the root's and the last unit's. A number of
             neighbouring ranks, say of one node, divides them among these alone.
-        shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
-            ``Shard(0)``.
+        shard_placement_fn: As in torch; only rows are cut: it returns None or ``Shard(0)``.
         mp_policy: Dtypes; torch's policy is accepted.
         offload_policy: What lives on the host; torch's policy is accepted.
         ignored_params: Parameters to leave alone: neither cut nor reduced.
@@ -124,15 +113,14 @@ def fully_shard(
         nccl_user_buffers: Gather into memory that is registered with NCCL, a few units' bytes that
             stay allocated. For ZeRO-3 alone; without NCCL memory stays plain, with a warning.
         dp_mesh_dims: torch's way to choose axes of a larger mesh, which is refused.
-        expert_mesh: The ranks that divide parameters annotated as experts', 1-D or 2-D like the
-            mesh; None for the same ranks. Gradients of both are averaged over the mesh.
+        expert_mesh: Ranks that divide experts' parameters; the mean is over ``mesh`` as well.
 
     Returns:
         ``module``, whose class is now also an :class:`FSDPModule`.
 
     Raises:
-        ValueError: A module is a unit already or a container without a forward, a parameter is
-            tied to another unit, parameters lie on several devices, or an argument has no meaning.
+        ValueError: A module is a unit already or only contains modules, a parameter is tied to
+            another unit, parameters lie on several devices, or an argument has no meaning.
         TypeError: A policy is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
@@ -148,17 +136,13 @@ def fully_shard(
     place_parameters(found, modules, mesh, expert_mesh)
     mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
     options = UnitOptions(prefetch, reshard_of(reshard_after_forward, mesh), nccl_user_buffers)
-    # Gradients are averaged by this factor alone: no reduction divides again.
-    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
-    is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
-    experts = expert_mesh_of(expert_mesh, mesh, is_divided_over_outer_axis=is_divided)
-    division = Division(mesh, experts, chosen, is_divided, scale)
+    division = division_of(mesh, expert_mesh, chosen, outer_strategy, averaging)
     groups = build_groups(found, policy, division, memory)
     claim(found, type(modules[0]).__name__)
     for each in modules:
         mix_in(each)
     FSDPUnit(modules, groups, policy=policy, memory=memory, options=options)
-    # Last: the hooks on steps compare ids, so every sharded parameter must exist by then.
+    # Last: the hooks on steps compare ids, so all sharded parameters must exist.
     watch_optimizer_steps()
     return cast(FSDPModule | list[FSDPModule], module)
 
@@ -484,5 +468,3 @@ def check_placements(
                     hint="Return None: rows of flat buffers are cut on dimension 0",
                 )
             )
-
-

@@ -2,10 +2,10 @@
 
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
 by whether they require a gradient, by the meshes that divide them, and by whether they can be cut
-at all: parameters without dimensions or elements, and frozen integers, are whole on every rank. Parameters that
-``MixedPrecisionPolicy.keep_fp32`` names compute in fp32, hence are grouped apart. A name counts
-within the module that is made a unit; ``fully_shard_model`` first translates names that count in
-the whole model to each unit's own.
+at all: parameters without dimensions or elements, and frozen integers, are whole on every rank.
+Parameters that ``MixedPrecisionPolicy.keep_fp32`` names compute in fp32, hence are grouped apart. A
+name counts within the module that is made a unit; ``fully_shard_model`` first translates names that
+count in the whole model to each unit's own.
 
 What would make the engine wrong later is refused here, before anything is changed. Buffers are laid
 out by :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
@@ -254,6 +254,7 @@ def place_parameters(
     model_mesh: DeviceMesh | None = None
     for item in found:
         name, parameter = item.record.name, item.parameter
+        # Without a mesh of their own experts are parameters like all others.
         item.is_expert = expert_mesh is not None and annotation_of(parameter).is_expert
         data_mesh = expert_mesh if item.is_expert else mesh
         if not isinstance(parameter, DTensor):
@@ -265,6 +266,8 @@ def place_parameters(
         if not item.is_expert:
             model_mesh = model_mesh or placement.mesh
     model_mesh = model_mesh or _model_mesh_of_units(modules) or tensor_parallel_mesh(mesh)
+    # Copies of plain parameters on a model axis are one tensor in a checkpoint and count once in a
+    # norm, so their DTensors must say that they are copies.
     for item in found:
         has_own_experts = item.is_expert or annotation_of(item.parameter).experts is not None
         if not isinstance(item.parameter, DTensor) and not has_own_experts:

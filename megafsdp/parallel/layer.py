@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import Self
 
@@ -76,7 +77,7 @@ class ParallelModule(nn.Module):
                     expected(
                         f"a tensor-parallel degree that divides {extents}",
                         degree,
-                        where=f"set_device_mesh() of '{name}' of {self}",
+                        where=f"set_device_mesh(), '{name}' of {self}",
                         hint="Choose another degree, or pad the weight",
                     )
                 )
@@ -184,6 +185,7 @@ def set_mesh_below(
         if mesh is not None:
             _check_mesh(mesh, name, modules)
     if tp_mesh is not None:
+        _check_sharding(root)
         for module in modules:
             _check_time(module, tp_mesh)
             module.check_degree(tp_mesh.size())
@@ -238,19 +240,24 @@ def _check_mesh(mesh: DeviceMesh, name: str, modules: list[ParallelModule]) -> N
     )
 
 
+def _check_sharding(root: nn.Module) -> None:
+    # Parameters are no DTensors while they are gathered, as torch leaves those of a root.
+    units = [name for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    if units:
+        raise _wrong_time(f"the unit '{units[0]}' of fully_shard()", root)
+
+
 def _check_time(module: ParallelModule, tp_mesh: DeviceMesh) -> None:
-    sharded = [
-        f"'{name}' with placements {parameter.placements}"
-        for name, parameter in module._own_parameters()
-        if isinstance(parameter, DTensor) and not module._is_cut_already(name, parameter, tp_mesh)
-    ]
-    if module.tp_mesh is not None or sharded:
-        got = "a second call" if module.tp_mesh is not None else f"the DTensor {sharded[0]}"
-        raise RuntimeError(
-            expected(
-                "set_device_mesh() once, before fully_shard()",
-                got,
-                where=str(module),
-                hint=_ORDER,
-            )
-        )
+    if module.tp_mesh is not None:
+        raise _wrong_time("a second call", module)
+    for name, parameter in module._own_parameters():
+        is_dtensor = isinstance(parameter, DTensor)
+        if is_dtensor and not module._is_cut_already(name, parameter, tp_mesh):
+            raise _wrong_time(f"'{name}' with placements {parameter.placements}", module)
+
+
+def _wrong_time(got: str, module: nn.Module) -> RuntimeError:
+    where = f"set_device_mesh() of {type(module).__name__}"
+    return RuntimeError(
+        expected("set_device_mesh() once, before fully_shard()", got, where=where, hint=_ORDER)
+    )

@@ -143,7 +143,7 @@ class OutputLayer(ParallelModule):
         vocab_size: Number of logits, of all ranks of tp together.
         init_std: Standard deviation of the initial weight.
         tied_weight: A Parameter to share, such as the word embedding's; also one that torch's
-            ``parallelize_module`` has cut by columns. None makes one.
+            ``parallelize_module`` has cut on dim 0. None makes one.
         sequence_parallel: Whether the input is cut along the sequence.
         tp_mesh: As for ``set_device_mesh``.
         weight_mesh: As for ``set_device_mesh``.

@@ -1,4 +1,4 @@
-"""A small Llama-like model with tied embeddings, and torch's plan of tensor and sequence parallelism.
+"""A small Llama-like model with tied embeddings, and torch's plan to parallelise it.
 
 The plan is the usual one: column- then row-parallel matrices, a vocabulary-parallel embedding and
 head, and norms over each rank's part of the sequence. Activations between blocks are DTensors.

@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 from megafsdp import full_tensor, fully_shard
 from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
-from megafsdp.buffer.dtensor.uneven import local_tensor
 from tests.fsdp.llama import Llama, batches, parallelize
 from tests.ranks import Ranks
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,9 +46,7 @@ class _Net(ParallelModule):
         self.up = Linear(
             _H, _F, bias=has_bias, init_std=0.5, parallel_mode="column", fused=_GATE_AND_UP, **cut
         )
-        self.down = Linear(
-            _F // 2, _H, bias=has_bias, init_std=0.5, parallel_mode="row", **cut
-        )
+        self.down = Linear(_F // 2, _H, bias=has_bias, init_std=0.5, parallel_mode="row", **cut)
         self.whole = Linear(_H, _H, bias=has_bias, init_std=0.5, **cut)
         self.last_norm = RMSNorm(_H, **cut)
         self.out = OutputLayer(_H, _V, init_std=0.5, **cut)
@@ -253,36 +251,3 @@ def _embed_an_odd_sequence() -> bool:
     with pytest.raises(ValueError, match=r"2 ranks divide along dim 1, got shape \(1, 3, 6\)"):
         layer(torch.zeros(1, 3, dtype=torch.int64))
     return True
-
-
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def _check_no_dtensor_in_kernels() -> list[str]:
-    seen: list[str] = []
-    kernels = {name: getattr(F, name) for name in _KERNELS}
-    for name, kernel in kernels.items():
-
-        def spy(*args: Any, name: str = name, kernel: Any = kernel, **kwargs: Any) -> Any:
-            assert not any(isinstance(a, DTensor) for a in (*args, *kwargs.values())), name
-            seen.append(name)
-            return kernel(*args, **kwargs)
-
-        setattr(F, name, spy)
-    try:
-        net = _net(True, True)
-        net.set_device_mesh(tp_mesh=_mesh())
-        _loss(net, _mesh().get_group())[0].backward()
-    finally:
-        for name, kernel in kernels.items():
-            setattr(F, name, kernel)
-    return sorted(set(seen))
-
-
-_KERNELS = ("embedding", "layer_norm", "linear", "rms_norm")
-
-
-def test_no_kernel_is_given_a_dtensor(ranks: Ranks) -> None:
-    """A DTensor costs a dispatch of its own and has kernels for less."""
-    assert ranks(2).run(_check_no_dtensor_in_kernels) == [list(_KERNELS)] * 2

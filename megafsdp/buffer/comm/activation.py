@@ -27,7 +27,9 @@ def gather_dim(
     if group.size() == 1:
         return shard
     gathered = shard.new_empty(group.size() * shard.numel())
-    collectives.all_gather([gathered], [shard.reshape(-1)], group=group, label=label).wait()
+    # A gradient may be expanded, and a view of it then has strides of 0.
+    flat = shard.contiguous().view(-1)
+    collectives.all_gather([gathered], [flat], group=group, label=label).wait()
     by_rank = gathered.view(group.size(), *shard.shape)
     return by_rank.movedim(0, dim).flatten(dim, dim + 1)
 

@@ -97,51 +97,36 @@ class DataParallelAxes:
         return self.all_ranks if self.is_divided else self.group
 
     @classmethod
-    def sharded(
-        cls, mesh: DeviceMesh, model_mesh: DeviceMesh | None = None, *, is_expert: bool = False
-    ) -> DataParallelAxes:
+    def sharded(cls, mesh: DeviceMesh) -> DataParallelAxes:
         """Divide over the last axis of a 1-D or 2-D mesh, replicate over the other."""
         group = mesh.get_group(mesh.ndim - 1)
         outer = mesh.get_group(0) if mesh.ndim > 1 else None
         everyone = flat_group(mesh)
-        pieces = group.size(), group.rank()
-        return cls(mesh, group, outer, everyone, *pieces, mesh, everyone)._beside(
-            model_mesh, is_expert=is_expert
-        )
+        return cls(mesh, group, outer, everyone, group.size(), group.rank(), mesh, everyone)
 
     @classmethod
-    def divided(
-        cls, mesh: DeviceMesh, model_mesh: DeviceMesh | None = None, *, is_expert: bool = False
-    ) -> DataParallelAxes:
+    def divided(cls, mesh: DeviceMesh) -> DataParallelAxes:
         """Divide over both axes of a 2-D mesh, so that inner shards are consecutive pieces."""
         group, outer = mesh.get_group(1), mesh.get_group(0)
         everyone = flat_group(mesh)
         # The outer rank counts fastest: a gather over the outer axis then joins neighbours, and its
         # result is one shard of the inner axis without a copy.
-        pieces = mesh.size(), group.rank() * outer.size() + outer.rank()
-        axes = cls(mesh, group, outer, everyone, *pieces, mesh, everyone, is_divided=True)
-        return axes._beside(model_mesh, is_expert=is_expert)
+        piece = group.rank() * outer.size() + outer.rank()
+        return cls(
+            mesh, group, outer, everyone, mesh.size(), piece, mesh, everyone, is_divided=True
+        )
 
     @classmethod
-    def replicated(
-        cls, mesh: DeviceMesh, model_mesh: DeviceMesh | None = None, *, is_expert: bool = False
-    ) -> DataParallelAxes:
+    def replicated(cls, mesh: DeviceMesh) -> DataParallelAxes:
         """Repeat everything on each rank of a 1-D or 2-D mesh."""
         # One all-reduce over all ranks, not one for each axis.
         everyone = flat_group(mesh)
-        axes = cls(mesh, everyone, None, everyone, 1, -1, mesh, everyone)
-        return axes._beside(model_mesh, is_expert=is_expert)
+        return cls(mesh, everyone, None, everyone, 1, -1, mesh, everyone)
 
-    def _beside(self, model_mesh: DeviceMesh | None, *, is_expert: bool) -> DataParallelAxes:
-        """Return these axes with a model axis beside them, if there is one."""
-        if model_mesh is None:
-            return replace(self, is_expert=is_expert)
+    def beside(self, model_mesh: DeviceMesh) -> DataParallelAxes:
+        """Return these axes with a model axis beside them."""
         joined = joined_mesh(self.mesh, model_mesh)
-        everyone = flat_group(joined)
+        # All that compares or draws for whole parameters goes over both kinds of axes.
         return replace(
-            self,
-            dtensor_mesh=joined,
-            everyone=everyone,
-            model_mesh=model_mesh,
-            is_expert=is_expert,
+            self, dtensor_mesh=joined, everyone=flat_group(joined), model_mesh=model_mesh
         )

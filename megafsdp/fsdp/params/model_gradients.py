@@ -6,9 +6,9 @@ of the activations alone, hence an addend (under sequence parallelism; norms, bi
 layers). The addends of all such parameters of a group are summed in one all-reduce, before the
 group's reduction over the data axes reads the packed gradients::
 
-    tp 0  [ norm 0 | bias 0 ] --+                           +--> [ norm | bias ]  packed buffer, tp 0
+    tp 0  [ norm 0 | bias 0 ] --+                            +--> [ norm | bias ]  packed, tp 0
                                 +-- one all-reduce over tp --+
-    tp 1  [ norm 1 | bias 1 ] --+                           +--> [ norm | bias ]  packed buffer, tp 1
+    tp 1  [ norm 1 | bias 1 ] --+                            +--> [ norm | bias ]  packed, tp 1
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def _wrong_calls() -> None:
     _refused(lambda: fully_shard(expert, mesh=grid["tp"]), ValueError, ["expert_mesh="])
     plain = Layer(torch.ones(8, 4))
     annotate(plain.weight, tp_dim=1)
-    _refused(lambda: fully_shard(plain, mesh=grid["data"]), ValueError, ["set_device_mesh", "dim 1"])
+    _refused(
+        lambda: fully_shard(plain, mesh=grid["data"]), ValueError, ["set_device_mesh", "dim 1"]
+    )
     elsewhere = DeviceMesh("meta", grid["tp"].mesh, _init_backend=False)
     other = Layer(DTensor.from_local(torch.ones(4, 4), elsewhere, [Shard(0)], run_check=False))
     _refused(lambda: fully_shard(other, mesh=grid["data"]), ValueError, ["'cpu'", "'meta'"])
@@ -150,5 +152,5 @@ def _placements() -> None:
 
 
 def test_a_dtensor_says_its_part_its_face_and_its_sums(ranks: Ranks) -> None:
-    """torch's cuts are those of torch.chunk, a declared cut goes through each fused tensor."""
+    """Torch's cuts are those of torch.chunk, a declared cut goes through each fused tensor."""
     ranks(4).run(_placements)
