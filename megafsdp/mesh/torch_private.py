@@ -37,6 +37,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.debug import (
+    _clear_fast_path_sharding_prop_cache,
+    _clear_python_sharding_prop_cache,
+)
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 D = TypeVar("D", bound=DTensor)
@@ -148,6 +152,15 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh | None:
     # Two roots: torch compares their ranks.
     except RuntimeError:
         return None
+
+
+def forget_dtensor_meshes() -> None:
+    """Empty DTensor's caches, which find specs by equality, and with them meshes of lost groups.
+
+    For a process that makes process groups one after another. Public: none. 2.11 to 2.13.
+    """
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
 
 
 def register_as_fully_sharded(module: nn.Module) -> None:

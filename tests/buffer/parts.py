@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
-from megafsdp.mesh.annotation import FusedParts, annotate
+from megafsdp.mesh.annotation import FusedParts, annotation_of, copy_annotation
 from megafsdp.mesh.dtensor import joined_mesh
 from megafsdp.mesh.model_part import part_of
 
@@ -81,10 +81,21 @@ def part_on(
     )
 
 
-def parameter_on(
-    mesh: DeviceMesh, full: torch.Tensor, dim: int | None, *, fused: FusedParts | None = None
-) -> nn.Parameter:
-    """Cut a full tensor over a joined mesh as a parameter with the annotation of its layer."""
-    parameter = nn.Parameter(part_on(mesh, full, dim, fused=fused))
-    annotate(parameter, tp_dim=dim, fused=fused)
-    return parameter
+def cut_model(model: nn.Module, mesh: DeviceMesh, *, num_shard_axes: int = 1) -> nn.Module:
+    """Replace the parameters of a plain model by their parts, as their layers declare them."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                declared = annotation_of(parameter)
+                part = part_on(
+                    mesh,
+                    parameter,
+                    declared.tp_dim,
+                    fused=declared.fused,
+                    num_shard_axes=num_shard_axes,
+                )
+                made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                copy_annotation(parameter, made[parameter])
+            module._parameters[name] = made[parameter]
+    return model

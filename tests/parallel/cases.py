@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+import megafsdp
 from megafsdp.mesh.annotation import ParameterAnnotation
 from megafsdp.mesh.model_part import part_of
 from megafsdp.models import ModelConfig, TransformerLayer, build_model
@@ -59,6 +60,11 @@ def build(config: ModelConfig, dtype: torch.dtype = torch.float64) -> LanguageMo
             noise = torch.rand(parameter.shape, generator=generator, dtype=dtype)
             parameter.add_(0.1 * (noise - 0.5))
     return model
+
+
+def shard_by_ours(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply this package's engine to each layer and to the root."""
+    megafsdp.fully_shard_model(model, [TransformerLayer], mesh=mesh)
 
 
 def shard_by_torch(model: nn.Module, mesh: DeviceMesh) -> None:

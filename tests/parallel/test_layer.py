@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import megafsdp
 from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models import build_model
@@ -35,7 +36,7 @@ from megafsdp.parallel import (
     VocabParallelEmbedding,
     parallelize,
 )
-from tests.parallel.cases import CONFIG, CONFIGS, build, mesh_of
+from tests.parallel.cases import CONFIG, CONFIGS, build, mesh_of, shard_by_ours
 from tests.ranks import Ranks
 
 _LAYERS: dict[str, Any] = {
@@ -177,10 +178,30 @@ def _check_meta(name: str) -> None:
             assert torch.equal(parameter.to_local(), expected), parameter_name
 
 
+def _materialize(name: str) -> None:
+    """Draw under this package's engine, a unit at a time."""
+    data, tp = mesh_of(2, 2)
+    with torch.device("meta"):
+        model = build_model(CONFIGS[name])
+    model.set_device_mesh(tp_mesh=tp)
+    shard_by_ours(model, data)
+    torch.manual_seed(0)
+    megafsdp.materialize(model)
+    # As materialize() and apply() walk: children first.
+    with torch.device("meta"):
+        plain = build_model(CONFIGS[name])
+    plain.to_empty(device="cpu")
+    torch.manual_seed(0)
+    plain.apply(lambda m: m.reset_parameters() if isinstance(m, ParallelModule) else None)
+    for (key, parameter), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(megafsdp.full_tensor(parameter.detach()), wanted), key
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt"])
 def test_initial_values_are_parts_of_the_whole_draw(ranks: Ranks, name: str) -> None:
     """Bit for bit, from the meta device too, and attributes of parameters stay."""
     ranks(4).run(_check_meta, name)
+    ranks(4).run(_materialize, name)
 
 
 def _check_ties() -> None:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from megafsdp.buffer.comm.trace import record_collectives
+from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.models import ActivationCheckpointing, ModelConfig, sample
 from megafsdp.models.common import rotary_table
 from tests.parallel.cases import (
@@ -23,6 +24,7 @@ from tests.parallel.cases import (
     batch_of,
     build,
     mesh_of,
+    shard_by_ours,
     shard_by_torch,
     wholes,
 )
@@ -189,7 +191,7 @@ def _spy_on_kernels() -> list[str]:
     try:
         for config in (CONFIG, GPT):
             data, tp = mesh_of(2, 2)
-            for shard in (None, shard_by_torch):
+            for shard in (None, shard_by_torch, shard_by_ours):
                 model = build(config)
                 model.set_device_mesh(tp_mesh=tp)
                 if shard is not None:
@@ -202,5 +204,26 @@ def _spy_on_kernels() -> list[str]:
 
 
 def test_no_kernel_is_given_a_dtensor(ranks: Ranks) -> None:
-    """Alone and under FSDP2: a DTensor costs a dispatch of its own, and has kernels for less."""
+    """Alone, under FSDP2 and ours: a DTensor costs a dispatch and has kernels for less."""
     assert ranks(4).run(_spy_on_kernels) == [list(_KERNELS)] * 4
+
+
+def _placements(outer: int) -> None:
+    data, tp = mesh_of(2 // outer, 2, outer=outer)
+    found = []
+    for shard in (shard_by_torch, shard_by_ours):
+        model = build(GPT)
+        model.set_device_mesh(tp_mesh=tp)
+        shard(model, data)
+        found.append({name: p.placements for name, p in model.named_parameters()})
+    assert found[0] == found[1]
+    weight = found[0]["decoder.layers.0.mlp.linear_fc1.weight"]
+    # tp has cut the rows before data parallelism does: the order of the rows is tp's first.
+    assert [cut_dim(placement) for placement in weight[-2:]] == [0, 0]
+    assert type(weight[-2]) is not Shard and weight[-1] == Shard(0)
+
+
+@pytest.mark.parametrize("outer", [1, 2])
+def test_placements_are_those_of_fsdp2(ranks: Ranks, outer: int) -> None:
+    """Of every parameter of the same model, with HSDP too: programs read them."""
+    ranks(4).run(_placements, outer)
