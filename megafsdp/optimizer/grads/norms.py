@@ -189,11 +189,10 @@ def _ways_of(grads: Sequence[torch.Tensor]) -> list[_Way]:
             if isinstance(grad, UnevenDTensor):
                 num_model_axes = grad.uneven_layout.num_model_axes
             # The mesh by identity: comparing two meshes compares their ranks.
-            mesh = (id(grad.device_mesh), grad.placements, num_model_axes)
-            meshes[key] = mesh
+            own = meshes[key] = (id(grad.device_mesh), grad.placements, num_model_axes)
             # Groups are looked up once for each mesh, which is slow.
-            if mesh not in ways:
-                ways[mesh] = _way_of(grad)
+            if own not in ways:
+                ways[own] = _way_of(grad)
     # Dense parameters and experts have meshes of their own over the same ranks: one collective.
     groups: dict[frozenset[int], dist.ProcessGroup] = {}
     for mesh, way in ways.items():
