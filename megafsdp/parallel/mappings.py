@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megafsdp.buffer.comm.activation import gather_dim, reduce_scatter_dim, sum_over_ranks
+from megafsdp.device.torch_private import without_dynamo
 
 _Exchange = Callable[[Tensor], Tensor]
 
@@ -86,6 +87,9 @@ def gather_vocabulary(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _apply(logits, join, keep_own, group)
 
 
+# A compiled layer ends its graph here: what the door to collectives counts and waits for is the
+# host's.
+@without_dynamo
 def _apply(x: Tensor, forward: _Exchange, backward: _Exchange, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x

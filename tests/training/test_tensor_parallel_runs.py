@@ -6,6 +6,7 @@ import logging
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,3 +92,45 @@ def test_a_run_at_tp_2_is_that_at_tp_1_and_goes_on_there(ranks: Ranks, tmp_path:
         assert "saved by 4 ranks and is loaded by 2" in warning
     assert whole[0].losses[-1] < whole[0].losses[0] - 0.3
     assert [row["step"] for row in rows(tmp_path / "parts") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+_CHOICES: dict[str, dict[str, dict[str, Any]]] = {
+    "recomputed": {
+        "activation_checkpointing": {"mode": "selective"},
+        "parallel": {"dp_outer": 2, "outer_strategy": "optim"},
+    },
+    "muon": {"optimizer": {"kind": "muon"}, "parallel": {"strategy": "optim_grads"}},
+    "offloaded": {
+        "model": {"architecture": "gpt", "tie_embeddings": False},
+        "optimizer": {"offload_fraction": 0.5},
+        "train": {"micro_batch_size": 2},
+    },
+}
+
+
+def _figures_of_each(folder: Path, tp: int) -> dict[str, list[tuple[float, float]]]:
+    """Return losses and norms of three steps of a run of each choice."""
+    figures: dict[str, list[tuple[float, float]]] = {}
+    for name, choice in _CHOICES.items():
+        sections = {section: dict(values) for section, values in choice.items()}
+        sections["model"] = _MODEL | sections.get("model", {})
+        sections["parallel"] = {**sections.get("parallel", {}), "tp": tp}
+        sections["train"] = {**sections.get("train", {}), "steps": 3}
+        sections["optimizer"] = {**sections.get("optimizer", {}), "clip_norm": 0.5}
+        sections["run"] = {"directory": str(folder / f"{name}{tp}")}
+        seen: list[tuple[float, float]] = []
+        train(
+            tiny(folder, **sections),
+            on_step=lambda step, result, seen=seen: seen.append((result.loss, result.grad_norm)),
+        )
+        figures[name] = seen
+    return figures
+
+
+def test_choices_of_the_configuration_mean_the_same_at_tp_2(ranks: Ranks, tmp_path: Path) -> None:
+    """Losses and clipped norms are those without tp, up to fp32 sums in another order."""
+    write_corpus(tmp_path)
+    wanted = ranks(2).run(_figures_of_each, tmp_path, 1)[0]
+    for found in ranks(4).run(_figures_of_each, tmp_path, 2):
+        for name, figures in wanted.items():
+            assert sum(found[name], ()) == pytest.approx(sum(figures, ()), rel=1e-5), name

@@ -36,7 +36,7 @@ from megafsdp.fsdp.params.meta import (
     mark_initialized,
 )
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
-from megafsdp.mesh.torch_private import local_of
+from megafsdp.mesh.torch_private import StridedShard, local_of
 
 
 def refuse_changes(
@@ -329,6 +329,9 @@ def _before_load_state_dict(
 def _gathered(tensor: DTensor) -> torch.Tensor:
     """Return the whole of a tensor that torch has cut; collective."""
     placements = list(tensor.placements)
+    # Rows that an inner axis has cut before come together in another order, which torch knows.
+    if any(isinstance(placement, StridedShard) for placement in placements):
+        return tensor.full_tensor()
     # Axis by axis: where the mesh has been flattened, torch 2.13 gathers both axes at once and
     # leaves the padding of uneven chunks in.
     for axis in reversed(range(len(placements))):
