@@ -298,9 +298,10 @@ def group_parameters(
     """Divide found parameters into groups, in order of their first parameters."""
     groups: dict[GroupKey, list[FoundParameter]] = {}
     for item in found:
-        parameter = item.parameter
-        # There are no rows to cut.
-        is_whole = parameter.ndim == 0 or parameter.numel() == 0
+        parameter, part = item.parameter, item.record.model.part
+        # There are no rows to cut, here or on the rank of the model axis with the smallest part:
+        # ranks that differ would have other groups, hence other collectives.
+        is_whole = parameter.ndim == 0 or part.of_rank(part.num_ranks - 1).local_numel == 0
         if parameter.is_floating_point():
             grad = policy.grad_dtype(parameter.dtype)
             dtypes = GroupDtypes(

@@ -81,7 +81,7 @@ def _stored(root: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_shard_axes"), [((4, 2), 1), ((2, 2), 0), ((2, 1, 2), 1), ((2, 2, 2), 2)]
+    ("shape", "num_shard_axes"), [((4, 2), 1), ((2, 2), 0), ((2, 1, 2), 1), ((2, 1, 2), 2)]
 )
 def test_any_degrees_load_the_files_of_any(
     ranks: Ranks, shape: tuple[int, ...], num_shard_axes: int, tmp_path: Path

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megafsdp import full_tensor, fully_shard
+from megafsdp import (
+    full_state_dict,
+    full_tensor,
+    fully_shard,
+    load_full_state_dict,
+    mark_main_weights_changed,
+    materialize,
+    summon_full_params,
+)
 from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from tests.fsdp.llama import Llama, batches, parallelize
 from tests.ranks import Ranks
@@ -86,3 +99,141 @@ def _three_ways() -> None:
 def test_a_model_of_torchs_plan_equals_fsdp2_and_one_process(ranks: Ranks) -> None:
     """Losses, every gradient and three steps; one gather, one reduction and one sum a unit."""
     ranks(4).run(_three_ways)
+
+
+def _on_meta(tp: DeviceMesh) -> Llama:
+    with torch.device("meta"):
+        return parallelize(Llama(), tp)
+
+
+def _draw(module: nn.Module) -> None:
+    if callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+
+
+def _materialized() -> None:
+    for shape in ((2, 2), (1, 4)):
+        grid = _grid(*shape)
+        model = _shard(_on_meta(grid["tp"]), fully_shard, mesh=grid["inner"])
+        reference = Llama()
+        for draw in (lambda: materialize(model), lambda: reference.apply(_draw)):
+            torch.manual_seed(3)
+            draw()
+        wanted = reference.state_dict()
+        full = full_state_dict(model)
+        assert full.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(full[name], value), name
+        assert torch.isfinite(model(*batches(1, 1)[0]))
+    # Parts of one tensor must come from one draw.
+    model = _shard(_on_meta(grid["tp"]), fully_shard, mesh=grid["inner"])
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(ValueError, match="the same random state on all ranks"):
+        materialize(model)
+
+
+def test_initial_values_do_not_depend_on_the_tensor_parallel_degree(ranks: Ranks) -> None:
+    """Each rank draws whole tensors and takes its rows of its part, from one random state."""
+    ranks(4).run(_materialized)
+
+
+def _states(directory: str) -> None:
+    grid = _grid(2, 2)
+    mesh, tp = grid["inner"], grid["tp"]
+    reference, other = Llama().double(), Llama().double()
+    for p in other.parameters():
+        p.data.mul_(-0.5)
+    wanted = {name: value.clone() for name, value in other.state_dict().items()}
+    for strategy in ("optim_grads_params", "no_shard"):
+        model = parallelize(copy.deepcopy(reference), tp)
+        _shard(model, fully_shard, mesh=mesh, strategy=strategy)
+
+        def assert_loaded(model: nn.Module = model) -> None:
+            for name, value in full_state_dict(model).items():
+                assert torch.equal(value, wanted[name]), name
+            batch = batches(1, 2)[0]
+            torch.testing.assert_close(model(*batch), other(*batch), **TOLERANCE)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            mark_main_weights_changed(model)
+
+        load_full_state_dict(model, wanted)
+        copied = {n: copy.deepcopy(p) for n, p in model.named_parameters()}
+        with summon_full_params(model):
+            for name, shown in model.named_parameters():
+                assert type(shown) is DTensor and torch.equal(shown.full_tensor(), wanted[name])
+        path = f"{directory}/{strategy}"
+        dcp.save(model.state_dict(), checkpoint_id=path)
+        assert_loaded()
+        # Any reader finds whole tensors in the files, one of them where several ranks have copies.
+        plain = {name: torch.empty_like(value) for name, value in wanted.items()}
+        dcp.load(plain, checkpoint_id=path)
+        assert all(torch.equal(plain[name], value) for name, value in wanted.items())
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=path)
+        assert_loaded()
+        # Cut over tp alone, as the same plan cuts it without an engine.
+        model.load_state_dict(parallelize(copy.deepcopy(other), tp).state_dict())
+        assert_loaded()
+        options = StateDictOptions(full_state_dict=True)
+        # torch writes what it makes of it into the dict that it is given.
+        set_model_state_dict(model, dict(wanted), options=options)
+        assert_loaded()
+        for name, p in copied.items():
+            assert torch.equal(full_tensor(p.detach()), wanted[name]), name
+
+
+def test_states_are_those_of_the_whole_model(ranks: Ranks, tmp_path: Path) -> None:
+    """Full dicts, summoned parameters, copies, torch's checkpoints and dicts cut over tp alone."""
+    ranks(4).run(_states, str(tmp_path))
+
+
+class Parts(nn.Module):
+    """Parameters whose parts are unequal, or empty on the last ranks of tp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Parameter(torch.randn(9, 4))
+        self.columns = nn.Parameter(torch.randn(4, 5))
+        self.one = nn.Parameter(torch.randn(1, 4))
+        self.scale = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use all of them."""
+        terms = [(p * p * x).sum() for p in self.parameters()]
+        return torch.stack([t.full_tensor() if isinstance(t, DTensor) else t for t in terms]).sum()
+
+
+def _unequal_parts(strategy: str) -> None:
+    for shape in ((2, 2), (1, 4)):
+        grid = _grid(*shape)
+        tp = grid["tp"]
+        reference = Parts().double()
+        net = copy.deepcopy(reference)
+        for name, dim in (("rows", 0), ("columns", 1), ("one", 0)):
+            cut = distribute_tensor(getattr(net, name).detach(), tp, [Shard(dim)])
+            setattr(net, name, nn.Parameter(cut))
+        net.scale = nn.Parameter(distribute_tensor(net.scale.detach(), tp, [Replicate()]))
+        fully_shard(net, mesh=grid["inner"], strategy=strategy)
+        optimizers = [_adamw(reference), _adamw(net)]
+        for step in range(2):
+            x = torch.tensor(1.0 + step, dtype=torch.float64)
+            wanted, found = reference(x), net(DTensor.from_local(x, tp, [Replicate()]))
+            for loss in (wanted, found):
+                loss.backward()
+            torch.testing.assert_close(found, wanted, **TOLERANCE)
+            for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(full_tensor(p.grad), q.grad, **TOLERANCE)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, value in full_state_dict(net).items():
+            torch.testing.assert_close(value, reference.state_dict()[name], **TOLERANCE)
+
+
+def test_parts_may_be_unequal_or_empty(ranks: Ranks) -> None:
+    """9 rows, 5 columns and 1 row on tp 2 and tp 4; a scalar that all ranks have."""
+    for strategy in ("optim_grads_params", "no_shard"):
+        ranks(4).run(_unequal_parts, strategy)

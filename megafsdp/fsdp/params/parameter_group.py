@@ -50,7 +50,7 @@ from megafsdp.buffer.dtensor.uneven import (
 )
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.buffer.dtensor.unwritten import is_unwritten, mark_unwritten
-from megafsdp.buffer.layout import FlatLayout, TensorSpec
+from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
@@ -99,10 +99,7 @@ class ManagedParameter:
     def spec(self) -> TensorSpec:
         """Return what the planner reads of it: what data parallelism divides."""
         shape = self.model.part.local_shape
-        # A stack of matrices is cut between the rows of any of them: whole matrices as rows would
-        # pad more than the stack has elements where there are more ranks than matrices.
-        row_numel = shape[-1] if len(shape) == 3 else None
-        return TensorSpec(self.name, shape, row_numel=row_numel)
+        return TensorSpec(self.name, shape, row_numel=row_numel_of(shape))
 
     @property
     def is_initialized(self) -> bool:

@@ -178,36 +178,45 @@ _LOCAL = _Way(None, counts=True)
 
 def _ways_of(grads: Sequence[torch.Tensor]) -> list[_Way]:
     """Return how each gradient lies; equal groups are one object."""
+    ways: dict[object, _Way] = {None: _LOCAL}
+    # Cheap keys, for a step has hundreds of gradients, and for each the key of its mesh.
     keys = list(map(_key, grads))
-    known: dict[object, _Way] = {None: _LOCAL}
+    meshes: dict[object, object] = {None: None}
     for key, grad in zip(keys, grads, strict=True):
-        if key not in known:
-            assert isinstance(grad, DTensor), "of a plain gradient the way is known"
-            known[key] = _way_of(grad)
+        if key not in meshes:
+            assert isinstance(grad, DTensor), "a plain gradient is known to be local"
+            num_model_axes = 0
+            if isinstance(grad, UnevenDTensor):
+                num_model_axes = grad.uneven_layout.num_model_axes
+            # The mesh by identity: comparing two meshes compares their ranks.
+            own = meshes[key] = (id(grad.device_mesh), grad.placements, num_model_axes)
+            # Groups are looked up once for each mesh, which is slow.
+            if own not in ways:
+                ways[own] = _way_of(grad)
     # Dense parameters and experts have meshes of their own over the same ranks: one collective.
     groups: dict[frozenset[int], dist.ProcessGroup] = {}
-    for key, way in known.items():
+    for mesh, way in ways.items():
         if way.group is not None:
             ranks = frozenset(dist.get_process_group_ranks(way.group))
-            known[key] = way._replace(group=groups.setdefault(ranks, way.group))
+            ways[mesh] = way._replace(group=groups.setdefault(ranks, way.group))
     # What is replicated counts once too, where others are divided: ranks that each sum it by
     # themselves could differ in the last bit.
     group = next(iter(groups.values()), None)
-    for key, way in known.items():
-        if key is not None and way.group is None and group is not None:
-            known[key] = _Way(group, counts=group.rank() == 0)
-    return [known[key] for key in keys]
+    for mesh, way in ways.items():
+        if mesh is not None and way.group is None and group is not None:
+            ways[mesh] = _Way(group, counts=group.rank() == 0)
+    return [ways[meshes[key]] for key in keys]
 
 
 def _key(grad: torch.Tensor) -> object:
-    """Return a key that is equal of gradients that lie alike; cheap, for a step has hundreds."""
+    """Return a key that is equal of gradients that lie alike only."""
     if not isinstance(grad, DTensor):
         return None
     if isinstance(grad, FlatGradient):
-        # One mesh a buffer; all have the rows of some, of the others each has its part.
+        # A buffer is on one mesh. Of some of its tensors a model axis has a part on each rank, of
+        # the others each rank has all.
         dim = grad.uneven_layout.part.dim if isinstance(grad, UnevenDTensor) else None
         return id(grad.buffer), type(grad), dim
-    # The mesh by identity: comparing two meshes compares their ranks.
     return id(grad.device_mesh), grad.placements, type(grad)
 
 

@@ -13,7 +13,6 @@ This file encodes and decodes tensors; store.py decides which parameter has whic
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +53,6 @@ def dtype_for(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
         dtype: The dtype that the user chose for such states.
     """
     return torch.float32 if dtype in _LARGEST and len(shape) < 2 else dtype
-
-
-def num_columns(shape: tuple[int, ...]) -> int:
-    """Return the elements of a row that blocks divide; a stack has those of its matrices."""
-    return shape[-1] if len(shape) == 3 else math.prod(shape[1:])
 
 
 def is_scaled(dtype: torch.dtype) -> bool:

@@ -19,17 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
+from megafsdp.buffer.layout import row_numel_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.states.flat import FlatStates
-from megafsdp.optimizer.states.formats import (
-    PLAIN_DTYPES,
-    ScaledState,
-    dtype_for,
-    is_scaled,
-    num_columns,
-)
+from megafsdp.optimizer.states.formats import PLAIN_DTYPES, ScaledState, dtype_for, is_scaled
 
 _LOGGER = logging.getLogger("megafsdp.optimizer")
 
@@ -165,7 +160,9 @@ class StateStore:
     ) -> None:
         kept = self._scaled.setdefault(parameter, {})
         local, current = local_tensor(parameter), state.get(name)
-        columns = num_columns(tuple(parameter.shape))
+        columns = row_numel_of(parameter.shape)
+        # A sharded stack has rows of all its matrices, a replicated one whole matrices: scales are
+        # for the same blocks in both.
         rows = local.numel() // max(columns, 1)
         if name not in kept:
             kept[name] = ScaledState.zeros(

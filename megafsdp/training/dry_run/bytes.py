@@ -15,17 +15,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from megafsdp.buffer.layout import FlatLayout, TensorSpec
+from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
 from megafsdp.device.host_memory import aligned_nbytes
 from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
-from megafsdp.optimizer.states.formats import (
-    BLOCK_NUMEL,
-    PLAIN_DTYPES,
-    dtype_for,
-    is_scaled,
-    num_columns,
-)
+from megafsdp.optimizer.states.formats import BLOCK_NUMEL, PLAIN_DTYPES, dtype_for, is_scaled
 from megafsdp.optimizer.states.store import STATES
 from megafsdp.training.config.optimizer_sections import MuonSection, OptimizerSection
 from megafsdp.training.step.optimizers import is_for_muon, parameter_groups
@@ -199,6 +193,6 @@ def _nbytes(spec: TensorSpec, numel: int, wished: torch.dtype) -> int:
     dtype = dtype_for(torch.Size(spec.shape), wished)
     if not is_scaled(dtype):
         return numel * dtype.itemsize
-    columns = num_columns(spec.shape)
+    columns = row_numel_of(spec.shape)
     num_blocks = numel // columns * -(-columns // BLOCK_NUMEL)
     return numel * dtype.itemsize + num_blocks * torch.float32.itemsize

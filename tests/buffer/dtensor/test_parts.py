@@ -147,7 +147,7 @@ def _gathered(shape: tuple[int, ...], num_shard_axes: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("shape", "num_shard_axes"),
-    [((2, 2), 1), ((2, 2), 0), ((2, 1, 2), 1), ((2, 1, 2), 2), ((1, 2, 2), 2), ((1, 4), 1)],
+    [((2, 2), 1), ((2, 2), 0), ((2, 1, 2), 1), ((2, 1, 2), 2), ((1, 4), 1)],
 )
 def test_parts_are_gathered_over_data_then_the_model_axis(
     ranks: Ranks, shape: tuple[int, ...], num_shard_axes: int
@@ -196,9 +196,7 @@ def _statistics(shape: tuple[int, ...], num_shard_axes: int) -> None:
         torch.testing.assert_close(same, full.norm())
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_shard_axes"), [((2, 2), 1), ((2, 2), 0), ((2, 1, 2), 1), ((2, 1, 2), 2)]
-)
+@pytest.mark.parametrize(("shape", "num_shard_axes"), [((2, 2), 1), ((2, 2), 0), ((2, 1, 2), 2)])
 def test_statistics_are_those_of_the_whole(
     ranks: Ranks, shape: tuple[int, ...], num_shard_axes: int
 ) -> None:

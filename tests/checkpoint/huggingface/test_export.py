@@ -105,9 +105,9 @@ def _export_parts(family: str, directory: str, shape: tuple[int, ...], num_axes:
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_shard_axes"), [((2, 2), 1), ((2, 1, 2), 1), ((2, 1, 2), 2), ((1, 2), 1)]
+    ("family", "shape", "num_shard_axes"),
+    [("qwen3", (2, 2), 1), ("gpt2", (2, 1, 2), 1), ("qwen3", (2, 1, 2), 2), ("llama", (1, 2), 1)],
 )
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_parts_of_tensors_are_exported_whole(
     ranks: Ranks, family: str, shape: tuple[int, ...], num_shard_axes: int, tmp_path: Path
 ) -> None:

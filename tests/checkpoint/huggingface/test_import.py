@@ -77,7 +77,7 @@ def _import_parts(family: str, source: str) -> None:
     _assert_same_state(model, our_model(family, True, padding=PADDING))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_parts_of_tensors_are_filled(ranks: Ranks, family: str, tmp_path: Path) -> None:
     """Each rank reads the rows and columns of its part, of gate and up each by itself."""
     their_model(family, True).save_pretrained(tmp_path / "saved")

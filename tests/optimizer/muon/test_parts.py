@@ -86,9 +86,14 @@ def _steps(shape: tuple[int, ...], num_shard_axes: int, split_fused: str) -> Non
             assert torch.equal(full_tensor(state[name]), wanted[name])
 
 
-@pytest.mark.parametrize("split_fused", ["parts", "groups"])
 @pytest.mark.parametrize(
-    ("shape", "num_shard_axes"), [((2, 2), 1), ((2, 2), 0), ((2, 1, 2), 1), ((2, 1, 2), 2)]
+    ("shape", "num_shard_axes", "split_fused"),
+    [
+        ((2, 2), 1, "parts"),
+        ((2, 2), 0, "groups"),
+        ((2, 1, 2), 1, "groups"),
+        ((2, 1, 2), 2, "parts"),
+    ],
 )
 def test_matrices_of_parts_are_the_whole_ones(
     ranks: Ranks, shape: tuple[int, ...], num_shard_axes: int, split_fused: str
