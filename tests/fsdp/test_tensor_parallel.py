@@ -15,22 +15,36 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from megafsdp import (
     full_state_dict,
     full_tensor,
     fully_shard,
+    fully_shard_model,
     load_full_state_dict,
     mark_main_weights_changed,
     materialize,
     summon_full_params,
 )
 from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
-from tests.fsdp.llama import Llama, batches, parallelize
+from tests.fsdp.llama import VOCABULARY, Llama, batches, parallelize
 from tests.ranks import Ranks
 
 # In fp64 the sides differ by the order of sums alone.
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+HUGGING_FACE_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+}
 
 
 def _grid(*shape: int) -> DeviceMesh:
@@ -115,16 +129,19 @@ def _materialized() -> None:
     for shape in ((2, 2), (1, 4)):
         grid = _grid(*shape)
         model = _shard(_on_meta(grid["tp"]), fully_shard, mesh=grid["inner"])
+        emptied = _shard(_on_meta(grid["tp"]), fully_shard, mesh=grid["inner"], strategy="optim")
+        emptied.to_empty(device="cpu")
         reference = Llama()
-        for draw in (lambda: materialize(model), lambda: reference.apply(_draw)):
+        draws = (lambda m: m.apply(_draw), materialize, lambda m: m.apply(_draw))
+        for net, draw in zip((reference, model, emptied), draws, strict=True):
             torch.manual_seed(3)
-            draw()
-        wanted = reference.state_dict()
-        full = full_state_dict(model)
-        assert full.keys() == wanted.keys()
-        for name, value in wanted.items():
-            assert torch.equal(full[name], value), name
-        assert torch.isfinite(model(*batches(1, 1)[0]))
+            draw(net)
+        for net in (model, emptied):
+            full = full_state_dict(net)
+            assert full.keys() == reference.state_dict().keys()
+            for name, value in reference.state_dict().items():
+                assert torch.equal(full[name], value), name
+            assert torch.isfinite(net(*batches(1, 1)[0]))
     # Parts of one tensor must come from one draw.
     model = _shard(_on_meta(grid["tp"]), fully_shard, mesh=grid["inner"])
     torch.manual_seed(dist.get_rank())
@@ -237,3 +254,35 @@ def test_parts_may_be_unequal_or_empty(ranks: Ranks) -> None:
     """9 rows, 5 columns and 1 row on tp 2 and tp 4; a scalar that all ranks have."""
     for strategy in ("optim_grads_params", "no_shard"):
         ranks(4).run(_unequal_parts, strategy)
+
+
+def _hugging_face_plan() -> None:
+    grid = _grid(2, 2)
+    mesh, tp = grid["inner"], grid["tp"]
+    config = Qwen3Config(**HUGGING_FACE_SIZES, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    reference = Qwen3ForCausalLM(config).double()
+    net = copy.deepcopy(reference)
+    plan, _, _ = net._resolve_parallel_plans(DistributedConfig(tp_size=2))
+    # Tied: the embedding's rule cuts it as the head's does.
+    plan.pop("lm_head.weight")
+    apply_tensor_parallelism(net, tp, plan)
+    net.lm_head.weight = net.model.embed_tokens.weight
+    fully_shard_model(net, mesh=mesh)
+    optimizers = [_adamw(reference), _adamw(net)]
+    own_rows = slice(2 * mesh.get_local_rank(), 2 * mesh.get_local_rank() + 2)
+    for tokens, _ in batches(2, 4):
+        for model, rows in ((reference, tokens), (net, tokens[own_rows])):
+            model(input_ids=rows, labels=rows).loss.backward()
+        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(p.grad), q.grad, **TOLERANCE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_state_dict(net).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], **TOLERANCE)
+
+
+def test_a_transformers_model_takes_its_own_plan(ranks: Ranks) -> None:
+    """Plain norms beside DTensors, some with hooks of the library that sum over tp themselves."""
+    ranks(4).run(_hugging_face_plan)
