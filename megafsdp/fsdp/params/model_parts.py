@@ -161,11 +161,13 @@ def _check_mesh(name: str, parameter: DTensor, data_mesh: DeviceMesh) -> None:
             )
         )
     common = set(mesh.mesh.flatten().tolist()) & set(data_mesh.mesh.flatten().tolist())
-    if len(common) > 1:
+    # An axis of one rank shares no more than that with any mesh, but cannot be two axes of one.
+    names = set(mesh.mesh_dim_names or ()) & set(data_mesh.mesh_dim_names or ())
+    if len(common) > 1 or names or mesh == data_mesh:
         is_expert = annotation_of(parameter).is_expert
         raise ValueError(
             expected(
-                "a model axis that shares one rank with the mesh of fully_shard()",
+                "a model axis beside the mesh of fully_shard(), which shares one rank with it",
                 f"ranks {sorted(common)} in both",
                 where=where,
                 hint="Give expert_mesh=, the mesh of the ranks with the same experts"

@@ -20,9 +20,9 @@ from megafsdp.mesh.model_part import part_of
 from tests.ranks import Ranks
 
 
-def _grid(num_data: int = 2) -> DeviceMesh:
-    names = ("data", "tp")
-    return init_device_mesh("cpu", (num_data, 2), mesh_dim_names=names)
+def _grid(num_tp: int) -> DeviceMesh:
+    shape = (dist.get_world_size() // num_tp, num_tp)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "tp"))
 
 
 def _addends() -> None:
@@ -82,7 +82,7 @@ class Scaled(nn.Module):
 
 
 def _summed_by_declaration(options: dict[str, object]) -> None:
-    grid = _grid()
+    grid = _grid(2)
     tp_rank, data_rank = grid["tp"].get_local_rank(), grid["data"].get_local_rank()
     reference = Scaled().double()
     net = copy.deepcopy(reference)
@@ -122,21 +122,20 @@ def test_declared_sums_are_made_once_a_reduction(ranks: Ranks, strategy: str) ->
 
 
 def _sums_in_fp32() -> None:
-    grid = _grid(num_data=1)
+    grid = _grid(4)
     net = Scaled()
     for parameter in net.parameters():
         annotate(parameter, sums_over_tp=True)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(net, mesh=grid["data"], mp_policy=policy)
-    x = torch.full((1, 4), 1.0 if dist.get_rank() == 0 else 2**-9)
-    # d(bias) = 2 (x norm + bias): with zeros and ones 2 on rank 0 and 2**-8 on rank 1.
     with torch.no_grad():
         net.norm.fill_(1.0)
         net.bias.zero_()
-    net(x).backward()
-    assert torch.equal(full_tensor(net.bias.grad), torch.full((4,), 2 + 2**-8).bfloat16().float())
+    # d(bias) is 2 x: 256 on rank 0, and 1 on each other, which bf16 could not add to 256 alone.
+    net(torch.full((1, 4), 128.0 if dist.get_rank() == 0 else 0.5)).backward()
+    assert torch.equal(full_tensor(net.bias.grad), torch.full((4,), 259.0).bfloat16().float())
 
 
 def test_the_sum_is_rounded_once(ranks: Ranks) -> None:
     """bf16 addends are added in the dtype of reductions and rounded to that of the packed buffer."""
-    ranks(2).run(_sums_in_fp32)
+    ranks(4).run(_sums_in_fp32)

@@ -55,7 +55,7 @@ def _unsound_placements() -> None:
         ([StridedShard(0, split_factor=2)], tp, NotImplementedError, ["Shard(dim)", "sharded"]),
         ([Shard(0), Shard(1)], grid, NotImplementedError, ["one axis", "(2, 2)"]),
         ([Replicate(), Shard(0)], grid, NotImplementedError, ["one axis", "(2, 2)"]),
-        ([Shard(0)], data, ValueError, ["shares one rank", "mesh="]),
+        ([Shard(0)], data, ValueError, ["beside", "mesh="]),
         ([Shard(0)], everyone, ValueError, ["[0, 2] in both", "mesh="]),
     ]
     for placements, mesh, error, words in cases:
@@ -78,7 +78,7 @@ def _wrong_calls() -> None:
     cut = distribute_tensor(torch.ones(8, 4), grid["tp"], [Shard(0)])
     _refused(lambda: fully_shard(Layer(cut)), ValueError, ["no mesh", "mesh="])
     # The axis of tensor parallelism in the mesh to divide over: as if it were one of replicas.
-    _refused(lambda: fully_shard(Layer(cut), mesh=grid), ValueError, ["shares one rank", "mesh="])
+    _refused(lambda: fully_shard(Layer(cut), mesh=grid), ValueError, ["beside", "mesh="])
     expert = Layer(cut)
     annotate(expert.weight, is_expert=True)
     _refused(lambda: fully_shard(expert, mesh=grid["tp"]), ValueError, ["expert_mesh="])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ from tests.ranks import RankPool, RanksError
 
 Ranks = Callable[[int], RankPool]
 # The function of this name hides the module in its package.
-fully_shard_module = importlib.import_module("megafsdp.fsdp.fully_shard")
 
 
 def _groups_used(is_separate: bool) -> tuple[set[str], set[str]]:
@@ -204,7 +202,7 @@ def _shards_on_gpus(gpus: list[str], mesh_type: str = "cuda", backend: str = "nc
         patch.setattr(process_groups, "flat_group", lambda seen: flat_group(mesh))
         patch.setattr(process_groups, "backends", lambda group: {"cuda": backend})
         patch.setattr(process_groups, "_own_gpu", lambda: gpus[dist.get_rank()])
-        patch.setattr(fully_shard_module, "require_own_gpus", lambda mesh: plain(seen))
+        patch.setattr(division, "require_own_gpus", lambda mesh: plain(seen))
         try:
             shard(Net(1), mesh=mesh)
             # Once a mesh: another exchange would find its own counts in the store.
