@@ -14,7 +14,7 @@ rank would ask for and no rank has saved. Our own checkpoints (save.py, load.py)
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,8 +52,8 @@ class AppState(Stateful):
         """
         optimizers = () if self.optimizer is None else (self.optimizer,)
         model_state, optimizer_state = get_state_dict(self.model, optimizers)
+        states = cast(dict[str, Any], optimizer_state.get(_STATES, {}))
         extra = [name for name in model_state if name.rpartition(".")[2] == _EXTRA_STATE]
-        states = optimizer_state.get(_STATES, {})
         empty = [name for name in states if _is_empty(model_state.get(name))]
         for name in extra:
             del model_state[name]

@@ -38,14 +38,16 @@ class ParallelModule(nn.Module):
 
     A layer with parameters says by ``declarations`` what cuts each of them, and by
     :meth:`initialize` what values the whole tensor starts from. A module that is only put together
-    from such layers inherits :meth:`set_device_mesh` for all of them.
+    from such layers inherits :meth:`set_device_mesh` for all of them. Parameters without a
+    declaration stay plain, and every rank of tp has them whole.
 
     Attributes:
-        declarations: What the layer declares about each of its own parameters, by attribute.
+        declarations: What the layer declares about its own parameters, by attribute.
         computes_on_part: The forward takes this rank's part of each parameter as a plain tensor.
         tp_mesh: Mesh of the ranks that have the other parts; None before ``set_device_mesh``.
-        weight_mesh: Ranks over which a quantization recipe makes statistics of a weight; None means
-            all that have a part of it.
+        weight_mesh: Ranks over which a user's quantization recipe is to make statistics of a
+            weight; None means all that have a part of it, as the engine of this package does, which
+            does not read it.
     """
 
     # On the class, so that a module without parameters needs no constructor for them.
@@ -122,8 +124,7 @@ class ParallelModule(nn.Module):
         Args:
             tp_mesh: 1-D mesh of the ranks that have the parts; None leaves the parameters as they
                 are.
-            weight_mesh: 1-D mesh of the ranks over which a quantization recipe makes statistics of
-                a weight; None means all ranks that have a part of it.
+            weight_mesh: 1-D mesh to store as ``weight_mesh``.
 
         Raises:
             ValueError: A mesh has several axes, is of another device than the parameters, or does
@@ -148,7 +149,7 @@ class ParallelModule(nn.Module):
 
     def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._parameters.items():
-            if parameter is not None:
+            if parameter is not None and name in self.declarations:
                 yield name, parameter
 
     def _part_of(self, name: str, shape: torch.Size) -> ModelPart | None:
@@ -251,8 +252,9 @@ def _check_time(module: ParallelModule, tp_mesh: DeviceMesh) -> None:
     if module.tp_mesh is not None:
         raise _wrong_time("a second call", module)
     for name, parameter in module._own_parameters():
-        is_dtensor = isinstance(parameter, DTensor)
-        if is_dtensor and not module._is_cut_already(name, parameter, tp_mesh):
+        if not isinstance(parameter, DTensor):
+            continue
+        if not module._is_cut_already(name, parameter, tp_mesh):
             raise _wrong_time(f"'{name}' with placements {parameter.placements}", module)
 
 
