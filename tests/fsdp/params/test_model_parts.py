@@ -15,7 +15,7 @@ from megafsdp import FSDPModule, fully_shard, fully_shard_model
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.params.model_parts import read_placement
 from megafsdp.mesh.annotation import FusedParts, annotate
-from megafsdp.mesh.torch_private import StridedShard
+from megafsdp.mesh.torch_private import StridedShard, flatten_mesh
 from tests.ranks import Ranks
 
 
@@ -87,6 +87,11 @@ def _wrong_calls() -> None:
     _refused(
         lambda: fully_shard(plain, mesh=grid["data"]), ValueError, ["set_device_mesh", "dim 1"]
     )
+    crossed = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("rows", "tp"))["tp"]
+    askew = Layer(distribute_tensor(torch.ones(8, 4), crossed, [Shard(0)]))
+    with pytest.raises(ValueError, match="this rank alone in common") as caught:
+        fully_shard_model(nn.Sequential(askew), [Layer], mesh=grid["data"])
+    assert "Slice both" in str(caught.value)
     elsewhere = DeviceMesh("meta", grid["tp"].mesh, _init_backend=False)
     other = Layer(DTensor.from_local(torch.ones(4, 4), elsewhere, [Shard(0)], run_check=False))
     _refused(lambda: fully_shard(other, mesh=grid["data"]), ValueError, ["'cpu'", "'meta'"])
@@ -171,6 +176,12 @@ def _plain_beside_cut() -> None:
     # Without any, a mesh that was sliced from one with an axis of another use has no model axis.
     alone = fully_shard(nn.LayerNorm(4), mesh=grid["data"])
     assert alone.weight.placements == (Shard(0),)
+    # A slice beside an axis of tensor parallelism has one, a mesh flattened over it has none.
+    grid = _grid()
+    beside = fully_shard(nn.LayerNorm(4), mesh=grid["data"])
+    assert beside.weight.placements == (Shard(0), Replicate())
+    over = fully_shard(nn.LayerNorm(4), mesh=flatten_mesh(grid))
+    assert over.weight.placements == (Shard(0),)
 
 
 def test_plain_parameters_are_repeated_over_the_axis_of_dtensors_around(ranks: Ranks) -> None:
