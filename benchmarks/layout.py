@@ -163,7 +163,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             for _ in range(count):
                 plan_layout(unit, options.timed_shards, itemsize=2)
         planning_s[name] = time.perf_counter() - start
-    return {"padding": table, "experts": experts, "timed_shards": options.timed_shards, "planning_s": planning_s}
+    return {
+        "padding": table,
+        "experts": experts,
+        "timed_shards": options.timed_shards,
+        "planning_s": planning_s,
+    }
 
 
 def describe(results: dict[str, object]) -> str:

@@ -290,7 +290,9 @@ def _statistics_of_parts() -> None:
     unit = make_unit(net, lambda _: axes, lambda _: 0.5, Int8PerTensor(), mesh=axes.mesh)
     with record_collectives() as record:
         net(torch.ones(1, 32))
-    by_group = {name: n for (kind, name), n in record.calls_by_group.items() if kind == "all_reduce"}
+    by_group = {
+        name: n for (kind, name), n in record.calls_by_group.items() if kind == "all_reduce"
+    }
     groups = {name: root.get_group(name).group_name for name in names}
     # Over the axis that cuts, and not over replicas, which have the same values.
     assert by_group[groups["tp"]] == 1 and groups["outer"] not in by_group

@@ -114,7 +114,7 @@ def _summed_by_declaration(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 def test_declared_sums_are_made_once_a_reduction(ranks: Ranks, strategy: str) -> None:
-    """Where reductions wait for the last microbatch the sum over tp does too; usage is agreed on."""
+    """Where reductions wait for the last microbatch the sum does too; usage is agreed on."""
     ranks(4).run(_summed_by_declaration, {"strategy": strategy})
     if strategy == "optim_grads_params":
         host = {"strategy": strategy, "offload_policy": OffloadPolicy(params=True)}
@@ -137,5 +137,5 @@ def _sums_in_fp32() -> None:
 
 
 def test_the_sum_is_rounded_once(ranks: Ranks) -> None:
-    """bf16 addends are added in the dtype of reductions and rounded to that of the packed buffer."""
+    """bf16 addends are added in the dtype of reductions, then rounded to that of the buffer."""
     ranks(4).run(_sums_in_fp32)

@@ -52,7 +52,13 @@ def test_a_stack_pads_little_on_more_ranks_than_matrices() -> None:
     numel = sum(spec[0] * spec[1] * spec[2] for spec in shapes)
     assert planned[False].padding_numel < 0.003 * numel
     assert planned[True].padding_numel > numel, "whole experts as rows"
-    assert [row_numel_of(s) for s in [(5, 4), (6, 1, 4), (2, 3, 4, 5), (7,), ()]] == [4, 4, 60, 1, 1]
+    assert [row_numel_of(s) for s in [(5, 4), (6, 1, 4), (2, 3, 4, 5), (7,), ()]] == [
+        4,
+        4,
+        60,
+        1,
+        1,
+    ]
 
 
 @contextmanager
@@ -112,7 +118,10 @@ def _narrow_states(directory: str) -> dict[str, Tensor]:
     for strategy in ("optim_grads_params", "no_shard"):
         net = _sharded({"strategy": strategy})
         optimizer = FusedAdam(
-            net.parameters(), 1e-2, exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float16
+            net.parameters(),
+            1e-2,
+            exp_avg_dtype=torch.float8_e4m3fn,
+            exp_avg_sq_dtype=torch.float16,
         )
         if not found:
             _train(net, optimizer)
