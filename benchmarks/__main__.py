@@ -15,6 +15,7 @@ from benchmarks import (
     offload,
     optimizer_step,
     scale,
+    tp_step,
     trees,
 )
 from benchmarks.record import RECORDS, write
@@ -29,6 +30,7 @@ CASES = {
     "offload": offload,
     "optimizer_step": optimizer_step,
     "scale": scale,
+    "tp_step": tp_step,
     "trees": trees,
 }
 

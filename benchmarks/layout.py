@@ -1,7 +1,8 @@
 """Padding of whole models under the planner, beside one buffer with a least common multiple.
 
 Units are layers, the embedding, and the final norm with the output layer; projections are separate
-parameters, experts are stacked and flattened to rows. Shapes are those of the public models.
+parameters, experts are stacks. With expert parallelism each rank has some matrices of a stack, in a
+group of its own that fewer ranks divide. Shapes are those of the public models.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ Unit = list[TensorSpec]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the case."""
     parser.add_argument("--shards", type=int, nargs="+", default=[8, 64, 512, 1024])
+    parser.add_argument("--expert-degrees", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--timed-shards", type=int, default=4096)
 
 
@@ -103,6 +105,26 @@ def models() -> dict[str, list[tuple[int, Unit]]]:
     }
 
 
+def _expert_padding(unit: Unit, num_ranks: int, ep: int) -> int:
+    """Return the elements that all ranks pad for a unit whose stacks ``ep`` ranks share out."""
+    if ep == 1:
+        return plan_layout(unit, num_ranks, itemsize=2).padding_numel
+    dense = [spec for spec in unit if not _is_stack(spec)]
+    stacks = [
+        TensorSpec(s.name, (s.shape[0] // ep, *s.shape[1:]), row_numel=s.row_numel)
+        for s in unit
+        if _is_stack(s)
+    ]
+    padding = plan_layout(dense, num_ranks, itemsize=2).padding_numel
+    if stacks:
+        padding += ep * plan_layout(stacks, num_ranks // ep, itemsize=2).padding_numel
+    return padding
+
+
+def _is_stack(spec: TensorSpec) -> bool:
+    return spec.row_numel is not None
+
+
 def _lcm_numel(unit: Unit, num_shards: int) -> int:
     """Return the elements of one buffer whose shards are multiples of all row sizes."""
     chunk = math.lcm(*(spec.granule for spec in unit))
@@ -112,6 +134,7 @@ def _lcm_numel(unit: Unit, num_shards: int) -> int:
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Plan every model for every number of shards; HFSDP over 8 x 128 ranks has 1,024 shards."""
     table: dict[str, dict[str, object]] = {}
+    experts: dict[str, dict[str, float]] = {}
     planning_s = {}
     for name, units in models().items():
         numel = sum(count * sum(s.numel for s in unit) for count, unit in units)
@@ -126,12 +149,26 @@ def run(options: argparse.Namespace) -> dict[str, object]:
                 "max_sub_buffers": max(len(layout.sub_buffers) for _, layout in layouts),
             }
         table[name] = row
+        if any(_is_stack(spec) for _, unit in units for spec in unit):
+            experts[name] = {
+                f"{n} ranks, ep {ep}": 100
+                * sum(count * _expert_padding(unit, n, ep) for count, unit in units)
+                / numel
+                for n in options.shards
+                for ep in options.expert_degrees
+                if n % ep == 0
+            }
         start = time.perf_counter()
         for count, unit in units:
             for _ in range(count):
                 plan_layout(unit, options.timed_shards, itemsize=2)
         planning_s[name] = time.perf_counter() - start
-    return {"padding": table, "timed_shards": options.timed_shards, "planning_s": planning_s}
+    return {
+        "padding": table,
+        "experts": experts,
+        "timed_shards": options.timed_shards,
+        "planning_s": planning_s,
+    }
 
 
 def describe(results: dict[str, object]) -> str:
@@ -146,4 +183,9 @@ def describe(results: dict[str, object]) -> str:
             if isinstance(cell, dict)
         ]
         lines.append(f"{name:>15}  {'   '.join(cells)}   planned in {planning[name]:.2f} s")
+    experts = results["experts"]
+    assert isinstance(experts, dict)
+    for name, cells in experts.items():
+        worst = max(cells, key=cells.__getitem__)
+        lines.append(f"{name:>15}  with ep: at most {cells[worst]:.2f}, of {worst}")
     return "\n".join(lines)

@@ -95,8 +95,10 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
 MAX_ATTRIBUTES = 16
-# Entry points whose keywords are a promise to users, and constructors that mirror torch's.
+# Entry points whose keywords are a promise to users, and rooms whose constructors mirror those of
+# torch and of TransformerEngine.
 MANY_PARAMETERS = frozenset({"fully_shard", "fully_shard_model", "save", "async_save", "load"})
+CONSTRUCTORS_OF_MANY = frozenset({"optimizer", "parallel"})
 
 # Where classes are lists of settings or parts of a network: as many fields as there are facts.
 MANY_ATTRIBUTES = ("models", "training.config")
@@ -116,7 +118,16 @@ PRIVATE_DOORS = (
 )
 # Attributes that torch keeps to itself, of objects that a dotted name does not show to be torch's.
 PRIVATE_ATTRIBUTES = frozenset(
-    {"_local_tensor", "_spec", "_execution_engine", "_version", "_base", "_schema", "_flatten"}
+    {
+        "_local_tensor",
+        "_spec",
+        "_execution_engine",
+        "_version",
+        "_base",
+        "_schema",
+        "_flatten",
+        "_concatenate",
+    }
     | {"_compiled_call_impl", "_non_persistent_buffers_set", "_post_accumulate_grad_hooks"}
     | {"_backward_hooks", "_register_load_state_dict_pre_hook"}
 )
@@ -339,7 +350,7 @@ def breaches_of_sizes(modules: Sequence[Module]) -> list[str]:
                 breaches.append(f"{where} has {num_lines} lines, cap {MAX_FUNCTION_LINES}")
             num_parameters = _num_parameters(node)
             is_excepted = node.name in MANY_PARAMETERS or (
-                node.name == "__init__" and module.room == "optimizer"
+                node.name == "__init__" and module.room in CONSTRUCTORS_OF_MANY
             )
             if num_parameters > MAX_PARAMETERS and not is_excepted:
                 breaches.append(f"{where} has {num_parameters} parameters, cap {MAX_PARAMETERS}")
@@ -387,6 +398,16 @@ def breaches_of_private_names(modules: Sequence[Module]) -> list[str]:
         for name, line in sorted(found, key=lambda pair: pair[::-1]):
             breaches.append(f"{module.path}:{line}: {name} belongs in {' or '.join(PRIVATE_DOORS)}")
     return breaches
+
+
+def breaches_of_placement_questions(modules: Sequence[Module]) -> list[str]:
+    """Find calls of ``is_shard()``: of a strided shard it is False on some versions of torch."""
+    return [
+        f"{module.path}:{node.lineno}: is_shard() misses strided shards; ask cut_dim() of mesh/"
+        for module in modules
+        for node in module.nodes
+        if isinstance(node, ast.Attribute) and node.attr == "is_shard"
+    ]
 
 
 def breaches_of_wrappers(modules: Sequence[Module]) -> list[str]:

@@ -78,6 +78,13 @@ def test_private_names_of_torch_stand_in_two_files() -> None:
     _assert_none(architecture.breaches_of_wrappers(MODULES))
 
 
+def test_placements_are_asked_what_they_cut() -> None:
+    """A strided shard cuts its tensor too, which torch's own question denies."""
+    _assert_none(architecture.breaches_of_placement_questions(MODULES))
+    snippet = [Module.parse("megafsdp/x.py", "any(p.is_shard() for p in placements)")]
+    assert len(architecture.breaches_of_placement_questions(snippet)) == 1
+
+
 def test_classes_are_small() -> None:
     """A class has at most 16 attributes; configurations and parts of a network are excepted."""
     _assert_none(architecture.breaches_of_attributes(MODULES))

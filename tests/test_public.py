@@ -57,6 +57,7 @@ VERSIONS = ["installed", "2.11.0", "2.12.0"]
 IMPORT_PATHS = {
     "megafsdp.__main__": {"main"},
     "megafsdp.checkpoint": {
+        "AppState",
         "PendingSave",
         "async_save",
         "export_hf",
@@ -132,6 +133,19 @@ IMPORT_PATHS = {
         "presets",
         "sample",
         "unit_classes",
+    },
+    "megafsdp.parallel": {
+        "LayerNorm",
+        "Linear",
+        "OutputLayer",
+        "ParallelModule",
+        "PositionEmbedding",
+        "RMSNorm",
+        "VocabParallelEmbedding",
+        "cross_entropy",
+        "gather_vocabulary",
+        "localized",
+        "parallelize",
     },
     "megafsdp.training": {
         "Config",
@@ -228,6 +242,7 @@ def test_fully_shard_has_the_promised_keywords() -> None:
         "prefetch",
         "nccl_user_buffers",
         "dp_mesh_dims",
+        "expert_mesh",
     ]
     defaults = {n: p.default for n, p in parameters.items()}
     assert defaults["strategy"] == "optim_grads_params"

@@ -56,8 +56,11 @@ def test_the_run_that_options_name_is_removed(
     [
         (["--optimizer.knd", "muon"], "optimizer.kind"),
         (["--optimizer.lr", "-1"], "to be greater than 0, got -1"),
-        (["--train.global_batch_size", "7"], "a multiple of the 2 ranks, got 7"),
-        (["--parallel.tp", "2"], "NotImplementedError"),
+        (
+            ["--train.global_batch_size", "7"],
+            "a multiple of the 2 data-parallel ranks (dp_outer x dp_shard), got 7",
+        ),
+        (["--parallel.cp", "2"], "NotImplementedError"),
     ],
 )
 def test_a_mistake_in_the_options_removes_nothing(

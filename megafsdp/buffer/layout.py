@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafsdp.errors import expected
@@ -25,6 +26,15 @@ SHARD_MULTIPLE = 32
 _ROWS = Flat()
 
 
+def row_numel_of(shape: Sequence[int]) -> int:
+    """Return the elements in a row of a parameter: the least that a cut keeps together.
+
+    Of a stack of matrices (E, N, K) it is a row of any of them, as if it were (E * N, K): with
+    whole matrices as rows, more ranks than matrices would pad more than the stack itself.
+    """
+    return shape[-1] if len(shape) == 3 else math.prod(shape[1:])
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What the planner reads of one tensor.
@@ -33,8 +43,8 @@ class TensorSpec:
         name: FQN, for messages.
         shape: Shape of the tensor; with several shards of at least one dimension and one element.
         placement: Which elements must stay together.
-        row_numel: Elements in a row; None means ``prod(shape[1:])``, as for all parameters of a
-            model. Smaller rows plan a stack (E, N, K) as the matrix (E * N, K).
+        row_numel: Elements in a row; None means ``prod(shape[1:])``. Those of a parameter are
+            :func:`row_numel_of` its shape.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """Checkpoints: canonical tensors and a manifest, saved by any mesh and loaded by any other."""
 
 from megafsdp.checkpoint import inspect
+from megafsdp.checkpoint.app_state import AppState
 from megafsdp.checkpoint.async_save import async_save, release_staging_memory, wait_for_saves
 from megafsdp.checkpoint.background.pending_save import PendingSave
 from megafsdp.checkpoint.format.save_root import latest_step
@@ -11,6 +12,7 @@ from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
 
 __all__ = [
+    "AppState",
     "PendingSave",
     "async_save",
     "export_hf",

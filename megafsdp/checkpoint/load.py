@@ -52,6 +52,7 @@ from megafsdp.checkpoint.state.canonical import (
 )
 from megafsdp.checkpoint.state.fused import wholes_by_part
 from megafsdp.checkpoint.state.matching import Match, Rules, as_patterns, match
+from megafsdp.checkpoint.state.merge import degrees_of, have_same_roles
 from megafsdp.checkpoint.state.optimizer_load import (
     GROUPS_KEY,
     OptimizerLoad,
@@ -117,6 +118,7 @@ class _Plan:
         requests: What to fill.
         match: Which stored key goes where.
         copies: Chunks to copy, in the order of the files.
+        degrees: Of the model that is filled.
         objects: Non-tensor values that were read, by key.
     """
 
@@ -125,6 +127,7 @@ class _Plan:
     requests: _Requests
     match: Match
     copies: list[_Copy]
+    degrees: dict[str, int]
     objects: dict[str, object] = field(default_factory=dict)
 
 
@@ -145,9 +148,10 @@ def load(
 
     Any number of ranks, mesh and strategy may load what any other saved. Only what is passed is
     loaded: ``model`` alone is a weights-only load and leaves optimizer and random states as they
-    are. With an ``optimizer`` the random states are restored too, if the number of ranks is the
-    saved one; otherwise each rank keeps its own, and the log says so. Parameter objects stay the
-    same, and compute weights are fresh when this returns. Waits for a background save first.
+    are. With an ``optimizer`` the random states are restored too, if the number of ranks and the
+    degrees of model parallelism are the saved ones; otherwise each rank keeps its own, and the log
+    says so. Parameter objects stay the same, and compute weights are fresh when this returns. Waits
+    for a background save first.
 
     Args:
         directory: The save root, or one checkpoint's own directory.
@@ -223,7 +227,8 @@ def _plan(directory: Path, step: int | None, *, targets: TrainingState, rules: R
         where=f"'{path}'",
     )
     copies = _plan_copies(manifest, matched, requests.tensors)
-    plan = _Plan(path, manifest, requests, matched, copies)
+    degrees = {} if targets.model is None else degrees_of(targets.model)
+    plan = _Plan(path, manifest, requests, matched, copies, degrees)
     _verify_and_read_objects(plan, rules)
     if GROUPS_KEY not in manifest.objects:
         # Allowed by the rules: the optimizer's own states stay, instead of being lost.
@@ -302,9 +307,10 @@ def _verify_and_read_objects(plan: _Plan, rules: Rules) -> None:
     manifest, requests, sources = plan.manifest, plan.requests, plan.match.sources
     objects = {key: sources[key] for key in sorted(requests.objects) if key in sources}
     objects["extra"] = "extra"
-    own_rng = f"rng.{rank}"
     if requests.optimizer is not None and manifest.world_size == world_size:
+        own_rng = f"rng.{rank}"
         objects[own_rng] = own_rng
+        objects["common"] = "common"
     # Only records of tensors are shared out: every rank reads, and thereby verifies, its objects
     # itself. Ranks that request the same keys share them among themselves.
     keys_by_ranks: dict[tuple[int, ...], set[str]] = {}
@@ -407,14 +413,18 @@ def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
 
 
 def _restore_rng(plan: _Plan) -> None:
+    """Restore this rank's random states, if they are of a rank with the same part in training."""
     rank, world_size = rank_and_world_size()
-    state = plan.objects.get(f"rng.{rank}")
-    if isinstance(state, dict):
+    state, common = plan.objects.get(f"rng.{rank}"), plan.objects.get("common")
+    # Older checkpoints know no degrees: their models lay over data axes alone.
+    stored = common.get("degrees", {}) if isinstance(common, dict) else {}
+    if isinstance(state, dict) and have_same_roles(plan.degrees, stored):
         restore_rng_state(state)
-    else:
-        _LOGGER.warning(
-            "'%s' was saved by %d ranks and is loaded by %d: random states were left as they are",
-            plan.directory,
-            plan.manifest.world_size,
-            world_size,
-        )
+        return
+    _LOGGER.warning(
+        "'%s' was saved by %d ranks and is loaded by %d%s: random states were left as they are",
+        plan.directory,
+        plan.manifest.world_size,
+        world_size,
+        f", over mesh axes {stored} and {plan.degrees}" if common else "",
+    )

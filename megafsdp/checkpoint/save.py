@@ -60,6 +60,7 @@ from megafsdp.checkpoint.state.merge import (
     Written,
     checksum_of_common,
     common_facts,
+    degrees_of,
     describe,
     table_of,
 )
@@ -316,7 +317,8 @@ def _collect(given: TrainingState, step: int) -> CanonicalState:
     for section, source in given.stateful().items():
         state.objects[section] = plain(section, source.state_dict())
     state.objects["extra"] = plain("extra", dict(given.extra or {}))
-    state.objects["common"] = common_facts(step, rank_and_world_size()[1])
+    degrees = degrees_of(given.model)
+    state.objects["common"] = common_facts(step, rank_and_world_size()[1], degrees)
     return state
 
 

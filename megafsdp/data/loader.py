@@ -53,7 +53,8 @@ class Loader:
         dataset: Samples by number.
         global_batch_size: Samples of one step over all ranks.
         micro_batch_size: Samples of one forward on one rank.
-        dp_rank: This rank among the data-parallel ranks.
+        dp_rank: This rank among the data-parallel ranks; ranks that share a layer or a sequence out
+            have the same.
         dp_size: Number of data-parallel ranks.
         pin_memory: Lock the pages of tokens, labels and masks, so that a copy of them to a GPU with
             ``non_blocking=True`` does not wait for it. torch reuses such memory only after the
@@ -86,8 +87,8 @@ class Loader:
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
+        self.dp_size = dp_size
         self._dp_rank = dp_rank
-        self._dp_size = dp_size
         self._pins_memory = pin_memory
         self._pads_last = pad_last
 
@@ -121,7 +122,7 @@ class Loader:
                 )
             )
         first = consumed_samples + self._dp_rank * self.micro_batch_size
-        stride = self.micro_batch_size * self._dp_size
+        stride = self.micro_batch_size * self.dp_size
         return [self._microbatch(first + k * stride) for k in range(self.num_microbatches)]
 
     def _microbatch(self, first_sample: int) -> Batch:

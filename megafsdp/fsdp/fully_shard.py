@@ -3,10 +3,10 @@
 ``fully_shard`` is called on each unit and then on the root, or ``fully_shard_model`` does it for a
 whole model. Both change modules in place and return them; no wrapper, no key prefix.
 
-The functions below the entry points turn each argument into a value or refuse it, before any module
-is changed. torch's own ``MixedPrecisionPolicy`` and ``CPUOffloadPolicy`` are accepted wherever ours
-are. Grouping, buffers and hooks are made elsewhere; no collective is issued here, except to build a
-default mesh.
+The functions below the entry points turn arguments into values or refuse them, before any module is
+changed; those of meshes are in :mod:`megafsdp.fsdp.division`. torch's own ``MixedPrecisionPolicy``
+and ``CPUOffloadPolicy`` are accepted wherever ours are. Grouping, buffers and hooks are made
+elsewhere; no collective is issued here, except to build a default mesh.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast, overload
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
@@ -24,9 +23,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.errors import expected
+from megafsdp.fsdp.division import division_of, mesh_of, reshard_of, strategy_of
 from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
 from megafsdp.fsdp.grouping import (
-    Division,
     FoundParameter,
     build_groups,
     claim,
@@ -34,6 +33,7 @@ from megafsdp.fsdp.grouping import (
     find_parameters,
     find_units,
     leave_out_tied,
+    place_parameters,
     policies_by_module,
 )
 from megafsdp.fsdp.keywords import (
@@ -46,20 +46,15 @@ from megafsdp.fsdp.keywords import (
 )
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
-from megafsdp.fsdp.runtime.process_groups import require_own_gpus
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
-from megafsdp.mesh.parallel_dims import default_mesh
 from megafsdp.mesh.torch_private import ReplicatedModule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 M = TypeVar("M", bound=nn.Module)
-
-# Indexed by ZeRO stage: Strategy lists its members in that order.
-_STAGES = tuple(Strategy)
 
 
 @overload
@@ -85,6 +80,7 @@ def fully_shard(
     prefetch: int = 1,
     nccl_user_buffers: bool = False,
     dp_mesh_dims: object | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Make a module, or a list of modules that run one after another, into one unit.
 
@@ -93,6 +89,9 @@ def fully_shard(
     Parameter values are taken from every rank's own copy: initialise all ranks alike. Parameters on
     the meta device have none until ``materialize`` or a load. No collective is issued before the
     first forward, except to build a default mesh.
+
+    DTensor parameters over one axis beside the mesh, as ``parallelize_module`` makes them, are
+    divided part by part, and their gradients summed over that axis where they are partial.
 
     Args:
         module: The module or modules, changed in place.
@@ -105,8 +104,7 @@ def fully_shard(
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
             all but those needed again at once: the root's and the last unit's. A number of
             neighbouring ranks, say of one node, divides them among these alone.
-        shard_placement_fn: As in torch; only dimension 0 can be cut, so it may only return None or
-            ``Shard(0)``.
+        shard_placement_fn: As in torch; only rows are cut: it returns None or ``Shard(0)``.
         mp_policy: Dtypes; torch's policy is accepted.
         offload_policy: What lives on the host; torch's policy is accepted.
         ignored_params: Parameters to leave alone: neither cut nor reduced.
@@ -115,13 +113,14 @@ def fully_shard(
         nccl_user_buffers: Gather into memory that is registered with NCCL, a few units' bytes that
             stay allocated. For ZeRO-3 alone; without NCCL memory stays plain, with a warning.
         dp_mesh_dims: torch's way to choose axes of a larger mesh, which is refused.
+        expert_mesh: Ranks that divide experts' parameters; the mean is over ``mesh`` as well.
 
     Returns:
         ``module``, whose class is now also an :class:`FSDPModule`.
 
     Raises:
-        ValueError: A module is a unit already or a container without a forward, a parameter is
-            tied to another unit, parameters lie on several devices, or an argument has no meaning.
+        ValueError: A module is a unit already or only contains modules, a parameter is tied to
+            another unit, parameters lie on several devices, or an argument has no meaning.
         TypeError: A policy is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
@@ -134,17 +133,16 @@ def fully_shard(
     check_user_buffers(nccl_user_buffers, chosen)
     found = find_parameters(modules, ignored_params or (), policy)
     check_placements(found, shard_placement_fn)
+    place_parameters(found, modules, mesh, expert_mesh)
     mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
     options = UnitOptions(prefetch, reshard_of(reshard_after_forward, mesh), nccl_user_buffers)
-    # Gradients are averaged by this factor alone: no reduction divides again.
-    scale = 1.0 if averaging is Average.TOKEN else 1.0 / mesh.size()
-    is_divided = is_divided_over_outer_axis(outer_strategy, chosen, mesh)
-    groups = build_groups(found, policy, Division(mesh, chosen, is_divided, scale), memory)
+    division = division_of(mesh, expert_mesh, chosen, outer_strategy, averaging)
+    groups = build_groups(found, policy, division, memory)
     claim(found, type(modules[0]).__name__)
     for each in modules:
         mix_in(each)
     FSDPUnit(modules, groups, policy=policy, memory=memory, options=options)
-    # Last: the hooks on steps compare ids, so every sharded parameter must exist by then.
+    # Last: the hooks on steps compare ids, so all sharded parameters must exist.
     watch_optimizer_steps()
     return cast(FSDPModule | list[FSDPModule], module)
 
@@ -165,6 +163,7 @@ def fully_shard_model(
     prefetch: int = 1,
     nccl_user_buffers: bool = False,
     dp_mesh_dims: object | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Make every instance of some classes below a model, and then the model, into units.
 
@@ -187,6 +186,7 @@ def fully_shard_model(
         prefetch: As for :func:`fully_shard`.
         nccl_user_buffers: As for :func:`fully_shard`.
         dp_mesh_dims: As for :func:`fully_shard`.
+        expert_mesh: As for :func:`fully_shard`.
 
     Returns:
         ``model``.
@@ -210,13 +210,14 @@ def fully_shard_model(
         "prefetch": prefetch,
         "nccl_user_buffers": nccl_user_buffers,
         "dp_mesh_dims": dp_mesh_dims,
+        "expert_mesh": expert_mesh,
     }
     units = leave_out_tied(model, find_units(model, fsdp_unit_modules), ignored)
     # Before the first call: names are matched to parameters by id, and it replaces parameters.
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
-    check_units(policies, ignored, shard_placement_fn)
+    check_units(policies, ignored, shard_placement_fn, (mesh, expert_mesh))
     for module, policy in policies.items():
         fully_shard(module, mp_policy=policy, **options)
     return cast(FSDPModule, model)
@@ -248,25 +249,6 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     finally:
         for context in contexts:
             context.is_last_microbatch, context.optimizer_may_start = True, False
-
-
-def strategy_of(value: str | int) -> Strategy:
-    """Return the strategy of a Megatron name or a ZeRO stage 0 to 3.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
-    names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
-    if value not in names:
-        raise ValueError(
-            expected(
-                f"one of {[s.value for s in Strategy]} or a ZeRO stage 0 to 3",
-                repr(value),
-                where="the strategy of fully_shard()",
-                hint="Use 'optim_grads_params' for ZeRO-3",
-            )
-        )
-    return names[value]
 
 
 def average_of(value: str) -> Average:
@@ -339,51 +321,11 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
     return policy
 
 
-def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: DeviceMesh) -> bool:
-    """Return whether the first axis of the mesh divides main weights too.
-
-    Raises:
-        ValueError: The name is unknown, there is no outer axis to divide over, or compute weights
-            or gradients are not divided over the inner one.
-    """
-    where = "outer_strategy of fully_shard()"
-    if outer_strategy == "no_shard":
-        return False
-    if outer_strategy != "optim":
-        raise ValueError(
-            expected(
-                "'no_shard' or 'optim'",
-                repr(outer_strategy),
-                where=where,
-                hint="Use 'no_shard' to replicate shards over the outer axis (HSDP), 'optim' to "
-                "divide main weights and optimizer states over it (HFSDP)",
-            )
-        )
-    if mesh.ndim != 2:
-        raise ValueError(
-            expected(
-                "a mesh of two axes",
-                f"shape {tuple(mesh.shape)}",
-                where=f"{where}, which is 'optim'",
-                hint="Give a mesh of an outer and an inner axis, or leave outer_strategy out",
-            )
-        )
-    if strategy is not Strategy.OPTIM_GRADS_PARAMS:
-        raise ValueError(
-            expected(
-                "strategy 'optim_grads_params'",
-                repr(strategy.value),
-                where=f"{where}, which is 'optim'",
-                hint="Divide everything over the inner axis, or leave outer_strategy out",
-            )
-        )
-    return True
-
-
 def check_units(
     policies: Mapping[nn.Module, MixedPrecisionPolicy],
     ignored: Sequence[nn.Parameter],
     placement_fn: Callable[[nn.Parameter], object] | None,
+    meshes: tuple[DeviceMesh | None, DeviceMesh | None],
 ) -> None:
     """Check what could refuse one of several units, so that all are made or none.
 
@@ -391,6 +333,7 @@ def check_units(
         policies: The modules that will be a unit each, inner ones first, and their policies.
         ignored: Parameters to leave alone.
         placement_fn: As for :func:`fully_shard`.
+        meshes: Its mesh and its expert_mesh.
 
     Raises:
         Exception: Whatever :func:`fully_shard` raises for one of the modules.
@@ -401,6 +344,7 @@ def check_units(
         of_inner = [p for m in module.modules() if m in taken for p in taken[m]]
         found = find_parameters([module], [*ignored, *of_inner], policy)
         check_placements(found, placement_fn)
+        place_parameters(found, [module], *meshes)
         device_type_of(found)
         taken[module] = [item.parameter for item in found]
 
@@ -480,31 +424,6 @@ def is_container(module: nn.Module) -> bool:
     )
 
 
-def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
-    """Return the choice of resharding after forward; one rank is False, all of them True.
-
-    Raises:
-        ValueError: It is neither a bool nor a number that divides the ranks of the mesh's last
-            axis.
-    """
-    # bool first: True is an int too, and would mean one rank.
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    num_ranks = mesh.size(mesh.ndim - 1)
-    is_number = isinstance(reshard_after_forward, int)
-    if not is_number or reshard_after_forward < 1 or num_ranks % reshard_after_forward:
-        raise ValueError(
-            expected(
-                f"True, False, None, or a divisor of the {num_ranks} ranks that divide parameters",
-                repr(reshard_after_forward),
-                where="reshard_after_forward of fully_shard()",
-                hint="Give the number of ranks of one node, or True to free parameters",
-            )
-        )
-    # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
-    return {1: False, num_ranks: True}.get(reshard_after_forward, reshard_after_forward)
-
-
 def refuse_units_of_torch(modules: Iterable[nn.Module]) -> None:
     """Raise if torch shards or replicates one of the modules or a part of it.
 
@@ -549,50 +468,3 @@ def check_placements(
                     hint="Return None: rows of flat buffers are cut on dimension 0",
                 )
             )
-
-
-def mesh_of(
-    mesh: DeviceMesh | None, device_type: str, dp_mesh_dims: object | None = None
-) -> DeviceMesh:
-    """Return the mesh, by default of all ranks.
-
-    Raises:
-        NotImplementedError: ``dp_mesh_dims`` is given, torch's choice of axes of a larger mesh.
-        RuntimeError: There is neither a mesh nor a process group.
-        ValueError: The mesh has more than two axes, or two without names; or ranks on NCCL share
-            a GPU.
-    """
-    if dp_mesh_dims is not None:
-        # Such a mesh is one of DTensor parameters, which are cut on its other axes too.
-        raise NotImplementedError(
-            expected(
-                "a mesh of data-parallel axes alone",
-                f"dp_mesh_dims={dp_mesh_dims}",
-                where="fully_shard()",
-                hint="Give the part of the mesh that has these axes: mesh[names]",
-            )
-        )
-    if mesh is None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                expected(
-                    "an initialised process group or a mesh",
-                    "neither",
-                    where="fully_shard()",
-                    hint="Call torch.distributed.init_process_group() first, or use torchrun",
-                )
-            )
-        # Collective: all ranks come here with the same arguments.
-        mesh = default_mesh(device_type)
-    # Two unnamed axes are refused: their sizes do not show which one is the slow network.
-    if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
-        require_own_gpus(mesh)
-        return mesh
-    raise ValueError(
-        expected(
-            "a mesh of one axis, or of two named ones",
-            f"shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
-            where="the mesh of fully_shard()",
-            hint="Give the named data-parallel axes, for example mesh['dp_outer', 'dp_shard']",
-        )
-    )

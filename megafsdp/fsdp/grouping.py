@@ -1,11 +1,11 @@
 """Which modules become units, which parameters a unit owns, and into which groups they fall.
 
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
-by whether they require a gradient, and by whether they can be cut at all: parameters without
-dimensions or elements, and frozen integers, are whole on every rank. Parameters that
-``MixedPrecisionPolicy.keep_fp32`` names compute in fp32, hence are grouped apart. A name counts
-within the module that is made a unit; ``fully_shard_model`` first translates names that count in
-the whole model to each unit's own.
+by whether they require a gradient, by the meshes that divide them, and by whether they can be cut
+at all: parameters without dimensions or elements, and frozen integers, are whole on every rank.
+Parameters that ``MixedPrecisionPolicy.keep_fp32`` names compute in fp32, hence are grouped apart. A
+name counts within the module that is made a unit; ``fully_shard_model`` first translates names that
+count in the whole model to each unit's own.
 
 What would make the engine wrong later is refused here, before anything is changed. Buffers are laid
 out by :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
@@ -19,6 +19,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -28,12 +29,19 @@ from torch.distributed.tensor import DTensor
 from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
+from megafsdp.fsdp.division import Division
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
-from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.model_parts import (
+    plain_placement,
+    read_placement,
+    tensor_parallel_mesh,
+)
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import units_below
+from megafsdp.mesh.annotation import annotation_of
+from megafsdp.mesh.dtensor import joined_mesh
 
 _LOGGER = logging.getLogger("megafsdp.fsdp")
 # Set on full parameters: the name of the unit that owns the sharded form, and the FQN in it.
@@ -48,11 +56,15 @@ class GroupKey:
         dtypes: Dtypes of the group's buffers.
         requires_grad: Whether they get gradients.
         is_whole: Whether they are whole on every rank, whatever the strategy.
+        is_expert: Whether they are divided over the mesh of experts.
+        model_mesh: The axis that cuts or repeats them besides; None without one.
     """
 
     dtypes: GroupDtypes
     requires_grad: bool
     is_whole: bool
+    is_expert: bool
+    model_mesh: DeviceMesh | None
 
 
 @dataclass
@@ -63,11 +75,13 @@ class FoundParameter:
         parameter: The parameter as the user made it.
         record: What the engine will record of it.
         computes_in_fp32: Whether ``keep_fp32`` names it, by any of the names of a tie.
+        is_expert: Whether it is divided over the mesh of experts.
     """
 
     parameter: nn.Parameter
     record: ManagedParameter
     computes_in_fp32: bool
+    is_expert: bool = False
 
 
 def find_units(
@@ -179,7 +193,7 @@ def find_parameters(
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
             outer unit was made first), or has gradient hooks that its sharded form would not have.
             Or the policy names in fp32 only parameters of inner units, which compute otherwise.
-        NotImplementedError: A parameter is a DTensor or of another subclass, complex, or
+        NotImplementedError: A parameter is of a subclass other than DTensor, complex, or
             floating-point of 8 bits.
     """
     # By id: comparing tensors compares their elements.
@@ -214,15 +228,86 @@ def find_parameters(
     return list(found.values())
 
 
+def place_parameters(
+    found: Sequence[FoundParameter],
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh | None,
+    expert_mesh: DeviceMesh | None,
+) -> None:
+    """Find which mesh divides each parameter, and what a model axis gives this rank of it; local.
+
+    Plain parameters beside DTensors are repeated over the model axis of these, and those of a mesh
+    that was sliced from one with a tensor-parallel axis over that one. Experts' are not: each rank
+    may have other ones.
+
+    Args:
+        found: Where to write it.
+        modules: The unit's modules.
+        mesh: The data-parallel mesh; None for one of all ranks, which has no model axis.
+        expert_mesh: That of experts; None for the same one.
+
+    Raises:
+        ValueError: A DTensor is on a mesh that does not fit, or a plain parameter should be one.
+        NotImplementedError: A DTensor is cut in a way that is not built.
+    """
+    if expert_mesh == mesh:
+        expert_mesh = None
+    model_mesh: DeviceMesh | None = None
+    axes: dict[tuple[DeviceMesh, DeviceMesh], None] = {}
+    for item in found:
+        name, parameter = item.record.name, item.parameter
+        # Without a mesh of their own experts are parameters like all others.
+        item.is_expert = expert_mesh is not None and annotation_of(parameter).is_expert
+        data_mesh = expert_mesh if item.is_expert else mesh
+        if not isinstance(parameter, DTensor):
+            continue
+        if data_mesh is None:
+            _refuse_no_mesh(name, parameter)
+        owners = [owner for owner, _ in item.record.living_owners()]
+        item.record.model = read_placement(name, parameter, owners, data_mesh)
+        axes[data_mesh, parameter.device_mesh] = None
+        if not item.is_expert:
+            model_mesh = model_mesh or parameter.device_mesh
+    for data_mesh, axis in axes:
+        # Raises where the ranks of both are no grid.
+        joined_mesh(data_mesh, axis)
+    model_mesh = model_mesh or _model_mesh_of_units(modules) or tensor_parallel_mesh(mesh)
+    # Copies of plain parameters on a model axis are one tensor in a checkpoint and count once in a
+    # norm, so their DTensors must say that they are copies.
+    for item in found:
+        has_own_experts = item.is_expert or annotation_of(item.parameter).experts is not None
+        if not isinstance(item.parameter, DTensor) and not has_own_experts:
+            item.record.model = plain_placement(item.record.name, item.parameter, model_mesh)
+
+
+def _model_mesh_of_units(modules: Sequence[nn.Module]) -> DeviceMesh | None:
+    """Return the model axis of the units below; None if they have none."""
+    groups = (group for unit in units_below(modules).values() for group in unit.groups)
+    axes = [group.axes for group in groups if not group.axes.is_expert]
+    return next((a.model_mesh for a in axes if a.model_mesh is not None), None)
+
+
+def _refuse_no_mesh(name: str, parameter: DTensor) -> NoReturn:
+    raise ValueError(
+        expected(
+            "the mesh of data-parallel ranks, which DTensor parameters do not say",
+            f"no mesh, and '{name}' on {parameter.device_mesh}",
+            where="fully_shard()",
+            hint="Give mesh=, the part of one mesh beside the model axis",
+        )
+    )
+
+
 def group_parameters(
     found: Sequence[FoundParameter], policy: MixedPrecisionPolicy
 ) -> dict[GroupKey, list[FoundParameter]]:
     """Divide found parameters into groups, in order of their first parameters."""
     groups: dict[GroupKey, list[FoundParameter]] = {}
     for item in found:
-        parameter = item.parameter
-        # There are no rows to cut.
-        is_whole = parameter.ndim == 0 or parameter.numel() == 0
+        parameter, part = item.parameter, item.record.model.part
+        # There are no rows to cut, here or on the rank of the model axis with the smallest part:
+        # ranks that differ would have other groups, hence other collectives.
+        is_whole = parameter.ndim == 0 or part.of_rank(part.num_ranks - 1).local_numel == 0
         if parameter.is_floating_point():
             grad = policy.grad_dtype(parameter.dtype)
             dtypes = GroupDtypes(
@@ -236,34 +321,10 @@ def group_parameters(
         else:
             # Integers have no gradient to reduce: all four dtypes are the parameter's own.
             dtypes, is_whole = GroupDtypes(*[parameter.dtype] * 4), True
-        key = GroupKey(dtypes, parameter.requires_grad, is_whole)
+        model_mesh = item.record.model.mesh
+        key = GroupKey(dtypes, parameter.requires_grad, is_whole, item.is_expert, model_mesh)
         groups.setdefault(key, []).append(item)
     return groups
-
-
-@dataclass(frozen=True)
-class Division:
-    """What a unit divides, over which ranks, and how it averages gradients.
-
-    Attributes:
-        mesh: The data-parallel mesh, of one or two axes.
-        strategy: What the last axis divides.
-        is_divided_over_outer_axis: Whether the first of two axes divides main weights too.
-        gradient_scale: Factor on the sum of gradients over all ranks of the mesh.
-    """
-
-    mesh: DeviceMesh
-    strategy: Strategy
-    is_divided_over_outer_axis: bool
-    gradient_scale: float
-
-    def axes(self, *, is_whole: bool) -> DataParallelAxes:
-        """Return the ranks that divide or replicate a group, which may have to stay whole."""
-        if is_whole or self.strategy is Strategy.NO_SHARD:
-            return DataParallelAxes.replicated(self.mesh)
-        if self.is_divided_over_outer_axis:
-            return DataParallelAxes.divided(self.mesh)
-        return DataParallelAxes.sharded(self.mesh)
 
 
 def build_groups(
@@ -277,7 +338,9 @@ def build_groups(
         ParameterGroup(
             [item.parameter for item in items],
             [item.record for item in items],
-            axes=division.axes(is_whole=key.is_whole),
+            axes=division.axes(
+                is_whole=key.is_whole, is_expert=key.is_expert, model_mesh=key.model_mesh
+            ),
             dtypes=key.dtypes,
             memory=memory,
             # A whole group is never gathered: its buffers are those of a replica.
@@ -402,18 +465,8 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 hint="Call register_post_accumulate_grad_hook() after fully_shard()",
             )
         )
-    # Rows of its local tensor are not rows of the whole.
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            expected(
-                "plain parameters",
-                f"'{name}', a DTensor with placements {parameter.placements}",
-                where="fully_shard()",
-                hint="Shard over data parallel ranks alone",
-            )
-        )
     # A parameter over a flat buffer has neither the subclass's operations nor what it carries.
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) not in (nn.Parameter, DTensor):
         cls = type(parameter)
         raise NotImplementedError(
             expected(

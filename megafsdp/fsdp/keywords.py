@@ -33,6 +33,7 @@ class ModelKeywords(TypedDict, total=False):
     prefetch: int
     nccl_user_buffers: bool
     dp_mesh_dims: object | None
+    expert_mesh: DeviceMesh | None
 
 
 class ShardKeywords(ModelKeywords, total=False):

@@ -260,15 +260,15 @@ class _Walk:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the ranks of each mesh below the model."""
+        """Return the ranks of each mesh below the model, with those of its model axis."""
         groups = [group for unit in self.units.values() for group in unit.groups]
-        return list(dict.fromkeys(group.axes.all_ranks for group in groups))
+        return list(dict.fromkeys(group.axes.everyone for group in groups))
 
     def fingerprint(self) -> str:
         """Return what ranks must have in common for the walk to be the same."""
         # With which parameters have values: that decides what is visited and gathered.
         parameters = [
-            (name, group.layout.fingerprint(), [p.is_initialized for p in group.parameters])
+            (name, group.fingerprint(), [p.is_initialized for p in group.parameters])
             for name, unit in self.units.items()
             for group in unit.groups
         ]

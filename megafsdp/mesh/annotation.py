@@ -73,12 +73,15 @@ class ParameterAnnotation:
         is_expert: True if the parameter belongs to one of several experts.
         fused: Logical tensors inside the parameter; None means it is one logical tensor.
         experts: Which experts of the layer it has; None means that all ranks have the same.
+        sums_over_tp: True if each rank of tp computes an addend of the gradient only, as of a norm
+            whose ranks have different parts of the sequence.
     """
 
     tp_dim: int | None = None
     is_expert: bool = False
     fused: FusedParts | None = None
     experts: ExpertRange | None = None
+    sums_over_tp: bool = False
 
 
 def annotate(
@@ -88,6 +91,7 @@ def annotate(
     is_expert: bool = False,
     fused: FusedParts | None = None,
     experts: ExpertRange | None = None,
+    sums_over_tp: bool = False,
 ) -> None:
     """Write an annotation on a parameter, replacing an earlier one.
 
@@ -97,6 +101,7 @@ def annotate(
         is_expert: True if the parameter belongs to one of several experts.
         fused: Logical tensors inside the parameter.
         experts: Which experts of the layer it has; implies ``is_expert``.
+        sums_over_tp: True if the gradient is a sum over the ranks of tp.
 
     Raises:
         ValueError: The parts do not add up to the parameter's extent along their dimension.
@@ -113,7 +118,8 @@ def annotate(
             )
         )
     is_expert = is_expert or experts is not None
-    setattr(parameter, _ATTRIBUTE, ParameterAnnotation(tp_dim, is_expert, fused, experts))
+    annotation = ParameterAnnotation(tp_dim, is_expert, fused, experts, sums_over_tp)
+    setattr(parameter, _ATTRIBUTE, annotation)
 
 
 def copy_annotation(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,13 +1,23 @@
-"""Degrees of parallelism and the device mesh they make.
+"""Degrees of parallelism and the device meshes they make.
 
 This file is the only one that spells mesh axes: ``dp_outer`` (replicas of a sharded group, the slow
-network), ``dp_shard`` (ranks that divide parameters), ``cp``, ``tp``, ``ep``, ``edp``. The last
-four are reserved: their degrees must be 1.
+network), ``dp_shard`` (ranks that divide parameters), ``cp`` (context), ``tp`` (tensor), ``ep``
+(expert) and ``edp`` (ranks that divide the same experts).
+
+Ranks count with tp innermost, then cp. Expert parallelism has no ranks of its own: ``ep``
+neighbours share the experts out, so it borrows tp's ranks first, then cp's and dp_shard's. Eight
+ranks with dp_shard 4, tp 2 and ep 4::
+
+    rank        0 1   2 3   4 5   6 7
+    dp_shard     0     1     2     3
+    tp          0 1   0 1   0 1   0 1
+    edp             0           1
+    ep          0 1   2 3   0 1   2 3
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,21 +28,50 @@ from megafsdp.mesh.torch_private import flatten_mesh, new_group_options
 
 DP_OUTER = "dp_outer"
 DP_SHARD = "dp_shard"
-_RESERVED = ("cp", "tp", "ep")
+CP = "cp"
+TP = "tp"
+EP = "ep"
+EDP = "edp"
 _FILL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The device meshes of a run, each as seen by this rank.
+
+    Attributes:
+        data: Ranks among which parameters, gradients and states are divided or replicated: 1-D
+            (dp_shard) or 2-D (dp_outer, dp_shard). Its dp_shard counts the ranks of cp too.
+        tp: The ranks that share a layer's tensors out; None for degree 1.
+        cp: The ranks that share a sequence out; None for degree 1.
+        experts: As ``data``, for the experts of one rank of ``ep``: 1-D (edp) or 2-D (dp_outer,
+            edp); None where ep is 1.
+        ep: The ranks that share a layer's experts out; None for degree 1.
+        data_rank: Which share of a global batch this rank reads; ranks that differ in cp or tp only
+            read the same.
+        data_size: Number of shares of a global batch.
+    """
+
+    data: DeviceMesh
+    tp: DeviceMesh | None
+    cp: DeviceMesh | None
+    experts: DeviceMesh | None
+    ep: DeviceMesh | None
+    data_rank: int
+    data_size: int
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees of parallelism.
+    """Degrees of parallelism, whose product without ``ep`` is the number of ranks.
 
     Attributes:
         dp_outer: Replicas of the sharded group (HSDP, HFSDP).
         dp_shard: Ranks that divide parameters, gradients and optimizer states; -1 takes what is
             left.
-        cp: Context parallel degree; must be 1.
-        tp: Tensor parallel degree; must be 1.
-        ep: Expert parallel degree; must be 1.
+        cp: Context parallel degree.
+        tp: Tensor parallel degree.
+        ep: Expert parallel degree, a divisor of dp_shard x cp x tp.
     """
 
     dp_outer: int = 1
@@ -46,69 +85,106 @@ class ParallelDims:
 
         Raises:
             ValueError: A degree is neither positive nor, for ``dp_shard``, -1.
-            NotImplementedError: A reserved degree is not 1.
         """
-        for name in (DP_OUTER, *_RESERVED):
-            if getattr(self, name) < 1:
-                raise ValueError(self._message("a positive degree", name))
-        if self.dp_shard < 1 and self.dp_shard != _FILL:
-            raise ValueError(self._message("a positive degree or -1", DP_SHARD))
-        for name in _RESERVED:
-            if getattr(self, name) != 1:
-                raise NotImplementedError(self._message("degree 1", name))
-
-    def _message(self, what: str, name: str) -> str:
-        return expected(
-            what,
-            getattr(self, name),
-            where=f"mesh axis '{name}' of ParallelDims",
-            hint="Shard over data parallel ranks with dp_shard",
-        )
+        for name in (DP_OUTER, DP_SHARD, CP, TP, EP):
+            degree = getattr(self, name)
+            if degree < 1 and not (name == DP_SHARD and degree == _FILL):
+                also = " or -1" if name == DP_SHARD else ""
+                raise ValueError(
+                    expected(
+                        f"a positive degree{also}",
+                        degree,
+                        where=f"mesh axis '{name}' of ParallelDims",
+                        hint="Give a number of ranks, 1 for no parallelism of this kind",
+                    )
+                )
 
     def resolve(self, world_size: int) -> ParallelDims:
         """Return the same dims with ``dp_shard`` filled in.
 
         Raises:
-            ValueError: The degrees do not multiply to ``world_size``.
+            ValueError: The degrees do not multiply to ``world_size``, or the experts cannot be
+                shared out among ``ep`` neighbours.
         """
+        others = self.dp_outer * self.cp * self.tp
         shard = self.dp_shard
         if shard == _FILL:
-            shard = max(world_size // self.dp_outer, 1)
-        if shard * self.dp_outer != world_size:
+            shard = max(world_size // others, 1)
+        if shard * others != world_size:
             raise ValueError(
                 expected(
                     f"degrees that multiply to the world size {world_size}",
-                    f"{DP_OUTER} {self.dp_outer} x {DP_SHARD} {shard}",
+                    f"{DP_OUTER} {self.dp_outer} x {DP_SHARD} {shard} x {CP} {self.cp} x {TP}"
+                    f" {self.tp}",
                     where="ParallelDims",
-                    hint=f"Start {shard * self.dp_outer} processes, or set {DP_SHARD} to -1",
+                    hint=f"Start {shard * others} processes, or set {DP_SHARD} to -1",
                 )
             )
-        return ParallelDims(self.dp_outer, shard)
+        inner = world_size // self.dp_outer
+        if inner % self.ep:
+            raise ValueError(
+                expected(
+                    f"a divisor of {DP_SHARD} x {CP} x {TP} = {inner}",
+                    self.ep,
+                    where=f"mesh axis '{EP}' of ParallelDims",
+                    hint="Experts are shared out within a sharded group: choose a smaller degree",
+                )
+            )
+        return replace(self, dp_shard=shard)
 
-    def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Make the mesh: 1-D over ``dp_shard``, or 2-D (dp_outer, dp_shard) if dp_outer > 1.
+    @property
+    def data_size(self) -> int:
+        """Return the number of shares of a global batch, of resolved dims."""
+        assert self.dp_shard != _FILL, "resolve() comes first"
+        return self.dp_outer * self.dp_shard
 
-        Collective over all ranks of the default process group. The 1-D mesh uses that group; with
-        NCCL the groups made for the 2-D one run their collectives on streams of high priority.
+    def build(self, device_type: str) -> Meshes:
+        """Make the meshes; collective over all ranks of the default process group.
+
+        A mesh of one axis over all ranks uses that group. With NCCL the groups made for the others
+        run their collectives on streams of high priority.
 
         Raises:
-            ValueError: The degrees do not multiply to the world size.
+            ValueError: The degrees do not fit the world size.
         """
         dims = self.resolve(dist.get_world_size())
-        if dims.dp_outer == 1:
-            return init_device_mesh(device_type, (dims.dp_shard,), mesh_dim_names=(DP_SHARD,))
-        names = (DP_OUTER, DP_SHARD)
+        outer = {} if dims.dp_outer == 1 else {DP_OUTER: dims.dp_outer}
+        data_axes, expert_axes = (*outer, DP_SHARD), (*outer, EDP)
+        inner_size = dims.dp_shard * dims.cp
+        tp = {} if dims.tp == 1 else {TP: dims.tp}
+        # One root of the data axes and tp: main weights of both are on all of it.
+        dense = _root(device_type, outer | {DP_SHARD: inner_size} | tp)
+        cp = experts = None
+        if dims.cp > 1:
+            cp = _root(device_type, {"dp": dims.data_size, CP: dims.cp, TP: dims.tp})
+        if dims.ep > 1:
+            edp_size = inner_size * dims.tp // dims.ep
+            experts = _root(device_type, outer | {EDP: edp_size, EP: dims.ep})
+        return Meshes(
+            data=dense[data_axes] if tp else dense,
+            tp=dense[TP] if tp else None,
+            cp=None if cp is None else cp[CP],
+            experts=None if experts is None else experts[expert_axes],
+            ep=None if experts is None else experts[EP],
+            data_rank=dist.get_rank() // (dims.cp * dims.tp),
+            data_size=dims.data_size,
+        )
+
+
+def _root(device_type: str, degrees: dict[str, int]) -> DeviceMesh:
+    """Make a mesh of all ranks with the given size of each axis, the last one innermost."""
+    options: dict[int | str, Any] = {}
+    if len(degrees) > 1:
         # torch writes the name of a group into its options, so each axis has its own.
-        options: dict[int | str, Any] = {}
-        for name in names:
+        for name in degrees:
             if made := new_group_options():
                 options[name] = (None, made["pg_options"])
-        return init_device_mesh(
-            device_type,
-            (dims.dp_outer, dims.dp_shard),
-            mesh_dim_names=names,
-            backend_override=options,
-        )
+    return init_device_mesh(
+        device_type,
+        tuple(degrees.values()),
+        mesh_dim_names=tuple(degrees),
+        backend_override=options or None,
+    )
 
 
 def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -121,4 +197,4 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def default_mesh(device_type: str) -> DeviceMesh:
     """Make a 1-D mesh of all ranks; collective over all ranks of the default process group."""
-    return ParallelDims().build_mesh(device_type)
+    return ParallelDims().build(device_type).data

@@ -12,6 +12,7 @@ import datetime
 import functools
 import inspect
 import io
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import IO, Any, Protocol, TypeVar, cast
@@ -36,11 +37,15 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 D = TypeVar("D", bound=DTensor)
 
 # Mixed into a module's class by replicate(); public: none. 2.11 to 2.13.
 ReplicatedModule = DDP
+
+# The placement of rows that a later mesh axis has cut before; public: none. 2.11 to 2.13.
+StridedShard = _StridedShard
 
 # Where a chunk lies in the files of torch.distributed.checkpoint; pickled by this name in each
 # .metadata. Public: none. 2.11 to 2.13.
@@ -85,6 +90,36 @@ def make_dtensor(
     return result
 
 
+def wrap_part(
+    local: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]
+) -> DTensor:
+    """Return a DTensor of a shape whose part on this rank of a 1-D mesh is ``local``; aliases.
+
+    Public: ``DTensor.from_local()``, which takes a view, and not all subclasses have one. 2.11 to
+    2.13.
+    """
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), strides, local.dtype)
+    return make_dtensor(DTensor, local, DTensorSpec(mesh, (placement,), tensor_meta=meta))
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what users and layers wrote on a tensor; of a DTensor without its own two fields.
+
+    Public: ``vars()``, which has those of a DTensor too. 2.11 to 2.13.
+    """
+    fields = ("_local_tensor", "_spec")
+    return {name: value for name, value in vars(tensor).items() if name not in fields}
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a mesh was sliced from; the mesh itself if it was not.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return mesh._get_root_mesh()
+
+
 def norm_placement(order: float) -> Partial:
     """Return the placement of norms of each rank's own elements: their powers are added.
 
@@ -99,6 +134,30 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     Collective on first use. Public: none. 2.11 to 2.13.
     """
     return mesh._flatten()
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh | None:
+    """Return the mesh of the axes of several, over their groups; None if torch cannot join them.
+
+    It can from 2.12 on, for slices of one root with names. Public: none. 2.12 and 2.13.
+    """
+    if not hasattr(DeviceMesh, "_concatenate") or not all(m.mesh_dim_names for m in meshes):
+        return None
+    try:
+        return DeviceMesh._concatenate(meshes)
+    # Two roots: torch compares their ranks.
+    except RuntimeError:
+        return None
+
+
+def forget_dtensor_meshes() -> None:
+    """Empty DTensor's caches, which find specs by equality, and with them meshes of lost groups.
+
+    For a process that makes process groups one after another. Public: none; torch's own functions
+    for it import the compiler. 2.11 to 2.13.
+    """
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def register_as_fully_sharded(module: nn.Module) -> None:

@@ -1,157 +1,29 @@
 """Layers that every architecture is put together from.
 
-Each module that owns parameters can initialise exactly these again by ``reset_parameters()``, draws
-from torch's current random generator in doing so, and declares what tensor parallelism and
-checkpoints need to know of them. Parameter names are Megatron-core's (its local spec). The file
-knows nothing of sharding: a parameter is read only in the forward of the module that owns it, so
-anything may gather it there.
+Modules that own parameters are those of :mod:`megafsdp.parallel`, and parameter names are
+Megatron-core's (its local spec). The file knows nothing of data parallelism: a parameter is read
+only in the forward of the module that owns it, so anything may gather it there. With tensor
+parallelism a rank has whole query groups and a part of the MLP's inner width, and between the maps
+of a layer its part of the sequence; nothing here depends on how many ranks there are.
 
-Shape suffixes: B batch, T sequence, H hidden, V vocabulary, F MLP inner width (O and I: out and in
-features), N query heads, G query groups, P query heads in a group, D head dim, R rotary
-frequencies.
+Shape suffixes: B batch, T sequence, H hidden, F MLP inner width, N query heads, G query groups,
+P query heads in a group, D head dim, R rotary frequencies. With tp, F, N and G are this rank's, and
+T is its part of the sequence outside of attention and the MLP.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Self
 
-from megafsdp.mesh.annotation import FusedParts, annotate
+from megafsdp.errors import expected
+from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.models.causal_attention import causal_attention
 from megafsdp.models.config import ModelConfig
-
-
-class AnnotatedModule(nn.Module):
-    """A module that declares facts on its own parameters and keeps them through conversions.
-
-    ``to_empty()`` on a meta module makes new Parameter objects, which would silently lose what was
-    written on the old ones; hence the hook into ``_apply``, through which every conversion goes.
-    """
-
-    def annotate_parameters(self) -> None:
-        """Write the annotations of this module's own parameters."""
-        raise NotImplementedError
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self.annotate_parameters()
-        return self
-
-
-class Linear(AnnotatedModule):
-    """A linear map whose initial spread and whose parallel and fused structure are given.
-
-    Args:
-        in_features: Size of the last dim of the input.
-        out_features: Size of the last dim of the output.
-        init_std: Standard deviation of the initial weight; the bias starts at 0.
-        has_bias: True if a bias is added.
-        tp_dim: Dim of the weight that tensor parallelism cuts: 0 by columns of the output, 1 by
-            rows of the input. A bias is cut with dim 0 and whole with dim 1.
-        fused: Logical tensors along the output dim, of weight and bias alike.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        init_std: float,
-        has_bias: bool,
-        tp_dim: int,
-        fused: FusedParts | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.init_std = init_std
-        self.tp_dim = tp_dim
-        self.fused = fused
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if has_bias else None
-        self.reset_parameters()
-        self.annotate_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weight from a normal distribution and zero the bias."""
-        nn.init.normal_(self.weight, std=self.init_std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def annotate_parameters(self) -> None:
-        """Declare the cut dim and the fused parts of weight and bias."""
-        annotate(self.weight, tp_dim=self.tp_dim, fused=self.fused)
-        if self.bias is not None:
-            annotate(self.bias, tp_dim=0 if self.tp_dim == 0 else None, fused=self.fused)
-
-    def forward(self, x_BTI: Tensor) -> Tensor:
-        """Map (B, T, I) to (B, T, O), of the dtype of the input."""
-        if x_BTI.dtype == self.weight.dtype:
-            return F.linear(x_BTI, self.weight, self.bias)
-        # A policy keeps the weight in fp32, as it may norms.
-        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
-        return F.linear(x_BTI.to(self.weight.dtype), self.weight, bias).to(x_BTI.dtype)
-
-    def extra_repr(self) -> str:
-        """Describe the sizes for ``repr``."""
-        return f"{self.in_features}, {self.out_features}, has_bias={self.bias is not None}"
-
-
-class Embedding(AnnotatedModule):
-    """A table of vectors looked up by integer.
-
-    Args:
-        num_rows: Number of vectors.
-        hidden_size: Length of each.
-        init_std: Standard deviation of the initial table.
-        tp_dim: Dim that tensor parallelism cuts; None keeps the table whole.
-    """
-
-    def __init__(
-        self, num_rows: int, hidden_size: int, *, init_std: float, tp_dim: int | None
-    ) -> None:
-        super().__init__()
-        self.init_std = init_std
-        self.tp_dim = tp_dim
-        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size))
-        self.reset_parameters()
-        self.annotate_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the table from a normal distribution."""
-        nn.init.normal_(self.weight, std=self.init_std)
-
-    def annotate_parameters(self) -> None:
-        """Declare the cut dim of the table."""
-        annotate(self.weight, tp_dim=self.tp_dim)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape; the result has one more dim, of size H."""
-        return F.embedding(ids, self.weight)
-
-
-class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm, computed in the weight's dtype where a policy keeps norms in fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim; the result has the dtype of ``x``."""
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
-
-
-class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, computed in the weight's dtype where a policy keeps norms in fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim; the result has the dtype of ``x``."""
-        dtype = self.weight.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        out = F.layer_norm(x.to(dtype), self.normalized_shape, self.weight, bias, self.eps)
-        return out.to(x.dtype)
+from megafsdp.parallel import Linear, ParallelModule, RMSNorm
 
 
 def rotary_table(
@@ -206,7 +78,7 @@ def rotary_factors(rotary_TR: Tensor) -> tuple[Tensor, Tensor]:
     return cos_T1D, sin_T1D
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(ParallelModule):
     """Causal attention with grouped queries, and where asked normed heads and rotary positions.
 
     The rows of ``linear_qkv`` repeat [query heads of g; key head of g; value head of g] for each
@@ -229,22 +101,28 @@ class SelfAttention(nn.Module):
         self.linear_qkv = Linear(
             config.hidden_size,
             config.query_size + 2 * config.key_size,
+            bias=has_bias,
             init_std=config.init_std,
-            has_bias=has_bias,
-            tp_dim=0,
+            parallel_mode="column",
+            sequence_parallel=True,
             fused=FusedParts(
                 ("query", "key", "value"), self._group_rows(), num_groups=self.num_query_groups
             ),
         )
-        self.q_layernorm = RMSNorm(self.head_dim, config.norm_eps) if has_head_norms else None
-        self.k_layernorm = RMSNorm(self.head_dim, config.norm_eps) if has_head_norms else None
+        self.q_layernorm = _head_norm(config) if has_head_norms else None
+        self.k_layernorm = _head_norm(config) if has_head_norms else None
         self.linear_proj = Linear(
             config.query_size,
             config.hidden_size,
+            bias=has_bias,
             init_std=output_init_std(config),
-            has_bias=has_bias,
-            tp_dim=1,
+            parallel_mode="row",
+            sequence_parallel=True,
         )
+
+    def check_degree(self, degree: int) -> None:
+        """Raise ValueError unless a tensor-parallel degree divides the query groups."""
+        require_divisor(degree, self.num_query_groups, "query groups", "num_query_groups")
 
     def _group_rows(self) -> tuple[int, int, int]:
         return (self.heads_per_group * self.head_dim, self.head_dim, self.head_dim)
@@ -259,7 +137,7 @@ class SelfAttention(nn.Module):
         Returns:
             (B, T, H), to be added to the residual stream.
         """
-        qkv_BTGX = self.linear_qkv(x_BTH).unflatten(-1, (self.num_query_groups, -1))
+        qkv_BTGX = self.linear_qkv(x_BTH).unflatten(-1, (-1, sum(self._group_rows())))
         q_BTGX, k_BTGD, v_BTGD = qkv_BTGX.split(self._group_rows(), dim=-1)
         q_BTND = q_BTGX.unflatten(-1, (self.heads_per_group, self.head_dim)).flatten(2, 3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -274,13 +152,18 @@ class SelfAttention(nn.Module):
         return self.linear_proj(context_BNTD.transpose(1, 2).flatten(2))
 
 
+def _head_norm(config: ModelConfig) -> RMSNorm:
+    # The ranks of tp have different heads, also where each has the whole sequence.
+    return RMSNorm(config.head_dim, config.norm_eps, sequence_parallel=True)
+
+
 def _gate_and_up(width: int) -> FusedParts:
     # The suffixes are those of NVIDIA's checkpoints.
     stored_as = ("{module}.{parameter}_w", "{module}.{parameter}_v")
     return FusedParts(("gate", "up"), (width, width), stored_as=stored_as)
 
 
-class MLP(nn.Module):
+class MLP(ParallelModule):
     """GELU (tanh form) MLP, or SwiGLU whose first matrix is [gate; up].
 
     Args:
@@ -291,21 +174,29 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, *, has_bias: bool) -> None:
         super().__init__()
         self.is_gated = config.has_gated_mlp
-        width = config.ffn_hidden_size
+        self.ffn_hidden_size = width = config.ffn_hidden_size
         self.linear_fc1 = Linear(
             config.hidden_size,
             2 * width if self.is_gated else width,
+            bias=has_bias,
             init_std=config.init_std,
-            has_bias=has_bias,
-            tp_dim=0,
+            parallel_mode="column",
+            sequence_parallel=True,
             fused=_gate_and_up(width) if self.is_gated else None,
         )
         self.linear_fc2 = Linear(
             width,
             config.hidden_size,
+            bias=has_bias,
             init_std=output_init_std(config),
-            has_bias=has_bias,
-            tp_dim=1,
+            parallel_mode="row",
+            sequence_parallel=True,
+        )
+
+    def check_degree(self, degree: int) -> None:
+        """Raise ValueError unless a tensor-parallel degree divides the inner width."""
+        require_divisor(
+            degree, self.ffn_hidden_size, "inner elements of the MLP", "ffn_hidden_size"
         )
 
     def forward(self, x_BTH: Tensor) -> Tensor:
@@ -317,7 +208,7 @@ class MLP(nn.Module):
         return self.linear_fc2(F.gelu(inner_BTF, approximate="tanh"))
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(ParallelModule):
     """One pre-norm transformer layer, put together from its four parts; the unit of sharding.
 
     Args:
@@ -356,3 +247,16 @@ def output_init_std(config: ModelConfig) -> float:
         2.3.
     """
     return config.init_std / math.sqrt(2 * config.num_layers)
+
+
+def require_divisor(degree: int, count: int, of_what: str, name: str) -> None:
+    """Raise ValueError unless a tensor-parallel degree divides a count of the model's config."""
+    if count % degree:
+        raise ValueError(
+            expected(
+                f"a tensor-parallel degree that divides the {count} {of_what}",
+                degree,
+                where=f"ModelConfig.{name}",
+                hint=f"Choose a degree that divides {name}",
+            )
+        )

@@ -5,14 +5,15 @@ Source: Radford et al., Language Models are Unsupervised Multitask Learners (201
 
 from __future__ import annotations
 
-from megafsdp.models.common import MLP, LayerNorm, SelfAttention, TransformerLayer
+from megafsdp.models.common import MLP, SelfAttention, TransformerLayer
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.language_model import LanguageModel
+from megafsdp.parallel import LayerNorm
 
 
 def gpt_norm(config: ModelConfig) -> LayerNorm:
     """Make a norm of the residual stream."""
-    return LayerNorm(config.hidden_size, config.norm_eps)
+    return LayerNorm(config.hidden_size, config.norm_eps, sequence_parallel=True)
 
 
 def gpt_layer(config: ModelConfig) -> TransformerLayer:

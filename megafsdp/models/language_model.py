@@ -1,9 +1,10 @@
 """The frame round the layers: embedding, decoder, output layer, loss.
 
 ``LanguageModel`` is the same for every architecture; what differs comes in as functions that make a
-layer and a norm. It knows nothing of sharding: parameters outside the layers (embedding, final
-norm, output layer) belong to the root's unit, and are read in the forward of their own
-modules below it.
+layer and a norm. It knows nothing of data parallelism: parameters outside the layers (embedding,
+final norm, output layer) belong to the root's unit, and are read in the forward of their own
+modules below it. With tensor parallelism every rank of tp is given the same tokens and returns the
+same logits or loss; between the embedding and the output layer it has its part of the sequence.
 
 Shape suffixes: B batch, T sequence, H hidden, R rotary frequencies, V vocabulary.
 """
@@ -12,20 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from megafsdp.errors import expected
-from megafsdp.mesh.annotation import annotate
 from megafsdp.models.activation_checkpointing import ActivationCheckpointing
-from megafsdp.models.common import AnnotatedModule, Embedding, TransformerLayer, rotary_table
+from megafsdp.models.common import TransformerLayer, require_divisor, rotary_table
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.loss import masked_cross_entropy
+from megafsdp.parallel import (
+    OutputLayer,
+    ParallelModule,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    gather_vocabulary,
+)
 
 
-class LanguageModelEmbedding(nn.Module):
+class LanguageModelEmbedding(ParallelModule):
     """Word embedding, plus a learned position embedding where positions are not rotations.
 
     Args:
@@ -34,30 +40,32 @@ class LanguageModelEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.word_embeddings = Embedding(
-            config.vocab_size, config.hidden_size, init_std=config.init_std, tp_dim=0
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            init_std=config.init_std,
+            sequence_parallel=True,
         )
         self.position_embeddings = (
             None
             if config.has_rotary_positions
-            else Embedding(
+            else PositionEmbedding(
                 config.max_sequence_length,
                 config.hidden_size,
                 init_std=config.init_std,
-                tp_dim=None,
+                sequence_parallel=True,
             )
         )
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Embed token ids as (B, T, H)."""
+        """Embed token ids as (B, T, H), or with tp as this rank's part of the sequence."""
         words_BTH = self.word_embeddings(tokens_BT)
         if self.position_embeddings is None:
             return words_BTH
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        return words_BTH + self.position_embeddings(positions_T)
+        return words_BTH + self.position_embeddings(tokens_BT.shape[1])
 
 
-class Decoder(nn.Module):
+class Decoder(ParallelModule):
     """The stack of layers and the norm after the last.
 
     Args:
@@ -78,41 +86,7 @@ class Decoder(nn.Module):
         return self.final_layernorm(x_BTH)
 
 
-class OutputLayer(AnnotatedModule):
-    """The map from hidden states to logits, with its own weight or the word embedding's.
-
-    Args:
-        config: Sizes and initial spread.
-        tied_weight: The word embedding's Parameter to share; None makes one of its own.
-    """
-
-    def __init__(self, config: ModelConfig, *, tied_weight: nn.Parameter | None) -> None:
-        super().__init__()
-        self.init_std = config.init_std
-        self.is_tied = tied_weight is not None
-        self.weight = (
-            nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-            if tied_weight is None
-            else tied_weight
-        )
-        self.reset_parameters()
-        self.annotate_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weight from a normal distribution, unless it is the embedding's to draw."""
-        if not self.is_tied:
-            nn.init.normal_(self.weight, std=self.init_std)
-
-    def annotate_parameters(self) -> None:
-        """Declare that tensor parallelism cuts the vocabulary."""
-        annotate(self.weight, tp_dim=0)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        """Map (B, T, H) to logits (B, T, V) of the weight's dtype; a policy may keep it in fp32."""
-        return F.linear(x_BTH.to(self.weight.dtype), self.weight)
-
-
-class LanguageModel(nn.Module):
+class LanguageModel(ParallelModule):
     """A decoder-only language model that returns logits, or the loss when it is given labels.
 
     Modules are made in the order of ``modules()``, so initialising a meta model module by module
@@ -138,7 +112,13 @@ class LanguageModel(nn.Module):
             [make_layer(config) for _ in range(config.num_layers)], make_norm(config)
         )
         tied_weight = self.embedding.word_embeddings.weight if config.tie_embeddings else None
-        self.output_layer = OutputLayer(config, tied_weight=tied_weight)
+        self.output_layer = OutputLayer(
+            config.hidden_size,
+            config.vocab_size,
+            init_std=config.init_std,
+            tied_weight=tied_weight,
+            sequence_parallel=True,
+        )
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
@@ -148,6 +128,10 @@ class LanguageModel(nn.Module):
     @activation_checkpointing.setter
     def activation_checkpointing(self, choice: ActivationCheckpointing) -> None:
         self.decoder.activation_checkpointing = choice
+
+    def check_degree(self, degree: int) -> None:
+        """Raise ValueError unless a tensor-parallel degree divides the vocabulary."""
+        require_divisor(degree, self.config.vocab_size, "rows of the vocabulary", "vocab_size")
 
     def tie_weights(self) -> None:
         """Share the word embedding's Parameter with the output layer, if the config says so.
@@ -170,7 +154,10 @@ class LanguageModel(nn.Module):
         labels_BT: Tensor | None = None,
         loss_mask_BT: Tensor | None = None,
     ) -> Tensor:
-        """Predict, or score a prediction.
+        """Predict, or score a prediction; collective over tp.
+
+        With tp a sequence that the ranks do not divide is padded on the right, which changes
+        nothing before the padding.
 
         Args:
             tokens_BT: Token ids, at most ``max_sequence_length`` of them a row.
@@ -195,17 +182,24 @@ class LanguageModel(nn.Module):
                     hint="Cut the sequence, or raise max_sequence_length in the model's config",
                 )
             )
+        group = self.tp_group
+        num_padded = 0 if group is None else -num_positions % group.size()
+        if num_padded:
+            tokens_BT = F.pad(tokens_BT, (0, num_padded))
         rotary_TR = None
         if self.config.has_rotary_positions:
             rotary_TR = rotary_table(
-                num_positions,
+                num_positions + num_padded,
                 self.config.head_dim,
                 self.config.rope_theta,
                 device=tokens_BT.device,
             )
-        x_BTH = self.decoder(self.embedding(tokens_BT), rotary_TR)
-        logits_BTV = self.output_layer(x_BTH)
+        logits_BTV = self.output_layer(self.decoder(self.embedding(tokens_BT), rotary_TR))
+        if num_padded:
+            logits_BTV = logits_BTV[:, :num_positions]
         if labels_BT is None:
-            return logits_BTV
+            return logits_BTV if group is None else gather_vocabulary(logits_BTV, group)
         # No operator saves them, and no caller sees them.
-        return masked_cross_entropy(logits_BTV, labels_BT, loss_mask_BT, may_overwrite_logits=True)
+        return masked_cross_entropy(
+            logits_BTV, labels_BT, loss_mask_BT, may_overwrite_logits=True, tp_group=group
+        )

@@ -4,8 +4,9 @@ The plain composition (cast to fp32, log-softmax, pick, average) keeps an fp32 c
 for backward and makes two more there. With a vocabulary of 150,000 these dwarf the layers. Here
 the one gradient that must exist is written, and the arithmetic is fp32 on blocks:
 
-    definition   blocks of rows, in torch    forward saves the logits as they came and one number a
-                                             token; backward writes the gradient
+    definition   blocks of rows, in torch    megafsdp/parallel/loss.py: forward saves the logits as
+                                             they came and one number a token; backward writes the
+                                             gradient; alone with tp, where ranks have columns
     Triton       a row a program, on CUDA    forward writes the gradient, in place of the logits if
                                              the caller allows that; backward scales it
 
@@ -17,21 +18,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterator
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megafsdp.errors import expected
+from megafsdp.parallel import cross_entropy
 
 _LOGGER = logging.getLogger("megafsdp.models")
 
-# One fp32 block of 512 MiB, ten a step of 8k tokens over 150k words: some twenty kernels a block
-# are then nothing beside their bytes. On a CPU 2 MiB, which stay in its caches.
-_BLOCK_NUMEL = 2**27
-_BLOCK_NUMEL_ON_CPU = 2**19
 # Not fp16: the gradient would underflow before the loss scale, which comes with backward.
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -42,6 +40,7 @@ def masked_cross_entropy(
     loss_mask_BT: Tensor | None = None,
     *,
     may_overwrite_logits: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Average the negative log-likelihood of the labels over the unmasked tokens.
 
@@ -51,24 +50,27 @@ def masked_cross_entropy(
         loss_mask_BT: 1 where a token counts and 0 where it does not; None counts all.
         may_overwrite_logits: Let the gradient take the logits' memory: nobody reads them again.
             Has an effect on CUDA, with fp32 or bf16 logits, where triton is installed.
+        tp_group: Ranks that have the other columns of the vocabulary; None if ``logits_BTV`` has
+            all. The call is then collective over them, and its definition in torch runs.
 
     Returns:
-        A scalar in fp32; 0 if no token counts. Allocates one number a token, and a gradient of the
-        logits' own dtype unless it may overwrite them; without triton also a block, 512 MiB on
-        CUDA.
+        A scalar in fp32, in fp64 of fp64 logits; 0 if no token counts. Allocates one number a
+        token, and a gradient of the logits' own dtype unless it may overwrite them; without triton
+        also a block, 512 MiB on CUDA.
     """
     labels_N = labels_BT.reshape(-1)
+    dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
     if loss_mask_BT is None:
-        weights_N = torch.full(labels_N.shape, 1.0 / labels_N.numel(), device=labels_N.device)
+        weights_N = labels_N.new_full(labels_N.shape, 1.0 / labels_N.numel(), dtype=dtype)
     else:
         # A policy that casts the inputs may hand over the mask in bf16, which cannot count past
         # 256.
-        mask_N = loss_mask_BT.reshape(-1).float()
+        mask_N = loss_mask_BT.reshape(-1).to(dtype)
         weights_N = mask_N / mask_N.sum().clamp(min=1.0)
     logits_NV = logits_BTV.flatten(0, -2)
-    kernels = _kernels_for(logits_NV)
+    kernels = None if tp_group is not None else _kernels_for(logits_NV)
     if kernels is None:
-        return _WeightedCrossEntropy.apply(logits_NV, labels_N, weights_N)
+        return cross_entropy(logits_NV, labels_N, weights_N, tp_group)
     # A copy made by flatten() or contiguous() is ours anyway.
     is_copy = not logits_NV.is_contiguous() or logits_NV.data_ptr() != logits_BTV.data_ptr()
     return _FusedCrossEntropy.apply(
@@ -108,7 +110,7 @@ def _kernels() -> ModuleType | None:
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """As :class:`_WeightedCrossEntropy`, with the gradient written in forward."""
+    """As :func:`cross_entropy`, with the gradient written in forward."""
 
     @staticmethod
     def forward(
@@ -138,40 +140,3 @@ class _FusedCrossEntropy(torch.autograd.Function):
         # A second backward through this graph would scale again: autograd refuses it by the count.
         torch.autograd.graph.increment_version(grads_NV)
         return grads_NV, None, None, None, None
-
-
-class _WeightedCrossEntropy(torch.autograd.Function):
-    """Sum of row weight times negative log-likelihood, differentiable once, in the logits only."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor) -> Tensor:
-        losses_N = torch.empty_like(weights_N)
-        log_sums_N = torch.empty_like(weights_N)
-        for rows in _blocks(logits_NV):
-            scores = logits_NV[rows].float()
-            log_sums_N[rows] = scores.logsumexp(dim=-1)
-            losses_N[rows] = log_sums_N[rows] - scores.gather(1, labels_N[rows, None]).squeeze(1)
-        ctx.save_for_backward(logits_NV, labels_N, weights_N, log_sums_N)
-        return torch.dot(losses_N, weights_N)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        logits_NV, labels_N, weights_N, log_sums_N = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_logits_NV = torch.empty_like(logits_NV)
-        scales_N = weights_N * grad_loss
-        for rows in _blocks(logits_NV):
-            # Softmax minus one-hot, scaled by the row's weight.
-            grad = (logits_NV[rows] - log_sums_N[rows, None]).exp_()
-            picked = labels_N[rows, None]
-            grad.scatter_(1, picked, grad.gather(1, picked) - 1.0).mul_(scales_N[rows, None])
-            grad_logits_NV[rows] = grad
-        return grad_logits_NV, None, None
-
-
-def _blocks(logits_NV: Tensor) -> Iterator[slice]:
-    num_rows, num_columns = logits_NV.shape
-    block_numel = _BLOCK_NUMEL_ON_CPU if logits_NV.device.type == "cpu" else _BLOCK_NUMEL
-    block_rows = max(1, block_numel // num_columns)
-    for start in range(0, num_rows, block_rows):
-        yield slice(start, start + block_rows)

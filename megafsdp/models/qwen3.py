@@ -9,14 +9,15 @@ Source: Qwen3 Technical Report (arXiv:2505.09388), section 2; Llama 3 (arXiv:240
 
 from __future__ import annotations
 
-from megafsdp.models.common import MLP, RMSNorm, SelfAttention, TransformerLayer
+from megafsdp.models.common import MLP, SelfAttention, TransformerLayer
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.language_model import LanguageModel
+from megafsdp.parallel import RMSNorm
 
 
 def qwen3_norm(config: ModelConfig) -> RMSNorm:
     """Make a norm of the residual stream."""
-    return RMSNorm(config.hidden_size, config.norm_eps)
+    return RMSNorm(config.hidden_size, config.norm_eps, sequence_parallel=True)
 
 
 def qwen3_layer(config: ModelConfig) -> TransformerLayer:

@@ -21,8 +21,10 @@ from megafsdp.buffer.comm.agreement import attempt, raise_together
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.device.host_threads import default_host_threads, torch_threads
 from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
+from megafsdp.mesh.parallel_dims import Meshes
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.parallel import parallelize
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate, validate_schedule
 from megafsdp.training.datasets import Datasets, build_datasets
@@ -141,7 +143,9 @@ class _Run:
     ) -> None:
         self.config, self.world, self.stop = config, world, stop
         self.on_step = on_step
-        _seed_all(config.run.seed + world.rank)
+        meshes = config.parallel.dims().build(world.device.type)
+        # Ranks that share a layer out must draw alike.
+        _seed_all(config.run.seed + meshes.data_rank)
         stored = find_stored(config)
         self.state = RunState() if stored is None else stored.state
         step, consumed_samples = self.state.step, self.state.consumed_samples
@@ -153,11 +157,12 @@ class _Run:
         self.last_step = step + num_left
         model_config = config.model.resolve()
         datasets, self.tokenizer = _read_data(config, model_config, num_samples)
-        self.loader = _loader(config, world, datasets.train)
+        self.loader = _loader(config, world, meshes, datasets.train)
         self.held_out: Loader | None = None
         if datasets.validation is not None:
-            self.held_out = _loader(config, world, datasets.validation, pad_last=True)
-        self.targets = _build(config, model_config, world, num_samples=num_samples)
+            self.held_out = _loader(config, world, meshes, datasets.validation, pad_last=True)
+        model = _build_sharded(config, model_config, world.device, meshes)
+        self.targets = _restorable(config, model, num_samples=num_samples)
         if stored is not None:
             restore(config, self.targets, stored, order=datasets.order)
         self.train_step = TrainStep(
@@ -343,24 +348,21 @@ def _read_data(
 
 
 def _loader(
-    config: Config, world: World, samples: SampleSource, *, pad_last: bool = False
+    config: Config, world: World, meshes: Meshes, samples: SampleSource, *, pad_last: bool = False
 ) -> Loader:
     return Loader(
         samples,
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.micro_batch_size(world.size),
-        dp_rank=world.rank,
-        dp_size=world.size,
+        micro_batch_size=config.micro_batch_size(meshes.data_size),
+        dp_rank=meshes.data_rank,
+        dp_size=meshes.data_size,
         pin_memory=world.device.type == "cuda",
         pad_last=pad_last,
     )
 
 
-def _build(
-    config: Config, model_config: ModelConfig, world: World, *, num_samples: int
-) -> Restorable:
-    """Build what a checkpoint fills: model, optimizer, schedule and loss scaler; collective."""
-    model = _build_sharded(config, model_config, world)
+def _restorable(config: Config, model: nn.Module, *, num_samples: int) -> Restorable:
+    """Build what a checkpoint fills beside the model: optimizer, schedule and loss scaler."""
     optimizer = build_optimizer(model, config.optimizer, config.muon)
     schedule = Schedule.of(config, num_samples=num_samples)
     follows_checkpoint = config.schedule.from_checkpoint
@@ -370,13 +372,15 @@ def _build(
     return Restorable(model, optimizer, learning_rate, scaler)
 
 
-def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> nn.Module:
+def _build_sharded(
+    config: Config, model_config: ModelConfig, device: torch.device, meshes: Meshes
+) -> nn.Module:
     """Divide the model among the ranks and initialise it, a unit at a time; collective.
 
     The weights are those of ``build_model`` with the run's seed, whatever the number of ranks.
     """
     with torch.device("meta"):
-        model = build_model(model_config)
+        model = parallelize(build_model(model_config), meshes)
     model.activation_checkpointing = config.activation_checkpointing.resolve()
     layers, parallel = unit_classes(model_config), config.parallel
     if config.compile.layers:
@@ -386,7 +390,7 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
     fully_shard_model(
         model,
         layers,
-        mesh=parallel.dims().build_mesh(world.device.type),
+        mesh=meshes.data,
         strategy=parallel.strategy,
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,
@@ -395,6 +399,6 @@ def _build_sharded(config: Config, model_config: ModelConfig, world: World) -> n
         mp_policy=config.precision.policy(),
         offload_policy=OffloadPolicy(params=parallel.offload_parameters),
     )
-    with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(config.run.seed)
         return materialize(model)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.mesh.model_part import whole_part
 
 
 def whole_mesh() -> DeviceMesh:
@@ -28,9 +29,7 @@ def layout_of(
     """Describe a tensor that lies ``skipped`` rows after the start of its sub-buffer."""
     row_numel = math.prod(shape[1:])
     return UnevenLayout(
-        shape=shape,
-        region_offsets=(0,) * len(shape),
-        region_shape=shape,
+        part=whole_part(shape),
         row_numel=row_numel,
         buffer_offset=skipped * row_numel,
         shard_numel=shard_rows * row_numel,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.mesh.annotation import FusedParts, annotate
+from megafsdp.mesh.model_part import whole_part
 
 VOCABULARY = 321
 GATE_AND_UP = ("{module}.{parameter}_w", "{module}.{parameter}_v")
@@ -69,9 +70,7 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh, padding_rows: int) -> nn.Par
     row_numel = parameter[0].numel()
     shard_rows = -(-(shape[0] + padding_rows) // num_shards)
     layout = UnevenLayout(
-        shape=shape,
-        region_offsets=(0,) * len(shape),
-        region_shape=shape,
+        part=whole_part(shape),
         row_numel=row_numel,
         buffer_offset=padding_rows * row_numel,
         shard_numel=shard_rows * row_numel,

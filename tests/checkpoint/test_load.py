@@ -11,8 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
@@ -218,6 +221,54 @@ def test_other_world_size_keeps_random_states_and_says_so(
         load(tmp_path, model=model, optimizer=optimizer)
     assert torch.equal(torch.get_rng_state(), before)
     assert "saved by 2 ranks and is loaded by 1" in caplog.text
+
+
+def _on_axis(axis: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build a model of one DTensor, divided over a mesh axis of all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
+    model = nn.Module()
+    weight = torch.arange(12.0).view(4, 3)
+    model.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _save_over(root: Path, axis: str) -> None:
+    model, optimizer = _on_axis(axis)
+    torch.manual_seed(40 + dist.get_rank())
+    save(root, step=1, model=model, optimizer=optimizer)
+
+
+def _load_over(root: Path, axis: str) -> tuple[bool, bool, list[str]]:
+    """Return whether the weight is the saved one and the random state too, and the warnings."""
+    model, optimizer = _on_axis(axis)
+    saved = model.weight.full_tensor().detach().clone()
+    with torch.no_grad():
+        model.weight.to_local().zero_()
+    torch.manual_seed(50)
+    with pytest.MonkeyPatch.context() as patch:
+        warnings: list[str] = []
+        logger = logging.getLogger("megafsdp.checkpoint")
+        patch.setattr(logger, "warning", lambda text, *parts: warnings.append(text % parts))
+        load(root, model=model, optimizer=optimizer)
+    is_weight = torch.equal(model.weight.full_tensor(), saved)
+    own = torch.Generator().manual_seed(40 + dist.get_rank())
+    return is_weight, torch.equal(torch.get_rng_state(), own.get_state()), warnings
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_restored"),
+    [("tp", "tp", True), ("dp_shard", "dp_outer", True), ("tp", "dp_shard", False)],
+)
+def test_random_states_go_to_ranks_of_the_same_part_in_training(
+    ranks: Ranks, tmp_path: Path, before: str, after: str, is_restored: bool
+) -> None:
+    """Tensor-parallel ranks draw alike, data-parallel ones do not; weights come back either way."""
+    ranks(2).run(_save_over, tmp_path, before)
+    for is_weight, is_state, warnings in ranks(2).run(_load_over, tmp_path, after):
+        assert is_weight
+        assert is_state == is_restored
+        axes = f"mesh axes {{'{before}': 2}} and {{'{after}': 2}}: random states were left"
+        assert [axes in warning for warning in warnings] == [True] * (not is_restored)
 
 
 def test_schedulers_and_scalers_are_restored(tmp_path: Path) -> None:

@@ -52,11 +52,12 @@ def _rank_processes(launcher: int) -> list[int]:
 
 def _run_as_launched(folder: Path, port: int, words: Sequence[str]) -> tuple[object, str]:
     """Run a program where a launcher would; return the code it ends with and its output."""
-    rank, output = dist.get_rank(), io.StringIO()
+    rank, num_ranks, output = dist.get_rank(), dist.get_world_size(), io.StringIO()
     # Until all ranks have connected: one that leaves earlier fails those that still do.
     dist.barrier()
     dist.destroy_process_group()
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    launched = {"RANK": rank, "LOCAL_RANK": rank}
+    launched |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         for name, value in launched.items():
@@ -138,6 +139,18 @@ def test_own_loop_example_runs(ranks: Ranks, tmp_path: Path, port: int) -> None:
     assert losses[0] > 5.0
     assert losses[-1] < 3.2
     assert (tmp_path / "runs/own_loop/iter_0000040").is_dir()
+
+
+def test_tensor_parallel_example_runs(ranks: Ranks, tmp_path: Path, port: int) -> None:
+    """A model of transformers, cut by its own plan and sharded, learns and is saved."""
+    words = [str(ROOT / "examples/own_loop_tp.py")]
+    outcomes = ranks(4).run(_run_as_launched, tmp_path, port, words)
+    assert [code for code, _ in outcomes] == [0] * 4
+    lines = outcomes[0][1].splitlines()
+    losses = [float(line.split()[3]) for line in lines if line.startswith("step ")]
+    assert losses[0] > 5.0
+    assert losses[-1] < 3.5
+    assert (tmp_path / "runs/own_loop_tp/iter_0000020").is_dir()
 
 
 @pytest.mark.parametrize("name", ["pretrain_qwen3", "pretrain_gpt"])

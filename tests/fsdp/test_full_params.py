@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from megafsdp import full_state_dict, load_full_state_dict, summon_full_params
+from megafsdp import full_state_dict, fully_shard, load_full_state_dict, summon_full_params
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from tests.fsdp.toy import Net, batches, mine, pair, shard
@@ -124,3 +128,21 @@ def test_writes_into_the_tensors_of_a_state_dict_count(ranks: Ranks, strategy: s
 def test_load_state_dict_copies_and_refreshes(ranks: Ranks) -> None:
     """A sharded state dict of an equal model loads by copy into the same parameters."""
     ranks(2).run(_load_state_dict)
+
+
+def _loads_what_fsdp2_cut_after_tp() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for num_rows in (8, 9, 3):
+        for dim in (0, 1):
+            weight = torch.randn(num_rows, 6)
+            theirs, ours = (nn.Linear(6, num_rows, bias=False) for _ in range(2))
+            theirs.weight = nn.Parameter(distribute_tensor(weight, root["tp"], [Shard(dim)]))
+            fsdp2(theirs, mesh=root["dp"])
+            fully_shard(ours)
+            ours.load_state_dict(theirs.state_dict())
+            assert torch.equal(ours.weight.full_tensor(), weight)
+
+
+def test_rows_that_tp_cut_before_fsdp2_are_loaded_in_order(ranks: Ranks) -> None:
+    """Strided shards, uneven ones too, come together as the tensor that was cut."""
+    ranks(4).run(_loads_what_fsdp2_cut_after_tp)

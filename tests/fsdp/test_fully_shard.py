@@ -76,10 +76,6 @@ def _wrong_parameters() -> None:
     block.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
     _refused(lambda: fully_shard(block), NotImplementedError, ["'codes'", "ignored_params"])
     fully_shard(block, ignored_params=[block.codes])
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = Block()
-    sharded.scale = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
-    _refused(lambda: fully_shard(sharded), NotImplementedError, ["'scale'", "DTensor"])
 
 
 def _wrong_mesh() -> None:

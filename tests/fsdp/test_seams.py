@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from megafsdp import full_tensor, mark_main_weights_changed
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.fsdp_module import mix_in
-from megafsdp.fsdp.grouping import find_parameters
+from megafsdp.fsdp.grouping import find_parameters, place_parameters
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
@@ -38,10 +39,12 @@ def make_unit(
     scale_of: Callable[[str], float],
     recipe: Recipe | None = None,
     reshard_after_forward: int | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> FSDPUnit:
     """Make a unit with one group for each axes its parameters are given."""
     policy, memory = MixedPrecisionPolicy(), UnitMemory()
     found = find_parameters([module], (), policy)
+    place_parameters(found, [module], mesh, None)
     by_axes: dict[DataParallelAxes, list] = {}
     for item in found:
         by_axes.setdefault(axes_of(item.record.name), []).append(item)
@@ -257,3 +260,47 @@ def test_a_recipe_with_several_buffers_and_a_statistic_trains(
 ) -> None:
     """Named buffers, gathered when needed; one collective for statistics; a subclass, made once."""
     ranks(num_ranks).run(_coded_weights, kind)
+
+
+class HalfCoded(nn.Module):
+    """A matrix that a model axis cuts, and one that its ranks repeat, as their plain parts."""
+
+    computes_on_part = True
+
+    def __init__(self, tp: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # The largest value of each is one rank's alone.
+        cut, repeated = torch.randn(4, 32).cumsum(0), torch.randn(2, 32)
+        self.up = nn.Parameter(distribute_tensor(cut, tp, [Shard(0)]))
+        self.down = nn.Parameter(distribute_tensor(repeated, tp, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by both."""
+        assert type(self.up) is CodedWeight, "the very object, refreshed in place"
+        return F.linear(x, self.up).sum() + F.linear(x, self.down).sum()
+
+
+def _statistics_of_parts() -> None:
+    names = ("outer", "inner", "tp")
+    root = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+    net = HalfCoded(root["tp"])
+    whole = {n: p.full_tensor().detach() for n, p in net.named_parameters()}
+    axes = DataParallelAxes.sharded(root["outer", "inner"]).beside(root["tp"])
+    unit = make_unit(net, lambda _: axes, lambda _: 0.5, Int8PerTensor(), mesh=axes.mesh)
+    with record_collectives() as record:
+        net(torch.ones(1, 32))
+    by_group = {
+        name: n for (kind, name), n in record.calls_by_group.items() if kind == "all_reduce"
+    }
+    groups = {name: root.get_group(name).group_name for name in names}
+    # Over the axis that cuts, and not over replicas, which have the same values.
+    assert by_group[groups["tp"]] == 1 and groups["outer"] not in by_group
+    for p in unit.groups[0].parameters:
+        rounded = _rounded(whole[p.name])
+        torch.testing.assert_close(p.unsharded.read(), p.model.part.cut(rounded))
+
+
+def test_statistics_include_the_ranks_that_have_the_other_parts(ranks: Ranks) -> None:
+    """A scale of a whole tensor: one more maximum over the model axis, none over replicas."""
+    ranks(4).run(_statistics_of_parts)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from megafsdp import FSDPModule, fully_shard, fully_shard_model
@@ -139,7 +139,7 @@ def _spoil_complex(net: Tied) -> Callable[[], None]:
 
 def _spoil_dtensor(net: Tied) -> Callable[[], None]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    net.scale = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
+    net.scale = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     return lambda: delattr(net, "scale")
 
 

@@ -12,14 +12,12 @@ from megafsdp.mesh.annotation import FusedParts, annotation_of
 from megafsdp.models import ModelConfig, build_model
 from megafsdp.models.common import (
     MLP,
-    LayerNorm,
-    Linear,
-    RMSNorm,
     SelfAttention,
     rotary_factors,
     rotary_table,
     rotate,
 )
+from megafsdp.parallel import LayerNorm, Linear, RMSNorm
 
 _CONFIG = ModelConfig(hidden_size=24, num_attention_heads=4, num_query_groups=2, head_dim=8)
 
@@ -119,6 +117,8 @@ def test_parameters_declare_what_cuts_them() -> None:
     assert declared[f"{layer}.self_attention.linear_proj.bias"].tp_dim is None
     assert declared[f"{layer}.mlp.linear_fc1.weight"].fused is None
     assert declared[f"{layer}.input_layernorm.weight"].tp_dim is None
+    summed = {name for name, annotation in declared.items() if annotation.sums_over_tp}
+    assert summed == {name for name, annotation in declared.items() if annotation.tp_dim is None}
     gated = build_model(ModelConfig(num_layers=1), seed=0).decoder.layers[0].mlp.linear_fc1
     stored_as = ("{module}.{parameter}_w", "{module}.{parameter}_v")
     gate_and_up = FusedParts(("gate", "up"), (384, 384), stored_as=stored_as)
@@ -128,9 +128,8 @@ def test_parameters_declare_what_cuts_them() -> None:
 @pytest.mark.parametrize("convert", ["to_empty", "to"])
 def test_annotations_survive_conversion(convert: str) -> None:
     """to_empty() makes new Parameter objects, which must carry the declarations too."""
-    layer = Linear(
-        4, 6, init_std=1.0, has_bias=True, tp_dim=0, fused=FusedParts(("a", "b"), (2, 4))
-    ).to("meta")
+    fused = FusedParts(("a", "b"), (2, 4))
+    layer = Linear(4, 6, parallel_mode="column", fused=fused).to("meta")
     before = annotation_of(layer.weight)
     converted = layer.to_empty(device="cpu") if convert == "to_empty" else layer.to(torch.bfloat16)
     assert before.fused is not None

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megafsdp.models import loss as loss_module
 from megafsdp.models import masked_cross_entropy
+from megafsdp.parallel import loss as loss_module
 
 
 def _problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,3 +50,19 @@ def test_last_line_names_the_command_for_these_machines(
     assert printed.startswith(f"stopped; resume{where} with: ")
     command = f"{launcher}-m megafsdp train --config {config.run_directory}/config.yaml\n"
     assert printed.partition(" with: ")[2].partition(" ")[2] == command
+
+
+@pytest.mark.parametrize(
+    ("tp", "ranks"),
+    [(1, "8 cpu rank(s), optim"), (2, "8 cpu rank(s) (4 x 2 tensor-parallel), optim")],
+)
+def test_first_line_says_how_ranks_share_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tp: int, ranks: str
+) -> None:
+    """Data-parallel ranks, and those that share each layer out."""
+    config = tiny(tmp_path, parallel={"tp": tp})
+    meter = Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=8)
+    report = Report(config, World(0, 8, 0, 8, CPU), meter=meter, state=RunState())
+    report.start(1000, RunState(), 6)
+    report.close()
+    assert f"1,000 parameters on {ranks}_grads_params" in capsys.readouterr().out

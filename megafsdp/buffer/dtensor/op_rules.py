@@ -43,6 +43,7 @@ from megafsdp.device.torch_private import (
     wrapper_like,
 )
 from megafsdp.errors import expected
+from megafsdp.mesh.dtensor import main_weight_placements, shard_axes
 from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_dtensor, spec_of
 
 Self = TypeVar("Self", bound="RowShardedDTensor")
@@ -264,15 +265,21 @@ def _select_row(
     tensor, dim, index = args
     layout: UnevenLayout = tensor._uneven_layout
     is_watched = tensor.requires_grad and torch.is_grad_enabled()
-    if dim % len(layout.shape) or is_watched:
+    # Of rows that a model axis cuts, a row is on one of its ranks, which no placement says.
+    are_rows_cut = layout.part.dim == 0 and not layout.part.is_whole
+    if dim % len(layout.shape) or is_watched or are_rows_cut:
         refuse(name, args)
     place, of_row = layout.row(index)
     start, stop = of_row.element_range()
     rows = local_of(tensor).view(-1).narrow(0, place, stop - start).view(of_row.local_shape())
     strides = tuple(math.prod(of_row.shape[d + 1 :]) for d in range(len(of_row.shape)))
     meta = TensorMeta(torch.Size(of_row.shape), strides, rows.dtype)
-    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    return type(tensor).wrap(rows, spec, of_row)
+    num_model_axes, mesh = layout.num_model_axes, tensor.device_mesh
+    num_shard_axes = len(shard_axes(tensor.placements, num_model_axes))
+    placements = main_weight_placements(
+        mesh.ndim - num_model_axes, num_shard_axes, of_row.part, num_model_axes
+    )
+    return type(tensor).wrap(rows, DTensorSpec(mesh, placements, tensor_meta=meta), of_row)
 
 
 # Operators that neither run on the local tensors as they are nor are refused.

@@ -33,7 +33,7 @@ from megafsdp.buffer.comm.collectives import all_gather_equal
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.device.torch_private import OpOverload, schema_of, without_torch_function
 from megafsdp.errors import expected
-from megafsdp.mesh.parallel_dims import flat_group
+from megafsdp.mesh.dtensor import cut_dim, group_of_axes
 from megafsdp.mesh.torch_private import (
     DTensorSpec,
     TensorMeta,
@@ -86,8 +86,7 @@ class SpreadDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the statistic of the whole tensor; collective over the ranks that divide it."""
         mesh, placements = self.device_mesh, self.placements
-        is_divided = all(p.is_partial() for p in placements)
-        group = flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
+        group = group_of_axes(mesh, [i for i, p in enumerate(placements) if p.is_partial()])
         moments = _gather(self._moments, group, mesh, "moments")
         return self._finish(_combine(moments.to(self.device)))
 
@@ -157,6 +156,7 @@ def reduce_rows(
     if "out" in bound or len(schema_of(func).returns) > 1:
         return None
     # A stack of matrices may be cut within one: its columns are not those of the local tensor.
+    # A model axis may cut columns too.
     if not is_whole and (0 not in dims or not has_rows_of_tensor):
         return None
     keeps_dims = bool(bound.get("keepdim"))
@@ -180,7 +180,8 @@ def reduce_rows(
     value = func(rows, **bound)
     if name == "mean":
         # The share of the own rows: the mean of the ranks' means is not that of the tensor.
-        value = value * (num_rows / max(layout.numel if is_whole else layout.shape[0], 1))
+        all_rows = math.prod(layout.shape) if is_whole else layout.shape[0]
+        value = value * (num_rows / max(all_rows, 1))
     return _wrap(DTensor, tensor, value.reshape(shape), placement)
 
 
@@ -230,7 +231,7 @@ def _limit(dtype: torch.dtype, *, is_lowest: bool) -> float | bool:
 def _wrap(cls: type[DTensor], source: DTensor, value: torch.Tensor, placement: Partial) -> DTensor:
     """Wrap a statistic of the own rows; it is equal where the source is replicated."""
     spec = spec_of(source)
-    placements = tuple(placement if p.is_shard() else p for p in spec.placements)
+    placements = tuple(p if cut_dim(p) is None else placement for p in spec.placements)
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
     return make_dtensor(cls, value, DTensorSpec(spec.mesh, placements, tensor_meta=meta))
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
@@ -53,7 +53,7 @@ from megafsdp.buffer.dtensor.random_values import (
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta
 from megafsdp.errors import expected
-from megafsdp.mesh.parallel_dims import flat_group
+from megafsdp.mesh.dtensor import cut_dim, group_of_axes, main_weight_placements, shard_axes
 from megafsdp.mesh.torch_private import (
     DTensorSpec,
     TensorMeta,
@@ -136,12 +136,13 @@ for _name in DRAWS_IN_PLACE:
 
 
 class UnevenDTensor(RowShardedDTensor):
-    """A DTensor over the last axis of its mesh with arbitrary row ranges as shards.
+    """A DTensor with arbitrary ranges of its rows, or of the rows of a part of it, as shards.
 
-    Create it with :meth:`from_local_rows`. ``placements`` say ``Shard(0)`` on the axes that divide
-    it, the last one or all, and ``Replicate`` on the others, which is all that torch can express;
-    the true cuts are in ``uneven_layout``. Where all axes divide it, shards are counted along the
-    first axis first: rank (o, s) of a mesh (M, N) has shard ``s * M + o``.
+    Create it with :meth:`from_local_rows`. The axes of its mesh are data axes, of which the last
+    one or all divide rows, or none does, then model axes, of which the last may give each rank a
+    part. ``placements`` are labels, all that torch can express; the true cuts are in
+    ``uneven_layout``. Where two data axes divide rows, shards are counted along the first axis
+    first: rank (o, s) of a mesh (M, N) has shard ``s * M + o``.
     """
 
     @classmethod
@@ -151,15 +152,16 @@ class UnevenDTensor(RowShardedDTensor):
         mesh: DeviceMesh,
         layout: UnevenLayout,
         *,
-        is_divided: bool = False,
+        num_shard_axes: int = 1,
     ) -> UnevenDTensor:
         """Wrap this rank's rows; no collective, no copy.
 
         Args:
             local: Contiguous tensor of shape ``layout.local_shape()``; the result aliases it.
-            mesh: The tensor is cut along its last axis, and replicated over the others.
+            mesh: Data axes, then the layout's model axes.
             layout: How the global tensor is cut.
-            is_divided: True if the tensor is cut along all axes of the mesh.
+            num_shard_axes: Data axes that divide rows, counted from the last; the tensor is
+                replicated over the others.
 
         Raises:
             ValueError: ``local`` does not have the layout's local shape.
@@ -175,9 +177,10 @@ class UnevenDTensor(RowShardedDTensor):
             )
         strides = [math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape))]
         meta = TensorMeta(torch.Size(layout.shape), tuple(strides), local.dtype)
-        # Shard(0) stands for uneven rows too: a placement of our own would enter torch's caches.
-        other = Shard(0) if is_divided else Replicate()
-        placements = (*[other] * (mesh.ndim - 1), Shard(0))
+        num_model_axes = layout.num_model_axes
+        placements = main_weight_placements(
+            mesh.ndim - num_model_axes, num_shard_axes, layout.part, num_model_axes
+        )
         return cls.wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), layout)
 
     @property
@@ -193,15 +196,48 @@ class UnevenDTensor(RowShardedDTensor):
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """Return the ranks that together have every element once."""
+        """Return the ranks that divide the rows of this rank's part among them.
+
+        Raises:
+            AssertionError: No data axis divides them: every rank of the data axes has all.
+        """
+        assert self._shard_axes, "a group of ranks divides the rows"
+        return group_of_axes(self.device_mesh, self._shard_axes)
+
+    @property
+    def copy_group(self) -> dist.ProcessGroup:
+        """Return the ranks that together have the whole tensor, and other tensors of its model.
+
+        Every rank of a model axis is among them; where all have the same, :attr:`is_counted` says
+        which one stands for it.
+        """
+        mesh, num_model_axes = self.device_mesh, self._uneven_layout.num_model_axes
+        model_axes = range(mesh.ndim - num_model_axes, mesh.ndim)
+        return group_of_axes(mesh, [*self._shard_axes, *model_axes])
+
+    @property
+    def is_counted(self) -> bool:
+        """Return whether this rank's elements count in sums over :attr:`copy_group`."""
         mesh = self.device_mesh
-        is_divided = all(p.is_shard() for p in self.placements)
-        return flat_group(mesh) if is_divided else mesh.get_group(mesh.ndim - 1)
+        model_axes = range(mesh.ndim - self._uneven_layout.num_model_axes, mesh.ndim)
+        # Of the ranks that have the same elements, the first counts.
+        return all(
+            mesh.get_local_rank(axis) == 0
+            for axis in model_axes
+            if cut_dim(self.placements[axis]) is None
+        )
+
+    @property
+    def _shard_axes(self) -> list[int]:
+        """Return the data axes that divide rows."""
+        return shard_axes(self.placements, self._uneven_layout.num_model_axes)
 
     def shards_by_rank(self) -> list[int]:
-        """Return the shard of every rank of :attr:`shard_group`."""
+        """Return the shard of every rank of :attr:`shard_group`, or of this one without a group."""
+        if not self._shard_axes:
+            return [0]
         # Ranks of the flat group are numbered along the last axis first, shards along the first.
-        num_inner = self.device_mesh.size(self.device_mesh.ndim - 1)
+        num_inner = self.device_mesh.size(self._shard_axes[-1])
         num_shards = self._uneven_layout.num_shards
         num_outer = num_shards // num_inner
         return [s * num_outer + o for o in range(num_outer) for s in range(num_inner)]
@@ -220,35 +256,25 @@ class UnevenDTensor(RowShardedDTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor on every rank; collective over the ranks that divide it.
 
-        Allocates the result and a padded gather buffer. Outside autograd.
-
-        Raises:
-            NotImplementedError: The tensor is a part of a tensor-parallel one.
+        The data axes are gathered first, then the model axis that cuts the tensor, if one does.
+        Allocates the result, a part on the way, and padded gather buffers. Outside autograd.
         """
-        layout = self._uneven_layout
-        if layout.region_shape != layout.shape:
-            raise NotImplementedError(
-                expected(
-                    "a tensor that is sharded by data parallelism alone",
-                    f"the part {layout.region_shape} of {layout.shape}",
-                    where="full_tensor()",
-                    hint="Gather the tensor-parallel axis first",
-                )
-            )
-        ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
-        # Padded to the longest shard: equal parts take one gather and no exchange of sizes.
-        longest = max(stop - start for start, stop in ranges)
+        layout, part = self._uneven_layout, self._uneven_layout.part
         # An offloaded tensor lies on the host, from which NCCL cannot gather.
-        local = self.local.reshape(-1).to(self.device_mesh.device_type)
-        padded = local.new_zeros(longest)
-        padded[: local.numel()] = local
-        # As bytes: gloo gathers neither int16 nor FP8.
-        sent = padded.view(torch.uint8)
-        gathered = all_gather_equal(sent, group=self.shard_group, label="full_tensor")
-        received = [shard.view(local.dtype) for shard in gathered]
-        rows = dict(zip(self.shards_by_rank(), received, strict=True))
-        pieces = [rows[s][: stop - start] for s, (start, stop) in enumerate(ranges)]
-        return torch.cat(pieces).view(layout.shape)
+        rows = self.local.reshape(-1).to(self.device_mesh.device_type)
+        if self._shard_axes:
+            ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
+            numels = [ranges[s][1] - ranges[s][0] for s in self.shards_by_rank()]
+            gathered = _gather_unequal(rows, numels, self.shard_group)
+            by_shard = dict(zip(self.shards_by_rank(), gathered, strict=True))
+            rows = torch.cat([by_shard[shard] for shard in range(layout.num_shards)])
+        if part.is_whole:
+            return rows.view(layout.shape)
+        parts = [part.of_rank(rank) for rank in range(part.num_ranks)]
+        model_axis = self.device_mesh.get_group(self.device_mesh.ndim - 1)
+        gathered = _gather_unequal(rows, [each.local_numel for each in parts], model_axis)
+        shapes = [each.local_shape for each in parts]
+        return part.join([rows.view(shape) for rows, shape in zip(gathered, shapes, strict=True)])
 
     def redistribute(
         self,
@@ -319,7 +345,7 @@ class UnevenDTensor(RowShardedDTensor):
             RuntimeError: It has fewer: a file would pass them off as the whole.
         """
         start, stop = self._uneven_layout.element_range()
-        if stop - start < math.prod(self._uneven_layout.region_shape):
+        if stop - start < math.prod(self.shape):
             raise RuntimeError(
                 expected(
                     "a tensor of which this rank has all rows",
@@ -396,6 +422,22 @@ class UnevenDTensor(RowShardedDTensor):
 
     data = FIXED_DATA  # type: ignore[assignment]
     is_meta = SHOWN_AS_META  # type: ignore[assignment]
+
+
+def _gather_unequal(
+    local: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Return every rank's flat elements, of numbers that all ranks know; collective."""
+    # A part may have no rows, where an extent is smaller than its model axis.
+    if not any(numels):
+        return [local] * len(numels)
+    # Padded to the longest: equal pieces take one gather and no exchange of sizes.
+    padded = local.new_zeros(max(numels))
+    padded[: local.numel()] = local
+    # As bytes: gloo gathers neither int16 nor FP8.
+    received = all_gather_equal(padded.view(torch.uint8), group=group, label="full_tensor")
+    pieces = zip(received, numels, strict=True)
+    return [piece.view(local.dtype)[:numel] for piece, numel in pieces]
 
 
 def _reduce(tensor: UnevenDTensor) -> Any:

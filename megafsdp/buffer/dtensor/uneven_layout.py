@@ -1,7 +1,7 @@
 """Layouts of uneven DTensors: a shard's range of elements, and the regions that cover it.
 
-An :class:`UnevenLayout` describes an uneven DTensor without its elements: a region of the global
-tensor (all of it, or a tensor-parallel part), and how that region lies in an equally sharded
+An :class:`UnevenLayout` describes an uneven DTensor without its elements: a part of the global
+tensor (all of it, or what a rank of a model axis has), and how that part lies in an equally sharded
 sub-buffer. Every rank computes every rank's range from it, so checkpoints and full tensors
 need no exchange of metadata. Pure arithmetic; what a :class:`Region` has on disk is a chunk of
 checkpoint/format.
@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from megafsdp.mesh.model_part import ModelPart
 
 
 class Region(NamedTuple):
@@ -94,69 +96,90 @@ def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list
     ]
 
 
+def _in_whole(region: Region, part: ModelPart) -> list[Region]:
+    """Return the regions of the whole tensor that a region of a part is, in its order."""
+    dim = part.dim
+    assert dim is not None, "a part that is not whole is cut along a dimension"
+    start, stop = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
+    found, base = [], 0
+    for first, length in part.pieces:
+        low, high = max(start, base), min(stop, base + length)
+        if low < high:
+            offsets, sizes = list(region.offsets), list(region.sizes)
+            offsets[dim], sizes[dim] = first + low - base, high - low
+            found.append(Region(tuple(offsets), tuple(sizes)))
+        base += length
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class UnevenLayout:
     """How one tensor is spread over the shards of a sub-buffer.
 
+    A model axis, if there is one, has cut the tensor before: the sub-buffer has this rank's part.
+
     Attributes:
-        shape: Shape of the global tensor.
-        region_offsets: Where the part that is sharded starts in the global tensor.
-        region_shape: Shape of that part; equal to ``shape`` without tensor parallelism.
-        row_numel: Elements in a row; no row is cut.
+        part: What the ranks of the sub-buffer have of the global tensor together.
+        row_numel: Elements in a row of the part; no row is cut.
         buffer_offset: First element of the part within the sub-buffer.
         shard_numel: Elements of one shard of the sub-buffer.
         num_shards: Number of shards.
         shard: This rank's shard.
+        num_model_axes: Axes behind the data axes of the DTensor's mesh. The last one cuts the
+            tensor into parts, or none does; all ranks of the others have the same.
     """
 
-    shape: tuple[int, ...]
-    region_offsets: tuple[int, ...]
-    region_shape: tuple[int, ...]
+    part: ModelPart
     row_numel: int
     buffer_offset: int
     shard_numel: int
     num_shards: int
     shard: int
+    num_model_axes: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the global tensor."""
+        return self.part.shape
 
     @property
     def numel(self) -> int:
-        """Return the elements of the sharded part."""
-        return math.prod(self.region_shape)
+        """Return the elements of the part."""
+        return self.part.local_numel
 
     def element_range(self, shard: int | None = None) -> tuple[int, int]:
-        """Return a shard's range [start, stop) of the sharded part (default: the own shard's)."""
-        index = self.shard if shard is None else shard
+        """Return a shard's range [start, stop) of the part (default: the own shard's)."""
+        index, numel = self.shard if shard is None else shard, self.numel
         # Clamped from both sides: a shard before or behind the part gets an empty range.
-        start = min(max(index * self.shard_numel - self.buffer_offset, 0), self.numel)
-        return start, min(
-            max((index + 1) * self.shard_numel - self.buffer_offset, start), self.numel
-        )
+        start = min(max(index * self.shard_numel - self.buffer_offset, 0), numel)
+        return start, min(max((index + 1) * self.shard_numel - self.buffer_offset, start), numel)
 
     def local_shape(self, shard: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a shard's local tensor: its rows, as the global tensor has them."""
+        """Return the shape of a shard's local tensor: its rows, as the part has them."""
         start, stop = self.element_range(shard)
-        trailing = self.region_shape[1:]
+        trailing = self.part.local_shape[1:]
         # A stack (E, N, K) has rows of K elements: a cut between them may divide an (N, K) matrix.
         if math.prod(trailing) != self.row_numel:
             trailing = (self.row_numel,)
-        return ((stop - start) // self.row_numel, *trailing)
+        # A part without columns has rows without elements.
+        return ((stop - start) // max(self.row_numel, 1), *trailing)
 
     def regions(self, shard: int | None = None) -> list[Region]:
         """Return the regions of the *global* tensor that are a shard's; none for an empty shard.
 
         Their elements follow one another in the local tensor.
         """
-        regions = regions_of_range(self.region_shape, *self.element_range(shard))
+        regions = regions_of_range(self.part.local_shape, *self.element_range(shard))
         # Saves ask for the regions of every tensor while training waits.
-        if self.region_shape == self.shape:
+        if self.part.is_whole:
             return regions
-        origin, part = whole(self.region_shape), Region(self.region_offsets, self.region_shape)
-        return [region.moved(origin, part) for region in regions]
+        return [moved for region in regions for moved in _in_whole(region, self.part)]
 
     def row(self, index: int) -> tuple[int, UnevenLayout]:
         """Return where row ``index`` starts in the local tensor, and how it lies over the shards.
 
         One shard has all of a matrix's row; the place is 0 on the others, which have none of it.
+        A model axis must not cut the rows.
 
         Raises:
             IndexError: There is no such row.
@@ -164,13 +187,18 @@ class UnevenLayout:
         row = index + self.shape[0] if index < 0 else index
         if not 0 <= row < self.shape[0]:
             raise IndexError(f"Index {index} is out of range for {self.shape[0]} rows.")
-        numel = math.prod(self.shape[1:])
+        part, dim = self.part, self.part.dim
+        assert part.is_whole or dim != 0, "a model axis does not cut the rows"
+        numel = math.prod(part.local_shape[1:])
         layout = replace(
             self,
-            shape=self.shape[1:],
-            region_offsets=self.region_offsets[1:],
-            region_shape=self.region_shape[1:],
-            row_numel=math.prod(self.shape[2:]),
+            part=replace(
+                part,
+                shape=part.shape[1:],
+                dim=dim - 1 if dim else None,
+                fused_sizes=part.fused_sizes if dim else (),
+            ),
+            row_numel=math.prod(part.local_shape[2:]),
             buffer_offset=self.buffer_offset + row * numel,
         )
         start, stop = layout.element_range()

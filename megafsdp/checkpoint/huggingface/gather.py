@@ -1,7 +1,8 @@
 """One whole tensor at a time: gathered from the shards to the rank that writes it.
 
 Every element goes to the writer alone, by one all-to-all whose other lengths are 0, so the ranks
-that do not write need no memory beside their shards.
+that do not write need no memory beside their shards. Of a tensor that a model axis cuts, the parts
+go to one rank each first, and from these to the writer.
 """
 
 from __future__ import annotations
@@ -15,25 +16,30 @@ from torch.distributed.tensor import DTensor
 from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.buffer.comm.collectives import all_to_all
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
+from megafsdp.mesh.dtensor import shard_axes
 
 
 def nbytes_to_gather(writer: int, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Return the most bytes that :func:`gather_to` allocates on this rank at one time."""
     local = local_tensor(tensor)
     cast_nbytes = 0 if local.dtype == dtype else local.numel() * dtype.itemsize
-    is_writer = rank_and_world_size()[0] == writer
+    rank = rank_and_world_size()[0]
     if not isinstance(tensor, DTensor):
         return cast_nbytes
     whole_nbytes = tensor.numel() * dtype.itemsize
     if not isinstance(tensor, UnevenDTensor):
-        return tensor.nbytes + (whole_nbytes if is_writer and cast_nbytes else 0)
-    if writer not in dist.get_process_group_ranks(tensor.shard_group):
+        return tensor.nbytes + (whole_nbytes if rank == writer and cast_nbytes else 0)
+    receiver = _receiver_of_part(writer, tensor)
+    if receiver is None:
         return 0
-    if not is_writer:
+    if rank != receiver:
         return cast_nbytes
-    shards = tensor.shards_by_rank()
+    layout = tensor.uneven_layout
+    part_nbytes, shards = layout.numel * dtype.itemsize, tensor.shards_by_rank()
     # A thread of the process group may have the sent piece a little longer than the gather lasts.
-    return whole_nbytes + cast_nbytes + (0 if shards == sorted(shards) else whole_nbytes)
+    nbytes = part_nbytes + cast_nbytes + (0 if shards == sorted(shards) else part_nbytes)
+    # Then the parts of all ranks of the model axis come to the writer, which joins them.
+    return nbytes + (0 if layout.part.is_whole or rank != writer else 2 * whole_nbytes)
 
 
 @torch.no_grad()
@@ -51,9 +57,6 @@ def gather_to(
     Returns:
         On the writer the tensor, contiguous, possibly the given one's memory; None elsewhere. What
         is allocated on the way is given by :func:`nbytes_to_gather`.
-
-    Raises:
-        NotImplementedError: The tensor is a part of a tensor-parallel one.
     """
     rank, world_size = rank_and_world_size()
     if isinstance(tensor, UnevenDTensor):
@@ -70,27 +73,69 @@ def gather_to(
     return local.to(dtype).contiguous() if rank == writer else None
 
 
-def _gather_uneven(writer: int, tensor: UnevenDTensor, dtype: torch.dtype) -> torch.Tensor | None:
-    layout, group = tensor.uneven_layout, tensor.shard_group
-    ranks = dist.get_process_group_ranks(group)
-    if writer not in ranks:
+def _receiver_of_part(writer: int, tensor: UnevenDTensor) -> int | None:
+    """Return the rank that receives this rank's part; None if the writer has it from others.
+
+    It is the writer, or the rank in the writer's place among those with the same part.
+    """
+    ranks = tensor.device_mesh.mesh
+    place = (ranks == writer).nonzero().tolist()
+    own = tensor.device_mesh.get_coordinate()
+    if not place or own is None:
         return None
-    shards = tensor.shards_by_rank()
+    part, num_model_axes = tensor.uneven_layout.part, tensor.uneven_layout.num_model_axes
+    travels = set(shard_axes(tensor.placements, num_model_axes))
+    target = list(place[0])
+    if not part.is_whole:
+        target[-1] = own[-1]
+    # Along other axes ranks have equal copies: the writer's one is taken.
+    if any(
+        t != o for axis, (t, o) in enumerate(zip(target, own, strict=True)) if axis not in travels
+    ):
+        return None
+    return int(ranks[tuple(target)])
+
+
+def _gather_uneven(writer: int, tensor: UnevenDTensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Gather over the data axes, then over the model axis that cuts the tensor, if one does."""
+    receiver = _receiver_of_part(writer, tensor)
+    if receiver is None:
+        return None
+    rows = _gather_part(receiver, tensor, dtype)
+    part, mesh = tensor.uneven_layout.part, tensor.device_mesh
+    if rows is None or part.is_whole:
+        return rows
+    model_axis = mesh.get_group(mesh.ndim - 1)
+    parts = [part.of_rank(rank) for rank in range(part.num_ranks)]
+    index = dist.get_process_group_ranks(model_axis).index(writer)
+    received = _receive(index, rows.view(-1), [p.local_numel for p in parts], model_axis)
+    if model_axis.rank() != index:
+        return None
+    pieces = received.split([p.local_numel for p in parts])
+    return part.join([piece.view(p.local_shape) for piece, p in zip(pieces, parts, strict=True)])
+
+
+def _gather_part(receiver: int, tensor: UnevenDTensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return all rows of this rank's part on one of the ranks that divide them."""
+    layout, own = tensor.uneven_layout, tensor.local.reshape(-1).to(dtype)
+    if not shard_axes(tensor.placements, layout.num_model_axes):
+        return own.view(layout.part.local_shape)
+    group, shards = tensor.shard_group, tensor.shards_by_rank()
     counts = [stop - start for start, stop in map(layout.element_range, shards)]
-    index = ranks.index(writer)
-    received = _receive(index, tensor.local.reshape(-1).to(dtype), counts, group)
+    index = dist.get_process_group_ranks(group).index(receiver)
+    received = _receive(index, own, counts, group)
     if group.rank() != index:
         return None
     if shards == sorted(shards):
-        return received.view(layout.shape)
+        return received.view(layout.part.local_shape)
     # Ranks of a group over two mesh axes do not own the shards in their own order.
-    whole = received.new_empty(layout.numel)
+    rows = received.new_empty(layout.numel)
     for shard, piece in zip(shards, received.split(counts), strict=True):
         start, stop = layout.element_range(shard)
-        whole[start:stop] = piece
+        rows[start:stop] = piece
     # A thread of the process group may have the tensor for a little longer.
     received.untyped_storage().resize_(0)
-    return whole.view(layout.shape)
+    return rows.view(layout.part.local_shape)
 
 
 def _receive(

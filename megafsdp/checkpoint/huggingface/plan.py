@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.checkpoint.format.regions import underlying
 from megafsdp.checkpoint.huggingface.mapping import (
     Entry,
@@ -211,7 +210,7 @@ def hub_state(model: nn.Module) -> HubState:
 
     Raises:
         CheckpointError: The model is not at rest.
-        NotImplementedError: A tensor is not whole within data parallelism.
+        NotImplementedError: A rank has some experts of a layer by themselves.
     """
     listed = model_state(model)
     if listed.objects:
@@ -219,7 +218,7 @@ def hub_state(model: nn.Module) -> HubState:
     names = parameter_names(model)
     tensors: dict[str, torch.Tensor] = {name: parameter for parameter, name in names.items()}
     for name, tensor in tensors.items():
-        _require_data_parallel(name, tensor)
+        _require_all_experts(name, tensor)
     bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     spelt = {canonical_name(f): p for f, p in bare.named_parameters(remove_duplicate=False)}
     tied = {name: names[p] for name, p in spelt.items() if names[p] != name}
@@ -246,20 +245,13 @@ def architecture_of(model: nn.Module) -> str:
     return next(c.__name__ for c in type(built).__mro__ if not issubclass(c, TorchFSDPModule))
 
 
-def _require_data_parallel(name: str, tensor: torch.Tensor) -> None:
+def _require_all_experts(name: str, tensor: torch.Tensor) -> None:
     experts = annotation_of(tensor).experts
-    got = None
-    if isinstance(tensor, UnevenDTensor):
-        layout = tensor.uneven_layout
-        if layout.region_shape != layout.shape:
-            got = f"the part {layout.region_shape} of {layout.shape}"
     if experts is not None and experts.count < experts.total:
-        got = f"{experts.count} of {experts.total} experts"
-    if got is not None:
         raise NotImplementedError(
             expected(
-                "tensors that are sharded by data parallelism alone",
-                got,
+                "parameters of all experts of a layer",
+                f"{experts.count} of {experts.total} experts",
                 where=f"'{name}', to or from Hugging Face files",
                 hint="Go by a checkpoint: save() and megafsdp ckpt export-hf, or import-hf and "
                 "load()",

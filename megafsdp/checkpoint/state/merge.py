@@ -13,16 +13,19 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.uneven_layout import whole
 from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry, dtype_name
 from megafsdp.checkpoint.state.canonical import CanonicalState
 from megafsdp.errors import CheckpointError
+from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +108,48 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def common_facts(step: int, world_size: int) -> dict[str, object]:
-    """Return the object ``common`` of a checkpoint: its step, number of ranks and versions."""
-    return {"step": step, "world_size": world_size, "versions": library_versions()}
+def degrees_of(model: nn.Module) -> dict[str, int]:
+    """Return the number of ranks on each mesh axis of a model's parameters, by name; local.
+
+    An axis of one rank says nothing and is left out.
+    """
+    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    axes: dict[str, int] = {}
+    for mesh in meshes:
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        axes.update(zip(names, mesh.shape, strict=True))
+    return {name: size for name, size in sorted(axes.items()) if size > 1}
+
+
+def have_same_roles(ours: Mapping[str, int], stored: Mapping[str, int]) -> bool:
+    """Return whether each rank has the part in training that it had in a save of as many ranks.
+
+    Args:
+        ours: Degrees of the model now, as :func:`degrees_of` returns them.
+        stored: Degrees of the model that was saved.
+    """
+    # Data axes come first in a mesh: rank r reads the same samples however they divide parameters.
+    model_axes = [
+        {name: size for name, size in degrees.items() if name not in (DP_OUTER, DP_SHARD)}
+        for degrees in (ours, stored)
+    ]
+    return model_axes[0] == model_axes[1]
+
+
+def common_facts(step: int, world_size: int, degrees: Mapping[str, int]) -> dict[str, object]:
+    """Return the object ``common`` of a checkpoint.
+
+    Args:
+        step: Training step.
+        world_size: Number of ranks whose random states it has.
+        degrees: Of the model, as :func:`degrees_of` returns them.
+    """
+    return {
+        "step": step,
+        "world_size": world_size,
+        "degrees": dict(degrees),
+        "versions": library_versions(),
+    }
 
 
 def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest:

@@ -26,6 +26,7 @@ from megafsdp.checkpoint.state.canonical import (
     reserved_option,
     state_key,
 )
+from megafsdp.checkpoint.state.merge import common_facts
 from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
@@ -196,10 +197,10 @@ def from_torch(
         if isinstance(value, torch.Tensor) and not key.endswith(f".{EXTRA_STATE}")
     }
     objects = {key: v for key, v in entries.items() if key not in tensors}
-    common = objects.pop("common", None)
+    found = objects.pop("common", None)
+    common = found if isinstance(found, dict) else {}
     if step is None:
-        stored_step = common.get("step") if isinstance(common, dict) else None
-        step = stored_step if isinstance(stored_step, int) else 0
+        step = common["step"] if isinstance(common.get("step"), int) else 0
     # Random states of another form are stored, but no rank could continue with them.
     num_states = sum(section_of(key) == "rng" for key in objects)
     num_ranks = num_states if all(f"rng.{rank}" in objects for rank in range(num_states)) else 0
@@ -219,6 +220,9 @@ def from_torch(
         for key, value in objects.items():
             for part in like.names(key):
                 writer.add_object(part, value)
+        # The random states are those of ranks on these mesh axes.
+        degrees = common["degrees"] if isinstance(common.get("degrees"), dict) else {}
+        writer.add_object("common", common_facts(step, num_ranks, degrees))
         return writer.publish()
 
 

@@ -154,7 +154,7 @@ class CheckpointWriter:
         if "extra" not in manifest.objects:
             self.add_object("extra", {})
         if "common" not in manifest.objects:
-            self.add_object("common", common_facts(manifest.step, manifest.world_size))
+            self.add_object("common", common_facts(manifest.step, manifest.world_size, {}))
         self._records.close(is_durable=True)
         manifest.files[self._records.file_name] = self._records.nbytes
         save_root.write_descriptions(manifest, self._temporary)

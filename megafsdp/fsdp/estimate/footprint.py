@@ -131,15 +131,15 @@ def _traffic(
         key = axes.names.get(group_name, NEIGHBOURS), kind
         calls[key] += count
         nbytes[key] += record.nbytes_by_group[kind, group_name]
-    extra = [(axes.everywhere, size) for size in plan.loop_all_reduces]
+    extra = [(axes.with_tp(axes.data), size) for size in plan.loop_all_reduces]
     groups = [group for unit in engine.units for group in unit.groups]
     sharded = [group for group in groups if group.axes.is_sharded and group.is_trainable]
     if plan.measures_norm and sharded:
-        axis = axes.everywhere if any(group.axes.is_divided for group in sharded) else DP_SHARD
-        extra.append((axis, _NORM_NBYTES))
+        axis = axes.data if any(group.axes.is_divided for group in sharded) else DP_SHARD
+        extra.append((axes.with_tp(axis), _NORM_NBYTES))
     for axis, size in extra:
         # One rank issues none.
-        if axes.sizes[axis] == 1:
+        if axes.num_ranks(axis) == 1:
             continue
         calls[axis, "all_reduce"] += 1
         nbytes[axis, "all_reduce"] += size

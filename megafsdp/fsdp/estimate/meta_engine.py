@@ -11,6 +11,7 @@ counted in :mod:`megafsdp.fsdp.estimate.footprint`.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.host_memory import HostArena
@@ -28,9 +28,12 @@ from megafsdp.fsdp.fully_shard import fully_shard_model, microbatch
 from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
 from megafsdp.fsdp.params.unit_ledger import HostMemory
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
-from megafsdp.mesh.parallel_dims import ParallelDims, flat_group
+from megafsdp.mesh.dtensor import joined_mesh
+from megafsdp.mesh.parallel_dims import TP, Meshes, flat_group
+from megafsdp.mesh.torch_private import forget_dtensor_meshes
 
 _META = "meta"
+_TIMES = " x "
 
 
 @dataclass(frozen=True)
@@ -70,25 +73,42 @@ class AxisNames:
     """What to call the ranks over which collectives run.
 
     Attributes:
-        names: Name of a mesh axis, or of both together, by the name of its process group.
-        everywhere: Name of all axes together.
-        sizes: Number of ranks by these names.
+        names: Name of a mesh axis, or of several together, by the name of its process group.
+        data: Name of the data axes together.
+        tp: Name of the tensor-parallel axis; None without one.
+        sizes: Number of ranks of each axis.
     """
 
     names: dict[str, str]
-    everywhere: str
+    data: str
+    tp: str | None
     sizes: dict[str, int]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> AxisNames:
-        """Name the process groups of a mesh whose axes have names."""
+    def of(cls, meshes: Meshes) -> AxisNames:
+        """Name the process groups of meshes."""
+        mesh, tp = meshes.data, meshes.tp
         axes = mesh.mesh_dim_names or ()
-        everywhere = " x ".join(axes)
+        sizes = dict(zip(axes, mesh.shape, strict=True))
+        names: dict[str, str] = {mesh.get_group(a).group_name: a for a in axes}
+        data = _TIMES.join(axes)
+        names.setdefault(flat_group(mesh).group_name, data)
+        named = cls(names, data, None if tp is None else TP, sizes)
+        if tp is not None:
+            sizes[TP] = tp.size()
+            names[tp.get_group().group_name] = TP
+            names[flat_group(joined_mesh(mesh, tp)).group_name] = named.with_tp(data)
         # A collective without a group is one over all ranks.
-        names = {"": everywhere, flat_group(mesh).group_name: everywhere}
-        names |= {mesh.get_group(a).group_name: a for a in axes}
-        sizes = dict(zip(axes, mesh.shape, strict=True)) | {everywhere: mesh.size()}
-        return cls(names, everywhere, sizes)
+        names[""] = named.with_tp(data)
+        return named
+
+    def with_tp(self, axes: str) -> str:
+        """Return the name of data axes and the tensor-parallel one together."""
+        return axes if self.tp is None else axes + _TIMES + self.tp
+
+    def num_ranks(self, axes: str) -> int:
+        """Return the number of ranks of axes by their name."""
+        return math.prod(self.sizes[axis] for axis in axes.split(_TIMES))
 
 
 @contextlib.contextmanager
@@ -112,6 +132,8 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # The next estimate may have equal meshes, over groups of its own.
+        forget_dtensor_meshes()
 
 
 class MetaEngine:
@@ -120,7 +142,7 @@ class MetaEngine:
     Args:
         model: A model on the meta device; it is used up.
         fsdp_unit_modules: As for ``fully_shard_model``.
-        dims: Degrees of parallelism whose product is the number of ranks.
+        meshes: Of meta devices; its tensor-parallel axis has cut the model already.
         sums_in_library: Whether gradients are reduced as on NCCL, and not as on gloo.
         **options: Other keyword arguments of ``fully_shard_model``.
 
@@ -136,14 +158,13 @@ class MetaEngine:
         self,
         model: nn.Module,
         fsdp_unit_modules: Sequence[type[nn.Module] | str] | None,
-        dims: ParallelDims,
+        meshes: Meshes,
         *,
         sums_in_library: bool = True,
         **options: Any,
     ) -> None:
-        mesh = dims.build_mesh(_META)
-        self.axes = AxisNames.of(mesh)
-        self._model = fully_shard_model(model, fsdp_unit_modules, mesh=mesh, **options)
+        self.axes = AxisNames.of(meshes)
+        self._model = fully_shard_model(model, fsdp_unit_modules, mesh=meshes.data, **options)
         self.units = list(units_below([model]).values())
         root, *others = self.units
         for unit in others:

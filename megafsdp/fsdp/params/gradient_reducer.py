@@ -12,7 +12,9 @@ A :class:`Reduction` is one of these sums under way, and has these stages::
     inner and outer axis     INNER_SUM -> OUTER_SUM              publish
     parameters on the host   INNER_SUM (-> OUTER_SUM) -> copy    publish
 
-When a reduction is issued, and when one is waited for, is decided by the schedule.
+Before the first stage, gradients that are addends of a sum over a model axis are summed over it
+(:mod:`megafsdp.fsdp.params.model_gradients`). When a reduction is issued, and when one is waited
+for, is decided by the schedule.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.params.group_buffers import GroupBuffers
 from megafsdp.fsdp.params.main_gradient import MainGradient
+from megafsdp.fsdp.params.model_gradients import ModelGradients
 from megafsdp.mesh.placement import Residence
 
 
@@ -106,6 +109,7 @@ class GradientReducer:
         main_grad: Where the sums go.
         scale: Factor on the sum over ranks.
         defers: Whether reductions wait for the last microbatch.
+        model: Sums over a model axis; None without one.
 
     Attributes:
         sums_in_library: Whether the backend's library makes the sums; an estimate says so itself.
@@ -120,6 +124,7 @@ class GradientReducer:
         *,
         scale: float,
         defers: bool,
+        model: ModelGradients | None,
     ) -> None:
         self.sums_in_library = not is_gloo(buffers.axes.group, buffers.device)
         self.force_sum = False
@@ -129,6 +134,7 @@ class GradientReducer:
         self.label = ""
         self._parameters = parameters
         self._buffers = buffers
+        self._model = model
         # choose_groups() may set twins with their own communicators: sums run beside gathers.
         self._inner_group = buffers.axes.group
         self._outer_group = buffers.axes.outer_group
@@ -196,6 +202,8 @@ class GradientReducer:
             self._pack(partial)
         else:
             self._add(partial)
+        if self._model is not None:
+            self._model.sum_over_axis(partial, self._buffers.dtypes.reduce, self.label)
         reduction = Reduction(self, is_final=is_final, optimizer_may_start=optimizer_may_start)
         target, is_accumulating = self._inner_target()
         pending = self._issue_sum(
@@ -345,7 +353,7 @@ class GradientReducer:
             parameter.grad = None
             self._used[i] = True
             views.append(all_views[i])
-            grads.append(grad)
+            grads.append(grad if self._model is None else self._model.addend(i, grad))
         return views, grads, missing
 
     def _pack(self, buffer: DBuffer) -> None:

@@ -22,6 +22,7 @@ from megafsdp.device.streams import DeviceHandle
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
 from megafsdp.fsdp.params.group_buffers import GroupBuffers, LocalRows
 from megafsdp.fsdp.params.main_gradient import MainGradient
+from megafsdp.fsdp.params.model_gradients import ModelGradients
 from megafsdp.fsdp.params.unit_ledger import HostMemory
 
 
@@ -33,6 +34,7 @@ def make_reducer(
     *,
     scale: float,
     defers: bool,
+    model: ModelGradients | None,
 ) -> GradientReducer:
     """Return a reducer whose main gradient lies where the parameters live.
 
@@ -43,14 +45,19 @@ def make_reducer(
         host: Memory of parameters that live on the host; None for the device.
         scale: Factor on the sum over ranks.
         defers: Whether reductions wait for the last microbatch.
+        model: Sums over a model axis; None without one.
     """
     sharded = [parameter for parameter, _ in pairs]
     unsharded = [parameter for _, parameter in pairs]
     if host is None:
         main_grad = MainGradient(sharded, rows, buffers.new_main_grad)
-        return GradientReducer(unsharded, buffers, main_grad, scale=scale, defers=defers)
+        return GradientReducer(
+            unsharded, buffers, main_grad, scale=scale, defers=defers, model=model
+        )
     main_grad = MainGradient(sharded, rows, partial(buffers.new_host_grad, host))
-    return HostGradientReducer(unsharded, buffers, main_grad, scale=scale, defers=defers, host=host)
+    return HostGradientReducer(
+        unsharded, buffers, main_grad, scale=scale, defers=defers, model=model, host=host
+    )
 
 
 class HostGradientReducer(GradientReducer):
@@ -66,6 +73,7 @@ class HostGradientReducer(GradientReducer):
         main_grad: Where the sums go.
         scale: Factor on the sum over ranks.
         defers: Whether reductions wait for the last microbatch.
+        model: Sums over a model axis; None without one.
         host: Memory of the parameters.
     """
 
@@ -77,9 +85,10 @@ class HostGradientReducer(GradientReducer):
         *,
         scale: float,
         defers: bool,
+        model: ModelGradients | None,
         host: HostMemory,
     ) -> None:
-        super().__init__(parameters, buffers, main_grad, scale=scale, defers=defers)
+        super().__init__(parameters, buffers, main_grad, scale=scale, defers=defers, model=model)
         self._host = host
         self._handle = DeviceHandle(buffers.device)
         self._stream = self._handle.to_host_stream

@@ -8,16 +8,21 @@ divides is gathered for every use; what the outer axis divides besides, only onc
     divided   (HFSDP)        rank (o, s)  piece 2 s + o of 6    3 shards of 2 pieces
     replicated (no_shard)    rank (o, s)  all of it             -
 
+A model axis beside them (tensor parallelism, or expert parallelism of stacks) has cut or repeated
+the parameters before. Ranks along it never exchange weights, and DTensors show it behind the data
+axes.
+
 Only ranks are named here: no buffer is made and no collective issued.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megafsdp.mesh.dtensor import joined_mesh
 from megafsdp.mesh.parallel_dims import flat_group
 
 
@@ -26,7 +31,7 @@ class DataParallelAxes:
     """The ranks among which one group is divided or replicated.
 
     Attributes:
-        mesh: The data-parallel mesh that sharded parameters live on.
+        mesh: The data-parallel mesh.
         group: Ranks that gather and reduce the group's buffers: those of the mesh's last axis, or
             all of them for a replicated group.
         outer_group: Ranks of the other axis, over which shards are reduced once a step; None
@@ -34,7 +39,11 @@ class DataParallelAxes:
         all_ranks: Every rank of the mesh.
         num_shards: Ranks that divide the main weight; 1 if replicated.
         shard: Index of this rank's piece of the main weight; -1 if replicated.
+        dtensor_mesh: The mesh of sharded parameters: the data axes, then the model axis.
+        everyone: Every rank of that mesh.
         is_divided: Whether the outer axis divides the main weight too.
+        model_mesh: The model axis; None without one.
+        is_expert: Whether these are the ranks of experts' parameters.
     """
 
     mesh: DeviceMesh
@@ -43,7 +52,11 @@ class DataParallelAxes:
     all_ranks: dist.ProcessGroup
     num_shards: int
     shard: int
+    dtensor_mesh: DeviceMesh
+    everyone: dist.ProcessGroup
     is_divided: bool = False
+    model_mesh: DeviceMesh | None = None
+    is_expert: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -56,9 +69,21 @@ class DataParallelAxes:
         return self.num_shards // self.group.size() if self.is_divided else 1
 
     @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks whose gradients are combined."""
-        return self.all_ranks.size()
+    def model_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks of the model axis; None without one."""
+        return None if self.model_mesh is None else self.model_mesh.get_group()
+
+    @property
+    def num_model_axes(self) -> int:
+        """Return how many axes of :attr:`dtensor_mesh` are no data axes."""
+        return self.dtensor_mesh.ndim - self.mesh.ndim
+
+    @property
+    def num_shard_axes(self) -> int:
+        """Return how many of the data axes, from the last, divide the main weight."""
+        if not self.is_sharded:
+            return 0
+        return self.mesh.ndim if self.is_divided else 1
 
     @property
     def gathered_shard(self) -> int:
@@ -76,22 +101,19 @@ class DataParallelAxes:
         """Divide over the last axis of a 1-D or 2-D mesh, replicate over the other."""
         group = mesh.get_group(mesh.ndim - 1)
         outer = mesh.get_group(0) if mesh.ndim > 1 else None
-        return cls(mesh, group, outer, flat_group(mesh), group.size(), group.rank())
+        everyone = flat_group(mesh)
+        return cls(mesh, group, outer, everyone, group.size(), group.rank(), mesh, everyone)
 
     @classmethod
     def divided(cls, mesh: DeviceMesh) -> DataParallelAxes:
         """Divide over both axes of a 2-D mesh, so that inner shards are consecutive pieces."""
         group, outer = mesh.get_group(1), mesh.get_group(0)
+        everyone = flat_group(mesh)
         # The outer rank counts fastest: a gather over the outer axis then joins neighbours, and its
         # result is one shard of the inner axis without a copy.
+        piece = group.rank() * outer.size() + outer.rank()
         return cls(
-            mesh,
-            group,
-            outer,
-            flat_group(mesh),
-            num_shards=mesh.size(),
-            shard=group.rank() * outer.size() + outer.rank(),
-            is_divided=True,
+            mesh, group, outer, everyone, mesh.size(), piece, mesh, everyone, is_divided=True
         )
 
     @classmethod
@@ -99,4 +121,12 @@ class DataParallelAxes:
         """Repeat everything on each rank of a 1-D or 2-D mesh."""
         # One all-reduce over all ranks, not one for each axis.
         everyone = flat_group(mesh)
-        return cls(mesh, everyone, None, everyone, 1, -1)
+        return cls(mesh, everyone, None, everyone, 1, -1, mesh, everyone)
+
+    def beside(self, model_mesh: DeviceMesh) -> DataParallelAxes:
+        """Return these axes with a model axis beside them."""
+        joined = joined_mesh(self.mesh, model_mesh)
+        # All that compares or draws for whole parameters goes over both kinds of axes.
+        return replace(
+            self, dtensor_mesh=joined, everyone=flat_group(joined), model_mesh=model_mesh
+        )

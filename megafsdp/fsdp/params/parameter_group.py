@@ -1,9 +1,9 @@
 """The parameters of a unit that share a dtype and one collective, and their flat buffers.
 
 A group owns both forms of each of its parameters. The *sharded* parameter is a DTensor over the
-main weight buffer, which the optimizer sees; the *unsharded* parameter is a plain full tensor, a
-view of the buffer that the all-gather fills, which forward and backward see. Both objects are made
-once.
+main weight buffer, which the optimizer sees; the *unsharded* parameter is a view of the buffer that
+the all-gather fills, which forward and backward see: a plain full tensor, or this rank's part of a
+parameter that a model axis cuts. Both objects are made once.
 
 =============  ==========================  ==================  =============================
 buffer         sharded group (ZeRO-1..3)   divided (HFSDP)     replicated group (no_shard)
@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megafsdp.buffer.dbuffer import DBuffer
@@ -44,11 +45,12 @@ from megafsdp.buffer.dtensor.uneven import (
     UnevenDTensor,
     fill_truncated,
     local_object,
+    local_tensor,
     make_replicated,
 )
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.buffer.dtensor.unwritten import is_unwritten, mark_unwritten
-from megafsdp.buffer.layout import FlatLayout, TensorSpec
+from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
@@ -58,8 +60,12 @@ from megafsdp.fsdp.params.group_buffers import GroupBuffers, GroupDtypes, LocalR
 from megafsdp.fsdp.params.host_grads import make_reducer
 from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.model_gradients import ModelGradients
+from megafsdp.fsdp.params.model_parts import ModelPlacement
 from megafsdp.fsdp.params.policy import Strategy
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
+from megafsdp.mesh.model_part import whole_part
+from megafsdp.mesh.torch_private import attributes_of
 from megafsdp.quantize.recipe import CastRecipe, Recipe
 
 
@@ -70,7 +76,8 @@ class ManagedParameter:
     Attributes:
         name: FQN within the unit, for messages.
         owners: Modules that own it, with the attribute names; several if it is tied.
-        shape: Its full shape.
+        shape: Its full shape, of all parts of a model axis together.
+        model: What this rank of the model axis has of it.
         dtype: The dtype in which it is initialised.
         sharded: What the optimizer sees.
         unsharded: What forward and backward see.
@@ -79,9 +86,20 @@ class ManagedParameter:
     name: str
     owners: list[tuple[weakref.ref[nn.Module], str]]
     shape: torch.Size
+    model: ModelPlacement = field(init=False)
     dtype: torch.dtype = field(init=False)
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take it for one without a model axis."""
+        self.model = ModelPlacement(whole_part(tuple(self.shape)))
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Return what the planner reads of it: what data parallelism divides."""
+        shape = self.model.part.local_shape
+        return TensorSpec(self.name, shape, row_numel=row_numel_of(shape))
 
     @property
     def is_initialized(self) -> bool:
@@ -163,7 +181,7 @@ class ParameterGroup:
         self.axes = axes
         handle = device_handle(axes.mesh.device_type)
         self.layout: FlatLayout = plan_layout(
-            [TensorSpec(p.name, tuple(p.shape)) for p in parameters],
+            [p.spec for p in parameters],
             axes.num_shards,
             itemsize=dtypes.compute.itemsize,
             merge_classes=recipe is None,
@@ -207,6 +225,7 @@ class ParameterGroup:
             self.host_memory,
             scale=gradient_scale,
             defers=strategy.defers_reduction,
+            model=self._model_gradients(),
         )
         self.step_in_flight: AsyncStep | None = None
         self.num_changes = 0
@@ -323,7 +342,7 @@ class ParameterGroup:
         # Every rank copies its own rows of its own original: no collective.
         if not original.is_meta:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
-            local.copy_(original.detach().reshape(-1)[start:stop])
+            local.copy_(local_tensor(original).reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
         # The initialisers of torch.nn must find the rules, whatever imports them.
         run_truncated_normal(fill_truncated)
@@ -332,7 +351,7 @@ class ParameterGroup:
             # As UnevenDTensor, it refuses assignments to .data, which cut it from the buffer.
             sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
         # Users and models mark parameters, for example for weight decay or by their parts.
-        for name, value in vars(original).items():
+        for name, value in attributes_of(original).items():
             setattr(sharded, name, value)
         tie_to_group(sharded, self)
         if original.is_meta:
@@ -342,37 +361,60 @@ class ParameterGroup:
             sharded.grad_dtype = None
         # A view of memory that comes and goes. The object stays: autograd may save it in forward
         # and read it in backward, from the storage that was gathered anew.
-        full = self.compute_weight.assemble(index, parameter.shape)
+        full = self.compute_weight.assemble(index, torch.Size(parameter.spec.shape))
         parameter.sharded = sharded
-        parameter.unsharded = nn.Parameter(full, requires_grad=original.requires_grad)
+        face = parameter.model.face(full)
+        parameter.unsharded = nn.Parameter(face, requires_grad=original.requires_grad)
 
     def _as_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """Wrap this rank's rows of the main weight as the sharded parameter ``index``."""
-        shape = tuple(self.parameters[index].shape)
-        if not self.axes.is_sharded:
-            return make_replicated(local.view(shape), self.axes.mesh)
+        parameter, axes = self.parameters[index], self.axes
+        if self._is_whole(index):
+            return make_replicated(local.view(parameter.shape), axes.dtensor_mesh)
         slot = self.layout.slots[index]
         layout = UnevenLayout(
-            shape=shape,
-            region_offsets=(0,) * len(shape),
-            region_shape=shape,
+            part=parameter.model.part,
             row_numel=slot.spec.granule,
             buffer_offset=slot.offset,
             shard_numel=self.layout.sub_buffers[slot.sub_buffer].shard_numel,
-            num_shards=self.axes.num_shards,
-            shard=self.axes.shard,
+            num_shards=axes.num_shards,
+            # A replicated group has no shard; the whole counts as the first.
+            shard=max(axes.shard, 0),
+            num_model_axes=axes.num_model_axes,
         )
         rows = local.view(layout.local_shape())
         return UnevenDTensor.from_local_rows(
-            rows, self.axes.mesh, layout, is_divided=self.axes.is_divided
+            rows, axes.dtensor_mesh, layout, num_shard_axes=axes.num_shard_axes
         )
+
+    def _is_whole(self, index: int) -> bool:
+        """Return whether every rank has all of a parameter."""
+        return not self.axes.is_sharded and self.parameters[index].model.part.is_whole
 
     def as_sharded_dtensor(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """Wrap rows of a buffer cut as the main weight is as a DTensor like parameter ``index``."""
         sharded = self.parameters[index].sharded
         if isinstance(sharded, UnevenDTensor):
             return sharded.like(rows)
-        return make_replicated(rows.view(self.parameters[index].shape), self.axes.mesh)
+        return make_replicated(rows.view(self.parameters[index].shape), self.axes.dtensor_mesh)
+
+    def _model_gradients(self) -> ModelGradients | None:
+        """Return what sums gradients over the model axis; None without one."""
+        if self.axes.model_mesh is None:
+            return None
+        return ModelGradients(self.axes.model_mesh, [p.model for p in self.parameters])
+
+    @property
+    def cutting_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks of the model axis if it cuts a parameter; None if it cuts none."""
+        is_cut = any(not p.model.part.is_whole for p in self.parameters)
+        return self.axes.model_group if is_cut else None
+
+    def fingerprint(self) -> str:
+        """Return what all ranks of the group must have in common."""
+        # Ranks of a model axis may have parts of unequal sizes, hence layouts of their own.
+        wholes = [(p.name, tuple(p.shape), p.model.part.dim) for p in self.parameters]
+        return self.layout.fingerprint() if self.axes.model_mesh is None else repr(wholes)
 
     @property
     def is_moved(self) -> bool:

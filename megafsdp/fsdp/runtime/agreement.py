@@ -14,14 +14,20 @@ from megafsdp.fsdp.params.parameter_group import ParameterGroup
 
 
 def refresh_with_statistics(groups: Sequence[ParameterGroup]) -> None:
-    """Encode stale compute weights that need statistics; one all-reduce for all of one mesh."""
+    """Encode stale compute weights that need statistics; one all-reduce for all of one mesh.
+
+    And one more over each model axis that cuts tensors. Ranks that repeat a tensor are not asked.
+    """
     waiting = [g for g in groups if g.compute_weight.needs_statistics]
-    for process_group in dict.fromkeys(g.axes.shard_group for g in waiting):
-        # Groups of experts have ranks of their own, so each set of ranks agrees by itself.
-        members = [g for g in waiting if g.axes.shard_group == process_group]
+    # Groups of experts have ranks of their own, so each set of ranks agrees by itself.
+    for ranks in dict.fromkeys((g.axes.shard_group, g.cutting_group) for g in waiting):
+        members = [g for g in waiting if (g.axes.shard_group, g.cutting_group) == ranks]
         statistics = [g.compute_weight.statistics() for g in members]
         combined = torch.cat(statistics)
-        all_reduce(combined, op="max", group=process_group, label="statistics")
+        # A maximum may be taken one axis after the other.
+        for process_group in ranks:
+            if process_group is not None:
+                all_reduce(combined, op="max", group=process_group, label="statistics")
         parts = combined.split([s.numel() for s in statistics])
         for group, part in zip(members, parts, strict=True):
             group.compute_weight.refresh(part)
@@ -35,12 +41,13 @@ def agree_on_usage(groups: Sequence[ParameterGroup]) -> list[Pending]:
     """
     unread = []
     groups = [g for g in groups if g.is_trainable]
-    for everyone in dict.fromkeys(g.axes.all_ranks for g in groups):
-        members = [g for g in groups if g.axes.all_ranks == everyone]
+    # Sums over a model axis give a gradient to ranks that have none: it takes part.
+    for everyone in dict.fromkeys(g.axes.everyone for g in groups):
+        members = [g for g in groups if g.axes.everyone == everyone]
         main_grads = [g.gradients.main_grad for g in members]
         flags = [flag for main_grad in main_grads for flag in main_grad.usage()]
         is_asking = any(main_grad.has_undecided for main_grad in main_grads)
-        if members[0].axes.num_ranks > 1:
+        if everyone.size() > 1:
             device = members[0].device
             # A copy from pageable memory makes the host wait until the device has come to it.
             is_pinned = device.type == "cuda"

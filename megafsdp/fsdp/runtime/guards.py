@@ -36,7 +36,7 @@ from megafsdp.fsdp.params.meta import (
     mark_initialized,
 )
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
-from megafsdp.mesh.torch_private import local_of
+from megafsdp.mesh.torch_private import StridedShard, local_of
 
 
 def refuse_changes(
@@ -309,14 +309,19 @@ def _before_load_state_dict(
         group.wait_for_step()
     for name, parameter in module._parameters.items():
         given = state.get(f"{prefix}{name}")
-        if given is None or parameter is None or is_cut_alike(given, parameter):
+        if given is None or parameter is None:
+            continue
+        if is_cut_alike(given, parameter) and not _is_on_another_mesh(given, parameter):
             continue
         if not isinstance(given, DTensor) or given.shape != parameter.shape:
             refuse_full_state(f"load_state_dict() of '{prefix}{name}'")
         # Cut as distribute_tensor() and FSDP2 cut: all ranks load it, so all take part.
-        assert isinstance(parameter, UnevenDTensor), "others may be copied as they are"
+        full = _gathered(given)
+        if not isinstance(parameter, UnevenDTensor):
+            state[f"{prefix}{name}"] = wrap_like(parameter, full)
+            continue
         rows = parameter.like(torch.empty_like(local_of(parameter), dtype=given.dtype))
-        rows.copy_from_full_(_gathered(given))
+        rows.copy_from_full_(full)
         state[f"{prefix}{name}"] = rows
     # torch copies into the tensors after this hook: on the meta device the values would be lost.
     give_memory_to_meta_tensors(
@@ -326,9 +331,19 @@ def _before_load_state_dict(
     mark_initialized(unit.groups, [p for name, p in named if f"{prefix}{name}" in state])
 
 
+def _is_on_another_mesh(given: object, parameter: torch.Tensor) -> bool:
+    """Return whether torch refuses to copy between two DTensors that it cuts by itself."""
+    if isinstance(parameter, UnevenDTensor) or not isinstance(parameter, DTensor):
+        return False
+    return isinstance(given, DTensor) and given.device_mesh != parameter.device_mesh
+
+
 def _gathered(tensor: DTensor) -> torch.Tensor:
     """Return the whole of a tensor that torch has cut; collective."""
     placements = list(tensor.placements)
+    # Rows that an inner axis has cut before come together in another order, which torch knows.
+    if any(isinstance(placement, StridedShard) for placement in placements):
+        return tensor.full_tensor()
     # Axis by axis: where the mesh has been flattened, torch 2.13 gathers both axes at once and
     # leaves the padding of uneven chunks in.
     for axis in reversed(range(len(placements))):

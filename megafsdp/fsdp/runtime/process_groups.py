@@ -8,6 +8,7 @@ what NCCL would refuse at the first collective: two ranks on one GPU.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 
 import torch
@@ -75,8 +76,17 @@ def make_neighbours(
     if isinstance(num_ranks, bool) or num_ranks is None:
         return
     for group in groups:
-        if group.axes.is_sharded:
-            extra_groups.neighbours(group.axes, num_ranks)
+        if 1 < (size := num_neighbours(group.axes, num_ranks)) < group.axes.group.size():
+            extra_groups.neighbours(group.axes, size)
+
+
+def num_neighbours(axes: DataParallelAxes, num_ranks: int) -> int:
+    """Return how many of ``num_ranks`` neighbouring ranks, say of a node, divide a group's storage.
+
+    Experts may be divided among fewer ranks of a node than other parameters. One rank keeps all of
+    it; all of the inner axis have no slices but their shards.
+    """
+    return math.gcd(num_ranks, axes.group.size()) if axes.is_sharded else 1
 
 
 def separate_reductions(

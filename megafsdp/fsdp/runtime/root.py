@@ -127,8 +127,8 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
     _check_same_ranks(groups_of_units)
     groups = [(name, g) for name, members in groups_of_units.items() for g in members]
     # One exchange for each set of ranks: experts may have others than the rest of a unit.
-    for everyone in dict.fromkeys(group.axes.all_ranks for _, group in groups):
-        layouts = [(n, g.layout.fingerprint()) for n, g in groups if g.axes.all_ranks == everyone]
+    for everyone in dict.fromkeys(group.axes.everyone for _, group in groups):
+        layouts = [(n, g.fingerprint()) for n, g in groups if g.axes.everyone == everyone]
         require_equal(
             repr(layouts),
             what="parameters, shapes and dtypes",
@@ -138,20 +138,23 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
 
 
 def _check_same_ranks(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
-    first: tuple[str, list[int]] | None = None
+    # Experts have a mesh of their own: units with and without experts are compared in each kind.
+    first: dict[bool, tuple[str, list[int]]] = {}
     for name, members in groups_of_units.items():
-        # Groups of one unit may have ranks of their own, as experts do; together they have all.
-        of_groups = [dist.get_process_group_ranks(g.axes.all_ranks) for g in members]
-        ranks = sorted({rank for of_group in of_groups for rank in of_group})
-        if not ranks:
-            continue
-        first = first or (name, ranks)
-        if ranks != first[1]:
-            raise ValueError(
-                expected(
-                    f"one mesh under one root: ranks {first[1]} as of unit '{first[0]}'",
-                    f"ranks {ranks} of unit '{name}'",
-                    where="the first forward",
-                    hint="Give fully_shard() the same mesh for all units",
+        for is_expert in (False, True):
+            # Groups of one unit may have ranks of their own; together they have all.
+            axes = [group.axes for group in members if group.axes.is_expert is is_expert]
+            of_groups = [dist.get_process_group_ranks(a.all_ranks) for a in axes]
+            ranks = sorted({rank for of_group in of_groups for rank in of_group})
+            if not ranks:
+                continue
+            known = first.setdefault(is_expert, (name, ranks))
+            if ranks != known[1]:
+                raise ValueError(
+                    expected(
+                        f"one mesh under one root: ranks {known[1]} as of unit '{known[0]}'",
+                        f"ranks {ranks} of unit '{name}'",
+                        where="the first forward",
+                        hint="Give fully_shard() the same mesh and expert_mesh for all units",
+                    )
                 )
-            )

@@ -46,6 +46,7 @@ from megafsdp.fsdp.runtime.guards import (
     refuse_replaced,
     refuse_transforms,
 )
+from megafsdp.fsdp.runtime.process_groups import num_neighbours
 from megafsdp.fsdp.runtime.root import adopt_units_below, attach, attached_unit, attached_units
 from megafsdp.fsdp.runtime.schedule import FSDPContext, UnitOptions
 
@@ -415,13 +416,17 @@ class FSDPUnit:
     def _release_after_forward(self, *, is_graph_built: bool) -> None:
         num_ranks = self.options.reshard_after_forward
         is_sliced = is_graph_built and num_ranks is not None and not isinstance(num_ranks, bool)
-        if is_sliced and not self.is_pinned:
-            for group in self.groups:
-                if group.axes.is_sharded:
-                    extra_groups = self.require_context().extra_groups
-                    neighbours = extra_groups.neighbours(group.axes, int(num_ranks or 1))
-                    group.compute_weight.release_to_slices(neighbours)
-        self.release()
+        if not is_sliced or self.is_pinned:
+            self.release()
+            return
+        for group in self.groups:
+            size = num_neighbours(group.axes, int(num_ranks or 1))
+            if 1 < size < group.axes.group.size():
+                neighbours = self.require_context().extra_groups.neighbours(group.axes, size)
+                group.compute_weight.release_to_slices(neighbours)
+            # One rank of its own keeps what it has.
+            if size > 1 and self._phase is Phase.RESTING:
+                group.release()
 
     def end_partial_forward(self) -> None:
         """End a forward in which some of the unit's modules did not run: it stays gathered."""

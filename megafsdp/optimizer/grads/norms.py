@@ -1,7 +1,9 @@
 """Norms of gradients, and counts of their zeros.
 
-A gradient may be sharded, replicated or plain. Every element counts once: what is sharded is summed
-over the ranks that divide it, what is replicated is not. :class:`GradParts` sorts them by these
+A gradient may be sharded, a part of a tensor-parallel one, replicated or plain. Every element
+counts once: sums go over the ranks that have one copy of the model together, where an element that
+several of them have counts on the first. So the ranks of a model axis have the same norm, bit by
+bit, and clipping keeps what they have in common equal. :class:`GradParts` sorts gradients by these
 ranks, in few tensors: where all gradients of a flat buffer are there, the buffer stands for them.
 
 Sums are exact to fp32: squares are added in double, other powers in pieces short enough for fp32.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,7 @@ from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.main_gradient import FlatGradient
+from megafsdp.mesh.dtensor import cut_dim, group_of_axes
 from megafsdp.optimizer.kernels.square_sum import has_square_sum_kernel, known_square_sums
 
 # Short pieces, summed on in double: one fp32 sum over 50 M elements is wrong by 4e-3.
@@ -87,12 +91,14 @@ def num_zero_grads(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tens
     grads = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), dtype=torch.int64, device=device_of(grads))
     # Without joining: the gaps of a flat buffer are zeros of no gradient.
-    for part in parts_of(grads, joins_buffers=False):
-        zeros = (tensor.numel() - tensor.count_nonzero() for tensor in part.tensors)
-        # A rank without elements must enter the all-reduce below too.
+    parts = parts_of(grads, joins_buffers=False)
+    # A rank without elements that count must enter the all-reduce below too.
+    for group in dict.fromkeys(part.group for part in parts):
+        counted = [t for part in parts if part.group is group for t in part.counted]
+        zeros = (tensor.numel() - tensor.count_nonzero() for tensor in counted)
         own = sum((count.to(total.device) for count in zeros), total * 0)
-        if part.group is not None:
-            all_reduce(own, group=part.group, label="zero gradients")
+        if group is not None:
+            all_reduce(own, group=group, label="zero gradients")
         total += own
     return total
 
@@ -102,92 +108,134 @@ class GradParts:
     """Gradients divided among the same ranks.
 
     Attributes:
-        group: The ranks; None if each rank has all elements.
+        group: The ranks; None if each rank has all elements, and sums them by itself.
         tensors: This rank's elements, in tensors of any shape; none is empty. They alias the
             gradients.
         gaps: Views of those elements in them that are no gradient's; they are zero and must be.
+        counts: Whether they count on this rank; another rank of the group has the same, else.
     """
 
     group: dist.ProcessGroup | None
     tensors: list[torch.Tensor]
     gaps: list[torch.Tensor]
+    counts: bool
+
+    @property
+    def counted(self) -> list[torch.Tensor]:
+        """Return the tensors whose elements count on this rank."""
+        return self.tensors if self.counts else []
 
 
 def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> list[GradParts]:
-    """Find the parts of gradients, the same number of them on all ranks; local.
+    """Find the parts of gradients, of the same groups in the same order on all ranks; local.
 
     Args:
         grads: The gradients, each once.
         joins_buffers: Let a flat buffer with its gaps stand for its gradients.
 
     Raises:
-        NotImplementedError: A DTensor is sharded over several axes, or partial.
+        NotImplementedError: A DTensor is partial.
     """
+    grads = list(grads)
+    ways = _ways_of(grads)
+    # In the order of the gradients, which all ranks share: which of them count differs.
+    found = {way: GradParts(way.group, [], [], way.counts) for way in ways}
     # By buffer and index: a gradient given twice counts twice, the second time by itself.
-    flat: dict[DBuffer, dict[int, torch.Tensor]] = {}
-    singles: list[torch.Tensor] = []
-    for grad in grads:
-        if not (joins_buffers and isinstance(grad, FlatGradient)):
-            singles.append(grad)
-            continue
-        known = flat.setdefault(grad.buffer, {})
-        if grad.index in known:
-            singles.append(grad)
-        else:
-            known[grad.index] = grad
-    parts: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    gaps: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    groups = _Groups()
+    flat: dict[DBuffer, dict[int, tuple[torch.Tensor, _Way]]] = {}
+    singles: list[tuple[torch.Tensor, _Way]] = []
+    for pair in zip(grads, ways, strict=True):
+        grad, known = pair[0], None
+        if joins_buffers and isinstance(grad, FlatGradient):
+            known = flat.setdefault(grad.buffer, {}).setdefault(grad.index, pair)
+        if known is not pair:
+            singles.append(pair)
     for buffer, by_index in flat.items():
-        first, *others = by_index.values()
-        # Without some of its gradients the buffer has elements that must not count.
-        if 1 + len(others) < len(buffer.layout.slots):
-            singles += [first, *others]
-        else:
-            parts.setdefault(groups.of(first), []).append(buffer.flat)
+        pairs = list(by_index.values())
+        way = pairs[0][1]
+        # Without some of its gradients the buffer has elements that must not count, as where some
+        # of them count on another rank.
+        if len(pairs) == len(buffer.layout.slots) and all(other == way for _, other in pairs):
+            found[way].tensors.append(buffer.flat)
             # A caller that has scaled the buffer by NaN must zero the gaps again.
-            gaps.setdefault(groups.of(first), []).extend(buffer.gaps)
-    for grad in singles:
-        parts.setdefault(groups.of(grad), []).append(local_tensor(grad))
-    return [
-        GradParts(group, [t for t in tensors if t.numel()], gaps.get(group, []))
-        for group, tensors in parts.items()
-    ]
+            found[way].gaps.extend(buffer.gaps)
+        else:
+            singles += pairs
+    for grad, way in singles:
+        if (local := local_tensor(grad)).numel():
+            found[way].tensors.append(local)
+    return list(found.values())
 
 
-class _Groups:
-    """Look up process groups, each once: gradients lie in few ways and a lookup is slow."""
+class _Way(NamedTuple):
+    """How gradients lie: the ranks that sum them together, and whether they count on this one."""
 
-    def __init__(self) -> None:
-        self._known: dict[object, dist.ProcessGroup | None] = {}
-
-    def of(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
-        if not isinstance(grad, DTensor):
-            return None
-        # The mesh by identity: comparing two meshes compares their ranks.
-        way = (type(grad), id(grad.device_mesh), grad.placements)
-        if way not in self._known:
-            self._known[way] = _dividing_ranks(grad)
-        return self._known[way]
+    group: dist.ProcessGroup | None
+    counts: bool
 
 
-def _dividing_ranks(grad: DTensor) -> dist.ProcessGroup | None:
-    # Under HFSDP rows are divided over two mesh axes, which have one group together.
-    if isinstance(grad, UnevenDTensor):
-        return grad.shard_group
-    sharded = [axis for axis, p in enumerate(grad.placements) if not p.is_replicate()]
-    if not sharded:
+_LOCAL = _Way(None, counts=True)
+
+
+def _ways_of(grads: Sequence[torch.Tensor]) -> list[_Way]:
+    """Return how each gradient lies; equal groups are one object."""
+    ways: dict[object, _Way] = {None: _LOCAL}
+    # Cheap keys, for a step has hundreds of gradients, and for each the key of its mesh.
+    keys = list(map(_key, grads))
+    meshes: dict[object, object] = {None: None}
+    for key, grad in zip(keys, grads, strict=True):
+        if key not in meshes:
+            assert isinstance(grad, DTensor), "a plain gradient is known to be local"
+            num_model_axes = 0
+            if isinstance(grad, UnevenDTensor):
+                num_model_axes = grad.uneven_layout.num_model_axes
+            # The mesh by identity: comparing two meshes compares their ranks.
+            own = meshes[key] = (id(grad.device_mesh), grad.placements, num_model_axes)
+            # Groups are looked up once for each mesh, which is slow.
+            if own not in ways:
+                ways[own] = _way_of(grad)
+    # Dense parameters and experts have meshes of their own over the same ranks: one collective.
+    groups: dict[frozenset[int], dist.ProcessGroup] = {}
+    for mesh, way in ways.items():
+        if way.group is not None:
+            ranks = frozenset(dist.get_process_group_ranks(way.group))
+            ways[mesh] = way._replace(group=groups.setdefault(ranks, way.group))
+    # What is replicated counts once too, where others are divided: ranks that each sum it by
+    # themselves could differ in the last bit.
+    group = next(iter(groups.values()), None)
+    for mesh, way in ways.items():
+        if mesh is not None and way.group is None and group is not None:
+            ways[mesh] = _Way(group, counts=group.rank() == 0)
+    return [ways[meshes[key]] for key in keys]
+
+
+def _key(grad: torch.Tensor) -> object:
+    """Return a key that is equal of gradients that lie alike only."""
+    if not isinstance(grad, DTensor):
         return None
-    if len(sharded) > 1 or grad.placements[sharded[0]].is_partial():
+    if isinstance(grad, FlatGradient):
+        # A buffer is on one mesh. Of some of its tensors a model axis has a part on each rank, of
+        # the others each rank has all.
+        dim = grad.uneven_layout.part.dim if isinstance(grad, UnevenDTensor) else None
+        return id(grad.buffer), type(grad), dim
+    return id(grad.device_mesh), grad.placements, type(grad)
+
+
+def _way_of(grad: DTensor) -> _Way:
+    if isinstance(grad, UnevenDTensor):
+        return _Way(grad.copy_group, grad.is_counted)
+    mesh = grad.device_mesh
+    cut = [axis for axis, placement in enumerate(grad.placements) if cut_dim(placement) is not None]
+    has_group = len(cut) < 2 or mesh.mesh_dim_names is not None
+    if not has_group or any(placement.is_partial() for placement in grad.placements):
         raise NotImplementedError(
             expected(
-                "gradients sharded over one mesh axis",
+                "gradients that are replicated or sharded, over several axes of a mesh with names",
                 f"placements {grad.placements}",
                 where="the norm of gradients",
                 hint="Use torch.nn.utils.clip_grad_norm_ for these parameters",
             )
         )
-    return grad.device_mesh.get_group(sharded[0])
+    return _Way(group_of_axes(mesh, cut), counts=True) if cut else _LOCAL
 
 
 def device_of(grads: Sequence[torch.Tensor]) -> torch.device:
@@ -219,7 +267,7 @@ def norms_of_parts(
     for group in groups:
         own = torch.zeros_like(total)
         for i, parts in enumerate(vectors):
-            tensors = [t for part in parts if part.group is group for t in part.tensors]
+            tensors = [t for part in parts if part.group is group for t in part.counted]
             for near in by_device(tensors):
                 power = _local_power(near, norm_type).to(device)
                 own[i] = torch.maximum(own[i], power) if is_max else own[i] + power

@@ -1,5 +1,9 @@
 """The matrices of a parameter that Muon steps: itself, each of a stack, and their fused parts.
 
+A matrix that a model axis cuts is the whole one too. It travels in the order (rank of the axis,
+row, column), in which each rank's elements are one range, and its owner puts it together. Example:
+of a (2, 4) matrix whose columns tp cuts, rows A and B, the message is ``A0 A1 B0 B1 A2 A3 B2 B3``.
+
 This file finds a matrix in its parameter and makes it an update once it is whole; it calls no
 collective.
 """
@@ -9,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.mesh.annotation import FusedParts, annotation_of
+from megafsdp.mesh.dtensor import group_of_axes, shard_axes
+from megafsdp.mesh.model_part import ModelPart
 from megafsdp.optimizer.muon.exchange import CutMatrix
 from megafsdp.optimizer.muon.newton_schulz import lr_ratio, orthogonalize, part_shapes, part_views
 
@@ -29,10 +36,11 @@ class Matrix:
     Attributes:
         parameter: The parameter, sharded or not.
         param_group: Its options.
-        offset: First element within the parameter.
+        offset: First element within the parameter, or within this rank's part of it.
         shape: Rows and columns.
         fused: Logical matrices inside it; None means it is one.
         fused_dim: Dimension, 0 or 1, along which they lie.
+        part: This rank's part of the matrix, where a model axis cuts it; None where it does not.
     """
 
     parameter: torch.Tensor
@@ -41,6 +49,7 @@ class Matrix:
     shape: tuple[int, int]
     fused: FusedParts | None
     fused_dim: int
+    part: ModelPart | None
 
     @property
     def numel(self) -> int:
@@ -53,28 +62,56 @@ class Matrix:
         return self.param_group["split_fused"] == "groups"
 
     def cut(self) -> CutMatrix:
-        """Return the ranges of the matrix on each rank, and the cost of its owner."""
+        """Return the ranges of the matrix on each rank, and the cost of its owner.
+
+        Of a matrix that a model axis cuts, the one range is this rank's.
+        """
         shapes = part_shapes(self.shape, self.fused, self.fused_dim, by_group=self.by_group)
         # Products with the shorter side take nearly all of the time; one of them is counted.
         cost = float(sum(r * c * min(r, c) for r, c in shapes))
         if not isinstance(self.parameter, UnevenDTensor):
             return CutMatrix(self.numel, cost, ((0, self.numel),))
         layout = self.parameter.uneven_layout
-        # The layout gives the ranges of all ranks, so nothing is communicated.
-        ranges = (layout.element_range(shard) for shard in self.parameter.shards_by_rank())
+        shards = [layout.shard] if self.part is not None else self.parameter.shards_by_rank()
+        # The layout gives the ranges of all shards of this rank's part, so none is communicated.
+        ranges = map(layout.element_range, shards)
         cuts = ((self._within(start), self._within(stop)) for start, stop in ranges)
         return CutMatrix(self.numel, cost, tuple(cuts))
 
     def _within(self, element: int) -> int:
-        return min(max(element - self.offset, 0), self.numel)
+        numel = self.numel if self.part is None else self.part.local_numel
+        return self._first + min(max(element - self.offset, 0), numel)
+
+    @property
+    def _first(self) -> int:
+        """Return where this rank's part starts in a message."""
+        if self.part is None:
+            return 0
+        return sum(self.part.of_rank(rank).local_numel for rank in range(self.part.rank))
 
     def local_range(self, start: int, stop: int) -> slice:
-        """Return where elements [start, stop) of the matrix lie in this rank's flat rows."""
-        first = 0
+        """Return where elements [start, stop) of the matrix lie in this rank's flat rows.
+
+        They are counted as they lie in a message.
+        """
+        first = self._first
         # A rank's rows may begin in an earlier matrix of the stack, or inside this one.
         if isinstance(self.parameter, UnevenDTensor):
-            first = self.parameter.uneven_layout.element_range()[0]
+            first += self.parameter.uneven_layout.element_range()[0]
         return slice(self.offset + start - first, self.offset + stop - first)
+
+    def orthogonalize_(self, message: torch.Tensor) -> None:
+        """Replace the matrix, all of it as it lies in a message, by its update."""
+        if self.part is None:
+            self.orthogonalize_parts_(message.view(self.shape))
+            return
+        parts = [self.part.of_rank(rank) for rank in range(self.part.num_ranks)]
+        pieces = message.split([part.local_numel for part in parts])
+        by_rank = [piece.view(p.local_shape) for piece, p in zip(pieces, parts, strict=True)]
+        whole = self.part.join(by_rank)
+        self.orthogonalize_parts_(whole)
+        for part, piece in zip(parts, by_rank, strict=True):
+            piece.copy_(part.cut(whole))
 
     def orthogonalize_parts_(self, whole: torch.Tensor) -> None:
         """Replace each logical matrix by its update, to be applied with the whole's rate."""
@@ -116,6 +153,35 @@ def matrices_of(parameter: torch.Tensor, group: dict[str, Any]) -> list[Matrix]:
     # Parts along the dimension of the stack are whole matrices.
     if dim < 0:
         fused, dim = None, 0
-    rows, cols = parameter.shape[-2:]
-    offsets = range(0, parameter.numel(), max(rows * cols, 1))
-    return [Matrix(parameter, group, o, (rows, cols), fused, dim) for o in offsets]
+    shape, local = (parameter.shape[-2], parameter.shape[-1]), tuple(parameter.shape)
+    part = None
+    if isinstance(parameter, UnevenDTensor):
+        part, local = parameter.uneven_layout.part, parameter.uneven_layout.part.local_shape
+        if _is_within_a_rank(part):
+            part = None
+        elif part.dim is not None and parameter.ndim == 3:
+            part = replace(part, shape=shape, dim=part.dim - 1)
+    # An empty matrix needs no step.
+    num_matrices = (local[0] if parameter.ndim == 3 else 1) if math.prod(shape) else 0
+    numel = local[-2] * local[-1]
+    offsets = [index * numel for index in range(num_matrices)]
+    return [Matrix(parameter, group, o, shape, fused, dim, part) for o in offsets]
+
+
+def _is_within_a_rank(part: ModelPart) -> bool:
+    """Return whether no matrix is on several ranks of the model axis."""
+    return part.is_whole or (part.dim == 0 and len(part.shape) == 3)
+
+
+def ranks_that_divide(parameter: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that together have each matrix of a parameter; None if each has all.
+
+    Collective over all ranks of the job on first use with several axes.
+    """
+    if not isinstance(parameter, UnevenDTensor):
+        return None
+    mesh, layout = parameter.device_mesh, parameter.uneven_layout
+    axes = shard_axes(parameter.placements, layout.num_model_axes)
+    if not _is_within_a_rank(layout.part):
+        axes.append(mesh.ndim - 1)
+    return group_of_axes(mesh, axes) if axes else None

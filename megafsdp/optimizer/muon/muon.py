@@ -9,7 +9,7 @@ matrices, matrices.py finds them in parameters, and newton_schulz.py orthogonali
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from megafsdp.buffer.comm.collectives import all_gather_equal
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
 from megafsdp.device.torch_private import without_dynamo
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.optimizer.adam.checks import check_grad
-from megafsdp.optimizer.muon.exchange import Round, choose_owners, choose_rounds, pieces
-from megafsdp.optimizer.muon.matrices import SPLITS, Matrix, flat_elements, is_for_muon, matrices_of
+from megafsdp.optimizer.muon.exchange import CutMatrix, Round, choose_owners, choose_rounds, pieces
+from megafsdp.optimizer.muon.matrices import (
+    SPLITS,
+    Matrix,
+    flat_elements,
+    is_for_muon,
+    matrices_of,
+    ranks_that_divide,
+)
 from megafsdp.optimizer.muon.newton_schulz import (
     LR_RULES,
     MUON_COEFFICIENTS,
@@ -207,7 +215,7 @@ class Muon(Optimizer):
         if key not in self._plans:
             by_group: dict[dist.ProcessGroup | None, list[Matrix]] = {}
             for parameter, group in stepped:
-                divide = parameter.shard_group if isinstance(parameter, UnevenDTensor) else None
+                divide = ranks_that_divide(parameter)
                 by_group.setdefault(divide, []).extend(matrices_of(parameter, group))
             # One key at a time: plans refer to parameters, and would keep old ones alive.
             self._plans = {key: {g: self._plan(m, g) for g, m in by_group.items()}}
@@ -215,6 +223,8 @@ class Muon(Optimizer):
 
     def _plan(self, matrices: list[Matrix], group: dist.ProcessGroup | None) -> _Plan:
         cuts = [matrix.cut() for matrix in matrices]
+        if group is not None and any(matrix.part is not None for matrix in matrices):
+            cuts = _with_all_ranges(matrices, cuts, group)
         # Replicated and plain matrices take the same path, in rounds that send nothing.
         num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         owners = choose_owners(cuts, num_ranks)
@@ -239,7 +249,7 @@ class Muon(Optimizer):
             mine = [(s, piece) for s, piece in received if s.matrix == index]
             for segment, piece in mine:
                 whole[segment.start : segment.stop] = piece
-            matrices[index].orthogonalize_parts_(whole.view(matrices[index].shape))
+            matrices[index].orthogonalize_(whole)
             # Into the gathered message: scatter() returns it in the order in which it came.
             for segment, piece in mine:
                 piece.copy_(whole[segment.start : segment.stop])
@@ -300,6 +310,25 @@ class Muon(Optimizer):
         )
 
 
+def _with_all_ranges(
+    matrices: list[Matrix], cuts: list[CutMatrix], group: dist.ProcessGroup
+) -> list[CutMatrix]:
+    """Exchange the ranges of matrices that a model axis cuts; once a plan, collective."""
+    # Where a rank's part lies in its buffer depends on the parts beside it, whose sizes differ
+    # between the ranks of the axis: no rank can compute the others' ranges.
+    own = [
+        cut.ranges[0 if matrix.part is not None else group.rank()]
+        for matrix, cut in zip(matrices, cuts, strict=True)
+    ]
+    sent = torch.tensor(own, dtype=torch.int64, device=_device_of(matrices[0].parameter)).view(-1)
+    gathered = all_gather_equal(sent, group=group, label=_LABEL).view(group.size(), -1, 2).tolist()
+    ranges = zip(*gathered, strict=True)
+    return [
+        replace(cut, ranges=tuple((start, stop) for start, stop in of_all))
+        for cut, of_all in zip(cuts, ranges, strict=True)
+    ]
+
+
 def _device_of(parameter: torch.Tensor) -> torch.device:
     """Return where ranks exchange a parameter, which may itself live on the host."""
     owner = group_of(parameter)
@@ -339,18 +368,14 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
                 hint="Put it into a group with use_muon=False",
             )
         )
-    # Tensor-parallel cuts do not follow rows of a flat buffer, so no range of elements is known.
+    # The cuts of other DTensors do not follow rows of a flat buffer.
     is_ours = not isinstance(parameter, DTensor) or all(
         placement.is_replicate() for placement in parameter.placements
     )
-    if isinstance(parameter, UnevenDTensor):
-        layout = parameter.uneven_layout
-        # The region is smaller than the tensor where another axis than fully_shard has cut it.
-        is_ours = layout.region_shape == layout.shape
-    if not is_ours:
+    if not (is_ours or isinstance(parameter, UnevenDTensor)):
         raise NotImplementedError(
             expected(
-                "parameters that are whole, or divided by fully_shard() alone",
+                "parameters that are whole, or divided by fully_shard()",
                 "another DTensor",
                 where=where,
                 hint="Give it to another optimizer",

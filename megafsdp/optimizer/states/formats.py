@@ -5,7 +5,8 @@ keeps ``absmax / largest`` of each block as an fp32 scale, where ``largest`` is 
 that the format is used for. Rows are never cut between ranks, so values do not depend on the mesh.
 A block of zeros has scale 0 and stays zero. A step divides by the root of second moments, so these
 are rounded up where the format would make 0 of them: the step is then too short, not without bound.
-One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states.
+One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states, and so do those
+whose rows a model axis cuts, as tensor parallelism does by input columns.
 
 This file encodes and decodes tensors; store.py decides which parameter has which state.
 """

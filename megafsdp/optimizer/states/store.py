@@ -9,6 +9,7 @@ is what a step works on and what checkpoints store.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -18,10 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
+from megafsdp.buffer.layout import row_numel_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES, ScaledState, dtype_for, is_scaled
+
+_LOGGER = logging.getLogger("megafsdp.optimizer")
 
 STATES = ("exp_avg", "exp_avg_sq")
 REMAINDER = "param_remainder"
@@ -58,11 +63,21 @@ class StateStore:
         self._remainders = WeakTensorKeyDictionary()
 
     def add_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count parameters that the optimizer was given; local."""
+        """Count parameters that the optimizer was given, and log those with wider states; local."""
+        narrow = [name for name, dtype in self.dtypes.items() if is_scaled(dtype)]
+        num_cut = 0
         for parameter in parameters:
+            num_cut += bool(narrow) and _are_rows_cut(parameter)
             owner = group_of(parameter)
             if owner is not None:
                 self._numels[owner] = self._numels.get(owner, 0) + parameter.numel()
+        if num_cut:
+            _LOGGER.warning(
+                "%s of %d parameters stay in fp32: a model axis cuts their rows, and with them "
+                "blocks of one scale.",
+                " and ".join(narrow),
+                num_cut,
+            )
 
     def flat_place(self, parameter: torch.Tensor) -> tuple[FlatStates, int] | None:
         """Return the flat states of a parameter's group and its index there; local.
@@ -145,7 +160,10 @@ class StateStore:
     ) -> None:
         kept = self._scaled.setdefault(parameter, {})
         local, current = local_tensor(parameter), state.get(name)
-        rows, columns = local.shape[0], parameter.shape[1:].numel()
+        columns = row_numel_of(parameter.shape)
+        # A sharded stack has rows of all its matrices, a replicated one whole matrices: scales are
+        # for the same blocks in both.
+        rows = local.numel() // max(columns, 1)
         if name not in kept:
             kept[name] = ScaledState.zeros(
                 rows, columns, dtype, local.device, keeps_positive=name == "exp_avg_sq"
@@ -239,9 +257,18 @@ class StateStore:
 
 def _dtype_of(parameter: torch.Tensor, wished: torch.dtype) -> torch.dtype:
     """Return the dtype of a state; fp32 where the mesh cuts rows, and blocks with them."""
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    are_rows_cut = is_scaled(wished) and any(p.is_shard() and not p.is_shard(0) for p in placements)
-    return torch.float32 if are_rows_cut else dtype_for(parameter.shape, wished)
+    if is_scaled(wished) and _are_rows_cut(parameter):
+        return torch.float32
+    return dtype_for(parameter.shape, wished)
+
+
+def _are_rows_cut(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    # A row of a stack is one of its matrices'.
+    first = 2 if parameter.ndim == 3 else 1
+    dims = map(cut_dim, parameter.placements)
+    return any(dim is not None and dim >= first for dim in dims)
 
 
 def _by_itself(

@@ -56,9 +56,10 @@ class ParallelSection:
     Attributes:
         dp_outer: Replicas of the sharded group.
         dp_shard: Ranks that divide parameters; -1 takes what is left.
-        cp: Context parallel degree.
-        tp: Tensor parallel degree.
-        ep: Expert parallel degree.
+        cp: Context parallel degree; above 1 it is not built.
+        tp: Tensor parallel degree: neighbouring ranks that share each layer out and read the same
+            samples; a divisor of the model's query groups, MLP width and vocabulary.
+        ep: Expert parallel degree; above 1 it is not built.
         strategy: What is divided: nothing, optimizer states, and gradients, and parameters.
         outer_strategy: What is divided over dp_outer: nothing (HSDP), or optimizer states (HFSDP),
             which needs dp_outer above 1 and strategy optim_grads_params.
@@ -92,7 +93,6 @@ class ParallelSection:
 
         Raises:
             ValueError: A degree is out of its range.
-            NotImplementedError: A degree is reserved.
         """
         return ParallelDims(self.dp_outer, self.dp_shard, self.cp, self.tp, self.ep)
 
@@ -179,7 +179,7 @@ class RunSection:
         directory: Folder of config.yaml, metrics.jsonl, checkpoints and the index cache, for one
             job at a time.
         name: Name for trackers; empty takes the last part of the directory.
-        seed: Seeds the initial weights and each rank's random state.
+        seed: Seeds the initial weights and each data-parallel rank's random state.
         device: cpu, cuda, or auto for CUDA where there is a GPU.
         timeout_s: How long a collective may wait for another rank.
     """
@@ -304,7 +304,7 @@ class TrainSection:
         steps: Optimizer steps, those before a resume included, whatever their batch was; null if
             samples is given.
         samples: Samples to train on, instead of steps; an incomplete last batch is not trained.
-        global_batch_size: Samples of one step over all ranks.
+        global_batch_size: Samples of one step over all data-parallel ranks (dp_outer x dp_shard).
         micro_batch_size: Samples of one forward on one rank; null for a rank's whole share.
         nan_policy: On a loss or gradient norm that is not finite: save the step before it and
             raise, or skip the step. With fp16 gradients that overflow are always skipped; see the
@@ -477,7 +477,7 @@ class Config:
         return self.run_directory / "checkpoints" if given is None else Path(given)
 
     def micro_batch_size(self, dp_size: int) -> int:
-        """Return the number of samples of one forward on one of ``dp_size`` ranks."""
+        """Return the number of samples of one forward on one of ``dp_size`` data ranks."""
         given = self.train.micro_batch_size
         return self.train.global_batch_size // dp_size if given is None else given
 

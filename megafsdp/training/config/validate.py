@@ -12,8 +12,9 @@ import math
 
 import torch
 
-from megafsdp.errors import ConfigError
+from megafsdp.errors import ConfigError, expected
 from megafsdp.fsdp.grouping import find_units, policies_by_module
+from megafsdp.mesh.parallel_dims import CP, EP, ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.config import ModelConfig
 from megafsdp.training.config.optimizer_sections import LossScaleSection, MuonSection
@@ -36,7 +37,7 @@ def validate(config: Config, *, world_size: int) -> None:
 
     Raises:
         ConfigError: A value is out of its range, or values contradict each other.
-        NotImplementedError: A degree is reserved.
+        NotImplementedError: A degree is not built for training.
     """
     validate_sharding(config, world_size=world_size)
     _check_length(config.train)
@@ -75,29 +76,42 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
 
     Raises:
         ConfigError: A value is out of its range, or values contradict each other.
-        NotImplementedError: A degree is reserved.
+        NotImplementedError: A degree is not built for training.
     """
-    config.model.resolve()
+    model = config.model.resolve()
     config.activation_checkpointing.resolve()
     config_from_dict(config.to_dict())
-    # torch's generators take 64 bits, and each rank has a seed of its own.
-    largest, seed = 2**64 - world_size, config.run.seed
-    what = f"at most {largest} for {world_size} ranks"
+    dims = _check_parallel(config.parallel, world_size)
+    _check_tensor_parallel(model, dims.tp)
+    # torch's generators take 64 bits, and each data-parallel rank has a seed of its own.
+    largest, seed = 2**64 - dims.data_size, config.run.seed
+    what = f"at most {largest} for {dims.data_size} data-parallel ranks"
     require(seed <= largest, "run.seed", what, seed, "Choose a smaller one")
-    _check_parallel(config.parallel, world_size)
-    _check_batch(config, world_size)
+    _check_batch(config, dims.data_size)
     _check_optimizer(config)
     _check_dtypes(config)
     _check_names(config)
 
 
-def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
+def _check_parallel(parallel: ParallelSection, world_size: int) -> ParallelDims:
+    """Check the degrees and how the data axes are used; return the degrees of so many ranks."""
     try:
         dims = parallel.dims().resolve(world_size)
-    except NotImplementedError:
-        raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    for axis, degree, lacks in (
+        (CP, dims.cp, "no attention runs over parts of a sequence"),
+        (EP, dims.ep, "no model has experts"),
+    ):
+        if degree > 1:
+            raise NotImplementedError(
+                expected(
+                    "degree 1",
+                    degree,
+                    where=f"the training configuration, parallel.{axis}",
+                    hint=f"Use dp_shard or tp: {lacks} yet",
+                )
+            )
     if parallel.outer_strategy == "optim":
         require(
             dims.dp_outer > 1,
@@ -128,6 +142,24 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> None:
         reshard,
         "Give the number of ranks of one node, or true to free gathered parameters",
     )
+    return dims
+
+
+def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
+    """Check that each tensor-parallel rank gets as much of every layer as the others."""
+    for name, what in (
+        ("num_query_groups", "query groups, and the heads that belong to them,"),
+        ("ffn_hidden_size", "an MLP width"),
+        ("vocab_size", "a vocabulary"),
+    ):
+        extent = getattr(model, name)
+        require(
+            extent % tp == 0,
+            "parallel.tp",
+            f"a divisor of model.{name}, {extent}",
+            tp,
+            f"Choose a smaller degree, or {what} that it divides",
+        )
 
 
 def _check_optimizer(config: Config) -> None:
@@ -273,22 +305,23 @@ def _check_dtypes(config: Config) -> None:
         raise ConfigError(f"{error} It is loss_scale of the run.") from error
 
 
-def _check_batch(config: Config, world_size: int) -> None:
+def _check_batch(config: Config, num_data_ranks: int) -> None:
     size, micro = config.train.global_batch_size, config.train.micro_batch_size
+    multiple = -(-size // num_data_ranks) * num_data_ranks
     require(
-        size % world_size == 0,
+        size % num_data_ranks == 0,
         "train.global_batch_size",
-        f"a multiple of the {world_size} ranks",
+        f"a multiple of the {num_data_ranks} data-parallel ranks (dp_outer x dp_shard)",
         size,
-        f"Use {-(-size // world_size) * world_size}, or a number of ranks that divides {size}",
+        f"Use {multiple}, or a number of data-parallel ranks that divides {size}",
     )
-    share = size // world_size
+    share = size // num_data_ranks
     is_divisor = micro is None or share % micro == 0
     fitting = [] if is_divisor else [str(n) for n in range(1, share + 1) if share % n == 0]
     require(
         is_divisor,
         "train.micro_batch_size",
-        f"a divisor of the {share} samples of a rank",
+        f"a divisor of the {share} samples of a data-parallel rank",
         micro,
         f"Use {' or '.join(fitting[-6:])}, or leave it null",
     )

@@ -9,14 +9,13 @@ on the host to whole pages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
-from megafsdp.buffer.layout import FlatLayout, TensorSpec
+from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
 from megafsdp.device.host_memory import aligned_nbytes
 from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
@@ -194,6 +193,6 @@ def _nbytes(spec: TensorSpec, numel: int, wished: torch.dtype) -> int:
     dtype = dtype_for(torch.Size(spec.shape), wished)
     if not is_scaled(dtype):
         return numel * dtype.itemsize
-    columns = math.prod(spec.shape[1:])
+    columns = row_numel_of(spec.shape)
     num_blocks = numel // columns * -(-columns // BLOCK_NUMEL)
     return numel * dtype.itemsize + num_blocks * torch.float32.itemsize

@@ -23,6 +23,7 @@ from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedGroup, Planned
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES
+from megafsdp.parallel import parallelize
 from megafsdp.training.config.optimizer_sections import OptimizerSection
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate_sharding
@@ -78,6 +79,7 @@ class DryRunReport:
     Attributes:
         config: The run.
         dims: Degrees of parallelism.
+        num_parameters: Elements of all parameters, tied ones once.
         num_microbatches: Microbatches of a step on each rank.
         units: The distinct units, the root first.
         footprint: Bytes and collectives of a step on each rank; bytes of the device.
@@ -89,6 +91,7 @@ class DryRunReport:
 
     config: Config
     dims: ParallelDims
+    num_parameters: int
     num_microbatches: int
     units: tuple[DistinctUnit, ...]
     footprint: Footprint
@@ -99,12 +102,7 @@ class DryRunReport:
     @property
     def num_ranks(self) -> int:
         """Return the number of ranks."""
-        return self.dims.dp_outer * self.dims.dp_shard
-
-    @property
-    def num_parameters(self) -> int:
-        """Return the elements of all parameters, tied ones once."""
-        return sum(unit.count * _numel(group) for unit in self.units for group in unit.groups)
+        return self.dims.data_size * self.dims.tp
 
     @property
     def padding_numel(self) -> int:
@@ -120,6 +118,7 @@ class DryRunReport:
             "num_ranks": self.num_ranks,
             "dp_outer_size": dims.dp_outer,
             "dp_shard_size": dims.dp_shard,
+            "tp_size": dims.tp,
             "strategy": parallel.strategy,
             "outer_strategy": parallel.outer_strategy,
             "num_microbatches": self.num_microbatches,
@@ -173,18 +172,20 @@ class DryRunReport:
     @property
     def _left_out(self) -> str:
         exchange = ", Muon's all-to-alls" if self.config.optimizer.kind == "muon" else ""
-        return f"activations{exchange} and buffers of the backend"
+        parts = ", collectives of tensor parallelism" if self.dims.tp > 1 else ""
+        return f"activations{parts}{exchange} and buffers of the backend"
 
     def _head_lines(self) -> list[str]:
         dims, parallel = self.dims, self.config.parallel
         precision, train = self.config.precision, self.config.train
         outer = f", outer {parallel.outer_strategy}" if dims.dp_outer > 1 else ""
+        tp = f" x {dims.tp:,} tensor-parallel" if dims.tp > 1 else ""
         return [
             f"{self.config.model.preset}: {self.num_parameters:,} parameters on "
-            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}), "
+            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{tp}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
             f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
-            f"{self.config.micro_batch_size(self.num_ranks):,} a rank), "
+            f"{self.config.micro_batch_size(dims.data_size):,} a rank), "
             f"{self.config.optimizer.kind}, prefetch {parallel.prefetch}",
         ]
 
@@ -193,7 +194,9 @@ class DryRunReport:
         for unit in self.units:
             lines.append(f"  {unit.count:,} x {unit.name}")
             lines += [f"    {_describe_group(group)}" for group in unit.groups]
-        share = _percent(self.padding_numel, self.num_parameters)
+        # Units are those of one tensor-parallel rank.
+        numel = sum(unit.count * _numel(group) for unit in self.units for group in unit.groups)
+        share = _percent(self.padding_numel, numel)
         return [*lines, f"  padding of all units: {self.padding_numel:,} elements ({share})"]
 
     def _memory_lines(self) -> list[str]:
@@ -299,12 +302,15 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         model = build_model(model_config)
     fraction = config.optimizer.offload_fraction
     order = optimizer_order(model, config.optimizer, config.muon) if fraction else {}
-    num_microbatches = config.train.global_batch_size // size // config.micro_batch_size(size)
+    share = config.train.global_batch_size // dims.data_size
+    num_microbatches = share // config.micro_batch_size(dims.data_size)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with fake_ranks(size):
+        meshes = dims.build("meta")
         engine = MetaEngine(
-            model,
+            parallelize(model, meshes),
             unit_classes(model_config),
-            dims,
+            meshes,
             sums_in_library=uses_cuda(config.run.device),
             strategy=parallel.strategy,
             outer_strategy=parallel.outer_strategy if dims.dp_outer > 1 else "no_shard",
@@ -332,6 +338,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
     return DryRunReport(
         config,
         dims,
+        num_parameters,
         num_microbatches,
         _distinct(units),
         footprint,
@@ -343,9 +350,10 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
 
 def _world_size(config: Config) -> int:
     parallel = config.parallel
+    others = parallel.dp_outer * parallel.tp
     if parallel.dp_shard > 0:
-        return parallel.dp_outer * parallel.dp_shard
-    return launch_number("WORLD_SIZE", parallel.dp_outer)
+        return parallel.dp_shard * others
+    return launch_number("WORLD_SIZE", others)
 
 
 def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:

@@ -94,6 +94,18 @@ def _gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         yield Finding(f"GPU {index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
+    yield from _links(torch.cuda.device_count())
+
+
+def _links(num_gpus: int) -> Iterator[Finding]:
+    """Say which neighbours cannot share layers out fast: tp exchanges activations in each layer."""
+    pairs = [(index, index + 1) for index in range(num_gpus - 1)]
+    apart = [f"{a} and {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        loss = "parallel.tp across them is slow; keep it within GPUs that reach each other"
+        yield Finding("GPU links", f"no direct access between GPUs {', '.join(apart)}", loss)
+    elif pairs:
+        yield Finding("GPU links", "neighbours reach each other directly")
 
 
 def _compiler() -> Finding:

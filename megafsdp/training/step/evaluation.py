@@ -77,7 +77,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        # Nats, tokens, bytes of text, ranks.
+        sums = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=device)
         num_steps = loader.num_steps if num_batches is None else min(num_batches, loader.num_steps)
         for step in range(num_steps):
             if should_stop():
@@ -94,7 +95,9 @@ def evaluate(
     finally:
         model.train(was_training)
     all_reduce(sums, label="evaluation")
-    nats, num_tokens, num_bytes = sums.tolist()
+    # Each sample was read by as many ranks as share a layer out, with the same loss.
+    num_copies = sums[3] / loader.dp_size
+    nats, num_tokens, num_bytes = (sums[:3] / num_copies).tolist()
     return EvaluationResult(
         loss=nats / num_tokens,
         bits_per_byte=nats / math.log(2) / num_bytes if num_bytes else None,

@@ -267,7 +267,8 @@ class TrainStep:
             # Only the gradients are broken: any sample of the batch may have done it.
             all_ids = torch.cat([batch.sample_ids for batch in batches]).tolist()
             ids = [sample for of_rank in all_gather_objects(all_ids) for sample in of_rank]
-        shown = f"{sorted(ids)[:_MAX_IDS]}"
+        # Ranks that share a layer out have read the same samples.
+        shown = f"{sorted(set(ids))[:_MAX_IDS]}"
         found = f"loss {loss} and gradient norm {grad_norm}"
         self.num_skips_in_a_row += 1
         # Steps that overflow at the smallest or constant loss scale are skipped, as Megatron does.

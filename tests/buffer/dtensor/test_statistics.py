@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.mesh.model_part import whole_part
 from tests.buffer.cuts import cut, random, whole_mesh
 from tests.buffer.dtensor.test_op_rules import CUTS, _path
 from tests.ranks import Ranks
@@ -103,7 +104,7 @@ def _other_shapes() -> None:
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     # A stack of two 3 x 4 matrices, cut into rows of 4 elements: the second matrix is divided.
     full = random(2, 3, 4)
-    layout = UnevenLayout((2, 3, 4), (0, 0, 0), (2, 3, 4), 4, 0, 8, num_ranks, rank)
+    layout = UnevenLayout(whole_part((2, 3, 4)), 4, 0, 8, num_ranks, rank)
     start, stop = layout.element_range()
     rows = full.reshape(-1)[start:stop].clone().view(layout.local_shape())
     stack = UnevenDTensor.from_local_rows(rows, mesh, layout)
@@ -145,10 +146,10 @@ def _two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     full = random(10, 4)
     outer, inner = mesh.get_coordinate()
-    layout = UnevenLayout((10, 4), (0, 0), (10, 4), 4, 8, 12, 4, inner * 2 + outer)
+    layout = UnevenLayout(whole_part((10, 4)), 4, 8, 12, 4, inner * 2 + outer)
     start, stop = layout.element_range()
     rows = full.reshape(-1)[start:stop].clone().view(layout.local_shape())
-    tensor = UnevenDTensor.from_local_rows(rows, mesh, layout, is_divided=True)
+    tensor = UnevenDTensor.from_local_rows(rows, mesh, layout, num_shard_axes=2)
     for name, statistic in STATISTICS.items():
         torch.testing.assert_close(
             statistic(tensor).full_tensor(), statistic(full), msg=lambda m, n=name: f"{n}: {m}"

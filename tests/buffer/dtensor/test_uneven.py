@@ -20,6 +20,7 @@ from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor, make_replicated
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
 from tests.buffer.cuts import cut, layout_of, random, whole_mesh
 from tests.ranks import Ranks
 
@@ -71,7 +72,7 @@ def test_whole_tensor_comes_back_from_any_cuts(ranks: Ranks, case: str) -> None:
 
 def _stacked_experts() -> None:
     shape, rank = (3, 4, 5), dist.get_rank()
-    layout = UnevenLayout(shape, (0, 0, 0), shape, 5, 0, 35, 2, rank)
+    layout = UnevenLayout(whole_part(shape), 5, 0, 35, 2, rank)
     full = random(*shape)
     start, stop = layout.element_range()
     rows = full.reshape(-1)[start:stop].clone().view(layout.local_shape())
@@ -138,7 +139,7 @@ def _pickles(case: str) -> bool:
         file = io.BytesIO()
         torch.save({"w": tensor}, file)
         file.seek(0)
-        with torch.serialization.safe_globals([UnevenDTensor, UnevenLayout]):
+        with torch.serialization.safe_globals([UnevenDTensor, UnevenLayout, ModelPart]):
             back = torch.load(file, weights_only=weights_only)["w"]
         assert torch.equal(back.local, full) and back.uneven_layout == tensor.uneven_layout
     return True
@@ -281,11 +282,12 @@ def test_replicas_over_an_outer_axis(ranks: Ranks) -> None:
 
 
 def _tensor_parallel_part() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     whole = random(8, 6)
     tp = mesh.get_local_rank("tp")
     part = whole[:, 3 * tp : 3 * tp + 3]
-    layout = UnevenLayout((8, 6), (0, 3 * tp), (8, 3), 3, 0, 15, 2, mesh.get_local_rank("dp_shard"))
+    shard = mesh.get_local_rank("dp_shard")
+    layout = UnevenLayout(part_of((8, 6), 1, 2, tp), 3, 0, 15, 2, shard, num_model_axes=1)
     start, stop = layout.element_range()
     rows = part.reshape(-1)[start:stop].clone().view(layout.local_shape())
     tensor = UnevenDTensor.from_local_rows(rows, mesh, layout)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.mesh.model_part import part_of, whole_part
 from tests.buffer.cuts import cut, random, whole_mesh
 from tests.ranks import Ranks
 
@@ -139,9 +140,7 @@ def _experts(seed: int | None) -> UnevenDTensor:
     """Return (3, 4, 5), cut between rows of 5 inside an expert."""
     shape, world = (3, 4, 5), dist.get_world_size()
     full = torch.zeros(shape) if seed is None else random(*shape, seed=seed)
-    layout = UnevenLayout(
-        shape, (0, 0, 0), shape, 5, 10, 5 * -(-14 // world), world, dist.get_rank()
-    )
+    layout = UnevenLayout(whole_part(shape), 5, 10, 5 * -(-14 // world), world, dist.get_rank())
     start, stop = layout.element_range()
     rows = full.reshape(-1)[start:stop].clone().view(layout.local_shape())
     return UnevenDTensor.from_local_rows(rows, whole_mesh(), layout)
@@ -166,10 +165,10 @@ def test_cuts_inside_an_expert_are_several_chunks(ranks: Ranks, tmp_path: Path) 
 
 
 def _tensor_parallel_part(seed: int | None) -> tuple[UnevenDTensor, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     tp, shard = mesh.get_local_rank("tp"), mesh.get_local_rank("dp_shard")
     whole = random(8, 6, seed=seed or 0)
-    layout = UnevenLayout((8, 6), (0, 3 * tp), (8, 3), 3, 0, 15, 2, shard)
+    layout = UnevenLayout(part_of((8, 6), 1, 2, tp), 3, 0, 15, 2, shard, num_model_axes=1)
     start, stop = layout.element_range()
     rows = whole[:, 3 * tp : 3 * tp + 3].reshape(-1)[start:stop].view(layout.local_shape())
     rows = torch.zeros_like(rows) if seed is None else rows.clone()

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, regions_of_range, whole
+from megafsdp.mesh.model_part import part_of, whole_part
 
 _EXTENTS = st.integers(1, 5)
 
@@ -66,9 +67,7 @@ def _layout(
     """Cut the rows of a tensor that lies ``first_row`` rows after the start of its sub-buffer."""
     row_numel = math.prod(shape[1:])
     return UnevenLayout(
-        shape=shape,
-        region_offsets=(0,) * len(shape),
-        region_shape=shape,
+        part=whole_part(shape),
         row_numel=row_numel,
         buffer_offset=first_row * row_numel,
         shard_numel=shard_rows * row_numel,
@@ -114,7 +113,7 @@ def test_default_shard_is_the_own_one() -> None:
 
 def test_stacked_experts_are_cut_between_their_rows() -> None:
     """(E, N, K) with rows of K: the local tensor is (rows, K), and regions cross expert borders."""
-    layout = UnevenLayout((3, 4, 5), (0, 0, 0), (3, 4, 5), 5, 0, 35, 2, 0)
+    layout = UnevenLayout(whole_part((3, 4, 5)), 5, 0, 35, 2, 0)
     assert [layout.local_shape(s) for s in range(2)] == [(7, 5), (5, 5)]
     assert layout.regions(0) == [Region((0, 0, 0), (1, 4, 5)), Region((1, 0, 0), (1, 3, 5))]
     assert layout.regions(1) == [Region((1, 3, 0), (1, 1, 5)), Region((2, 0, 0), (1, 4, 5))]
@@ -130,7 +129,9 @@ def test_tensor_parallel_part_is_a_region_of_a_larger_tensor(tp_dim: int, tp_ran
     numbers = np.arange(48).reshape(shape)
     part_of_tensor = tuple(slice(o, o + n) for o, n in zip(offsets, part, strict=True))
     elements = numbers[part_of_tensor].ravel()
-    layout = UnevenLayout(shape, offsets, part, part[1], 2 * part[1], 3 * part[1], 4, 0)
+    layout = UnevenLayout(
+        part_of(shape, tp_dim, 2, tp_rank), part[1], 2 * part[1], 3 * part[1], 4, 0
+    )
     seen = []
     for shard in range(4):
         start, stop = layout.element_range(shard)

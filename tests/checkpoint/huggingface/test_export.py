@@ -20,6 +20,7 @@ from megafsdp.checkpoint.huggingface import output
 from megafsdp.checkpoint.huggingface.output import prepare
 from megafsdp.checkpoint.huggingface.safetensors_files import write_file
 from megafsdp.errors import CheckpointError
+from tests.buffer.parts import cut_model, joined
 from tests.checkpoint.huggingface.hf_models import (
     CASES,
     FAMILIES,
@@ -95,6 +96,27 @@ def test_every_sharding_exports_the_same_tensors(
     world_size = torch.Size(shape).numel()
     ranks(world_size).run(_export, "qwen3", True, str(target), shape, options)
     assert_loads(target, "qwen3", True)
+
+
+def _export_parts(family: str, directory: str, shape: tuple[int, ...], num_axes: int) -> None:
+    model = cut_model(our_model(family, padding=3), joined(*shape), num_shard_axes=num_axes)
+    fields = their_config(family).to_dict()
+    checkpoint.export_hf(model, directory, config=fields, max_shard_nbytes=40_000)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "num_shard_axes"),
+    [("qwen3", (2, 2), 1), ("gpt2", (2, 1, 2), 1), ("qwen3", (2, 1, 2), 2), ("llama", (1, 2), 1)],
+)
+def test_parts_of_tensors_are_exported_whole(
+    ranks: Ranks, family: str, shape: tuple[int, ...], num_shard_axes: int, tmp_path: Path
+) -> None:
+    """Each part comes to one rank, and from these to the writer, whichever rank that is."""
+    target = tmp_path / "exported"
+    world_size = torch.Size(shape).numel()
+    ranks(world_size).run(_export_parts, family, str(target), shape, num_shard_axes)
+    assert len(list(target.glob("*.safetensors"))) > 3
+    assert_loads(target, family, False)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -280,9 +302,13 @@ def test_a_rank_without_memory_stops_all(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _allocated_and_asked_for(
-    directory: str, shape: tuple[int, ...], options: dict[str, str]
+    directory: str, shape: tuple[int, ...], options: dict[str, str] | None
 ) -> tuple[int, int]:
-    model = sharded(our_model("llama", padding=3), shape, **options)
+    model = our_model("llama", padding=3)
+    if options is None:
+        cut_model(model, joined(*shape))
+    else:
+        sharded(model, shape, **options)
     asked, used = 0, 0
     nbytes_to_gather, gather_to = hf.nbytes_to_gather, hf.gather_to
 
@@ -307,7 +333,9 @@ def _allocated_and_asked_for(
     return asked, used
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+@pytest.mark.parametrize(
+    "sharding", [*SHARDINGS.values(), ((2, 2), None)], ids=[*SHARDINGS, "parts"]
+)
 def test_the_memory_asked_for_is_the_memory_used(
     ranks: Ranks, sharding: tuple, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.errors import CheckpointError
 from megafsdp.models import LanguageModel, build_model
+from tests.buffer.parts import cut_model, joined
 from tests.checkpoint.huggingface.hf_models import (
     CASES,
     FAMILIES,
@@ -67,6 +68,20 @@ def test_we_import_what_transformers_saves_and_export_it_again(
     arguments = (str(tmp_path / "saved"), str(tmp_path / "exported"))
     ranks(world_size).run(_import_and_export, family, is_tied, *arguments)
     assert_same_files(tmp_path / "saved", tmp_path / "exported")
+
+
+def _import_parts(family: str, source: str) -> None:
+    config = our_config(family, True, padding=PADDING)
+    model = cut_model(build_model(config, seed=7), joined(2, 2))
+    checkpoint.import_hf(model, source)
+    _assert_same_state(model, our_model(family, True, padding=PADDING))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_parts_of_tensors_are_filled(ranks: Ranks, family: str, tmp_path: Path) -> None:
+    """Each rank reads the rows and columns of its part, of gate and up each by itself."""
+    their_model(family, True).save_pretrained(tmp_path / "saved")
+    ranks(4).run(_import_parts, family, str(tmp_path / "saved"))
 
 
 def _import_theirs(family: str, source: str) -> None:

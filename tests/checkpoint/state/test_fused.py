@@ -31,6 +31,7 @@ from megafsdp.checkpoint.tools.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import MixedPrecisionPolicy
 from megafsdp.mesh.annotation import FusedParts, annotate
+from megafsdp.mesh.model_part import whole_part
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from tests.checkpoint.sharding import (
     GATE_AND_UP,
@@ -425,9 +426,7 @@ def _uneven(values: torch.Tensor, row_numel: int, padding_rows: int) -> UnevenDT
     shape, mesh = tuple(values.shape), whole_mesh()
     num_rows = values.numel() // row_numel
     layout = UnevenLayout(
-        shape=shape,
-        region_offsets=(0,) * len(shape),
-        region_shape=shape,
+        part=whole_part(shape),
         row_numel=row_numel,
         buffer_offset=padding_rows * row_numel,
         shard_numel=-(-(num_rows + padding_rows) // mesh.size()) * row_numel,

@@ -147,7 +147,7 @@ def _engine(
     return MetaEngine(
         model,
         [Block],
-        ParallelDims(case.dp_outer, num_ranks // case.dp_outer),
+        ParallelDims(case.dp_outer, num_ranks // case.dp_outer).build("meta"),
         sums_in_library=sums_in_library,
         strategy=case.strategy,
         outer_strategy="optim" if is_outer_sharded else "no_shard",

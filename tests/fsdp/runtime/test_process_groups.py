@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -16,14 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
 from megafsdp.device.memory import Category
+from megafsdp.fsdp import division
 from megafsdp.fsdp.runtime import process_groups
 from megafsdp.mesh.parallel_dims import ParallelDims, flat_group
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import RankPool, RanksError
 
 Ranks = Callable[[int], RankPool]
-# The function of this name hides the module in its package.
-fully_shard_module = importlib.import_module("megafsdp.fsdp.fully_shard")
 
 
 def _groups_used(is_separate: bool) -> tuple[set[str], set[str]]:
@@ -167,7 +165,7 @@ def _options_of_groups(backends: str, outer: int) -> list[tuple[list[int], bool,
         patch.setattr(device_mesh, "new_group", noting)
         patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
         patch.setattr(dist, "get_backend_config", lambda group=None: backends)
-        mesh = ParallelDims(dp_outer=outer).build_mesh("cpu")
+        mesh = ParallelDims(dp_outer=outer).build("cpu").data
         net = shard(Net(1), mesh=mesh, reshard_after_forward=2 if outer == 1 else None)
         net.set_separate_reduce_scatter_group()
     made = [options for _, options, _ in seen if options is not None]
@@ -197,14 +195,14 @@ def test_groups_on_nccl_have_streams_of_high_priority(
 def _shards_on_gpus(gpus: list[str], mesh_type: str = "cuda", backend: str = "nccl") -> str:
     """Return the error of a model on a mesh that looks as if it were of these GPUs; or nothing."""
     process_groups._shared_gpus.cache_clear()
-    mesh = ParallelDims(dp_outer=2).build_mesh("cpu")
+    mesh = ParallelDims(dp_outer=2).build("cpu").data
     seen = SimpleNamespace(device_type=mesh_type)
     plain = process_groups.require_own_gpus
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_groups, "flat_group", lambda seen: flat_group(mesh))
         patch.setattr(process_groups, "backends", lambda group: {"cuda": backend})
         patch.setattr(process_groups, "_own_gpu", lambda: gpus[dist.get_rank()])
-        patch.setattr(fully_shard_module, "require_own_gpus", lambda mesh: plain(seen))
+        patch.setattr(division, "require_own_gpus", lambda mesh: plain(seen))
         try:
             shard(Net(1), mesh=mesh)
             # Once a mesh: another exchange would find its own counts in the store.

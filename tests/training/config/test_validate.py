@@ -44,7 +44,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("train", {"steps": None}, "either steps or samples"),
         ("train", {"samples": 120}, "either steps or samples"),
         ("train", {"steps": None, "samples": 11}, "train.samples"),
-        ("train", {"global_batch_size": 13}, "multiple of the 2 ranks"),
+        ("train", {"global_batch_size": 13}, "multiple of the 2 data-parallel ranks"),
         ("train", {"micro_batch_size": 4}, "divisor of the 6 samples"),
         ("parallel", {"dp_shard": 3}, "world size 2"),
         ("parallel", {"dp_outer": 4}, "world size 2"),
@@ -54,6 +54,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
             {"dp_outer": 2, "outer_strategy": "optim", "strategy": "optim_grads"},
             "optim_grads_params for optim, got optim_grads",
         ),
+        ("parallel", {"ep": 4}, "axis 'ep'"),
         ("parallel", {"reshard_after_forward": 3}, "divisor of the 2 ranks of dp_shard, got 3"),
         ("parallel", {"reshard_after_forward": 0}, "parallel.reshard_after_forward"),
         ("parallel", {"reshard_after_forward": -2}, "parallel.reshard_after_forward"),
@@ -110,7 +111,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("checkpoint", {"keep_last": 0}, "checkpoint.keep_last"),
         ("logging", {"interval_steps": 0}, "logging.interval_steps"),
         ("run", {"seed": -1}, "run.seed .* greater than or equal to 0, got -1"),
-        ("run", {"seed": 2**64 - 1}, "at most 18446744073709551614 for 2 ranks, got"),
+        ("run", {"seed": 2**64 - 1}, "at most 18446744073709551614 for 2 data-parallel ranks, got"),
         ("run", {"seed": 2**64}, "run.seed to be less than 18446744073709551616, got"),
         ("run", {"timeout_s": 1e15}, "run.timeout_s .* equal to 1000000000, got"),
         ("data", {"seed": -1}, "data.seed to .*equal to 0, got -1"),
@@ -137,7 +138,7 @@ def test_a_value_given_by_code_is_checked_too(tmp_path: Path) -> None:
 
 
 def test_largest_seeds_pass(tmp_path: Path) -> None:
-    """Each rank adds its own number to the run's seed, and the last one still has a generator."""
+    """Each data-parallel rank adds its number to the run's seed; the last one has a generator."""
     sections = {"run": {"seed": 2**64 - 2}, "data": {"seed": 2**32 - 1}}
     config = tiny(tmp_path, **sections)
     validate(config, world_size=2)
@@ -263,8 +264,41 @@ def test_loss_scale_that_cannot_work_is_refused(tmp_path: Path, section: dict[st
         validate(config, world_size=2)
 
 
-@pytest.mark.parametrize("axis", ["cp", "tp", "ep"])
-def test_reserved_degree_says_that_it_is_not_built(tmp_path: Path, axis: str) -> None:
-    """A sound wish raises NotImplementedError that names it."""
-    with pytest.raises(NotImplementedError, match=axis):
+@pytest.mark.parametrize("axis", ["cp", "ep"])
+def test_degree_that_is_not_built_is_a_wish_for_later(tmp_path: Path, axis: str) -> None:
+    """The message names the value of the configuration."""
+    with pytest.raises(NotImplementedError, match=rf"got 2\..*parallel\.{axis}\."):
         validate(tiny(tmp_path, parallel={axis: 2}), world_size=2)
+
+
+_WIDE = {"num_attention_heads": 4, "num_query_groups": 4, "head_dim": 8}
+
+
+def test_batches_and_seeds_go_by_data_parallel_ranks(tmp_path: Path) -> None:
+    """Twelve samples suit 16 ranks of which 4 share each layer out; thirteen name the 4 others."""
+    sections: dict[str, Any] = {"model": _WIDE, "parallel": {"dp_outer": 2, "tp": 4}}
+    seed = {"seed": 2**64 - 4}
+    validate(tiny(tmp_path, **sections, run=seed), world_size=16)
+    with pytest.raises(ConfigError, match=r"for 4 data-parallel ranks, got 18446744073709551613"):
+        validate(tiny(tmp_path, **sections, run={"seed": 2**64 - 3}), world_size=16)
+    with pytest.raises(ConfigError, match=r"multiple of the 4 data-parallel ranks.*Use 16, or"):
+        validate(tiny(tmp_path, **sections, train={"global_batch_size": 13}), world_size=16)
+    with pytest.raises(ConfigError, match=r"divisor of the 3 samples of a data-parallel rank"):
+        validate(tiny(tmp_path, **sections, train={"micro_batch_size": 2}), world_size=16)
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"num_query_groups": 2}, r"num_query_groups, 2, got 4"),
+        ({"ffn_hidden_size": 50}, r"ffn_hidden_size, 50, got 4"),
+        ({"vocab_size": 322}, r"vocab_size, 322, got 4"),
+    ],
+)
+def test_layers_are_shared_out_in_equal_parts(
+    tmp_path: Path, values: dict[str, int], what: str
+) -> None:
+    """The message names the model's value and parallel.tp, before anything is built."""
+    config = tiny(tmp_path, model=_WIDE | values, parallel={"tp": 4})
+    with pytest.raises(ConfigError, match=rf"divisor of model\.{what}.*parallel\.tp"):
+        validate(config, world_size=4)

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.errors import ConfigError
+from megafsdp.fsdp.runtime.unit import units_below
+from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD, TP
 from megafsdp.training import Config, config_from_dict, train
 from megafsdp.training.cli.main import main
 from megafsdp.training.dry_run.dry_run import DryRunOptions, dry_run, split_options
@@ -107,6 +109,56 @@ def test_figures_are_those_of_real_steps(
             assert sum(item.calls for item in items) == record.calls[kind], kind
             assert sum(item.nbytes for item in items) == record.nbytes[kind], kind
     assert states == max(state_nbytes for *_, state_nbytes in measured) > 0
+
+
+def _tensor_parallel_step(config: Config) -> tuple[ByteLedger, Counter[str], Counter[str], int]:
+    """Return a third step's ledger, calls and bytes by kind but over tp, and sums of units."""
+    model, _, record = train_configured(config)
+    unit = model._fsdp_unit()
+    tp_group = unit.groups[0].axes.model_group
+    assert tp_group is not None
+    calls, nbytes = Counter[str](), Counter[str]()
+    for (kind, group_name), count in record.calls_by_group.items():
+        if group_name != tp_group.group_name:
+            calls[kind] += count
+            nbytes[kind] += record.nbytes_by_group[kind, group_name]
+    names = {below.name for below in units_below([model]).values()}
+    num_sums = sum(kind == "all_reduce" and label in names for kind, label in record.events)
+    return copy.deepcopy(unit.ledger), calls, nbytes, num_sums
+
+
+@pytest.mark.parametrize(("architecture", "dp_outer"), [("qwen3", 2), ("gpt", 1)])
+def test_figures_of_one_tensor_parallel_rank(
+    ranks: Ranks, tmp_path: Path, architecture: str, dp_outer: int
+) -> None:
+    """Memory of four ranks, two to a layer, and all but the layers' collectives, to the byte."""
+    config = tiny(
+        tmp_path,
+        model={"architecture": architecture, "num_query_groups": 2},
+        parallel={"dp_outer": dp_outer, "tp": 2},
+        precision={"param_dtype": "bf16"},
+        train={"micro_batch_size": 3},
+    )
+    report = dry_run(config, 4)
+    plain = dry_run(tiny(tmp_path, model={"architecture": architecture, "num_query_groups": 2}), 1)
+    assert (report.num_ranks, report.num_parameters) == (4, plain.num_parameters)
+    footprint = report.footprint
+    calls, nbytes = Counter[str](), Counter[str]()
+    for (axis, kind), item in footprint.traffic.items():
+        assert set(axis.split(" x ")) <= {DP_OUTER, DP_SHARD, TP}
+        if axis != TP:
+            calls[kind] += item.calls
+            nbytes[kind] += item.nbytes
+    # Every unit has norms, whose gradients are sums over the parts of a sequence.
+    assert footprint.traffic[TP, "all_reduce"].calls == 3 * report.num_microbatches
+    sums = [footprint.traffic.get((axis, "all_reduce")) for axis in (TP, DP_OUTER)]
+    for ledger, own_calls, own_nbytes, num_sums in ranks(4).run(_tensor_parallel_step, config):
+        for category in Category:
+            if category is not Category.OPTIMIZER_STATE:
+                assert footprint.peak[category] == ledger.peak[category], category
+                assert footprint.resting[category] == ledger.live[category], category
+        assert (own_calls, own_nbytes) == (calls, nbytes)
+        assert num_sums == sum(item.calls for item in sums if item is not None)
 
 
 STATES = (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"))
@@ -358,6 +410,10 @@ def test_number_of_ranks_comes_from_the_degrees_or_the_environment(
     assert dry_run(tiny(tmp_path, parallel=degrees)).num_ranks == 6
     assert dry_run(tiny(tmp_path)).num_ranks == 1
     assert dry_run(tiny(tmp_path, parallel={"dp_outer": 2})).num_ranks == 2
+    two_groups = {"num_query_groups": 2}
+    assert dry_run(tiny(tmp_path, model=two_groups, parallel={"tp": 2})).num_ranks == 2
+    shared = {**degrees, "tp": 2}
+    assert dry_run(tiny(tmp_path, model=two_groups, parallel=shared)).num_ranks == 12
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert dry_run(tiny(tmp_path)).num_ranks == 3
     monkeypatch.setenv("WORLD_SIZE", "x")
@@ -407,7 +463,8 @@ def test_number_of_ranks_must_be_one(words: list[str]) -> None:
         (["--dry-run", "8", "--model.preset=qwen3-9b"], "qwen3-9b"),
         (["--dry-run", "8", "--parallel.prefetch=-1"], "parallel.prefetch"),
         (["--json", "--train.steps=1"], "json"),
-        (["--dry-run", "8", "--parallel.tp=2"], "tp"),
+        (["--dry-run", "8", "--parallel.tp=4"], "divisor of model.num_query_groups, 2, got 4"),
+        (["--dry-run", "8", "--parallel.cp=2"], "parallel.cp"),
     ],
 )
 def test_refusals_are_one_message(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megafsdp.training.process.doctor import examine, is_installed
 
@@ -36,6 +38,19 @@ def test_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be built" in state["compiler"]
     assert "several times slower" in state["numba"]
     assert state["gloo"].startswith("ok")
+
+
+def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallelism exchanges activations in every layer."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    gpu = SimpleNamespace(name="H100", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    assert _state()["GPU links"].startswith("ok")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
+    links = _state()["GPU links"]
+    assert links.startswith("lost") and "between GPUs 1 and 2: parallel.tp" in links
 
 
 def test_a_folder_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megafsdp import MixedPrecisionPolicy, fully_shard_model
 from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from megafsdp.data import Batch
 from megafsdp.models import LanguageModel, ModelConfig, build_model, unit_classes
+from megafsdp.parallel import parallelize
 from megafsdp.training import Config
 from megafsdp.training.process.signals import StopRequest
 from megafsdp.training.step.optimizers import build_optimizer
@@ -61,10 +61,11 @@ def train_configured(
         The model, whose ledger has the third step's peaks, its optimizer, and what that step sent.
     """
     parallel, model_config = config.parallel, config.model.resolve()
+    meshes = parallel.dims().build("cpu")
     model = fully_shard_model(
-        build_model(model_config, seed=0),
+        parallelize(build_model(model_config, seed=0), meshes),
         unit_classes(model_config),
-        mesh=parallel.dims().build_mesh("cpu"),
+        mesh=meshes.data,
         strategy=parallel.strategy,
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,
@@ -84,8 +85,8 @@ def train_configured(
         stop=StopRequest(device),
     )
     ledger = model._fsdp_unit().ledger
-    micro_size = config.micro_batch_size(dist.get_world_size())
-    share = config.train.global_batch_size // dist.get_world_size()
+    micro_size = config.micro_batch_size(meshes.data_size)
+    share = config.train.global_batch_size // meshes.data_size
     tokens = torch.arange(micro_size * SEQUENCE_LENGTH).view(micro_size, -1) % 64
     ids = torch.arange(micro_size)
     batch = Batch(tokens, tokens, torch.ones(tokens.shape), ids)

@@ -32,7 +32,9 @@ def _model() -> LanguageModel:
     return build_model(ModelConfig(**MODEL, init_std=0.5), seed=5)
 
 
-def _evaluate(config: Config, num_batches: int | None, num_before_stop: int) -> object:
+def _evaluate(
+    config: Config, num_batches: int | None, num_before_stop: int, num_copies: int = 1
+) -> object:
     model = fully_shard_model(_model(), unit_classes(ModelConfig(**MODEL)))
     held_out = build_datasets(config, vocab_size=320).validation
     assert held_out is not None
@@ -40,8 +42,8 @@ def _evaluate(config: Config, num_batches: int | None, num_before_stop: int) -> 
         held_out,
         global_batch_size=12,
         micro_batch_size=2,
-        dp_rank=dist.get_rank(),
-        dp_size=dist.get_world_size(),
+        dp_rank=dist.get_rank() // num_copies,
+        dp_size=dist.get_world_size() // num_copies,
         pad_last=True,
     )
     asked = [0]
@@ -62,11 +64,11 @@ def _evaluate(config: Config, num_batches: int | None, num_before_stop: int) -> 
     return result
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "num_copies"), [(1, 1), (2, 1), (3, 1), (4, 2)])
 def test_loss_is_the_mean_over_all_held_out_tokens(
-    ranks: Ranks, tmp_path: Path, num_ranks: int
+    ranks: Ranks, tmp_path: Path, num_ranks: int, num_copies: int
 ) -> None:
-    """Every token counts once, in a last batch of which most is padding too."""
+    """Every token counts once: in a last batch of padding, and where two ranks read it."""
     write_corpus(tmp_path)
     config = tiny(tmp_path)
     held_out = build_datasets(config, vocab_size=320).validation
@@ -82,7 +84,7 @@ def test_loss_is_the_mean_over_all_held_out_tokens(
         num_tokens += len(tokens) - 1
         num_bytes += int((tokens[1:] < 256).sum())
     assert num_tokens % SEQUENCE_LENGTH
-    for result in ranks(num_ranks).run(_evaluate, config, None, 99):
+    for result in ranks(num_ranks).run(_evaluate, config, None, 99, num_copies):
         assert isinstance(result, EvaluationResult)
         assert result.num_tokens == num_tokens
         assert result.loss == pytest.approx(nats / num_tokens, rel=1e-6)

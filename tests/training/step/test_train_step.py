@@ -97,28 +97,28 @@ class _Records(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _break_second_microbatch(model: nn.Module) -> None:
-    """Make the loss of the second microbatch NaN, on the second rank only."""
+def _break_second_microbatch(model: nn.Module, data_rank: int) -> None:
+    """Make the loss of the second microbatch NaN, on the second data-parallel rank only."""
     calls = [0]
 
     def spoil(module: nn.Module, inputs: object, loss: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
-        is_spoilt = calls[0] % NUM_MICROBATCHES == 0 and dist.get_rank() == 1
+        is_spoilt = calls[0] % NUM_MICROBATCHES == 0 and data_rank == 1
         return loss * math.nan if is_spoilt else loss
 
     model.register_forward_hook(spoil)
 
 
 def _train_broken(
-    max_skips: int | None, num_steps: int
+    max_skips: int | None, num_steps: int, num_copies: int = 1
 ) -> tuple[list[StepResult], list[str], bool]:
     model = sharded_model()
     records = _Records()
     logging.getLogger("megafsdp.training").addHandler(records)
     step = _step(model, max_skips=max_skips)
-    _break_second_microbatch(model)
+    rank, size = dist.get_rank() // num_copies, dist.get_world_size() // num_copies
+    _break_second_microbatch(model, rank)
     before = full_state_dict(model)
-    rank, size = dist.get_rank(), dist.get_world_size()
     try:
         results = [step(batches_of(k, rank, size)) for k in range(num_steps)]
     finally:
@@ -135,6 +135,13 @@ def test_broken_step_is_skipped_by_all_ranks(ranks: Ranks) -> None:
         assert is_unchanged
         assert all("samples [9, 10, 11]" in line for line in lines)
         assert len(lines) == 2
+
+
+def test_a_broken_sample_is_named_once(ranks: Ranks) -> None:
+    """Though two ranks, which share the layers out, have read it."""
+    for _, lines, _ in ranks(4).run(_train_broken, 2, 1, 2):
+        assert len(lines) == 1
+        assert "samples [9, 10, 11]" in lines[0]
 
 
 def test_too_many_skips_in_a_row_end_the_run(ranks: Ranks) -> None:

@@ -1,0 +1,79 @@
+"""Collectives of activations: tensors of any shape, cut or joined along a dim.
+
+They go through collectives.py, so they are counted, labelled and profiled as those of buffers are,
+and a reduce-scatter on gloo is an exchange and a sum in fp32 or wider. This file adds the shapes.
+Every function returns when its result may be read, and does nothing in a group of one rank. Which
+one is whose gradient is decided by megafsdp/parallel/mappings.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megafsdp.buffer.comm import collectives
+from megafsdp.device.profiling import profiler_range
+from megafsdp.errors import expected
+
+
+def gather_dim(
+    shard: torch.Tensor, dim: int, *, group: dist.ProcessGroup, label: str
+) -> torch.Tensor:
+    """Join the ranks' equally shaped shards along a dim, in rank order; collective.
+
+    Allocates the result and, unless ``dim`` is the first of more than one element, as much again
+    while it is put in order.
+    """
+    if group.size() == 1:
+        return shard
+    gathered = shard.new_empty(group.size() * shard.numel())
+    # A gradient may be expanded, and a view of it then has strides of 0.
+    flat = shard.contiguous().view(-1)
+    collectives.all_gather([gathered], [flat], group=group, label=label).wait()
+    by_rank = gathered.view(group.size(), *shard.shape)
+    return by_rank.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter_dim(
+    partial: torch.Tensor, dim: int, *, group: dist.ProcessGroup, label: str
+) -> torch.Tensor:
+    """Sum the ranks' tensors and return this rank's equal part along a dim; collective.
+
+    Raises:
+        ValueError: The ranks do not divide the dim.
+    """
+    num_ranks = group.size()
+    if num_ranks == 1:
+        return partial
+    if partial.shape[dim] % num_ranks:
+        raise ValueError(
+            expected(
+                f"an extent that {num_ranks} ranks divide along dim {dim}",
+                f"shape {tuple(partial.shape)}",
+                where=f"the reduce-scatter of '{label}'",
+                hint="Pad the sequence on the right to a multiple of the tensor-parallel degree",
+            )
+        )
+    by_rank = partial.unflatten(dim, (num_ranks, -1)).movedim(dim, 0).contiguous()
+    output = partial.new_empty(by_rank.shape[1:])
+    collectives.reduce_scatter(
+        [output.view(-1)],
+        [by_rank.view(-1)],
+        group=group,
+        # A library overwrites its input only to scale it, so the caller's tensor stays as it is.
+        scale=1.0,
+        accumulate=False,
+        reduce_dtype=partial.dtype,
+        label=label,
+    ).wait()
+    return output
+
+
+def sum_over_ranks(partial: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> torch.Tensor:
+    """Return the sum of the ranks' tensors, a new one; collective."""
+    if group.size() == 1:
+        return partial
+    total = partial.clone(memory_format=torch.contiguous_format)
+    with profiler_range("all_reduce", label):
+        collectives.all_reduce(total, group=group, label=label)
+    return total

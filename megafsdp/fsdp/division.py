@@ -1,0 +1,239 @@
+"""Over which ranks a unit is divided: the meshes, the strategy and the neighbours of a call.
+
+``fully_shard`` gives what the user wrote; the functions turn it into values or refuse it, before
+any module is changed. A :class:`Division` then says for each parameter group which ranks divide it.
+No collective is issued here, except to build a default mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafsdp.errors import expected
+from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.policy import Average, Strategy
+from megafsdp.fsdp.runtime.process_groups import require_own_gpus
+from megafsdp.mesh.parallel_dims import default_mesh
+
+# Indexed by ZeRO stage: Strategy lists its members in that order.
+_STAGES = tuple(Strategy)
+
+
+def strategy_of(value: str | int) -> Strategy:
+    """Return the strategy of a Megatron name or a ZeRO stage 0 to 3.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
+    if value not in names:
+        raise ValueError(
+            expected(
+                f"one of {[s.value for s in Strategy]} or a ZeRO stage 0 to 3",
+                repr(value),
+                where="the strategy of fully_shard()",
+                hint="Use 'optim_grads_params' for ZeRO-3",
+            )
+        )
+    return names[value]
+
+
+def mesh_of(
+    mesh: DeviceMesh | None, device_type: str, dp_mesh_dims: object | None = None
+) -> DeviceMesh:
+    """Return the mesh, by default of all ranks.
+
+    Raises:
+        NotImplementedError: ``dp_mesh_dims`` is given, torch's choice of axes of a larger mesh.
+        RuntimeError: There is neither a mesh nor a process group.
+        ValueError: The mesh has more than two axes, or two without names; or ranks on NCCL share
+            a GPU.
+    """
+    if dp_mesh_dims is not None:
+        # Such a mesh is one of DTensor parameters, which are cut on its other axes too.
+        raise NotImplementedError(
+            expected(
+                "a mesh of data-parallel axes alone",
+                f"dp_mesh_dims={dp_mesh_dims}",
+                where="fully_shard()",
+                hint="Give the part of the mesh that has these axes: mesh[names]",
+            )
+        )
+    if mesh is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                expected(
+                    "an initialised process group or a mesh",
+                    "neither",
+                    where="fully_shard()",
+                    hint="Call torch.distributed.init_process_group() first, or use torchrun",
+                )
+            )
+        # Collective: all ranks come here with the same arguments.
+        mesh = default_mesh(device_type)
+    # Two unnamed axes are refused: their sizes do not show which one is the slow network.
+    if mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
+        require_own_gpus(mesh)
+        return mesh
+    raise ValueError(
+        expected(
+            "a mesh of one axis, or of two named ones",
+            f"shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
+            where="the mesh of fully_shard()",
+            hint="Give the named data-parallel axes, for example mesh['dp_outer', 'dp_shard']",
+        )
+    )
+
+
+def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: DeviceMesh) -> bool:
+    """Return whether the first axis of the mesh divides main weights too.
+
+    Raises:
+        ValueError: The name is unknown, there is no outer axis to divide over, or compute weights
+            or gradients are not divided over the inner one.
+    """
+    where = "outer_strategy of fully_shard()"
+    if outer_strategy == "no_shard":
+        return False
+    if outer_strategy != "optim":
+        raise ValueError(
+            expected(
+                "'no_shard' or 'optim'",
+                repr(outer_strategy),
+                where=where,
+                hint="Use 'no_shard' to replicate shards over the outer axis (HSDP), 'optim' to "
+                "divide main weights and optimizer states over it (HFSDP)",
+            )
+        )
+    if mesh.ndim != 2:
+        raise ValueError(
+            expected(
+                "a mesh of two axes",
+                f"shape {tuple(mesh.shape)}",
+                where=f"{where}, which is 'optim'",
+                hint="Give a mesh of an outer and an inner axis, or leave outer_strategy out",
+            )
+        )
+    if strategy is not Strategy.OPTIM_GRADS_PARAMS:
+        raise ValueError(
+            expected(
+                "strategy 'optim_grads_params'",
+                repr(strategy.value),
+                where=f"{where}, which is 'optim'",
+                hint="Divide everything over the inner axis, or leave outer_strategy out",
+            )
+        )
+    return True
+
+
+def expert_mesh_of(
+    expert_mesh: DeviceMesh | None, mesh: DeviceMesh, *, is_divided_over_outer_axis: bool
+) -> DeviceMesh | None:
+    """Return the data-parallel mesh of experts, None if it is that of all parameters.
+
+    Raises:
+        ValueError: It has more than two axes or two without names, is of another device, or lacks
+            the outer axis over which main weights are divided.
+    """
+    # Two equal meshes would make two groups, hence twice the collectives.
+    if expert_mesh is None or expert_mesh == mesh:
+        return None
+    is_divisible = expert_mesh.ndim == 2 or not is_divided_over_outer_axis
+    if expert_mesh.device_type != mesh.device_type or not is_divisible:
+        raise ValueError(
+            expected(
+                f"a mesh of {mesh.ndim} axes of the device '{mesh.device_type}', as the other has",
+                f"shape {tuple(expert_mesh.shape)} of '{expert_mesh.device_type}'",
+                where="expert_mesh of fully_shard()",
+                hint="Make both meshes of the same outer axis and device",
+            )
+        )
+    return mesh_of(expert_mesh, mesh.device_type)
+
+
+def reshard_of(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
+    """Return the choice of resharding after forward; one rank is False, all of them True.
+
+    Raises:
+        ValueError: It is neither a bool nor a number that divides the ranks of the mesh's last
+            axis.
+    """
+    # bool first: True is an int too, and would mean one rank.
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    num_ranks = mesh.size(mesh.ndim - 1)
+    is_number = isinstance(reshard_after_forward, int)
+    if not is_number or reshard_after_forward < 1 or num_ranks % reshard_after_forward:
+        raise ValueError(
+            expected(
+                f"True, False, None, or a divisor of the {num_ranks} ranks that divide parameters",
+                repr(reshard_after_forward),
+                where="reshard_after_forward of fully_shard()",
+                hint="Give the number of ranks of one node, or True to free parameters",
+            )
+        )
+    # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
+    return {1: False, num_ranks: True}.get(reshard_after_forward, reshard_after_forward)
+
+
+@dataclass(frozen=True)
+class Division:
+    """What a unit divides, over which ranks, and how it averages gradients.
+
+    Attributes:
+        mesh: The data-parallel mesh, of one or two axes.
+        expert_mesh: That of parameters of experts, if theirs is another one.
+        strategy: What the last axis divides.
+        is_divided_over_outer_axis: Whether the first of two axes divides main weights too.
+        gradient_scale: Factor on the sum of gradients over all ranks of the mesh.
+    """
+
+    mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None
+    strategy: Strategy
+    is_divided_over_outer_axis: bool
+    gradient_scale: float
+
+    def axes(
+        self, *, is_whole: bool, is_expert: bool, model_mesh: DeviceMesh | None
+    ) -> DataParallelAxes:
+        """Return the ranks of a group.
+
+        Args:
+            is_whole: Whether it stays whole on every rank, whatever the strategy.
+            is_expert: Whether its parameters are those of experts.
+            model_mesh: The axis over which its parameters are cut or repeated besides.
+        """
+        mesh = self.expert_mesh if is_expert and self.expert_mesh is not None else self.mesh
+        # A group that cannot be cut has the buffers and collectives of a replica.
+        if is_whole or self.strategy is Strategy.NO_SHARD:
+            axes = DataParallelAxes.replicated(mesh)
+        elif self.is_divided_over_outer_axis:
+            axes = DataParallelAxes.divided(mesh)
+        else:
+            axes = DataParallelAxes.sharded(mesh)
+        axes = replace(axes, is_expert=is_expert)
+        return axes if model_mesh is None else axes.beside(model_mesh)
+
+
+def division_of(
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    strategy: Strategy,
+    outer_strategy: str,
+    average: Average,
+) -> Division:
+    """Return what a unit divides, of a call's arguments; those of :func:`fully_shard`.
+
+    Raises:
+        ValueError: ``outer_strategy`` or ``expert_mesh`` does not fit the others.
+    """
+    is_divided = is_divided_over_outer_axis(outer_strategy, strategy, mesh)
+    experts = expert_mesh_of(expert_mesh, mesh, is_divided_over_outer_axis=is_divided)
+    # Gradients are averaged by this factor alone: no reduction divides again. Experts' too: theirs
+    # are sums over the tokens of more ranks, as many as their mesh has fewer.
+    scale = 1.0 if average is Average.TOKEN else 1.0 / mesh.size()
+    return Division(mesh, experts, strategy, is_divided, scale)

@@ -1,0 +1,94 @@
+"""Gradients of what a model axis cuts or repeats: each rank's addend, and their sum over the axis.
+
+Of a parameter that the axis cuts, each rank computes the gradient of its own part. Of one that all
+ranks of the axis have, it depends on what computed it: equal on all ranks, or of this rank's share
+of the activations alone, hence an addend (under sequence parallelism; norms, biases of row-parallel
+layers). The addends of all such parameters of a group are summed in one all-reduce, before the
+group's reduction over the data axes reads the packed gradients::
+
+    tp 0  [ norm 0 | bias 0 ] --+                            +--> [ norm | bias ]  packed, tp 0
+                                +-- one all-reduce over tp --+
+    tp 1  [ norm 1 | bias 1 ] --+                            +--> [ norm | bias ]  packed, tp 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from megafsdp.buffer.comm.collectives import all_reduce
+from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.fsdp.params.model_parts import ModelPlacement
+from megafsdp.mesh.torch_private import local_of
+
+
+class ModelGradients:
+    """Takes this rank's addends off the gradients of one group, and sums them over its model axis.
+
+    Args:
+        mesh: The model axis.
+        placements: Where the axis puts each parameter of the group.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: Sequence[ModelPlacement]) -> None:
+        self._group: dist.ProcessGroup = mesh.get_group()
+        self._is_first = mesh.get_local_rank() == 0
+        self._placements = placements
+        self._summed = [i for i, placement in enumerate(placements) if placement.is_summed]
+
+    def addend(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to the sum for a parameter, of the shape of its part.
+
+        Local, but for gradients that torch's layers leave in another placement than that of their
+        parameter: then a collective over the model axis, as FSDP2 issues it too.
+
+        Args:
+            index: Of the parameter.
+            grad: Its gradient, as autograd left it.
+        """
+        if not isinstance(grad, DTensor):
+            return grad
+        placement, wanted = grad.placements[0], self._placements[index]
+        if not wanted.is_summed:
+            assert wanted.placement is not None, "its parameter is a DTensor"
+            if placement != wanted.placement:
+                grad = grad.redistribute(placements=[wanted.placement])
+            return _settled(grad)
+        if placement == Partial():
+            return _settled(grad)
+        if not placement.is_replicate():
+            grad = grad.redistribute(placements=[Replicate()])
+        # All ranks have the whole of it, and it counts once.
+        local = _settled(grad)
+        return local if self._is_first else torch.zeros_like(local)
+
+    def sum_over_axis(self, packed: DBuffer, dtype: torch.dtype, label: str) -> None:
+        """Replace addends in a packed buffer by their sums over the axis; one all-reduce.
+
+        It allocates a buffer of their size, for the time of the call, and is queued on the current
+        stream.
+
+        Args:
+            packed: The group's partial gradients.
+            dtype: Dtype of the sum.
+            label: FQN of the unit, for counters and profilers.
+        """
+        # The same on all ranks, and in each backward: what autograd left does not count.
+        addends = [packed.tensor(index) for index in self._summed]
+        if not addends or self._group.size() == 1:
+            return
+        with torch.no_grad():
+            together = torch.cat(addends).to(dtype)
+            all_reduce(together, group=self._group, label=label)
+            torch._foreach_copy_(addends, list(together.split([a.numel() for a in addends])))
+
+
+def _settled(grad: DTensor) -> torch.Tensor:
+    """Return the local tensor of a gradient, which a collective may still be about to write."""
+    local = local_of(grad)
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()

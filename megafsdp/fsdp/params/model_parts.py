@@ -1,0 +1,219 @@
+"""What a rank of a model axis has of each parameter, as the DTensors that come in say it.
+
+Tensor parallelism (or expert parallelism, of stacks) has cut a model before it is sharded: its
+parameters are DTensors over a mesh of one axis, the *model axis*. Data parallelism then cuts the
+part that a rank has, and never looks beyond it::
+
+    weight (8, 4), cut on dim 0 by tp 2, then by dp 2      tp 0        tp 1
+    part of a tp rank                                      rows 0-3    rows 4-7
+    main weight of dp 0                                    rows 0-1    rows 4-5
+    main weight of dp 1                                    rows 2-3    rows 6-7
+
+A :class:`ModelPlacement` says what the part is, in which form forward and backward see it, and
+whether the gradients of the ranks of the axis are addends of one sum. What cannot be right is
+refused when it is read, before anything is changed. Sums over the axis are made in
+:mod:`megafsdp.fsdp.params.model_gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megafsdp.errors import expected
+from megafsdp.mesh.annotation import annotation_of
+from megafsdp.mesh.dtensor import cut_dim
+from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
+from megafsdp.mesh.parallel_dims import TP
+from megafsdp.mesh.torch_private import local_of, root_of, wrap_part
+
+# A class attribute of layers whose forward takes the plain part of a parameter.
+_COMPUTES_ON_PART = "computes_on_part"
+
+
+@dataclass(frozen=True)
+class ModelPlacement:
+    """Where a model axis puts one parameter, and what this rank does with it.
+
+    Attributes:
+        part: What this rank has of the parameter.
+        mesh: The model axis; None without one.
+        placement: How the axis cuts the parameter; None without one.
+        is_dtensor: Whether forward and backward see a DTensor over the axis, as the layers of
+            torch's ``parallelize_module`` need it, and not the plain part.
+        is_summed: Whether the gradients of the ranks of the axis are addends of one sum.
+    """
+
+    part: ModelPart
+    mesh: DeviceMesh | None = None
+    placement: Placement | None = None
+    is_dtensor: bool = False
+    is_summed: bool = False
+
+    def face(self, full: torch.Tensor) -> torch.Tensor:
+        """Return what forward and backward see of the gathered part; aliases it."""
+        if not self.is_dtensor:
+            return full
+        assert self.mesh is not None and self.placement is not None, "it came as a DTensor"
+        return wrap_part(full, self.mesh, self.placement, self.part.shape)
+
+
+def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the tensor-parallel axis beside a mesh that was sliced from one; None without it."""
+    root = None if mesh is None else root_of(mesh)
+    if mesh is None or root is None or TP not in (root.mesh_dim_names or ()):
+        return None
+    # Flattened over that axis too, the mesh divides among its ranks, and nothing is repeated.
+    is_beside = len(_common_ranks(mesh, root[TP])) == 1
+    return root[TP] if is_beside and root[TP].size() > 1 else None
+
+
+def _common_ranks(mesh: DeviceMesh, other: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
+
+
+def plain_placement(
+    name: str, parameter: torch.Tensor, model_mesh: DeviceMesh | None = None
+) -> ModelPlacement:
+    """Return the placement of a plain parameter, which all ranks of the model axis have whole.
+
+    Args:
+        name: Its FQN, for messages.
+        parameter: The parameter.
+        model_mesh: The model axis of the parameters around it.
+
+    Raises:
+        ValueError: Its layer declares that tensor parallelism cuts it.
+    """
+    annotation, shape = annotation_of(parameter), tuple(parameter.shape)
+    if model_mesh is None or model_mesh.size() == 1:
+        return ModelPlacement(whole_part(shape))
+    if annotation.tp_dim is not None:
+        raise ValueError(
+            expected(
+                f"a DTensor cut over the {model_mesh.size()} ranks of axis "
+                f"'{(model_mesh.mesh_dim_names or ('',))[0]}', as its layer declares",
+                f"a plain tensor of shape {shape}",
+                where=f"'{name}', whose dim {annotation.tp_dim} tensor parallelism cuts",
+                hint="Call set_device_mesh(tp_mesh=...) on its layer before fully_shard()",
+            )
+        )
+    part = part_of(shape, None, model_mesh.size(), model_mesh.get_local_rank())
+    return ModelPlacement(part, model_mesh, Replicate(), is_summed=annotation.sums_over_tp)
+
+
+def read_placement(
+    name: str, parameter: DTensor, owners: Iterable[nn.Module], data_mesh: DeviceMesh
+) -> ModelPlacement:
+    """Return the placement of a DTensor parameter.
+
+    Args:
+        name: Its FQN, for messages.
+        parameter: The parameter.
+        owners: The modules that have it.
+        data_mesh: The mesh of :func:`fully_shard` that divides it.
+
+    Raises:
+        ValueError: It is a sum that is still to be made, or its mesh shares more ranks with the
+            data mesh than this one, is without this rank, or of another device.
+        NotImplementedError: It is cut by a mesh of several axes, or was sharded before.
+    """
+    mesh, placement = parameter.device_mesh, parameter.placements[0]
+    _check_mesh(name, parameter, data_mesh)
+    _check_placement(name, parameter)
+    dim, annotation = cut_dim(placement), annotation_of(parameter)
+    # torch's DTensors are cut as torch.chunk cuts; a layer that declares the cut has made it.
+    fused = annotation.fused if dim is not None and annotation.tp_dim == dim else None
+    part = part_of(tuple(parameter.shape), dim, mesh.size(), mesh.get_local_rank(), fused)
+    _check_local(name, parameter, part)
+    is_dtensor = not all(getattr(owner, _COMPUTES_ON_PART, False) for owner in owners)
+    return ModelPlacement(
+        part,
+        mesh,
+        placement,
+        is_dtensor=is_dtensor,
+        # What torch's layers compute decides, in each backward, whether the gradient of a
+        # replicated parameter is a sum. Ranks could not agree on that without an exchange.
+        is_summed=dim is None and (is_dtensor or annotation.sums_over_tp),
+    )
+
+
+def _check_mesh(name: str, parameter: DTensor, data_mesh: DeviceMesh) -> None:
+    mesh = parameter.device_mesh
+    where = f"'{name}', a DTensor on {mesh}, with placements {parameter.placements}"
+    if mesh.ndim != 1:
+        raise NotImplementedError(
+            expected(
+                "a DTensor parameter on a mesh of one axis, the model axis",
+                f"a mesh of shape {tuple(mesh.shape)}",
+                where=where,
+                hint="Distribute it over one axis, mesh['tp'], and give fully_shard() the others",
+            )
+        )
+    if mesh.get_coordinate() is None or mesh.device_type != data_mesh.device_type:
+        raise ValueError(
+            expected(
+                f"a model axis with this rank, of the device '{data_mesh.device_type}'",
+                f"ranks {mesh.mesh.tolist()} of the device '{mesh.device_type}'",
+                where=where,
+                hint="Slice the mesh of fully_shard() and the model axis from one mesh",
+            )
+        )
+    common = _common_ranks(mesh, data_mesh)
+    # An axis of one rank shares no more than that with any mesh, but cannot be two axes of one.
+    names = set(mesh.mesh_dim_names or ()) & set(data_mesh.mesh_dim_names or ())
+    if len(common) > 1 or names or mesh == data_mesh:
+        is_expert = annotation_of(parameter).is_expert
+        raise ValueError(
+            expected(
+                "a model axis beside the mesh of fully_shard(), which shares one rank with it",
+                f"ranks {sorted(common)} in both",
+                where=where,
+                hint="Give expert_mesh=, the mesh of the ranks with the same experts"
+                if is_expert
+                else "Give mesh=, the part of the mesh without the model axis: mesh['dp_shard']",
+            )
+        )
+
+
+def _check_placement(name: str, parameter: DTensor) -> None:
+    placement = parameter.placements[0]
+    where = f"'{name}', a DTensor parameter of shape {tuple(parameter.shape)}"
+    if placement.is_partial():
+        raise ValueError(
+            expected(
+                "a parameter that is cut or replicated over the model axis",
+                repr(placement),
+                where=where,
+                hint="Call redistribute(placements=[Replicate()]) on it before fully_shard()",
+            )
+        )
+    # By class: a strided shard is a subclass of Shard in some versions of torch.
+    if type(placement) not in (Shard, Replicate):
+        raise NotImplementedError(
+            expected(
+                "Shard(dim) or Replicate() on the model axis",
+                repr(placement),
+                where=where,
+                hint="Give the parameters of a model that was not sharded before",
+            )
+        )
+
+
+def _check_local(name: str, parameter: DTensor, part: ModelPart) -> None:
+    local = tuple(local_of(parameter).shape)
+    if local != part.local_shape:
+        raise ValueError(
+            expected(
+                f"{part.local_shape} of shape {part.shape} on rank {part.rank} of the model axis",
+                f"a local tensor of shape {local}",
+                where=f"'{name}', a DTensor parameter with placements {parameter.placements}",
+                hint="Cut it with distribute_tensor(), or declare its fused parts",
+            )
+        )

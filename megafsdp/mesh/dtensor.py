@@ -1,0 +1,124 @@
+"""Meshes and placements of DTensors that data axes and a model axis cut.
+
+Data axes cut a part's rows, and their cuts do not follow torch.chunk; a model axis (tp, or ep for
+stacks of experts) gives each rank a part (model_part.py). Placements are labels for torch and its
+users: the true cuts are in the DTensor's layout (buffer/dtensor/uneven_layout.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megafsdp.errors import expected
+from megafsdp.mesh.model_part import ModelPart
+from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD, flat_group
+from megafsdp.mesh.torch_private import StridedShard, concatenate_meshes
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """Return the tensor dimension that a placement cuts; None if it cuts none.
+
+    ``placement.is_shard()`` is False of a strided shard on some versions of torch.
+    """
+    return placement.dim if isinstance(placement, Shard | StridedShard) else None
+
+
+def shard_axes(placements: Sequence[Placement], num_model_axes: int) -> list[int]:
+    """Return the data axes that divide a main weight's rows: the last one, all, or none."""
+    data = placements[: len(placements) - num_model_axes]
+    return [axis for axis, placement in enumerate(data) if cut_dim(placement) is not None]
+
+
+def main_weight_placements(
+    num_data_axes: int, num_shard_axes: int, part: ModelPart, num_model_axes: int
+) -> tuple[Placement, ...]:
+    """Return the placements of a main weight on its data axes, then its model axes.
+
+    They are those of FSDP2 where FSDP2 has any. Examples, for axes (dp_shard, tp) with tp 2::
+
+        tp cuts dim 0     _StridedShard(0, split_factor=2), Shard(0)
+        tp cuts dim 1     Shard(0), Shard(1)
+        tp cuts nothing   Shard(0), Replicate()
+
+    Args:
+        num_data_axes: Data axes of the mesh.
+        num_shard_axes: How many of them cut the rows, counted from the last; the tensor is
+            replicated over the others.
+        part: What this rank has of the tensor along the last model axis.
+        num_model_axes: Model axes, behind the data axes.
+    """
+    # Shard(0) stands for uneven rows too: a placement of our own would enter torch's caches.
+    rows: list[Placement] = [Shard(0)] * num_shard_axes
+    if rows and num_model_axes and part.dim == 0:
+        # "Strided" says that the model axis has cut the rows before this one.
+        rows[-1] = StridedShard(0, split_factor=part.num_ranks)
+    model: list[Placement] = [Replicate()] * num_model_axes
+    if num_model_axes and part.dim is not None:
+        model[-1] = Shard(part.dim)
+    return (*[Replicate()] * (num_data_axes - num_shard_axes), *rows, *model)
+
+
+def joined_mesh(data: DeviceMesh, model: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the data axes, then the model axes; local, over groups that exist.
+
+    Ranks that differ on another axis of the job have meshes of their own.
+
+    Raises:
+        ValueError: The meshes share more than this rank, or their ranks do not make a grid.
+    """
+    data_ranks, model_ranks = data.mesh.flatten(), model.mesh.flatten()
+    own = dist.get_rank()
+    common = set(data_ranks.tolist()) & set(model_ranks.tolist())
+    if common != {own}:
+        raise _not_orthogonal(data, model, f"ranks {sorted(common)} in both")
+    joined = concatenate_meshes([data, model])
+    if joined is not None:
+        return joined
+    # A step along a model axis is one number of ranks everywhere: the meshes are slices of grids.
+    ranks = data_ranks[:, None] + model_ranks[None, :] - own
+    is_grid = ranks.unique().numel() == ranks.numel()
+    if not is_grid or ranks.min() < 0 or ranks.max() >= dist.get_world_size():
+        raise _not_orthogonal(data, model, f"ranks {ranks.tolist()}")
+    meshes = (data, model)
+    return DeviceMesh.from_group(
+        [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)],
+        data.device_type,
+        mesh=ranks.view(*data.shape, *model.shape).to(torch.int),
+        mesh_dim_names=(
+            *(data.mesh_dim_names or (DP_OUTER, DP_SHARD)[-data.ndim :]),
+            *(model.mesh_dim_names or tuple(f"model_{axis}" for axis in range(model.ndim))),
+        ),
+    )
+
+
+def _not_orthogonal(data: DeviceMesh, model: DeviceMesh, got: str) -> ValueError:
+    return ValueError(
+        expected(
+            "a data mesh and a model mesh with this rank alone in common",
+            got,
+            where=f"data mesh {data}, model mesh {model}",
+            hint="Slice both from one init_device_mesh(), by different axes",
+        )
+    )
+
+
+def group_of_axes(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """Return the ranks that differ from this one on some axes of a mesh alone.
+
+    They are numbered along the last axis first. Collective over all ranks of the job on first use
+    with several axes.
+    """
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    if len(axes) == mesh.ndim:
+        return flat_group(mesh)
+    assert mesh.mesh_dim_names is not None, "a mesh of data axes and model axes has names"
+    names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
+    # torch refuses a slice of axes whose strides do not descend, as of a tp axis outside of data.
+    return flat_group(concatenate_meshes([mesh[name] for name in names]) or mesh[names])

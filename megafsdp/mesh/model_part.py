@@ -1,0 +1,174 @@
+"""What one rank of a model axis has of a tensor, in coordinates of the whole tensor.
+
+Tensor parallelism gives a rank some columns or rows of a weight, expert parallelism some matrices
+of a stack. Everything that leaves a rank (checkpoints, full tensors, norms) goes by the whole
+tensor, whose coordinates do not depend on the degree. Arithmetic only: how a part's rows lie over
+data-parallel shards is described in buffer/dtensor/uneven_layout.py, which meshes a part is on in
+dtensor.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megafsdp.errors import expected
+from megafsdp.mesh.fused_parts import FusedParts
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What one rank of a model axis has of a tensor.
+
+    Make it with :func:`part_of`. Example: [gate; up] of 2 x 6 rows on 2 tp ranks, each tensor cut
+    by itself; ``part_of((12, 4), 0, 2, rank, FusedParts(("gate", "up"), (6, 6)))``::
+
+        rows of the whole     0 1 2 | 3 4 5 | 6 7 8 | 9 10 11
+                              gate  | gate  | up    | up
+        tp rank               0     | 1     | 0     | 1
+
+        rank 1: pieces ((3, 3), (9, 3)), local shape (6, 4)
+
+    Attributes:
+        shape: Of the whole tensor.
+        dim: Dimension that the axis cuts; None: every rank of the axis has all of the tensor.
+        num_ranks: Size of the model axis.
+        rank: This rank's coordinate on it.
+        fused_sizes: Extents along ``dim`` that are cut each by itself, as ``torch.chunk`` cuts:
+            one of a single tensor, one for each fused tensor else; empty if nothing is cut.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    num_ranks: int
+    rank: int
+    fused_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the fields belong together."""
+        assert 0 <= self.rank < self.num_ranks, "the coordinate lies on the axis"
+        extent = 0 if self.dim is None else self.shape[self.dim]
+        assert sum(self.fused_sizes) == extent, "the fused sizes fill the dimension"
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether this rank has all of the tensor."""
+        return self.dim is None or self.num_ranks == 1
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """Return (first index, length) along ``dim`` of what the rank has, in local order."""
+        if self.dim is None:
+            return ()
+        if self.num_ranks == 1:
+            return ((0, self.shape[self.dim]),)
+        found, base = [], 0
+        for size in self.fused_sizes:
+            chunk = -(-size // self.num_ranks)
+            # Where the ranks do not divide the extent, the last ranks have less or nothing.
+            first = min(self.rank * chunk, size)
+            if length := min(chunk, size - first):
+                found.append((base + first, length))
+            base += size
+        return tuple(found)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape of what the rank has."""
+        if self.dim is None:
+            return self.shape
+        extent = sum(length for _, length in self.pieces)
+        return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
+
+    @property
+    def local_numel(self) -> int:
+        """Return the number of elements that the rank has."""
+        return math.prod(self.local_shape)
+
+    def of_rank(self, rank: int) -> ModelPart:
+        """Return what another rank of the axis has."""
+        return replace(self, rank=rank)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what the rank has of a whole tensor; a view where it is one piece."""
+        if self.dim is None:
+            return whole
+        views = [whole.narrow(self.dim, *piece) for piece in self.pieces]
+        if len(views) == 1:
+            return views[0]
+        return torch.cat(views, self.dim) if views else whole.narrow(self.dim, 0, 0)
+
+    def join(self, locals_by_rank: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the whole tensor from what every rank of the axis has, in their order.
+
+        The one tensor itself if the rank has all; otherwise it allocates.
+        """
+        if self.dim is None or self.num_ranks == 1:
+            return locals_by_rank[self.rank]
+        whole = locals_by_rank[0].new_empty(self.shape)
+        for rank, local in enumerate(locals_by_rank):
+            start = 0
+            for first, length in self.of_rank(rank).pieces:
+                whole.narrow(self.dim, first, length).copy_(local.narrow(self.dim, start, length))
+                start += length
+        return whole
+
+
+def part_of(
+    shape: tuple[int, ...],
+    dim: int | None,
+    num_ranks: int,
+    rank: int,
+    fused: FusedParts | None = None,
+) -> ModelPart:
+    """Return what a rank of a model axis has of a tensor.
+
+    Args:
+        shape: Of the whole tensor.
+        dim: Dimension that the axis cuts; None if every rank of the axis has all of it.
+        num_ranks: Size of the axis.
+        rank: Coordinate on it.
+        fused: Logical tensors in the tensor. Along ``dim``, those of one group are cut each by
+            itself; of several groups each rank gets as many whole groups. Parts along another
+            dimension change nothing.
+
+    Raises:
+        ValueError: The ranks do not divide the groups.
+        NotImplementedError: Fused tensors are cut each by itself along another dimension than 0.
+    """
+    if dim is None:
+        return ModelPart(shape, None, num_ranks, rank, ())
+    if fused is None or fused.dim != dim or len(fused.names) == 1 or num_ranks == 1:
+        return ModelPart(shape, dim, num_ranks, rank, (shape[dim],))
+    where = f"the fused parts {fused.names} of a tensor of shape {shape}"
+    if fused.num_groups > 1:
+        if fused.num_groups % num_ranks:
+            raise ValueError(
+                expected(
+                    f"a number of groups that {num_ranks} ranks divide",
+                    f"{fused.num_groups} groups",
+                    where=where,
+                    hint="Choose a tensor-parallel degree that divides the query groups",
+                )
+            )
+        # The chunks of an extent that the ranks divide end between two groups.
+        return ModelPart(shape, dim, num_ranks, rank, (shape[dim],))
+    if dim != 0:
+        # A row would be of several pieces, and no range of rows one region of the whole.
+        raise NotImplementedError(
+            expected(
+                "fused parts along dim 0",
+                f"parts along dim {dim}, which a model axis of {num_ranks} ranks cuts",
+                where=where,
+                hint="Lay the parts along dim 0, or cut another dimension",
+            )
+        )
+    return ModelPart(shape, dim, num_ranks, rank, fused.sizes)
+
+
+def whole_part(shape: tuple[int, ...]) -> ModelPart:
+    """Return the part of a tensor that no model axis cuts: all of it."""
+    return ModelPart(shape, None, 1, 0, ())
