@@ -185,7 +185,7 @@ class UnevenDTensor(RowShardedDTensor):
 
     @property
     def uneven_layout(self) -> UnevenLayout:
-        """Return how the global tensor is cut; the same on all ranks but for ``shard``."""
+        """Return how the global tensor is cut: alike on all ranks of one part but for ``shard``."""
         return self._uneven_layout
 
     @property
