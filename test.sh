@@ -7,6 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/setup_env.sh
 # Rank pools run one process a rank: threads of their own would only fight over the cores.
 export OMP_NUM_THREADS=1
+# Each of many processes would compile the package and rewrite the assertions for itself.
+unset PYTHONDONTWRITEBYTECODE
 
 num_cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')
 num_processes=${TEST_PROCESSES:-$((num_cores < 4 ? num_cores : 4))}

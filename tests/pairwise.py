@@ -31,6 +31,25 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     return selected
 
 
+def each_value(cases: Sequence[Case]) -> list[Case]:
+    """Return fewer still: every value of any one place occurs, with many pairs among them.
+
+    For products whose pairs other tests of the gate have.
+    """
+    waiting = {(i, value) for case in cases for i, value in enumerate(case)}
+    new_pairs = set().union(*(pairs_of(case) for case in cases))
+    selected = []
+    while waiting:
+        best = max(
+            cases,
+            key=lambda case: (len(waiting & set(enumerate(case))), len(new_pairs & pairs_of(case))),
+        )
+        selected.append(best)
+        waiting -= set(enumerate(best))
+        new_pairs -= pairs_of(best)
+    return selected
+
+
 def gate_of(
     product: Sequence[tuple[Any, ...]],
     name: str,

@@ -56,7 +56,10 @@ def test_the_run_that_options_name_is_removed(
     [
         (["--optimizer.knd", "muon"], "optimizer.kind"),
         (["--optimizer.lr", "-1"], "to be greater than 0, got -1"),
-        (["--train.global_batch_size", "7"], "a multiple of the 2 data-parallel ranks (dp_outer x dp_shard), got 7"),
+        (
+            ["--train.global_batch_size", "7"],
+            "a multiple of the 2 data-parallel ranks (dp_outer x dp_shard), got 7",
+        ),
         (["--parallel.cp", "2"], "NotImplementedError"),
     ],
 )

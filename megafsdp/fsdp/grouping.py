@@ -41,6 +41,7 @@ from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
+from megafsdp.mesh.dtensor import joined_mesh
 
 _LOGGER = logging.getLogger("megafsdp.fsdp")
 # Set on full parameters: the name of the unit that owns the sharded form, and the FQN in it.
@@ -252,6 +253,7 @@ def place_parameters(
     if expert_mesh == mesh:
         expert_mesh = None
     model_mesh: DeviceMesh | None = None
+    axes: dict[tuple[DeviceMesh, DeviceMesh], None] = {}
     for item in found:
         name, parameter = item.record.name, item.parameter
         # Without a mesh of their own experts are parameters like all others.
@@ -262,9 +264,13 @@ def place_parameters(
         if data_mesh is None:
             _refuse_no_mesh(name, parameter)
         owners = [owner for owner, _ in item.record.living_owners()]
-        item.record.model = placement = read_placement(name, parameter, owners, data_mesh)
+        item.record.model = read_placement(name, parameter, owners, data_mesh)
+        axes[data_mesh, parameter.device_mesh] = None
         if not item.is_expert:
-            model_mesh = model_mesh or placement.mesh
+            model_mesh = model_mesh or parameter.device_mesh
+    for data_mesh, axis in axes:
+        # Raises where the ranks of both are no grid.
+        joined_mesh(data_mesh, axis)
     model_mesh = model_mesh or _model_mesh_of_units(modules) or tensor_parallel_mesh(mesh)
     # Copies of plain parameters on a model axis are one tensor in a checkpoint and count once in a
     # norm, so their DTensors must say that they are copies.

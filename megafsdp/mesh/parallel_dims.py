@@ -149,6 +149,7 @@ class ParallelDims:
         """
         dims = self.resolve(dist.get_world_size())
         outer = {} if dims.dp_outer == 1 else {DP_OUTER: dims.dp_outer}
+        data_axes, expert_axes = (*outer, DP_SHARD), (*outer, EDP)
         inner_size = dims.dp_shard * dims.cp
         tp = {} if dims.tp == 1 else {TP: dims.tp}
         # One root of the data axes and tp: main weights of both are on all of it.
@@ -160,10 +161,10 @@ class ParallelDims:
             edp_size = inner_size * dims.tp // dims.ep
             experts = _root(device_type, outer | {EDP: edp_size, EP: dims.ep})
         return Meshes(
-            data=dense[(*outer, DP_SHARD)] if tp else dense,
+            data=dense[data_axes] if tp else dense,
             tp=dense[TP] if tp else None,
             cp=None if cp is None else cp[CP],
-            experts=None if experts is None else experts[(*outer, EDP)],
+            experts=None if experts is None else experts[expert_axes],
             ep=None if experts is None else experts[EP],
             data_rank=dist.get_rank() // (dims.cp * dims.tp),
             data_size=dims.data_size,

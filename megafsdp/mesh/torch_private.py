@@ -37,10 +37,6 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.debug import (
-    _clear_fast_path_sharding_prop_cache,
-    _clear_python_sharding_prop_cache,
-)
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 D = TypeVar("D", bound=DTensor)
@@ -157,10 +153,11 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh | None:
 def forget_dtensor_meshes() -> None:
     """Empty DTensor's caches, which find specs by equality, and with them meshes of lost groups.
 
-    For a process that makes process groups one after another. Public: none. 2.11 to 2.13.
+    For a process that makes process groups one after another. Public: none; torch's own functions
+    for it import the compiler. 2.11 to 2.13.
     """
-    _clear_python_sharding_prop_cache()
-    _clear_fast_path_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def register_as_fully_sharded(module: nn.Module) -> None:

@@ -81,9 +81,9 @@ class Report:
         parts = f" ({world.size // tp} x {tp} tensor-parallel)" if tp > 1 else ""
         self.print_line(
             f"{config.run_name}: {config.model.preset} with {num_parameters:,} parameters on"
-            f" {world.size} {world.device.type} rank(s){parts}, {config.parallel.strategy}, compute in"
-            f" {config.precision.param_dtype}; global batch {config.train.global_batch_size} x"
-            f" {config.data.sequence_length} tokens"
+            f" {world.size} {world.device.type} rank(s){parts}, {config.parallel.strategy},"
+            f" compute in {config.precision.param_dtype}; global batch"
+            f" {config.train.global_batch_size} x {config.data.sequence_length} tokens"
         )
         if state.step:
             self.print_line(f"resumed from step {state.step} of {last_step}")

@@ -93,6 +93,7 @@ def test_the_layout_table_holds_what_the_planner_promises(tmp_path: Path) -> Non
     assert llama["1024"]["padding_percent"] == pytest.approx(0.09, abs=0.005)
 
 
+@pytest.mark.matrix("benchmarks")
 def test_worlds_are_compared_on_the_fake_backend(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +161,7 @@ def test_signals_are_abnormal_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@pytest.mark.matrix("benchmarks")
 def test_adam_is_timed_against_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +207,7 @@ def test_steps_of_optimizers_are_timed_and_compared(
         optimizer_step.check(sides)
 
 
+@pytest.mark.matrix("benchmarks")
 def test_checkpoints_are_timed_beside_the_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

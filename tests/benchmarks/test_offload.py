@@ -155,6 +155,7 @@ def test_sides_of_a_real_device_train_alike_on_a_cpu(ranks: Ranks) -> None:
 
 
 @pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@pytest.mark.matrix("benchmarks")
 def test_offload_is_timed_on_a_simulated_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -492,7 +492,7 @@ from megafsdp.checkpoint.format import save_root
 def reached(point):
     if point == "file opened":
         print("writing", os.getpid(), flush=True)
-        time.sleep(1)
+        time.sleep(0.5)
         if mode == "fail":
             raise OSError("no space left")
 save_root.reached = reached

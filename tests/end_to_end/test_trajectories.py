@@ -142,28 +142,20 @@ def _check(
 
 
 OPTIMIZERS = ("adamw-foreach", "adamw-fused", "sgd-foreach", "sgd-fused")
-# Every pair of (ranks, architecture), (ranks, optimizer) and (architecture, optimizer) occurs.
-PAIRWISE = [
+# Every pair of (ranks, architecture) and (architecture, optimizer) occurs.
+SELECTED = [
     (1, "gpt", "adamw-foreach"),
     (1, "qwen3", "adamw-fused"),
-    (1, "gpt", "sgd-fused"),
-    (1, "qwen3", "sgd-foreach"),
-    (2, "qwen3", "adamw-foreach"),
-    (2, "gpt", "adamw-fused"),
-    (2, "qwen3", "sgd-fused"),
-    (2, "gpt", "sgd-foreach"),
-    (3, "gpt", "adamw-foreach"),
-    (3, "qwen3", "adamw-fused"),
-    (3, "gpt", "sgd-fused"),
-    (3, "qwen3", "sgd-foreach"),
-    (4, "qwen3", "adamw-foreach"),
-    (4, "gpt", "adamw-fused"),
-    (4, "qwen3", "sgd-fused"),
+    (2, "gpt", "sgd-fused"),
+    (2, "qwen3", "sgd-foreach"),
+    (3, "gpt", "adamw-fused"),
+    (3, "qwen3", "sgd-fused"),
     (4, "gpt", "sgd-foreach"),
+    (4, "qwen3", "adamw-foreach"),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "architecture", "optimizer"), PAIRWISE)
+@pytest.mark.parametrize(("num_ranks", "architecture", "optimizer"), SELECTED)
 def test_sharded_steps_equal_one_process(
     ranks: Ranks, num_ranks: int, architecture: str, optimizer: str
 ) -> None:

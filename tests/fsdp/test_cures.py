@@ -190,7 +190,7 @@ def _pickled_in_every_strategy() -> list[int]:
 
 
 def _pickled(options: dict[str, object]) -> int:
-    net = shard(Net(2), **options)
+    net = shard(Net(1), **options)
     optimizer = FusedAdam(net.parameters(), lr=1e-2)
     net(*mine(batches(1)[0])).backward()
     optimizer.step()

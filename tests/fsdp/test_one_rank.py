@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp import (
@@ -26,8 +26,17 @@ from megafsdp.buffer.comm import collectives as door
 from megafsdp.buffer.comm.agreement import agree, on_rank_zero, raise_together
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
 from tests.end_to_end.strategy_cases import ENGINES, MeshShape, mesh_of_shape
-from tests.fsdp.toy import Net, assert_same_grads, assert_same_parameters, batches, mine
+from tests.fsdp.toy import (
+    Net,
+    assert_same_grads,
+    assert_same_parameters,
+    batches,
+    mine,
+    with_grads,
+)
 from tests.ranks import Ranks
+
+NUM_STEPS = 2
 
 
 class GroupSizes(TorchDispatchMode):
@@ -45,30 +54,41 @@ class GroupSizes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _program(engine: str, shape: MeshShape, root: Path) -> None:
+def _one_process() -> list[nn.Module]:
+    """Return the net with the gradients of each step, and then as the last step leaves it."""
+    net = Net(2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-5)
+    steps = []
+    for step in range(NUM_STEPS):
+        for batch in batches(2, seed=step):
+            net(*batch).backward()
+        steps.append(with_grads(net))
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*steps, net]
+
+
+def _program(engine: str, shape: MeshShape, root: Path, one_process: list[nn.Module]) -> None:
     """Train beside one process, clip, save, load, and fill an empty net."""
     world = dist.get_world_size()
     # Sums of one rank are not rounded to the dtype in which others would be sent.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if world == 1 else None)
     engine_options = ENGINES[engine].with_options(mp_policy=policy)
-    reference = Net(2)
-    net = engine_options.shard(copy.deepcopy(reference), shape)
+    net = engine_options.shard(Net(2), shape)
     optimizer = FusedAdam(net.parameters(), lr=1e-2, eps=1e-5)
-    of_reference = torch.optim.Adam(reference.parameters(), lr=1e-2, eps=1e-5)
-    for step in range(2):
+    *steps, end = one_process
+    for step, reference in enumerate(steps):
         for k, batch in enumerate(batches(2, seed=step)):
-            reference(*batch).backward()
             with microbatch(net, is_last=k == 1):
                 net(*mine(batch)).backward()
         assert_same_grads(net, reference)
         clip_grad_norm_(net.parameters(), 1e-2)
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e-2)
-        for each in (optimizer, of_reference):
-            each.step()
-            each.zero_grad()
-    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_parameters(net, end, rtol=1e-4, atol=1e-5)
     with summon_full_params(net):
-        torch.testing.assert_close(net.norm.weight, reference.norm.weight)
+        torch.testing.assert_close(net.norm.weight, end.norm.weight)
     state = full_state_dict(net)
     load_full_state_dict(net, state)
     checkpoint.save(root / engine, step=2, model=net, optimizer=optimizer)
@@ -81,12 +101,13 @@ def _program(engine: str, shape: MeshShape, root: Path) -> None:
 
 def _issues_none(root: Path, sizes: list[int]) -> None:
     world = dist.get_world_size()
+    one_process = _one_process()
     for engine, options in ENGINES.items():
         shapes = [(1, world), (world, 1)] if len(options.meshes[0]) == 2 else [(world,)]
         for shape in dict.fromkeys(shape for shape in shapes if 1 in shape):
             mesh_of_shape(shape)
             with GroupSizes() as noted:
-                _program(engine, shape, root / str(shape))
+                _program(engine, shape, root / str(shape), one_process)
             assert set(noted.sizes) == set(sizes), f"{engine} on {shape}"
 
 

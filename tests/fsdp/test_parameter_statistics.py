@@ -1,4 +1,4 @@
-"""Statistics of parameters and gradients that people log, and torch's clipping by any norm."""
+"""Statistics of parameters and gradients that people log, and norms over units of two kinds."""
 
 from __future__ import annotations
 
@@ -68,31 +68,6 @@ def _are_those_of_one_process() -> None:
 def test_logged_statistics_are_those_of_one_process(ranks: Ranks, num_ranks: int) -> None:
     """Of every parameter and gradient, in every strategy, without a collective of the call."""
     ranks(num_ranks).run(_are_those_of_one_process)
-
-
-def _torch_clips() -> None:
-    for options in options_of_strategies():
-        for order in (math.inf, 2.0, 3.0):
-            reference, net = _with_gradients(options)
-            wanted = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()], order)
-            for foreach in (True, False):
-                grads = [p.grad for p in net.parameters()]
-                norm = torch.nn.utils.get_total_norm(grads, order, foreach=foreach)
-                torch.testing.assert_close(norm.full_tensor(), wanted, rtol=1e-4, atol=1e-6)
-            limit = float(wanted) / 3
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), limit, order)
-            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), limit, order)
-            torch.testing.assert_close(norm.full_tensor(), wanted, rtol=1e-4, atol=1e-6)
-            named = dict(reference.named_parameters())
-            for name, parameter in net.named_parameters():
-                found = parameter.grad.full_tensor()
-                torch.testing.assert_close(found, named[name].grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_torch_clips_by_the_norm_of_one_process(ranks: Ranks, num_ranks: int) -> None:
-    """``clip_grad_norm_`` and ``get_total_norm`` of torch, of infinite order too."""
-    ranks(num_ranks).run(_torch_clips)
 
 
 def _mixed_units() -> None:

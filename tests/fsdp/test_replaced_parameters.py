@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from torch.nn.utils import prune
 
 from megafsdp import fully_shard, summon_full_params
 from megafsdp.buffer.comm.collectives import record_collectives
-from tests.fsdp.toy import WIDTH, Net, assert_same_grads, batches, mine, options_of_strategies, pair
+from tests.fsdp.toy import (
+    WIDTH,
+    Net,
+    assert_same_grads,
+    batches,
+    mine,
+    options_of_strategies,
+    pair,
+    shard,
+)
 from tests.ranks import Ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -75,21 +85,38 @@ def _replaced_in_every_strategy() -> None:
         _replaced(options)
 
 
+@contextlib.contextmanager
+def _changed(net: Net, change: Callable[[Net], None]) -> Iterator[None]:
+    """Change a net, and take the change back."""
+    own = [
+        (kept, dict(kept))
+        for module in net.modules()
+        for kept in (module._parameters, module._buffers, module._forward_pre_hooks)
+    ]
+    attributes = [(module, set(vars(module))) for module in net.modules()]
+    change(net)
+    yield
+    for kept, before in own:
+        kept.clear()
+        kept.update(before)
+    for module, names in attributes:
+        for name in set(vars(module)) - names:
+            del vars(module)[name]
+
+
 def _replaced(options: dict[str, object]) -> None:
     batch = mine(batches(1)[0])
+    trained = shard(Net(2), **options)
+    trained(*batch).backward()
     for change, words in CHANGES.items():
-        for has_run in (False, True):
-            _, net = pair(2, **options)
+        for net in (shard(Net(2), **options), trained):
             # The errors name units within the root, which is known from the first forward on.
-            if has_run:
-                net(*batch).backward()
-            change(net)
-            words = words if has_run else words[:2]
-            if not has_run and "unit '" in words[1]:
-                words = words[:1]
-            _refused(words, net, *batch)
-            with pytest.raises(RuntimeError, match="in its place"), summon_full_params(net):
-                pass
+            num_known = len(words) if net is trained else 1 if "unit '" in words[1] else 2
+            with _changed(net, change):
+                _refused(words[:num_known], net, *batch)
+                with pytest.raises(RuntimeError, match="in its place"), summon_full_params(net):
+                    pass
+    trained(*batch).backward()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

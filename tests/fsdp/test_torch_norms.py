@@ -27,23 +27,27 @@ def _full(norm: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(options: dict[str, object]) -> None:
-    reference, net = pair(2, **options)
+    reference, net = pair(1, **options)
     (batch,) = batches(1)
     reference(*batch).backward()
     net(*mine(batch)).backward()
     grads = [p.grad for p in net.parameters()]
     wanted_grads = [p.grad for p in reference.parameters()]
+    # One of each shape, hence of each division into rows.
+    of_shape = {
+        wanted.shape: (grad, wanted) for grad, wanted in zip(grads, wanted_grads, strict=True)
+    }
     for order in ORDERS:
         wanted = get_total_norm(wanted_grads, order)
-        for foreach in (None, False):
+        for foreach in (True, False):
             found = _full(get_total_norm(grads, order, foreach=foreach))
             torch.testing.assert_close(found, wanted, **CLOSE)
         # Of one tensor, of which some ranks may have no rows.
-        for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
+        for grad, wanted_grad in of_shape.values():
             found = _full(torch.linalg.vector_norm(grad, order))
             wanted = torch.linalg.vector_norm(wanted_grad, order)
             torch.testing.assert_close(found, wanted, **(OF_ONE if order == -math.inf else CLOSE))
-    for order in (math.inf, 1.0, 2.0):
+    for order in (math.inf, 1.0, 2.0, 3.0):
         wanted = clip_grad_norm_(reference.parameters(), 0.01, order)
         found = _full(clip_grad_norm_(net.parameters(), 0.01, order, error_if_nonfinite=True))
         torch.testing.assert_close(found, wanted, **CLOSE)

@@ -81,10 +81,18 @@ def _steps_have_the_bits_of_eager(make: Make, strategy: str | None) -> None:
     torch._dynamo.reset()
 
 
+MATRIX = pytest.mark.matrix("compile")
+MAKES = (_fused_adam, _clipping_adam, _capturable_adam, _muon, _hybrid, adamw, fused_adamw)
+
+
 @pytest.mark.parametrize(
-    "make", [_fused_adam, _clipping_adam, _capturable_adam, _muon, _hybrid, adamw, fused_adamw]
+    ("make", "num_ranks", "strategy"),
+    [
+        (_fused_adam, 1, "no_shard"),
+        *((make, 2, "optim_grads_params") for make in MAKES),
+        *(pytest.param(make, 1, "no_shard", marks=MATRIX) for make in MAKES[1:]),
+    ],
 )
-@WORLDS
 def test_a_compiled_step_of_sharded_parameters_has_the_bits_of_an_eager_one(
     ranks: Ranks, make: Make, num_ranks: int, strategy: str
 ) -> None:

@@ -53,7 +53,8 @@ def test_last_line_names_the_command_for_these_machines(
 
 
 @pytest.mark.parametrize(
-    ("tp", "ranks"), [(1, "8 cpu rank(s), optim"), (2, "8 cpu rank(s) (4 x 2 tensor-parallel), optim")]
+    ("tp", "ranks"),
+    [(1, "8 cpu rank(s), optim"), (2, "8 cpu rank(s) (4 x 2 tensor-parallel), optim")],
 )
 def test_first_line_says_how_ranks_share_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tp: int, ranks: str

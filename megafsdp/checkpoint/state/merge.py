@@ -114,13 +114,11 @@ def degrees_of(model: nn.Module) -> dict[str, int]:
     An axis of one rank says nothing and is left out.
     """
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
-    axes = {
-        name: size
-        for mesh in meshes
-        for name, size in zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape)
-        if size > 1
-    }
-    return dict(sorted(axes.items()))
+    axes: dict[str, int] = {}
+    for mesh in meshes:
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        axes.update(zip(names, mesh.shape, strict=True))
+    return {name: size for name, size in sorted(axes.items()) if size > 1}
 
 
 def have_same_roles(ours: Mapping[str, int], stored: Mapping[str, int]) -> bool:

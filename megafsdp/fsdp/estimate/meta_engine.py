@@ -90,7 +90,7 @@ class AxisNames:
         mesh, tp = meshes.data, meshes.tp
         axes = mesh.mesh_dim_names or ()
         sizes = dict(zip(axes, mesh.shape, strict=True))
-        names = {mesh.get_group(a).group_name: a for a in axes}
+        names: dict[str, str] = {mesh.get_group(a).group_name: a for a in axes}
         data = _TIMES.join(axes)
         names.setdefault(flat_group(mesh).group_name, data)
         named = cls(names, data, None if tp is None else TP, sizes)

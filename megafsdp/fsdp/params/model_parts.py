@@ -65,12 +65,17 @@ class ModelPlacement:
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return the tensor-parallel axis of the mesh that a mesh was sliced from; None without one."""
+    """Return the tensor-parallel axis beside a mesh that was sliced from one; None without it."""
     root = None if mesh is None else root_of(mesh)
-    names = (root is not None and root.mesh_dim_names) or ()
-    if mesh is None or root is None or TP not in names or TP in (mesh.mesh_dim_names or ()):
+    if mesh is None or root is None or TP not in (root.mesh_dim_names or ()):
         return None
-    return root[TP] if root[TP].size() > 1 else None
+    # Flattened over that axis too, the mesh divides among its ranks, and nothing is repeated.
+    is_beside = len(_common_ranks(mesh, root[TP])) == 1
+    return root[TP] if is_beside and root[TP].size() > 1 else None
+
+
+def _common_ranks(mesh: DeviceMesh, other: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
 
 
 def plain_placement(
@@ -160,7 +165,7 @@ def _check_mesh(name: str, parameter: DTensor, data_mesh: DeviceMesh) -> None:
                 hint="Slice the mesh of fully_shard() and the model axis from one mesh",
             )
         )
-    common = set(mesh.mesh.flatten().tolist()) & set(data_mesh.mesh.flatten().tolist())
+    common = _common_ranks(mesh, data_mesh)
     # An axis of one rank shares no more than that with any mesh, but cannot be two axes of one.
     names = set(mesh.mesh_dim_names or ()) & set(data_mesh.mesh_dim_names or ())
     if len(common) > 1 or names or mesh == data_mesh:

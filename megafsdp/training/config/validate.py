@@ -14,7 +14,7 @@ import torch
 
 from megafsdp.errors import ConfigError, expected
 from megafsdp.fsdp.grouping import find_units, policies_by_module
-from megafsdp.mesh.parallel_dims import ParallelDims
+from megafsdp.mesh.parallel_dims import CP, EP, ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.config import ModelConfig
 from megafsdp.training.config.optimizer_sections import LossScaleSection, MuonSection
@@ -100,8 +100,8 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> ParallelDims:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     for axis, degree, lacks in (
-        ("cp", dims.cp, "no attention runs over parts of a sequence"),
-        ("ep", dims.ep, "no model has experts"),
+        (CP, dims.cp, "no attention runs over parts of a sequence"),
+        (EP, dims.ep, "no model has experts"),
     ):
         if degree > 1:
             raise NotImplementedError(

@@ -170,11 +170,11 @@ def _values(run: Run) -> dict[str, object]:
     return found
 
 
-def _full_states_set(kind: str, strategy: str) -> None:
+def _full_states_set(kind: str, strategy: str, several: tuple[StateDictOptions, ...]) -> None:
     run = _trained(kind, "optim_grads_params")
     wanted = _values(run)
     full = get_state_dict(run.model, run.optimizer, options=FULL)
-    for options in (FULL, BROADCAST, BROADCAST_ON_CPU):
+    for options in several:
         model, optimizer = copy.deepcopy(full)
         if options.broadcast_from_rank0 and dist.get_rank() > 0:
             model, optimizer = {}, {}
@@ -193,23 +193,38 @@ def _full_states_set(kind: str, strategy: str) -> None:
     assert differences(_values(run), wanted) == []
 
 
+# With the number of ranks and the options that run by default.
+_SET = [
+    ("adamw", "optim_grads_params", 2, (FULL, BROADCAST, BROADCAST_ON_CPU)),
+    ("adamw-fused", "optim", 3, (BROADCAST,)),
+    ("sgd", "optim_grads", 2, (BROADCAST_ON_CPU,)),
+    ("adam", "hsdp", 4, (BROADCAST,)),
+    ("adam", "hfsdp", 4, (FULL,)),
+    ("adam-fp8", "optim_grads_params", 2, (FULL, BROADCAST)),
+    ("muon", "no_shard", 2, (BROADCAST,)),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "strategy", "world_size"),
+    ("kind", "strategy", "world_size", "several"),
     [
-        ("adamw", "optim_grads_params", 2),
-        ("adamw-fused", "optim", 3),
-        ("sgd", "optim_grads", 2),
-        ("adam", "hsdp", 4),
-        ("adam", "hfsdp", 4),
-        ("adam-fp8", "optim_grads_params", 2),
-        ("muon", "no_shard", 2),
+        *_SET,
+        *(
+            pytest.param(*case, rest, marks=pytest.mark.matrix("torch-tools"))
+            for *case, several in _SET
+            if (rest := tuple(o for o in (FULL, BROADCAST, BROADCAST_ON_CPU) if o not in several))
+        ),
     ],
 )
 def test_torchs_setters_take_full_states(
-    ranks: Ranks, kind: str, strategy: str, world_size: int
+    ranks: Ranks,
+    kind: str,
+    strategy: str,
+    world_size: int,
+    several: tuple[StateDictOptions, ...],
 ) -> None:
     """On every rank, or broadcast from rank 0: weights, states, the next forward, bit for bit."""
-    ranks(world_size).run(_full_states_set, kind, strategy)
+    ranks(world_size).run(_full_states_set, kind, strategy, several)
 
 
 def _as_accelerate_loads(strategy: str) -> None:

@@ -31,7 +31,7 @@ from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD, ParallelDims
 from tests.fsdp.runtime.test_slabs import registering
 from tests.fsdp.toy import Block, Net, batches, mine, shard
-from tests.pairwise import gate_of
+from tests.pairwise import each_value, gate_of
 from tests.ranks import Ranks
 from tests.strategies import shape_sets, world_sizes
 
@@ -216,21 +216,25 @@ POLICIES = {
 }
 LOOPS = [(1, True), (3, True), (3, False)]
 PRODUCT_NAME = "footprint"
+ON_ONE_AXIS = [
+    (strategy, prefetch, policy, *loop, is_frozen)
+    for strategy in STRATEGIES
+    for prefetch in (0, 1, 2)
+    for policy in ("fp32", "bf16", "low")
+    for loop in LOOPS
+    for is_frozen in (False, True)
+]
+ON_TWO_AXES = [
+    (is_outer_sharded, policy, *loop)
+    for is_outer_sharded in (False, True)
+    for policy in ("fp32", "narrow sum", "low")
+    for loop in LOOPS
+]
 
 
 @pytest.mark.parametrize(
     ("strategy", "prefetch", "policy", "num_microbatches", "in_microbatch", "is_frozen"),
-    gate_of(
-        [
-            (strategy, prefetch, policy, *loop, is_frozen)
-            for strategy in STRATEGIES
-            for prefetch in (0, 1, 2)
-            for policy in ("fp32", "bf16", "low")
-            for loop in LOOPS
-            for is_frozen in (False, True)
-        ],
-        PRODUCT_NAME,
-    ),
+    gate_of(ON_ONE_AXIS, PRODUCT_NAME, each_value(ON_ONE_AXIS)),
 )
 def test_a_step_on_two_ranks_costs_what_was_said(
     ranks: Ranks,
@@ -283,15 +287,7 @@ def test_frozen_groups_are_planned_apart(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     ("is_outer_sharded", "policy", "num_microbatches", "in_microbatch"),
-    gate_of(
-        [
-            (is_outer_sharded, policy, *loop)
-            for is_outer_sharded in (False, True)
-            for policy in ("fp32", "narrow sum", "low")
-            for loop in LOOPS
-        ],
-        PRODUCT_NAME,
-    ),
+    gate_of(ON_TWO_AXES, PRODUCT_NAME, each_value(ON_TWO_AXES)),
 )
 def test_a_step_on_two_axes_costs_what_was_said(
     ranks: Ranks, is_outer_sharded: bool, policy: str, num_microbatches: int, in_microbatch: bool

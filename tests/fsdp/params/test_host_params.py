@@ -42,7 +42,7 @@ from megafsdp.optimizer.muon.muon import Muon
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from tests.end_to_end.strategy_cases import ENGINES, Engine, MeshShape, trajectory
 from tests.fsdp.toy import Net, adamw, batches, mine, shard
-from tests.pairwise import pairwise
+from tests.pairwise import each_value, gate_of
 from tests.ranks import Ranks
 
 HOST = OffloadPolicy(params=True)
@@ -56,18 +56,19 @@ MIXED = {
 }
 LOOPS = (("plain", 3), ("microbatch", 3), ("mixed", 3))
 NUM_STEPS = 3
+PRODUCT_NAME = "host-parameters"
 
-CASES = pairwise(
-    [
-        (name, model, *loop)
-        for name in [*OFFLOADED, *MIXED]
-        for model in ("even", "odd")
-        for loop in LOOPS
-    ]
+CASES = [
+    (name, model, *loop)
+    for name in [*OFFLOADED, *MIXED]
+    for model in ("even", "odd")
+    for loop in LOOPS
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "kind", "num_microbatches"), gate_of(CASES, PRODUCT_NAME, each_value(CASES))
 )
-
-
-@pytest.mark.parametrize(("engine", "model", "kind", "num_microbatches"), CASES)
 def test_three_steps_equal_one_process(
     ranks: Ranks, engine: str, model: str, kind: str, num_microbatches: int
 ) -> None:
@@ -150,18 +151,18 @@ def _bits(engine: str, policy: MixedPrecisionPolicy, kind: str, name: str) -> No
     assert all(group.lives_on_host for group in _groups(net))
 
 
-BIT_CASES = pairwise(
-    [
-        (engine, policy, kind, name)
-        for engine in ENGINES
-        for policy in (FP32, BF16)
-        for kind in ("plain", "microbatch")
-        for name in OPTIMIZERS
-    ]
+BIT_CASES = [
+    (engine, policy, kind, name)
+    for engine in ENGINES
+    for policy in (FP32, BF16)
+    for kind in ("plain", "microbatch")
+    for name in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "kind", "name"), gate_of(BIT_CASES, PRODUCT_NAME, each_value(BIT_CASES))
 )
-
-
-@pytest.mark.parametrize(("engine", "policy", "kind", "name"), BIT_CASES)
 def test_a_run_has_the_bits_of_a_run_on_the_device(
     ranks: Ranks, engine: str, policy: MixedPrecisionPolicy, kind: str, name: str
 ) -> None:

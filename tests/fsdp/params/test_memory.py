@@ -20,7 +20,7 @@ from megafsdp import MixedPrecisionPolicy, microbatch
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from tests.end_to_end.strategy_cases import ENGINES, MeshShape
 from tests.fsdp.toy import Net, batches, mine
-from tests.pairwise import gate_of
+from tests.pairwise import each_value, gate_of
 from tests.ranks import Ranks
 
 
@@ -202,7 +202,7 @@ PRODUCT = [
 ]
 
 
-@pytest.mark.parametrize(NAMES, gate_of(PRODUCT, "memory"))
+@pytest.mark.parametrize(NAMES, gate_of(PRODUCT, "memory", each_value(PRODUCT)))
 def test_bytes_are_those_of_the_formula(
     ranks: Ranks,
     engine: str,

@@ -15,7 +15,7 @@ from megafsdp import FSDPModule, fully_shard, fully_shard_model
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.params.model_parts import read_placement
 from megafsdp.mesh.annotation import FusedParts, annotate
-from megafsdp.mesh.torch_private import StridedShard
+from megafsdp.mesh.torch_private import StridedShard, flatten_mesh
 from tests.ranks import Ranks
 
 
@@ -87,14 +87,19 @@ def _wrong_calls() -> None:
     _refused(
         lambda: fully_shard(plain, mesh=grid["data"]), ValueError, ["set_device_mesh", "dim 1"]
     )
+    crossed = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("rows", "tp"))["tp"]
+    askew = Layer(distribute_tensor(torch.ones(8, 4), crossed, [Shard(0)]))
+    with pytest.raises(ValueError, match="this rank alone in common") as caught:
+        fully_shard_model(nn.Sequential(askew), [Layer], mesh=grid["data"])
+    assert "Slice both" in str(caught.value)
     elsewhere = DeviceMesh("meta", grid["tp"].mesh, _init_backend=False)
     other = Layer(DTensor.from_local(torch.ones(4, 4), elsewhere, [Shard(0)], run_check=False))
     _refused(lambda: fully_shard(other, mesh=grid["data"]), ValueError, ["'cpu'", "'meta'"])
     # Of a model all units are looked at before the first is changed.
-    model = nn.Sequential(Layer(torch.ones(4, 4)), Layer(cut))
+    model = nn.Sequential(Layer(cut), Layer(torch.ones(4, 4)))
     with pytest.raises(ValueError, match="no mesh"):
         fully_shard_model(model, [Layer])
-    assert not isinstance(model[0], FSDPModule)
+    assert not any(isinstance(layer, FSDPModule) for layer in model)
 
 
 def test_calls_that_do_not_fit_the_parameters_are_refused(ranks: Ranks) -> None:
@@ -154,3 +159,31 @@ def _placements() -> None:
 def test_a_dtensor_says_its_part_its_face_and_its_sums(ranks: Ranks) -> None:
     """Torch's cuts are those of torch.chunk, a declared cut goes through each fused tensor."""
     ranks(4).run(_placements)
+
+
+def _plain_beside_cut() -> None:
+    # An axis of any name: that of the DTensors around, in the unit or in those below it.
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "width"))
+    cut = distribute_tensor(torch.ones(8, 4), grid["width"], [Shard(0)])
+    net = nn.Sequential(Layer(cut), nn.LayerNorm(4))
+    net[0].scale = nn.Parameter(torch.ones(4))
+    fully_shard(net[0], mesh=grid["data"])
+    fully_shard(net, mesh=grid["data"])
+    for parameter in (net[0].scale, net[1].weight, net[1].bias):
+        assert parameter.placements == (Shard(0), Replicate())
+        assert parameter.device_mesh.mesh_dim_names == ("data", "width")
+    assert len(net[0]._fsdp_unit().groups) == 1, "one collective for both"
+    # Without any, a mesh that was sliced from one with an axis of another use has no model axis.
+    alone = fully_shard(nn.LayerNorm(4), mesh=grid["data"])
+    assert alone.weight.placements == (Shard(0),)
+    # A slice beside an axis of tensor parallelism has one, a mesh flattened over it has none.
+    grid = _grid()
+    beside = fully_shard(nn.LayerNorm(4), mesh=grid["data"])
+    assert beside.weight.placements == (Shard(0), Replicate())
+    over = fully_shard(nn.LayerNorm(4), mesh=flatten_mesh(grid))
+    assert over.weight.placements == (Shard(0),)
+
+
+def test_plain_parameters_are_repeated_over_the_axis_of_dtensors_around(ranks: Ranks) -> None:
+    """So a checkpoint has them once, and a norm counts them once."""
+    ranks(4).run(_plain_beside_cut)

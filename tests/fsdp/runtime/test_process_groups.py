@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
 from megafsdp.device.memory import Category
+from megafsdp.fsdp import division
 from megafsdp.fsdp.runtime import process_groups
 from megafsdp.mesh.parallel_dims import ParallelDims, flat_group
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import RankPool, RanksError
 
 Ranks = Callable[[int], RankPool]
-# The function of this name hides the module in its package.
 
 
 def _groups_used(is_separate: bool) -> tuple[set[str], set[str]]:

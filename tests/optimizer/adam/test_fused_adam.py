@@ -54,7 +54,7 @@ def _fused(net: nn.Module, **options: object) -> FusedAdam:
 
 
 def _trains_like_torch(strategy: str) -> None:
-    reference, net = pair(**_options(strategy))
+    reference, net = pair(1, **_options(strategy))
     rows = [p.detach().clone() for p in reference.parameters()]
     optimizers = iter([adamw, _fused])
     losses = train_both(
@@ -79,7 +79,7 @@ def test_sharded_models_train_as_one_process_with_adamw(ranks: Ranks, strategy: 
 
 def _casts_after_a_step(strategy: str) -> int:
     """Return how many casts the units make in a forward after a step."""
-    _, net = pair(mp_policy=BF16, **_options(strategy))
+    net = shard(Net(num_blocks=1), mp_policy=BF16, **_options(strategy))
     optimizer = _fused(net)
     net(*mine(batches(1)[0])).backward()
     optimizer.step()
@@ -121,16 +121,17 @@ def _bf16_steps(strategy: str) -> tuple[list[torch.Tensor], list[int]]:
 
 @pytest.mark.native
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_compute_weights_written_by_the_step_are_the_casts(
-    ranks: Ranks, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compute_weights_written_by_the_step_are_the_casts(ranks: Ranks, strategy: str) -> None:
     """With and without the copy-out of the kernel, losses are equal bit by bit."""
-    num_ranks = 4 if strategy == "hfsdp" else 2
-    written = ranks(num_ranks).run(_bf16_steps, strategy)
-    cast = ranks(num_ranks).run(_without_copy_out, strategy)
-    for (losses, gathers), (wanted, wanted_gathers) in zip(written, cast, strict=True):
-        assert gathers == wanted_gathers
-        assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))
+    ranks(4 if strategy == "hfsdp" else 2).run(_written_and_cast_agree, strategy)
+
+
+def _written_and_cast_agree(strategy: str) -> None:
+    (losses, gathers), (wanted, wanted_gathers) = (
+        steps(strategy) for steps in (_bf16_steps, _without_copy_out)
+    )
+    assert gathers == wanted_gathers
+    assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))
 
 
 def _without_copy_out(strategy: str) -> tuple[list[torch.Tensor], list[int]]:

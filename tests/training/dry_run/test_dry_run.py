@@ -112,7 +112,7 @@ def test_figures_are_those_of_real_steps(
 
 
 def _tensor_parallel_step(config: Config) -> tuple[ByteLedger, Counter[str], Counter[str], int]:
-    """Return a third step's ledger, calls and bytes by kind but over tp, and sums that units make."""
+    """Return a third step's ledger, calls and bytes by kind but over tp, and sums of units."""
     model, _, record = train_configured(config)
     unit = model._fsdp_unit()
     tp_group = unit.groups[0].axes.model_group
@@ -131,7 +131,7 @@ def _tensor_parallel_step(config: Config) -> tuple[ByteLedger, Counter[str], Cou
 def test_figures_of_one_tensor_parallel_rank(
     ranks: Ranks, tmp_path: Path, architecture: str, dp_outer: int
 ) -> None:
-    """Memory of four ranks, two to a layer, and all but the layers' own collectives, to the byte."""
+    """Memory of four ranks, two to a layer, and all but the layers' collectives, to the byte."""
     config = tiny(
         tmp_path,
         model={"architecture": architecture, "num_query_groups": 2},
