@@ -12,6 +12,7 @@ Gradients are read, never changed; clip.py scales them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -136,34 +137,54 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
     Raises:
         NotImplementedError: A DTensor is partial.
     """
-    grads = list(grads)
-    ways = _ways_of(grads)
-    # In the order of the gradients, which all ranks share: which of them count differs.
-    found = {way: GradParts(way.group, [], [], way.counts) for way in ways}
     # By buffer and index: a gradient given twice counts twice, the second time by itself.
-    flat: dict[DBuffer, dict[int, tuple[torch.Tensor, _Way]]] = {}
-    singles: list[tuple[torch.Tensor, _Way]] = []
-    for pair in zip(grads, ways, strict=True):
-        grad, known = pair[0], None
-        if joins_buffers and isinstance(grad, FlatGradient):
-            known = flat.setdefault(grad.buffer, {}).setdefault(grad.index, pair)
-        if known is not pair:
-            singles.append(pair)
+    flat: dict[DBuffer, dict[int, torch.Tensor]] = {}
+    singles: list[torch.Tensor] = []
+    for grad in grads:
+        if not (joins_buffers and isinstance(grad, FlatGradient)):
+            singles.append(grad)
+            continue
+        known = flat.setdefault(grad.buffer, {})
+        if grad.index in known:
+            singles.append(grad)
+        else:
+            known[grad.index] = grad
+    kinds = {buffer: _one_of_each_kind(by_index) for buffer, by_index in flat.items()}
+    samples = [*itertools.chain.from_iterable(kinds.values()), *singles]
+    ways = _Ways(samples)
+    # In an order that all ranks share: which buffers are taken apart below differs between them.
+    found = {way: GradParts(way.group, [], [], way.counts) for way in map(ways.of, samples)}
     for buffer, by_index in flat.items():
-        pairs = list(by_index.values())
-        way = pairs[0][1]
+        way, *others = map(ways.of, kinds[buffer])
         # Without some of its gradients the buffer has elements that must not count, as where some
         # of them count on another rank.
-        if len(pairs) == len(buffer.layout.slots) and all(other == way for _, other in pairs):
+        if len(by_index) < len(buffer.layout.slots) or any(other != way for other in others):
+            singles += by_index.values()
+        else:
             found[way].tensors.append(buffer.flat)
             # A caller that has scaled the buffer by NaN must zero the gaps again.
             found[way].gaps.extend(buffer.gaps)
-        else:
-            singles += pairs
-    for grad, way in singles:
+    for grad in singles:
         if (local := local_tensor(grad)).numel():
-            found[way].tensors.append(local)
+            found[ways.of(grad)].tensors.append(local)
     return list(found.values())
+
+
+def _one_of_each_kind(grads: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """Return a gradient of a buffer that a model axis cuts, and one that it repeats, if any."""
+    first = next(iter(grads.values()))
+    # Most buffers are on data axes alone; a look at each gradient would be felt.
+    if isinstance(first, UnevenDTensor):
+        may_differ = first.uneven_layout.num_model_axes > 0
+    else:
+        may_differ = len(set(map(type, grads.values()))) > 1
+    if not may_differ:
+        return [first]
+    kinds = {
+        isinstance(grad, UnevenDTensor) and grad.uneven_layout.part.dim is not None: grad
+        for grad in grads.values()
+    }
+    return list(kinds.values())
 
 
 class _Way(NamedTuple):
@@ -176,48 +197,41 @@ class _Way(NamedTuple):
 _LOCAL = _Way(None, counts=True)
 
 
-def _ways_of(grads: Sequence[torch.Tensor]) -> list[_Way]:
-    """Return how each gradient lies; equal groups are one object."""
-    ways: dict[object, _Way] = {None: _LOCAL}
-    # Cheap keys, for a step has hundreds of gradients, and for each the key of its mesh.
-    keys = list(map(_key, grads))
-    meshes: dict[object, object] = {None: None}
-    for key, grad in zip(keys, grads, strict=True):
-        if key not in meshes:
-            assert isinstance(grad, DTensor), "a plain gradient is known to be local"
-            num_model_axes = 0
-            if isinstance(grad, UnevenDTensor):
-                num_model_axes = grad.uneven_layout.num_model_axes
-            # The mesh by identity: comparing two meshes compares their ranks.
-            own = meshes[key] = (id(grad.device_mesh), grad.placements, num_model_axes)
-            # Groups are looked up once for each mesh, which is slow.
-            if own not in ways:
-                ways[own] = _way_of(grad)
-    # Dense parameters and experts have meshes of their own over the same ranks: one collective.
-    groups: dict[frozenset[int], dist.ProcessGroup] = {}
-    for mesh, way in ways.items():
-        if way.group is not None:
-            ranks = frozenset(dist.get_process_group_ranks(way.group))
-            ways[mesh] = way._replace(group=groups.setdefault(ranks, way.group))
-    # What is replicated counts once too, where others are divided: ranks that each sum it by
-    # themselves could differ in the last bit.
-    group = next(iter(groups.values()), None)
-    for mesh, way in ways.items():
-        if mesh is not None and way.group is None and group is not None:
-            ways[mesh] = _Way(group, counts=group.rank() == 0)
-    return [ways[meshes[key]] for key in keys]
+class _Ways:
+    """Look up how gradients lie, each way once: there are few of them and a lookup is slow.
 
+    Args:
+        grads: Gradients of each way, in an order that all ranks share.
+    """
 
-def _key(grad: torch.Tensor) -> object:
-    """Return a key that is equal of gradients that lie alike only."""
-    if not isinstance(grad, DTensor):
-        return None
-    if isinstance(grad, FlatGradient):
-        # A buffer is on one mesh. Of some of its tensors a model axis has a part on each rank, of
-        # the others each rank has all.
-        dim = grad.uneven_layout.part.dim if isinstance(grad, UnevenDTensor) else None
-        return id(grad.buffer), type(grad), dim
-    return id(grad.device_mesh), grad.placements, type(grad)
+    def __init__(self, grads: Sequence[torch.Tensor]) -> None:
+        self._known: dict[object, _Way] = {}
+        for grad in grads:
+            if isinstance(grad, DTensor) and self._key(grad) not in self._known:
+                self._known[self._key(grad)] = _way_of(grad)
+        # Dense parameters and experts have meshes of their own over the same ranks: one collective.
+        groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        for key, way in self._known.items():
+            if way.group is not None:
+                ranks = frozenset(dist.get_process_group_ranks(way.group))
+                self._known[key] = way._replace(group=groups.setdefault(ranks, way.group))
+        # What is replicated counts once too, where others are divided: ranks that each sum it by
+        # themselves could differ in the last bit.
+        group = next(iter(groups.values()), None)
+        for key, way in self._known.items():
+            if way.group is None and group is not None:
+                self._known[key] = _Way(group, counts=group.rank() == 0)
+
+    @staticmethod
+    def _key(grad: DTensor) -> object:
+        num_model_axes = 0
+        if isinstance(grad, UnevenDTensor):
+            num_model_axes = grad.uneven_layout.num_model_axes
+        # The mesh by identity: comparing two meshes compares their ranks.
+        return id(grad.device_mesh), grad.placements, num_model_axes
+
+    def of(self, grad: torch.Tensor) -> _Way:
+        return self._known[self._key(grad)] if isinstance(grad, DTensor) else _LOCAL
 
 
 def _way_of(grad: DTensor) -> _Way:

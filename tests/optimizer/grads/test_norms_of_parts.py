@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -126,13 +127,14 @@ def test_buffers_with_cut_and_repeated_tensors_are_taken_apart(ranks: Ranks) -> 
 
 
 def _experts() -> None:
-    dense, experts = joined(2, 2), joined(1, 4)
+    # Another mesh over the same ranks, with groups of its own.
+    dense, experts = joined(2, 1, 2), joined(2, 1, 2)
     grads: list[UnevenDTensor] = [
         part_on(dense, random(8, 4), 0),
-        # A stack of 4 experts, of which each rank has one: another mesh over the same ranks.
         part_on(experts, random(4, 3, 5, seed=1) * 3, 0, row_numel=5),
         part_on(dense, random(5, seed=2), None),
     ]
+    assert grads[0].copy_group is not grads[1].copy_group
     with record_collectives() as record:
         norm = total_norm(grads)
     assert record.calls == {"all_reduce": 1}
@@ -144,3 +146,19 @@ def _experts() -> None:
 def test_experts_on_another_mesh_share_the_all_reduce(ranks: Ranks) -> None:
     """Groups are told apart by their ranks; experts under tp count once."""
     ranks(4).run(_experts)
+
+
+def _drifted(num_shard_axes: int) -> float:
+    parameters = _parameters(joined(2, 2), num_shard_axes)
+    drift = 1 + 1e-3 * dist.get_rank()
+    for parameter, (_, dim, _) in zip(parameters, CUTS, strict=True):
+        if dim is None:
+            parameter.grad._local_tensor.mul_(drift if dist.get_rank() % 2 else 1)
+    return total_norm([p.grad for p in parameters]).item()
+
+
+@pytest.mark.parametrize("num_shard_axes", [0, 1])
+def test_norms_are_equal_where_copies_differ(ranks: Ranks, num_shard_axes: int) -> None:
+    """Gradients that tp ranks have in common count on the first: clipping cannot part weights."""
+    answers = ranks(4).run(_drifted, num_shard_axes)
+    assert answers[0] == answers[1] and answers[2] == answers[3]
