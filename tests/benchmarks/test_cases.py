@@ -82,6 +82,21 @@ def test_no_figure_is_given_when_the_sides_disagree(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_step_with_tp_is_timed_against_torchs_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only after the losses of both sides have agreed; then each mesh has its ratio."""
+    tiny = ["tp_step", *SHAPE, "--data", "1", "--repeats", "1"]
+    with pytest.raises(Exception, match=r"CheckError.* losses differ by"):
+        main(["--records", str(tmp_path), *tiny, "--tolerance", "-1"])
+    assert "ratio" not in capsys.readouterr().out and not list(tmp_path.iterdir())
+    main(["--records", str(tmp_path), *tiny])
+    case = _only_record(tmp_path)["results"]["dp 1 x tp 2"]
+    assert case["check"]["loss"] <= case["check"]["tolerance"]
+    assert case["ratio_range"][0] <= case["ratio"] <= case["ratio_range"][1]
+    assert all(case["step_ms"][side]["count"] == 3 for side in ("megafsdp", "torch"))
+
+
 def test_the_layout_table_holds_what_the_planner_promises(tmp_path: Path) -> None:
     """Whole models pad less than 0.5 percent, where one buffer pads several."""
     main(["--records", str(tmp_path), "layout", "--timed-shards", "64"])

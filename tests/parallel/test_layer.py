@@ -90,29 +90,37 @@ _INSTRUCTION = r"construct the model, set_device_mesh\(\), fully_shard\(\), rese
 def _check_orders() -> None:
     """Run every order of the calls; those after sharding or cutting raise, and change nothing."""
     data, tp = mesh_of(2, 2)
-    calls: dict[str, Any] = {
-        "cut": lambda layer: layer.set_device_mesh(tp_mesh=tp),
-        "shard": lambda layer: torch_fully_shard(layer, mesh=data),
-        "reset": lambda layer: layer.reset_parameters(),
-        "forward": lambda layer: layer(torch.ones(2, 4)),
-    }
-    for order in itertools.permutations(calls):
-        layer = Linear(4, 4, parallel_mode="column")
-        for index, name in enumerate(order):
-            before = list(layer.parameters())
-            if name == "cut" and "shard" in order[:index]:
-                with pytest.raises(RuntimeError, match=_INSTRUCTION):
-                    calls[name](layer)
-                assert all(a is b for a, b in zip(before, layer.parameters(), strict=True))
-                break
-            calls[name](layer)
+    for shard in (torch_fully_shard, megafsdp.fully_shard):
+        calls: dict[str, Any] = {
+            "cut": lambda layer: layer.set_device_mesh(tp_mesh=tp),
+            "shard": lambda layer, shard=shard: shard(layer, mesh=data),
+            "reset": lambda layer: layer.reset_parameters(),
+            "forward": lambda layer: layer(torch.ones(2, 4)),
+        }
+        for order in itertools.permutations(calls):
+            layer = Linear(4, 4, parallel_mode="column")
+            # Ours refuses at once what torch's would shard: the mesh was sliced from one with tp.
+            late = "cut" if shard is torch_fully_shard else "shard"
+            is_wrong = order.index("shard") < order.index("cut")
+            for name in order:
+                if is_wrong and name == late:
+                    before = list(layer.parameters())
+                    with pytest.raises((RuntimeError, ValueError), match=r"set_device_mesh\("):
+                        calls[name](layer)
+                    assert all(a is b for a, b in zip(before, layer.parameters(), strict=True))
+                    break
+                calls[name](layer)
+    layer = Linear(4, 4, parallel_mode="column")
+    torch_fully_shard(layer, mesh=data)
+    with pytest.raises(RuntimeError, match="got the unit .*" + _INSTRUCTION):
+        layer.set_device_mesh(tp_mesh=tp)
     layer = Linear(4, 4, parallel_mode="column", tp_mesh=tp)
     with pytest.raises(RuntimeError, match="got a second call.*" + _INSTRUCTION):
         layer.set_device_mesh(tp_mesh=tp)
 
 
 def test_a_mesh_comes_before_sharding_and_once(ranks: Ranks) -> None:
-    """The error says the one order of calls."""
+    """Under torch's engine and ours; the error says the one order of calls."""
     ranks(4).run(_check_orders)
 
 

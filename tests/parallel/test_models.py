@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+import megafsdp
 from megafsdp.buffer.comm.trace import record_collectives
 from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.models import ActivationCheckpointing, ModelConfig, sample
@@ -227,3 +230,36 @@ def _placements(outer: int) -> None:
 def test_placements_are_those_of_fsdp2(ranks: Ranks, outer: int) -> None:
     """Of every parameter of the same model, with HSDP too: programs read them."""
     ranks(4).run(_placements, outer)
+
+
+def _full_states(folder: str) -> None:
+    data, tp = mesh_of(2, 2)
+    for name in ("qwen3", "gpt"):
+        wanted = build(CONFIGS[name]).state_dict()
+        model = build(CONFIGS[name])
+        model.set_device_mesh(tp_mesh=tp)
+        shard_by_ours(model, data)
+        found = megafsdp.full_state_dict(model)
+        dcp.save(model.state_dict(), checkpoint_id=f"{folder}/{name}")
+        read = {key: torch.full_like(value, torch.nan) for key, value in wanted.items()}
+        dcp.load(read, checkpoint_id=f"{folder}/{name}")
+        for key, value in wanted.items():
+            assert torch.equal(found[key], value) and torch.equal(read[key], value), key
+
+
+def test_full_states_and_torchs_files_are_those_of_the_uncut_model(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Columns, rows, vocabulary, query groups, gate and up: nothing shows the degree."""
+    ranks(4).run(_full_states, str(tmp_path))
+
+
+def test_no_layer_asks_for_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What layers make is made where their inputs are."""
+
+    def refuse() -> int:
+        raise AssertionError("asked for the current device")
+
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    for config in (CONFIG, GPT):
+        build(config)(*batch_of(2, 8)).backward()

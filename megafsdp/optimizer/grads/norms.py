@@ -227,8 +227,8 @@ class _Ways:
         num_model_axes = 0
         if isinstance(grad, UnevenDTensor):
             num_model_axes = grad.uneven_layout.num_model_axes
-        # The mesh by identity: comparing two meshes compares their ranks.
-        return id(grad.device_mesh), grad.placements, num_model_axes
+        # Units may have meshes that are equal and not the same object.
+        return grad.device_mesh, grad.placements, num_model_axes
 
     def of(self, grad: torch.Tensor) -> _Way:
         return self._known[self._key(grad)] if isinstance(grad, DTensor) else _LOCAL
