@@ -205,10 +205,13 @@ class _Ways:
     """
 
     def __init__(self, grads: Sequence[torch.Tensor]) -> None:
-        self._known: dict[object, _Way] = {}
+        # A key takes longer than all else here, so it is made once for each of the gradients.
+        self._keys = {id(grad): self._key(grad) for grad in grads}
+        self._known: dict[object, _Way] = {None: _LOCAL}
         for grad in grads:
-            if isinstance(grad, DTensor) and self._key(grad) not in self._known:
-                self._known[self._key(grad)] = _way_of(grad)
+            if (key := self._keys[id(grad)]) not in self._known:
+                assert isinstance(grad, DTensor), "a plain gradient is known to be local"
+                self._known[key] = _way_of(grad)
         # Dense parameters and experts have meshes of their own over the same ranks: one collective.
         groups: dict[frozenset[int], dist.ProcessGroup] = {}
         for key, way in self._known.items():
@@ -219,11 +222,13 @@ class _Ways:
         # themselves could differ in the last bit.
         group = next(iter(groups.values()), None)
         for key, way in self._known.items():
-            if way.group is None and group is not None:
+            if key is not None and way.group is None and group is not None:
                 self._known[key] = _Way(group, counts=group.rank() == 0)
 
     @staticmethod
-    def _key(grad: DTensor) -> object:
+    def _key(grad: torch.Tensor) -> object:
+        if not isinstance(grad, DTensor):
+            return None
         num_model_axes = 0
         if isinstance(grad, UnevenDTensor):
             num_model_axes = grad.uneven_layout.num_model_axes
@@ -231,7 +236,9 @@ class _Ways:
         return grad.device_mesh, grad.placements, num_model_axes
 
     def of(self, grad: torch.Tensor) -> _Way:
-        return self._known[self._key(grad)] if isinstance(grad, DTensor) else _LOCAL
+        if id(grad) in self._keys:
+            return self._known[self._keys[id(grad)]]
+        return self._known[self._key(grad)]
 
 
 def _way_of(grad: DTensor) -> _Way:
