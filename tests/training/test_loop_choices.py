@@ -19,7 +19,6 @@ from megafsdp import full_state_dict, fully_shard_model
 from megafsdp.errors import ConfigError
 from megafsdp.models import ActivationCheckpointing, LanguageModel, build_model
 from megafsdp.training import Config, loop, train
-from megafsdp.training.process.world import find_world
 from megafsdp.training.step.lr import Schedule
 from tests.ranks import Ranks
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
@@ -373,7 +372,8 @@ def _weights_of_a_run(folder: Path) -> None:
     config = tiny(folder)
     model_config = config.model.resolve()
     before = torch.get_rng_state()
-    model = loop._build_sharded(config, model_config, find_world("cpu"))
+    meshes = config.parallel.dims().build("cpu")
+    model = loop._build_sharded(config, model_config, torch.device("cpu"), meshes)
     assert torch.equal(torch.get_rng_state(), before), "the rank's own random state is left alone"
     reference = build_model(model_config, seed=config.run.seed)
     state = full_state_dict(model)
