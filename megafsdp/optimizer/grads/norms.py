@@ -229,11 +229,12 @@ class _Ways:
     def _key(grad: torch.Tensor) -> object:
         if not isinstance(grad, DTensor):
             return None
-        num_model_axes = 0
-        if isinstance(grad, UnevenDTensor):
-            num_model_axes = grad.uneven_layout.num_model_axes
         # Units may have meshes that are equal and not the same object.
-        return grad.device_mesh, grad.placements, num_model_axes
+        if not isinstance(grad, UnevenDTensor):
+            return grad.device_mesh, grad.placements
+        # Not the placements: columns and rows of a weight lie alike, and one stands for both.
+        layout = grad.uneven_layout
+        return grad.device_mesh, layout.num_shards, layout.num_model_axes, layout.part.dim is None
 
     def of(self, grad: torch.Tensor) -> _Way:
         if id(grad) in self._keys:
