@@ -94,18 +94,23 @@ def test_norm_and_clipping_of_parts_are_those_of_the_whole(
 
 
 class _Buffer:
-    """A flat gradient buffer of two tensors without gaps."""
+    """A flat gradient buffer without gaps."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat, self.gaps, self.layout = flat, [], SimpleNamespace(slots=[0, 1])
+    def __init__(self, flat: torch.Tensor, num_tensors: int) -> None:
+        self.flat, self.gaps = flat, []
+        self.layout = SimpleNamespace(slots=list(range(num_tensors)))
 
 
 def _buffers() -> tuple[int, float]:
     mesh = joined(2, 2)
-    cut, same = part_on(mesh, random(8, 4), 0), part_on(mesh, random(6) * 4, None)
-    for grads in ([cut, same], [cut, part_on(mesh, random(8, 4), 0)]):
+    column, row = part_on(mesh, random(8, 4), 0), part_on(mesh, random(4, 8, seed=1) * 2, 1)
+    same = part_on(mesh, random(6) * 4, None)
+    for grads in ([column, same], [same, row, column], [column, row]):
         flat = torch.cat([grad.local.flatten() for grad in grads])
-        buffer, views = _Buffer(flat), flat.split([grad.local.numel() for grad in grads])
+        buffer, views = (
+            _Buffer(flat, len(grads)),
+            flat.split([grad.local.numel() for grad in grads]),
+        )
         flat_grads: list[torch.Tensor] = []
         for index, (grad, view) in enumerate(zip(grads, views, strict=True)):
             wrap = wrapper_as(_UnevenFlatGradient, grad, flat.dtype, flat.device)
@@ -113,8 +118,8 @@ def _buffers() -> tuple[int, float]:
             flat_grads[-1].buffer, flat_grads[-1].index = buffer, index
         parts = parts_of(flat_grads)
         num_joined = sum(tensor is flat for part in parts for tensor in part.tensors)
-        # The buffer stands for both where both count, and otherwise for neither.
-        assert num_joined == (grads[1] is not same or same.is_counted)
+        # The buffer stands for all where all count, and otherwise for none.
+        assert num_joined == all(grad.is_counted for grad in grads)
         wanted = torch.cat([grad.full_tensor().flatten() for grad in grads]).double().norm()
         assert math.isclose(total_norm(flat_grads).item(), wanted.item(), rel_tol=1e-7)
     return 0, total_norm(flat_grads).item()
