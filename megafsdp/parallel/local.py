@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Partial
 
@@ -32,7 +32,8 @@ def localized(weight: Tensor, *, sums_over_tp: bool = False) -> Tensor:
         sums_over_tp: Whether each rank computes a part of the gradient only. It is then marked
             ``Partial``: torch's ``fully_shard`` sums it over tp, and its optimizers do.
     """
-    if not isinstance(weight, DTensor):
+    # By class first: asking torch whether something is a DTensor is a call in Python.
+    if type(weight) is nn.Parameter or not isinstance(weight, DTensor):
         return weight
     grad_placements = [Partial()] if sums_over_tp else None
     if type(local_of(weight)) is Tensor:
