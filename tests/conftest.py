@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections import Counter
@@ -37,6 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="also run the tests marked matrix; with a name run that product of cases alone",
     )
+
+
+def pytest_configure() -> None:
+    """Run the tests, and all processes that they start, as batch work."""
+    # Many more threads than cores send each other short messages. Otherwise a thread that wakes
+    # another may lose its core to it while it holds a lock, for which gloo spins: an all-reduce
+    # between 4 ranks on 2 cores takes 6 ms in place of 1.5.
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -52,7 +52,7 @@ from megafsdp.checkpoint.state.canonical import (
 )
 from megafsdp.checkpoint.state.fused import wholes_by_part
 from megafsdp.checkpoint.state.matching import Match, Rules, as_patterns, match
-from megafsdp.checkpoint.state.merge import degrees_of, have_same_roles
+from megafsdp.checkpoint.state.merge import model_degrees
 from megafsdp.checkpoint.state.optimizer_load import (
     GROUPS_KEY,
     OptimizerLoad,
@@ -118,7 +118,7 @@ class _Plan:
         requests: What to fill.
         match: Which stored key goes where.
         copies: Chunks to copy, in the order of the files.
-        degrees: Of the model that is filled.
+        degrees: Those of model parallelism, of the model that is filled.
         objects: Non-tensor values that were read, by key.
     """
 
@@ -227,7 +227,7 @@ def _plan(directory: Path, step: int | None, *, targets: TrainingState, rules: R
         where=f"'{path}'",
     )
     copies = _plan_copies(manifest, matched, requests.tensors)
-    degrees = {} if targets.model is None else degrees_of(targets.model)
+    degrees = {} if targets.model is None else model_degrees(targets.model)
     plan = _Plan(path, manifest, requests, matched, copies, degrees)
     _verify_and_read_objects(plan, rules)
     if GROUPS_KEY not in manifest.objects:
@@ -416,9 +416,9 @@ def _restore_rng(plan: _Plan) -> None:
     """Restore this rank's random states, if they are of a rank with the same part in training."""
     rank, world_size = rank_and_world_size()
     state, common = plan.objects.get(f"rng.{rank}"), plan.objects.get("common")
-    # Older checkpoints know no degrees: their models lay over data axes alone.
+    # Older checkpoints know no degrees: their models had no model axes.
     stored = common.get("degrees", {}) if isinstance(common, dict) else {}
-    if isinstance(state, dict) and have_same_roles(plan.degrees, stored):
+    if isinstance(state, dict) and plan.degrees == stored:
         restore_rng_state(state)
         return
     _LOGGER.warning(
@@ -426,5 +426,5 @@ def _restore_rng(plan: _Plan) -> None:
         plan.directory,
         plan.manifest.world_size,
         world_size,
-        f", over mesh axes {stored} and {plan.degrees}" if common else "",
+        f", with degrees {stored} and {plan.degrees}" if common else "",
     )

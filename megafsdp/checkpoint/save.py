@@ -60,8 +60,8 @@ from megafsdp.checkpoint.state.merge import (
     Written,
     checksum_of_common,
     common_facts,
-    degrees_of,
     describe,
+    model_degrees,
     table_of,
 )
 from megafsdp.errors import CheckpointError, expected
@@ -317,7 +317,7 @@ def _collect(given: TrainingState, step: int) -> CanonicalState:
     for section, source in given.stateful().items():
         state.objects[section] = plain(section, source.state_dict())
     state.objects["extra"] = plain("extra", dict(given.extra or {}))
-    degrees = degrees_of(given.model)
+    degrees = model_degrees(given.model)
     state.objects["common"] = common_facts(step, rank_and_world_size()[1], degrees)
     return state
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from megafsdp import fully_shard
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.checkpoint import load, save
@@ -224,11 +225,15 @@ def test_other_world_size_keeps_random_states_and_says_so(
 
 
 def _on_axis(axis: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Build a model of one DTensor, divided over a mesh axis of all ranks."""
+    """Build a model of one parameter, divided over a mesh axis of all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
     model = nn.Module()
-    weight = torch.arange(12.0).view(4, 3)
-    model.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    model.weight = nn.Parameter(torch.arange(12.0).view(4, 3))
+    if axis == "workers":
+        # An axis of the engine's is a data axis by whatever name.
+        fully_shard(model, mesh=mesh)
+    else:
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -257,7 +262,12 @@ def _load_over(root: Path, axis: str) -> tuple[bool, bool, list[str]]:
 
 @pytest.mark.parametrize(
     ("before", "after", "is_restored"),
-    [("tp", "tp", True), ("dp_shard", "dp_outer", True), ("tp", "dp_shard", False)],
+    [
+        ("tp", "tp", True),
+        ("dp_shard", "dp_outer", True),
+        ("workers", "dp_shard", True),
+        ("tp", "workers", False),
+    ],
 )
 def test_random_states_go_to_ranks_of_the_same_part_in_training(
     ranks: Ranks, tmp_path: Path, before: str, after: str, is_restored: bool
@@ -267,8 +277,8 @@ def test_random_states_go_to_ranks_of_the_same_part_in_training(
     for is_weight, is_state, warnings in ranks(2).run(_load_over, tmp_path, after):
         assert is_weight
         assert is_state == is_restored
-        axes = f"mesh axes {{'{before}': 2}} and {{'{after}': 2}}: random states were left"
-        assert [axes in warning for warning in warnings] == [True] * (not is_restored)
+        degrees = "with degrees {'tp': 2} and {}: random states were left"
+        assert [degrees in warning for warning in warnings] == [True] * (not is_restored)
 
 
 def test_schedulers_and_scalers_are_restored(tmp_path: Path) -> None:

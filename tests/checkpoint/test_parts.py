@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from megafsdp import full_state_dict, load_full_state_dict
 from megafsdp.checkpoint import load, save
+from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.mesh.annotation import annotate, annotation_of
 from tests.buffer.parts import cut_model, joined
 from tests.checkpoint.sharding import (
@@ -113,3 +114,5 @@ def test_files_of_all_degrees_hold_the_same_tensors(ranks: Ranks, tmp_path: Path
         for key, entry in json.loads(manifest.read_text())["tensors"].items():
             num_written = sum(math.prod(sizes) for _, sizes, *_ in entry["chunks"])
             assert num_written == wanted[key].numel(), key
+        with CheckpointReader(manifest.parent) as reader:
+            assert reader.object("common")["degrees"] == {"tp": shape[-1]}

@@ -89,7 +89,7 @@ def test_dcp_to_torch_save_gives_nested_states(ranks: Ranks, tmp_path: Path) -> 
     assert whole["extra"] == {"consumed": 7}
     assert set(whole["rng"]) == {"0", "1"}
     assert whole["common"]["step"] == 50
-    assert whole["common"]["degrees"] == {"dp_shard": 2}
+    assert whole["common"]["degrees"] == {}
 
 
 def test_manifest_states_shapes_parts_ties_and_versions(ranks: Ranks, tmp_path: Path) -> None:

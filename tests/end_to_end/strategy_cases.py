@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-from megafsdp import full_tensor, fully_shard, microbatch
-from tests.fsdp.toy import VOCABULARY, WIDTH, Net, full_grads
+from megafsdp import fully_shard, microbatch
+from tests.fsdp.toy import VOCABULARY, WIDTH, Net, full_grads, full_tensors
 
 ROWS_PER_RANK = 2
 SEQUENCE_LENGTH = 5
@@ -332,7 +332,7 @@ def trajectory(
             ratio = ratio_of_norms(grads, wanted.grads)
         optimizer.step()
         optimizer.zero_grad()
-    end = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
+    end = full_tensors({name: p.detach() for name, p in model.named_parameters()})
     _assert_same_tensors(end, wanted.end, PARAMETER_TOLERANCE)
     moved = {name for name, full in end.items() if not torch.equal(full, wanted.start[name])}
     assert moved == wanted.used

@@ -17,6 +17,7 @@ from megafsdp import full_tensor, fully_shard, microbatch
 from megafsdp.optimizer import clip_grad_norm_
 from tests.fsdp.llama import Llama
 from tests.fsdp.llama import parallelize as parallelize_by_torch
+from tests.fsdp.toy import full_tensors
 from tests.pairwise import gate_of
 from tests.parallel.cases import CONFIGS, EPS, batch_of, build
 from tests.ranks import Ranks
@@ -87,13 +88,18 @@ def _train(model: nn.Module, num_microbatches: int, share: tuple[int, int]) -> T
                 part.backward()
             loss += part.item()
         if not grads:
-            grads = {n: full_tensor(p.grad).clone() for n, p in model.named_parameters()}
+            grads = _copies({n: p.grad for n, p in model.named_parameters()})
         norms.append(float(full_tensor(clip(model.parameters(), CLIP_NORM))))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
-    found = {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+    found = _copies({n: p.detach() for n, p in model.named_parameters()})
     return Trajectory(losses, norms, grads, found)
+
+
+def _copies(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    whole = full_tensors(tensors) if dist.is_initialized() else tensors
+    return {name: tensor.clone() for name, tensor in whole.items() if tensor is not None}
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from megafsdp import full_tensor, fully_shard
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.buffer.dtensor.uneven_layout import Region
+from megafsdp.buffer.dtensor.uneven_layout import whole as region_of
 
 VOCABULARY = 37
 WIDTH = 12
@@ -100,11 +103,36 @@ def mine(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.
     return tokens[2 * rank : 2 * rank + 2], labels[2 * rank : 2 * rank + 2]
 
 
+def full_tensors(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Return whole tensors, None for None; collective over all ranks of the job.
+
+    Of uneven DTensors every rank sends its rows at once, and they are put together by the regions
+    that its layout says. That is an oracle for ``full_tensor()``, and much faster for many.
+    """
+    uneven = {name: t for name, t in tensors.items() if isinstance(t, UnevenDTensor)}
+    own = {name: (t.uneven_layout.regions(), t.local.cpu()) for name, t in uneven.items()}
+    by_rank: list[dict[str, tuple[list[Region], torch.Tensor]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    found = {n: t if t is None or n in uneven else full_tensor(t) for n, t in tensors.items()}
+    for name, tensor in uneven.items():
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        is_written = torch.zeros(tensor.shape, dtype=torch.bool)
+        origin = region_of(tuple(tensor.shape))
+        for of_rank in by_rank:
+            regions, rows = of_rank[name]
+            pieces = rows.reshape(-1).split([region.numel for region in regions])
+            for region, piece in zip(regions, pieces, strict=True):
+                place = region.slices_in(origin)
+                whole[place] = piece.view(region.sizes)
+                is_written[place] = True
+        assert is_written.all(), f"{name}: no rank has some of its elements"
+        found[name] = whole.to(tensor.device)
+    return found
+
+
 def full_grads(net: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return every parameter's full gradient; collective."""
-    return {
-        name: None if p.grad is None else full_tensor(p.grad) for name, p in net.named_parameters()
-    }
+    return full_tensors({name: p.grad for name, p in net.named_parameters()})
 
 
 def assert_same_grads(
@@ -136,9 +164,9 @@ def assert_same_parameters(
 ) -> None:
     """Assert that full parameters are equal."""
     expected = dict(reference.named_parameters())
-    for name, parameter in sharded.named_parameters():
+    for name, full in full_tensors(dict(sharded.named_parameters())).items():
         torch.testing.assert_close(
-            full_tensor(parameter.detach()),
+            full,
             expected[name].detach(),
             rtol=rtol,
             atol=atol,

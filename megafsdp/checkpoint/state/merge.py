@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.buffer.dtensor.uneven_layout import whole
 from megafsdp.checkpoint.format.manifest import Chunk, Manifest, Record, TensorEntry, dtype_name
 from megafsdp.checkpoint.state.canonical import CanonicalState
@@ -108,32 +109,26 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def degrees_of(model: nn.Module) -> dict[str, int]:
-    """Return the number of ranks on each mesh axis of a model's parameters, by name; local.
+def model_degrees(model: nn.Module) -> dict[str, int]:
+    """Return the number of ranks on each model axis of a model's parameters, by name; local.
 
-    An axis of one rank says nothing and is left out.
+    With equal degrees and as many ranks, each rank has the part in training that it had: data axes
+    come first in a mesh, and rank r reads the same samples however they divide parameters. An axis
+    of one rank says nothing and is left out.
     """
-    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
-    axes: dict[str, int] = {}
-    for mesh in meshes:
+    degrees: dict[str, int] = {}
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh, num_data_axes = parameter.device_mesh, 0
+        if isinstance(parameter, UnevenDTensor):
+            num_data_axes = mesh.ndim - parameter.uneven_layout.num_model_axes
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-        axes.update(zip(names, mesh.shape, strict=True))
-    return {name: size for name, size in sorted(axes.items()) if size > 1}
-
-
-def have_same_roles(ours: Mapping[str, int], stored: Mapping[str, int]) -> bool:
-    """Return whether each rank has the part in training that it had in a save of as many ranks.
-
-    Args:
-        ours: Degrees of the model now, as :func:`degrees_of` returns them.
-        stored: Degrees of the model that was saved.
-    """
-    # Data axes come first in a mesh: rank r reads the same samples however they divide parameters.
-    model_axes = [
-        {name: size for name, size in degrees.items() if name not in (DP_OUTER, DP_SHARD)}
-        for degrees in (ours, stored)
-    ]
-    return model_axes[0] == model_axes[1]
+        for name, size in list(zip(names, mesh.shape, strict=True))[num_data_axes:]:
+            # Axes of other engines' DTensors are known by name alone.
+            if size > 1 and name not in (DP_OUTER, DP_SHARD):
+                degrees[name] = size
+    return degrees
 
 
 def common_facts(step: int, world_size: int, degrees: Mapping[str, int]) -> dict[str, object]:
@@ -142,7 +137,7 @@ def common_facts(step: int, world_size: int, degrees: Mapping[str, int]) -> dict
     Args:
         step: Training step.
         world_size: Number of ranks whose random states it has.
-        degrees: Of the model, as :func:`degrees_of` returns them.
+        degrees: Of the model, as :func:`model_degrees` returns them.
     """
     return {
         "step": step,

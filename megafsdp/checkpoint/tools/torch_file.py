@@ -220,7 +220,7 @@ def from_torch(
         for key, value in objects.items():
             for part in like.names(key):
                 writer.add_object(part, value)
-        # The random states are those of ranks on these mesh axes.
+        # The random states are those of ranks of these degrees.
         degrees = common["degrees"] if isinstance(common.get("degrees"), dict) else {}
         writer.add_object("common", common_facts(step, num_ranks, degrees))
         return writer.publish()

@@ -205,25 +205,27 @@ class _Ways:
     """
 
     def __init__(self, grads: Sequence[torch.Tensor]) -> None:
-        # A key takes longer than all else here, so it is made once for each of the gradients.
-        self._keys = {id(grad): self._key(grad) for grad in grads}
-        self._known: dict[object, _Way] = {None: _LOCAL}
-        for grad in grads:
-            if (key := self._keys[id(grad)]) not in self._known:
+        keys = [self._key(grad) for grad in grads]
+        by_key: dict[object, _Way] = {None: _LOCAL}
+        for key, grad in zip(keys, grads, strict=True):
+            if key not in by_key:
                 assert isinstance(grad, DTensor), "a plain gradient is known to be local"
-                self._known[key] = _way_of(grad)
+                by_key[key] = _way_of(grad)
         # Dense parameters and experts have meshes of their own over the same ranks: one collective.
         groups: dict[frozenset[int], dist.ProcessGroup] = {}
-        for key, way in self._known.items():
+        for key, way in by_key.items():
             if way.group is not None:
                 ranks = frozenset(dist.get_process_group_ranks(way.group))
-                self._known[key] = way._replace(group=groups.setdefault(ranks, way.group))
+                by_key[key] = way._replace(group=groups.setdefault(ranks, way.group))
         # What is replicated counts once too, where others are divided: ranks that each sum it by
         # themselves could differ in the last bit.
         group = next(iter(groups.values()), None)
-        for key, way in self._known.items():
+        for key, way in by_key.items():
             if key is not None and way.group is None and group is not None:
-                self._known[key] = _Way(group, counts=group.rank() == 0)
+                by_key[key] = _Way(group, counts=group.rank() == 0)
+        self._by_key = by_key
+        # A key takes longer than all else here: it is made once for each of these gradients.
+        self._by_id = {id(grad): by_key[key] for key, grad in zip(keys, grads, strict=True)}
 
     @staticmethod
     def _key(grad: torch.Tensor) -> object:
@@ -237,9 +239,8 @@ class _Ways:
         return grad.device_mesh, layout.num_shards, layout.num_model_axes, layout.part.dim is None
 
     def of(self, grad: torch.Tensor) -> _Way:
-        if id(grad) in self._keys:
-            return self._known[self._keys[id(grad)]]
-        return self._known[self._key(grad)]
+        way = self._by_id.get(id(grad))
+        return self._by_key[self._key(grad)] if way is None else way
 
 
 def _way_of(grad: DTensor) -> _Way:
