@@ -82,6 +82,7 @@ def test_no_figure_is_given_when_the_sides_disagree(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.matrix("benchmarks")
 def test_a_step_with_tp_is_timed_against_torchs_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

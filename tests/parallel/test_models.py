@@ -75,16 +75,21 @@ def _train_all(cases: list[tuple[str, torch.dtype]], num_data: int, outer: int) 
 
 
 @pytest.mark.parametrize(
-    ("names", "num_data", "outer"),
-    [(["qwen3", "gpt", "llama"], 1, 1), (["qwen3", "gpt"], 2, 1), (["gpt"], 1, 2)],
+    ("cases", "num_data", "outer"),
+    [
+        ([("gpt", torch.float64), ("llama", torch.float64), ("qwen3", torch.float32)], 1, 1),
+        ([("qwen3", torch.float64)], 2, 1),
+        ([("gpt", torch.float64)], 1, 2),
+    ],
+    ids=["alone", "fsdp2", "hsdp"],
 )
 def test_three_steps_equal_one_process(
-    ranks: Ranks, names: list[str], num_data: int, outer: int
+    ranks: Ranks, cases: list[tuple[str, torch.dtype]], num_data: int, outer: int
 ) -> None:
-    """Alone, under FSDP2 and its HSDP: losses, gradients and weights, tied and not."""
-    cases = [(name, torch.float64) for name in names]
-    if num_data * outer == 1:
-        cases += [(name, torch.float32) for name in names]
+    """Alone, under FSDP2 and its HSDP: losses, gradients and weights, tied and not.
+
+    Under our engine tests/end_to_end/test_parallel_product.py has them.
+    """
     by_rank = ranks(2 * num_data * outer).run(_train_all, cases, num_data, outer)
     for index, (name, dtype) in enumerate(cases):
         model = build(CONFIGS[name], dtype)
