@@ -17,11 +17,19 @@ has_supported_torch() {
     >/dev/null 2>&1
 }
 
+# Distributions optimise their Python by profiles; what version managers compile without is a third
+# slower. Kernels are built with the headers, which a distribution has in a package of their own.
+has_headers() {
+  "$1" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' >/dev/null 2>&1
+}
+
 find_python() {
-  local candidate found=
-  for candidate in ${PYTHON:-python3.12 python3.11 python3.10 python3}; do
+  local candidate found= names="python3.12 python3.11 python3.10 python3"
+  for candidate in ${PYTHON:-$(printf '/usr/bin/%s ' $names) $names}; do
     "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
       >/dev/null 2>&1 || continue
+    [[ $candidate != /usr/bin/* ]] || has_headers "$candidate" || continue
     if has_supported_torch "$candidate"; then
       found=$candidate
       break
@@ -30,7 +38,7 @@ find_python() {
   done
   if [ -z "$found" ]; then
     echo "set-up: expected Python 3.10 or newer with the venv module, found none among:" \
-      "${PYTHON:-python3.12 python3.11 python3.10 python3}. Install one, or set PYTHON to its path." >&2
+      "${PYTHON:-$names}. Install one, or set PYTHON to its path." >&2
     return 1
   fi
   echo "$found"

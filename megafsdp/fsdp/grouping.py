@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -31,6 +32,7 @@ from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import Division
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
+from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.model_parts import (
     plain_placement,
     read_placement,
@@ -58,6 +60,8 @@ class GroupKey:
         is_whole: Whether they are whole on every rank, whatever the strategy.
         is_expert: Whether they are divided over the mesh of experts.
         model_mesh: The axis that cuts or repeats them besides; None without one.
+        weight_mesh: Ranks that combine a recipe's statistics of them; None for those that divide
+            them.
     """
 
     dtypes: GroupDtypes
@@ -65,6 +69,7 @@ class GroupKey:
     is_whole: bool
     is_expert: bool
     model_mesh: DeviceMesh | None
+    weight_mesh: DeviceMesh | None
 
 
 @dataclass
@@ -321,8 +326,14 @@ def group_parameters(
         else:
             # Integers have no gradient to reduce: all four dtypes are the parameter's own.
             dtypes, is_whole = GroupDtypes(*[parameter.dtype] * 4), True
-        model_mesh = item.record.model.mesh
-        key = GroupKey(dtypes, parameter.requires_grad, is_whole, item.is_expert, model_mesh)
+        key = GroupKey(
+            dtypes,
+            parameter.requires_grad,
+            is_whole,
+            item.is_expert,
+            item.record.model.mesh,
+            annotation_of(parameter).weight_mesh,
+        )
         groups.setdefault(key, []).append(item)
     return groups
 
@@ -333,22 +344,45 @@ def build_groups(
     division: Division,
     memory: UnitMemory,
 ) -> list[ParameterGroup]:
-    """Make the parameter groups of a unit; local, but for process groups on first use."""
+    """Make the parameter groups of a unit; local, but for process groups on first use.
+
+    Raises:
+        ValueError: A ``weight_mesh`` lacks ranks that divide its parameters.
+    """
+    groups = group_parameters(found, policy)
+    axes = [_axes_of(key, items[0].record.name, division) for key, items in groups.items()]
     return [
         ParameterGroup(
             [item.parameter for item in items],
             [item.record for item in items],
-            axes=division.axes(
-                is_whole=key.is_whole, is_expert=key.is_expert, model_mesh=key.model_mesh
-            ),
+            axes=own_axes,
             dtypes=key.dtypes,
             memory=memory,
             # A whole group is never gathered: its buffers are those of a replica.
             strategy=Strategy.NO_SHARD if key.is_whole else division.strategy,
             gradient_scale=division.gradient_scale,
         )
-        for key, items in group_parameters(found, policy).items()
+        for own_axes, (key, items) in zip(axes, groups.items(), strict=True)
     ]
+
+
+def _axes_of(key: GroupKey, name: str, division: Division) -> DataParallelAxes:
+    axes = division.axes(is_whole=key.is_whole, is_expert=key.is_expert, model_mesh=key.model_mesh)
+    if key.weight_mesh is None:
+        return axes
+    dividing = dist.get_process_group_ranks(axes.shard_group) if axes.is_sharded else []
+    missing = set(dividing).difference(key.weight_mesh.mesh.flatten().tolist())
+    # Ranks that encode rows of one tensor with scales of their own would gather nonsense.
+    if missing:
+        raise ValueError(
+            expected(
+                "a weight_mesh with all ranks that divide the parameter",
+                f"{key.weight_mesh}, without ranks {sorted(missing)}",
+                where=f"'{name}' in fully_shard()",
+                hint="Give set_device_mesh() the data mesh, or one that contains it, or none",
+            )
+        )
+    return axes.with_statistics_over(key.weight_mesh)
 
 
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:

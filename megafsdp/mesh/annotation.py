@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.errors import expected
 from megafsdp.mesh.fused_parts import FusedParts
@@ -75,6 +76,8 @@ class ParameterAnnotation:
         experts: Which experts of the layer it has; None means that all ranks have the same.
         sums_over_tp: True if each rank of tp computes an addend of the gradient only, as of a norm
             whose ranks have different parts of the sequence.
+        weight_mesh: Ranks over which a quantization recipe's statistics of the parameter are
+            combined; None means those that divide it, on data axes and a model axis.
     """
 
     tp_dim: int | None = None
@@ -82,6 +85,7 @@ class ParameterAnnotation:
     fused: FusedParts | None = None
     experts: ExpertRange | None = None
     sums_over_tp: bool = False
+    weight_mesh: DeviceMesh | None = None
 
 
 def annotate(
@@ -92,6 +96,7 @@ def annotate(
     fused: FusedParts | None = None,
     experts: ExpertRange | None = None,
     sums_over_tp: bool = False,
+    weight_mesh: DeviceMesh | None = None,
 ) -> None:
     """Write an annotation on a parameter, replacing an earlier one.
 
@@ -102,6 +107,7 @@ def annotate(
         fused: Logical tensors inside the parameter.
         experts: Which experts of the layer it has; implies ``is_expert``.
         sums_over_tp: True if the gradient is a sum over the ranks of tp.
+        weight_mesh: Ranks over which statistics of a recipe are combined.
 
     Raises:
         ValueError: The parts do not add up to the parameter's extent along their dimension.
@@ -118,7 +124,7 @@ def annotate(
             )
         )
     is_expert = is_expert or experts is not None
-    annotation = ParameterAnnotation(tp_dim, is_expert, fused, experts, sums_over_tp)
+    annotation = ParameterAnnotation(tp_dim, is_expert, fused, experts, sums_over_tp, weight_mesh)
     setattr(parameter, _ATTRIBUTE, annotation)
 
 

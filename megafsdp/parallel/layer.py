@@ -45,9 +45,8 @@ class ParallelModule(nn.Module):
         declarations: What the layer declares about its own parameters, by attribute.
         computes_on_part: The forward takes this rank's part of each parameter as a plain tensor.
         tp_mesh: Mesh of the ranks that have the other parts; None before ``set_device_mesh``.
-        weight_mesh: Ranks over which a user's quantization recipe is to make statistics of a
-            weight; None means all that have a part of it, as the engine of this package does, which
-            does not read it.
+        weight_mesh: Ranks over which a quantization recipe's statistics of a weight are combined;
+            None means those that divide it: never replicas.
     """
 
     # On the class, so that a module without parameters needs no constructor for them.
@@ -93,6 +92,7 @@ class ParallelModule(nn.Module):
                 tp_dim=declared.tp_dim,
                 fused=declared.fused,
                 sums_over_tp=declared.sums_over_tp,
+                weight_mesh=self.weight_mesh,
             )
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -124,7 +124,9 @@ class ParallelModule(nn.Module):
         Args:
             tp_mesh: 1-D mesh of the ranks that have the parts; None leaves the parameters as they
                 are.
-            weight_mesh: 1-D mesh to store as ``weight_mesh``.
+            weight_mesh: 1-D mesh of the ranks that combine a recipe's statistics of each weight, in
+                place of those that divide it. Among them must be all ranks of the data axis that
+                divides it, which ``fully_shard`` checks.
 
         Raises:
             ValueError: A mesh has several axes, is of another device than the parameters, or does
@@ -195,6 +197,7 @@ def set_mesh_below(
     for module in modules:
         module.weight_mesh = weight_mesh
         if tp_mesh is None:
+            module.annotate_parameters()
             continue
         module.tp_mesh = tp_mesh
         for name, parameter in list(module._own_parameters()):

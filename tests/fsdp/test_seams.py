@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from megafsdp import full_tensor, mark_main_weights_changed
+from megafsdp import full_tensor, fully_shard, mark_main_weights_changed
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import find_parameters, place_parameters
@@ -27,6 +27,8 @@ from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
+from megafsdp.mesh.parallel_dims import flat_group
+from megafsdp.parallel import Linear
 from megafsdp.quantize.recipe import WHOLE_ROW, BufferSpec, Recipe, Use
 from tests.ranks import Ranks
 
@@ -304,3 +306,57 @@ def _statistics_of_parts() -> None:
 def test_statistics_include_the_ranks_that_have_the_other_parts(ranks: Ranks) -> None:
     """A scale of a whole tensor: one more maximum over the model axis, none over replicas."""
     ranks(4).run(_statistics_of_parts)
+
+
+def _statistics_over(names: tuple[str, str]) -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    first, second = root[names[0]], root[names[1]]
+    joined = flat_group(root)
+    # (axes, the layer's mesh for statistics, the groups that combine them, whether these are all
+    # ranks with a part): a data axis and tp, HSDP, and replicas.
+    cases = [
+        (DataParallelAxes.sharded(first).beside(second), None, (first, second), True),
+        (DataParallelAxes.sharded(first).beside(second), first, (first,), False),
+        (DataParallelAxes.sharded(first).beside(second), root, (joined,), True),
+        (DataParallelAxes.replicated(first).beside(second), None, (second,), True),
+        (DataParallelAxes.replicated(first).beside(second), second, (second,), True),
+        (DataParallelAxes.sharded(root), None, (second,), True),
+        (DataParallelAxes.sharded(root), second, (second,), True),
+        (DataParallelAxes.sharded(root), root, (joined,), True),
+    ]
+    for axes, weight_mesh, wanted, is_whole in cases:
+        net: nn.Module = Coded() if axes.model_mesh is None else HalfCoded(second)
+        whole = {name: full_tensor(p).detach() for name, p in net.named_parameters()}
+        if weight_mesh is not None:
+            axes = axes.with_statistics_over(weight_mesh)
+        unit = make_unit(net, lambda _, a=axes: a, lambda _: 1.0, Int8PerTensor(), mesh=axes.mesh)
+        with record_collectives() as record:
+            net(torch.ones(1, 32))
+        found = {name for (kind, name) in record.calls_by_group if kind == "all_reduce"}
+        groups = [g.get_group() if isinstance(g, DeviceMesh) else g for g in wanted]
+        assert found == {group.group_name for group in groups}, (axes, weight_mesh)
+        for p in unit.groups[0].parameters:
+            part, full = p.model.part, whole[p.name]
+            rounded = part.cut(_rounded(full)) if is_whole else _rounded(part.cut(full))
+            torch.testing.assert_close(p.unsharded.read(), rounded)
+
+
+def test_a_layer_may_say_which_ranks_combine_its_statistics(ranks: Ranks) -> None:
+    """Data ranks, the model axis, all, replicas: by any names of axes; scales agree among them."""
+    for names in (("dp_replicate", "dp_shard"), ("a", "b")):
+        ranks(4).run(_statistics_over, names)
+
+
+def _statistics_without_a_data_rank() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layer = Linear(8, 8, parallel_mode="column", tp_mesh=root["tp"], weight_mesh=root["tp"])
+    with pytest.raises(ValueError, match=r"a weight_mesh with all ranks that divide .*'weight'"):
+        fully_shard(layer, mesh=root["dp"])
+    fully_shard(layer, mesh=root["dp"], strategy="no_shard")
+    groups = layer._fsdp_unit().groups
+    assert {g.statistics_groups for g in groups} == {(root["tp"].get_group(),)}
+
+
+def test_statistics_without_a_rank_that_divides_the_weight_are_refused(ranks: Ranks) -> None:
+    """Its rows would be coded with a scale of their own; ranks that have copies may be left out."""
+    ranks(4).run(_statistics_without_a_data_rank)

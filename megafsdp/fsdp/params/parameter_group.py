@@ -405,10 +405,16 @@ class ParameterGroup:
         return ModelGradients(self.axes.model_mesh, [p.model for p in self.parameters])
 
     @property
-    def cutting_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks of the model axis if it cuts a parameter; None if it cuts none."""
-        is_cut = any(not p.model.part.is_whole for p in self.parameters)
-        return self.axes.model_group if is_cut else None
+    def statistics_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Return the ranks that combine a recipe's statistics, one group after the other."""
+        if self.axes.statistics_group is not None:
+            return (self.axes.statistics_group,)
+        # Ranks that repeat a tensor have the same values.
+        groups = [self.axes.shard_group] if self.axes.is_sharded else []
+        model_group = self.axes.model_group
+        if model_group is not None and any(not p.model.part.is_whole for p in self.parameters):
+            groups.append(model_group)
+        return tuple(groups)
 
     def fingerprint(self) -> str:
         """Return what all ranks of the group must have in common."""

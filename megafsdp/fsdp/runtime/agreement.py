@@ -16,18 +16,18 @@ from megafsdp.fsdp.params.parameter_group import ParameterGroup
 def refresh_with_statistics(groups: Sequence[ParameterGroup]) -> None:
     """Encode stale compute weights that need statistics; one all-reduce for all of one mesh.
 
-    And one more over each model axis that cuts tensors. Ranks that repeat a tensor are not asked.
+    And one more over each model axis that cuts tensors. Ranks that repeat a tensor are not asked,
+    unless a ``weight_mesh`` has them.
     """
     waiting = [g for g in groups if g.compute_weight.needs_statistics]
     # Groups of experts have ranks of their own, so each set of ranks agrees by itself.
-    for ranks in dict.fromkeys((g.axes.shard_group, g.cutting_group) for g in waiting):
-        members = [g for g in waiting if (g.axes.shard_group, g.cutting_group) == ranks]
+    for ranks in dict.fromkeys(g.statistics_groups for g in waiting):
+        members = [g for g in waiting if g.statistics_groups == ranks]
         statistics = [g.compute_weight.statistics() for g in members]
         combined = torch.cat(statistics)
         # A maximum may be taken one axis after the other.
         for process_group in ranks:
-            if process_group is not None:
-                all_reduce(combined, op="max", group=process_group, label="statistics")
+            all_reduce(combined, op="max", group=process_group, label="statistics")
         parts = combined.split([s.numel() for s in statistics])
         for group, part in zip(members, parts, strict=True):
             group.compute_weight.refresh(part)
