@@ -492,7 +492,10 @@ def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
         nvidia = reader.object("extra")["nvidia"]
         assert not any("backend" in group for group in _groups(reader))
     assert nvidia["foreign_args"] == ["backend", "hook", "trap"]
-    assert nvidia["args"]["backend"] == "<tests.checkpoint.megatron.megatron_toy.Backend(1)>"
+    backend = "tests.checkpoint.megatron.megatron_toy.Backend"
+    # The first releases of Python 3.11 pickle a member by its name.
+    spelt = (f"<{backend}(1)>", f"<builtins.getattr(<{backend}>, 'FLASH')>")
+    assert nvidia["args"]["backend"] in spelt
     assert nvidia["args"]["hook"] == "<builtins.print>"
     assert "3 of args" in caplog.text and "backend" in caplog.text
     path = to_megatron(tmp_path / "ours", tmp_path / "back")
