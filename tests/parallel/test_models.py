@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import megafsdp
 from megafsdp.buffer.comm.trace import record_collectives
+from megafsdp.device.memory import Category
+from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.dtensor import cut_dim
-from megafsdp.models import ActivationCheckpointing, ModelConfig, sample
+from megafsdp.models import ActivationCheckpointing, ModelConfig, TransformerLayer, sample
 from megafsdp.models.common import rotary_table
 from tests.parallel.cases import (
     CONFIG,
@@ -257,6 +259,40 @@ def test_full_states_and_torchs_files_are_those_of_the_uncut_model(
 ) -> None:
     """Columns, rows, vocabulary, query groups, gate and up: nothing shows the degree."""
     ranks(4).run(_full_states, str(tmp_path))
+
+
+def _bytes_of_a_rank(name: str, strategy: str) -> None:
+    data, tp = mesh_of(2, 2)
+    model = build(CONFIGS[name], torch.float32)
+    num_own = sum(
+        p.numel() // (1 if annotation_of(p).tp_dim is None else 2) for p in model.parameters()
+    )
+    model.set_device_mesh(tp_mesh=tp)
+    megafsdp.fully_shard_model(model, [TransformerLayer], mesh=data, strategy=strategy)
+    units = [model._fsdp_unit(), *(layer._fsdp_unit() for layer in model.decoder.layers)]
+    layouts = [group.layout for unit in units for group in unit.groups]
+    assert sum(slot.spec.numel for layout in layouts for slot in layout.slots) == num_own
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        units[0].ledger.reset_peak()
+        model(*batch_of(2, 8, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    by_group = [4 * layout.gathered_numel for layout in layouts]
+    ledger, is_sharded = units[0].ledger, strategy != "no_shard"
+    assert ledger.live[Category.MAIN_WEIGHT] == sum(by_group) // (2 if is_sharded else 1)
+    assert ledger.total == ledger.live[Category.MAIN_WEIGHT]
+    assert ledger.peak[Category.MAIN_GRAD] == ledger.live[Category.MAIN_WEIGHT]
+    # The root, the layer at work and the one prefetched are all; two wait for their reduction.
+    assert ledger.peak[Category.UNSHARDED] == (sum(by_group) if is_sharded else 0)
+    assert ledger.peak[Category.PARTIAL_GRAD] == sum(sorted(by_group)[-2:])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt"])
+def test_a_rank_has_the_bytes_of_its_parts(ranks: Ranks, name: str) -> None:
+    """Weights, gathered weights and gradients by formula: half of what tp cuts, all of norms."""
+    for strategy in ("optim_grads_params", "no_shard"):
+        ranks(4).run(_bytes_of_a_rank, name, strategy)
 
 
 def test_no_layer_asks_for_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
