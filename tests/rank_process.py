@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -28,12 +29,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import _random as dtensor_random
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import (
     _clear_fast_path_sharding_prop_cache,
     _clear_python_sharding_prop_cache,
 )
 
 ENVIRONMENT_PREFIX = "MEGAFSDP_"
+# Of functions and of closures that no name leads to. Looked for here, before the collector is told to
+# leave alone what there is.
+_DTENSOR_CACHES = [
+    found
+    for found in gc.get_objects()
+    if type(found) is functools._lru_cache_wrapper
+    and found.__module__.startswith("torch.distributed.tensor")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +187,13 @@ def _answer(call: Call, rank: int, world_size: int) -> Answer:
 def _forget_last_call() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor caches specs by equality, and with them meshes whose groups are gone.
+    # DTensor caches specs by equality, and with them meshes whose groups are gone: their threads
+    # would poll closed sockets for ever.
     _clear_python_sharding_prop_cache()
     _clear_fast_path_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    for cache in _DTENSOR_CACHES:
+        cache.cache_clear()
     dtensor_random._rng_tracker = None
     gc.collect()
 

@@ -12,11 +12,12 @@ Gradients are read, never changed; clip.py scales them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -170,11 +171,11 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
     return list(found.values())
 
 
-def _one_of_each_kind(grads: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+def _one_of_each_kind(grads: dict[int, Any]) -> list[torch.Tensor]:
     """Return a gradient of a buffer that a model axis cuts, and one that it repeats, if any."""
     first = next(iter(grads.values()))
     # Most buffers are on data axes alone; a look at each gradient would be felt.
-    if isinstance(first, UnevenDTensor):
+    if _class_of(first) is UnevenDTensor:
         may_differ = first.uneven_layout.num_model_axes > 0
     else:
         may_differ = len(set(map(type, grads.values()))) > 1
@@ -185,6 +186,17 @@ def _one_of_each_kind(grads: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         for grad in grads.values()
     }
     return list(kinds.values())
+
+
+def _class_of(grad: torch.Tensor) -> type:
+    """Return which of the classes that this file tells apart a gradient is of."""
+    return _known_class(type(grad))
+
+
+# Asking torch whether something is a DTensor is a call in Python.
+@functools.cache
+def _known_class(cls: type[torch.Tensor]) -> type:
+    return next(base for base in (UnevenDTensor, DTensor, torch.Tensor) if issubclass(cls, base))
 
 
 class _Way(NamedTuple):
@@ -228,11 +240,12 @@ class _Ways:
         self._by_id = {id(grad): by_key[key] for key, grad in zip(keys, grads, strict=True)}
 
     @staticmethod
-    def _key(grad: torch.Tensor) -> object:
-        if not isinstance(grad, DTensor):
+    def _key(grad: Any) -> object:
+        cls = _class_of(grad)
+        if cls is torch.Tensor:
             return None
         # Units may have meshes that are equal and not the same object.
-        if not isinstance(grad, UnevenDTensor):
+        if cls is DTensor:
             return grad.device_mesh, grad.placements
         # Not the placements: columns and rows of a weight lie alike, and one stands for both.
         layout = grad.uneven_layout
