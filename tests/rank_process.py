@@ -36,8 +36,8 @@ from torch.distributed.tensor.debug import (
 )
 
 ENVIRONMENT_PREFIX = "MEGAFSDP_"
-# Of functions and of closures that no name leads to. Looked for here, before the collector is told to
-# leave alone what there is.
+# Of functions and of closures that no name leads to. Looked for here, before the collector is told
+# to leave alone what there is.
 _DTENSOR_CACHES = [
     found
     for found in gc.get_objects()
