@@ -29,11 +29,11 @@ find_python() {
   for candidate in ${PYTHON:-$(printf '/usr/bin/%s ' $names) $names}; do
     "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
       >/dev/null 2>&1 || continue
-    [[ $candidate != /usr/bin/* ]] || has_headers "$candidate" || continue
     if has_supported_torch "$candidate"; then
       found=$candidate
       break
     fi
+    [[ $candidate != /usr/bin/* ]] || has_headers "$candidate" || continue
     found=${found:-$candidate}
   done
   if [ -z "$found" ]; then
