@@ -120,7 +120,8 @@ def full_tensors(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         is_written = torch.zeros(tensor.shape, dtype=torch.bool)
         origin = region_of(tuple(tensor.shape))
-        for of_rank in by_rank:
+        # The own rows last: each rank compares its own copy of what several have.
+        for of_rank in (*by_rank, own):
             regions, rows = of_rank[name]
             pieces = rows.reshape(-1).split([region.numel for region in regions])
             for region, piece in zip(regions, pieces, strict=True):
