@@ -120,16 +120,10 @@ def chunked_gated_delta_rule(
         system_BGPJCC, right_BGPJCX, upper=False, unitriangular=True
     )
     own_BGPJCE, erased_BGPJCD = written_BGPJCX.split((value_width, width), dim=-1)
-
-    # From the state before a chunk to that after it: one matrix, and one addend.
     to_end_BGPJCD = k_BGPJCD * (last_BGPJ11 - log_BGPJC1).exp()
-    added_BGPJDE, removed_BGPJDD = (to_end_BGPJCD.mT @ written_BGPJCX).split(
-        (value_width, width), dim=-1
+    corrected_BGPJCE, states_BGPJDE = _pass_chunks(
+        own_BGPJCE, erased_BGPJCD, to_end_BGPJCD, last_BGPJ11.exp()
     )
-    kept_BGPJDD = torch.diag_embed(last_BGPJ11.exp().squeeze(-1).expand(removed_BGPJDD.shape[:-1]))
-    states_BGPJDE = _states(kept_BGPJDD - removed_BGPJDD, added_BGPJDE)
-
-    corrected_BGPJCE = own_BGPJCE - erased_BGPJCD @ states_BGPJDE
     scores_BGPJCC = (q_BGPJCD @ k_BGPJCD.mT) * between_BGPJCC
     out_BGPJCE = (q_BGPJCD * decay_BGPJC1) @ states_BGPJDE + scores_BGPJCC @ corrected_BGPJCE
     out_BTNE = out_BGPJCE.flatten(1, 2).flatten(2, 3).transpose(1, 2)
@@ -184,42 +178,71 @@ def _in_chunks(x_BTNX: Tensor, chunk_size: int, num_groups: int) -> Tensor:
     return x_BJCNX.movedim(3, 1).contiguous().unflatten(1, (num_groups, -1))
 
 
-def _states(step_BGPJDD: Tensor, added_BGPJDE: Tensor) -> Tensor:
-    """Return the state before each chunk: S_0 = 0, S_(j+1) = step_j S_j + added_j."""
-    states_XJDE = _Recurrence.apply(step_BGPJDD.flatten(0, 2), added_BGPJDE.flatten(0, 2))
-    return states_XJDE.view(added_BGPJDE.shape)
+def _pass_chunks(
+    own_BGPJCE: Tensor, erased_BGPJCD: Tensor, to_end_BGPJCD: Tensor, kept_BGPJ11: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the tokens of each chunk write, and the state before each chunk."""
+    flat = (x.flatten(0, 2) for x in (own_BGPJCE, erased_BGPJCD, to_end_BGPJCD, kept_BGPJ11))
+    written_XJCE, states_XJDE = _Recurrence.apply(*flat)
+    lead = own_BGPJCE.shape[:3]
+    return written_XJCE.unflatten(0, lead), states_XJDE.unflatten(0, lead)
 
 
 class _Recurrence(torch.autograd.Function):
-    """A linear recurrence of matrices, whose gradient is the same one backwards.
+    """The states between chunks, from S_0 = 0, whose gradients are such a recurrence backwards.
 
-    Autograd through the loop would save and add up slices step by step.
+        written_j = own_j - erased_j S_j
+        S_(j+1)   = kept_j S_j + to_end_j^T written_j
+
+    Autograd through the loop would save, and add up, slices step by step.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, step_XJDD: Tensor, added_XJDE: Tensor) -> Tensor:
-        states_XJDE = torch.empty_like(added_XJDE)
+    def forward(
+        ctx: FunctionCtx,
+        own_XJCE: Tensor,
+        erased_XJCD: Tensor,
+        to_end_XJCD: Tensor,
+        kept_XJ11: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, num_chunks, _, value_width = own_XJCE.shape
+        states_XJDE = own_XJCE.new_empty(num_rows, num_chunks, erased_XJCD.shape[-1], value_width)
+        written_XJCE = torch.empty_like(own_XJCE)
         states_XJDE[:, 0] = 0
-        for j in range(states_XJDE.shape[1] - 1):
-            _add_product(
-                added_XJDE[:, j], step_XJDD[:, j], states_XJDE[:, j], states_XJDE[:, j + 1]
-            )
-        ctx.save_for_backward(step_XJDD, states_XJDE)
-        return states_XJDE
+        for j in range(num_chunks):
+            state_XDE = states_XJDE[:, j]
+            written_XCE = torch.baddbmm(own_XJCE[:, j], erased_XJCD[:, j], state_XDE, alpha=-1)
+            written_XJCE[:, j] = written_XCE
+            if j + 1 < num_chunks:
+                states_XJDE[:, j + 1] = torch.baddbmm(
+                    state_XDE * kept_XJ11[:, j], to_end_XJCD[:, j].mT, written_XCE
+                )
+        ctx.save_for_backward(erased_XJCD, to_end_XJCD, kept_XJ11, written_XJCE, states_XJDE)
+        return written_XJCE, states_XJDE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_XJDE: Tensor) -> tuple[Tensor, Tensor]:
-        step_XJDD, states_XJDE = ctx.saved_tensors  # type: ignore[attr-defined]
-        # Of the state after each chunk: none reads that after the last.
+    def backward(
+        ctx: FunctionCtx, written_grad_XJCE: Tensor, state_grad_XJDE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        erased_XJCD, to_end_XJCD, kept_XJ11, written_XJCE, states_XJDE = ctx.saved_tensors  # type: ignore[attr-defined]
+        own_grad_XJCE = torch.empty_like(written_grad_XJCE)
+        # Of the state after each chunk; no token reads that after the last.
         after_XJDE = torch.empty_like(states_XJDE)
-        after_XJDE[:, -1] = 0
-        for j in range(states_XJDE.shape[1] - 1, 0, -1):
-            _add_product(
-                grad_XJDE[:, j], step_XJDD[:, j].mT, after_XJDE[:, j], after_XJDE[:, j - 1]
+        after_XDE = torch.zeros_like(states_XJDE[:, 0])
+        for j in reversed(range(states_XJDE.shape[1])):
+            after_XJDE[:, j] = after_XDE
+            own_grad_XCE = torch.baddbmm(written_grad_XJCE[:, j], to_end_XJCD[:, j], after_XDE)
+            own_grad_XJCE[:, j] = own_grad_XCE
+            after_XDE = torch.baddbmm(
+                torch.addcmul(state_grad_XJDE[:, j], after_XDE, kept_XJ11[:, j]),
+                erased_XJCD[:, j].mT,
+                own_grad_XCE,
+                alpha=-1,
             )
-        return after_XJDE @ states_XJDE.mT, after_XJDE
-
-
-def _add_product(a: Tensor, b: Tensor, c: Tensor, out: Tensor) -> None:
-    torch.baddbmm(a, b, c, out=out)
+        return (
+            own_grad_XJCE,
+            -own_grad_XJCE @ states_XJDE.mT,
+            written_XJCE @ after_XJDE.mT,
+            (after_XJDE * states_XJDE).sum((-2, -1), keepdim=True),
+        )
