@@ -27,8 +27,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megafsdp.models.linear_attention_kernels import rule_kernel_for
 
-# Tokens of a chunk, the fastest of 16, 32 and 64 on a CPU; and from which width of heads on a longer
-# one is, since states between chunks then cost more than products of its tokens.
+# Tokens of a chunk, the fastest of 16, 32 and 64 on a CPU; and from which width of heads on a
+# longer one is, since states between chunks then cost more than products of its tokens.
 _CHUNK = 16
 _WIDE_HEAD, _CHUNK_OF_WIDE_HEADS = 64, 32
 # Under the root of a head's norm, as in the released models.
