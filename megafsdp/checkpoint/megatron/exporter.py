@@ -192,10 +192,10 @@ def _write_tensors(
             name = key.removeprefix("model.")
             if has_less_one and is_output_norm(name):
                 tensor = tensor - 1
-            paths = map(their_names.model_key, their_names.of_experts(name))
+            paths = [their_names.model_key(one) for one in their_names.of_experts(name)]
         else:
             _, _, name, state = path_of(key)
-            paths = (their_names.state_key(one, state) for one in their_names.of_experts(name))
+            paths = [their_names.state_key(one, state) for one in their_names.of_experts(name)]
         for path, piece in zip(paths, _of_experts(tensor, name, their_names), strict=True):
             output.add(path, piece)
         bar.update(tensor.nbytes)

@@ -44,8 +44,8 @@ _TRACKERS = "rng_tracker_states"
 _POSITIONS = "embedding.position_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\..*")
 _QKV = re.compile(r".*self_attention\.linear_qkv\.(?:weight|bias)")
-_QKV_PARTS = ("query", "key", "value")
-_GATED_QKV_PARTS = ("query", "gate", "key", "value")
+_QKV_PARTS: tuple[str, ...] = ("query", "key", "value")
+_GATED_QKV_PARTS: tuple[str, ...] = ("query", "gate", "key", "value")
 
 
 def plain_args(value: object) -> tuple[dict[str, object], list[str]]:
@@ -332,10 +332,10 @@ def query_groups(
         head_dim = hidden // heads
     if not (isinstance(groups, int) and isinstance(head_dim, int) and groups and head_dim):
         return None
-    queries, names = (heads // groups * head_dim,), _QKV_PARTS
-    if args.get("attention_output_gate"):
-        queries, names = queries * 2, _GATED_QKV_PARTS
-    parts = FusedParts(names, (*queries, head_dim, head_dim), 0, groups)
+    names = _GATED_QKV_PARTS if args.get("attention_output_gate") else _QKV_PARTS
+    # A gate is as wide as the queries.
+    sizes = (heads // groups * head_dim,) * (len(names) - 2) + (head_dim, head_dim)
+    parts = FusedParts(names, sizes, 0, groups)
     return parts if parts.extent == shape[0] else None
 
 
