@@ -23,7 +23,7 @@ from megafsdp.errors import CheckpointError
 from tests.buffer.parts import cut_model, joined
 from tests.checkpoint.huggingface.hf_models import (
     CASES,
-    FAMILIES,
+    DENSE,
     VOCABULARY,
     assert_loads,
     our_model,
@@ -150,7 +150,7 @@ def _export_theirs(family: str, directory: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_a_model_of_transformers_exports_as_it_is(
     ranks: Ranks, family: str, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from torch import Tensor
 
@@ -58,12 +58,17 @@ def weights_from_hugging_face(
 
 
 def weights_to_hugging_face(
-    state: Mapping[str, Tensor], model_type: str, config: ModelConfig, vocab_size: int
+    state: Mapping[str, Tensor],
+    model_type: str,
+    config: ModelConfig,
+    vocab_size: int,
+    *,
+    stored: Container[str] = (),
 ) -> dict[str, Tensor]:
     """Map our state dict to Hugging Face's; both names of a tied tensor are one tensor."""
     sizes = layout_sizes(config, vocab_size, padded_to=config.vocab_size)
     theirs: dict[str, Tensor] = {}
-    for row in mapping_rows(model_type, config):
+    for row in mapping_rows(model_type, config, stored):
         ours = state[row.ours]
         theirs |= row.entry(tuple(ours.shape), sizes).split(ours)
     if config.tie_embeddings:
