@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megafsdp.checkpoint.state.experts import ANY_EXPERT
 from megafsdp.errors import CheckpointError, expected
@@ -160,8 +160,8 @@ class TheirNames:
     names: frozenset[str]
     precision: str
     transformer_impl: str
-    num_experts: Mapping[str, int]
-    is_grouped: bool
+    num_experts: Mapping[str, int] = field(default_factory=dict)
+    is_grouped: bool = True
 
     def __post_init__(self) -> None:
         """Check the choices.
