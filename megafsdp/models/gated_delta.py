@@ -7,8 +7,8 @@ A head has a state S of D x E, which each token decays, corrects along its key, 
 Queries and keys are L2-normalised here, and queries scaled by 1 / sqrt(D). All is computed in fp32
 at least. The recurrence has T steps, each of which reads and writes the state. By chunks of C
 tokens, the corrections of a chunk solve one triangular system, and only the states between chunks
-are in sequence; both forms give the same numbers up to rounding. On CUDA the kernels of
-flash-linear-attention run where they are installed.
+are in sequence; both forms give the same numbers up to rounding. On CUDA the kernel of
+flash-linear-attention runs where it is installed.
 
 Shape suffixes: B batch, T sequence, G key heads, N value heads, P value heads of one key head,
 D width of a key head, E of a value head; J chunks, C tokens of a chunk.
@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megafsdp.models.linear_attention_kernels import rule_kernel_for
 
 # Tokens of a chunk, the fastest of 16, 32 and 64 on a CPU for narrow heads; and from which width of
 # heads on a longer chunk is, since a state between chunks then costs more than its tokens.
@@ -39,9 +41,8 @@ def gated_delta_rule(
     *,
     log_decay_BTN: Tensor,
     beta_BTN: Tensor,
-    chunk_size: int | None = None,
 ) -> Tensor:
-    """Attend by the gated delta rule from an empty state, in chunks of the sequence.
+    """Attend by the gated delta rule from an empty state, by the fastest form there is.
 
     Args:
         q_BTGD: Queries, not normalised.
@@ -49,11 +50,43 @@ def gated_delta_rule(
         v_BTNE: Values; G divides N, and each key head serves N / G successive value heads.
         log_decay_BTN: At most 0: what each token's decay of the state is the exponential of.
         beta_BTN: 0 to 1: how much of its error a token corrects.
+
+    Returns:
+        (B, T, N, E) in the dtype of the values.
+    """
+    kernel = rule_kernel_for(v_BTNE)
+    if kernel is None:
+        return chunked_gated_delta_rule(
+            q_BTGD, k_BTGD, v_BTNE, log_decay_BTN=log_decay_BTN, beta_BTN=beta_BTN
+        )
+    out_BTNE, _ = kernel(
+        q_BTGD, k_BTGD, v_BTNE, log_decay_BTN, beta_BTN, use_qk_l2norm_in_kernel=True
+    )
+    return out_BTNE
+
+
+def chunked_gated_delta_rule(
+    q_BTGD: Tensor,
+    k_BTGD: Tensor,
+    v_BTNE: Tensor,
+    *,
+    log_decay_BTN: Tensor,
+    beta_BTN: Tensor,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Attend by the gated delta rule, in chunks of the sequence.
+
+    Args:
+        q_BTGD: As for :func:`gated_delta_rule`, and so are the others.
+        k_BTGD: Keys.
+        v_BTNE: Values.
+        log_decay_BTN: Logarithms of decays.
+        beta_BTN: Factors of corrections.
         chunk_size: Tokens of a chunk, which need not divide T; None chooses.
 
     Returns:
-        (B, T, N, E) in the dtype of the values. Allocates for backward a few (B, T, N, C) and
-        (B, T, N, D) and (B, N, J, D, E) tensors of fp32, or fp64.
+        (B, T, N, E) in the dtype of the values. Autograd saves a few tensors of (B, T, N, C),
+        (B, T, N, D) and (B, N, J, D, E) in fp32, or in fp64.
     """
     dtype = torch.promote_types(v_BTNE.dtype, torch.float32)
     length, num_groups, width = k_BTGD.shape[1:]

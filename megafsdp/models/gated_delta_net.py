@@ -20,6 +20,7 @@ from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.models.common import output_init_std, require_divisor
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.gated_delta import gated_delta_rule
+from megafsdp.models.linear_attention_kernels import convolution_kernel_for
 from megafsdp.parallel import Linear, ParallelModule, RMSNorm
 
 
@@ -48,6 +49,10 @@ class CausalConvolution(ParallelModule):
         """Mix each token's channels with those before it; the result has the dtype of the input."""
         weight_C1W = self._localized("weight")
         x_BCT = x_BTC.mT.to(weight_C1W.dtype)
+        kernel = convolution_kernel_for(x_BCT, self.width)
+        if kernel is not None:
+            out_BCT = kernel(x_BCT.contiguous(), weight_C1W.squeeze(1), activation="silu")
+            return out_BCT.mT.to(x_BTC.dtype)
         out_BCT = F.conv1d(x_BCT, weight_C1W, padding=self.width - 1, groups=weight_C1W.shape[0])[
             ..., : x_BCT.shape[-1]
         ]

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from megafsdp.models.common import MLP, SelfAttention, TransformerLayer
+from megafsdp.models.common import SelfAttention, TransformerLayer
 from megafsdp.models.config import LINEAR_ATTENTION, ModelConfig
 from megafsdp.models.gated_delta_net import GatedDeltaNet
 from megafsdp.models.language_model import LanguageModel
+from megafsdp.models.moe import MoE
 from megafsdp.parallel import RMSNorm
 
 
@@ -29,7 +30,7 @@ def qwen3_next_layer(config: ModelConfig, index: int) -> TransformerLayer:
         qwen3_next_norm(config),
         _attention(config, index),
         pre_mlp_layernorm=qwen3_next_norm(config),
-        mlp=MLP(config, has_bias=False),
+        mlp=MoE(config),
     )
 
 
