@@ -45,7 +45,8 @@ class Meshes:
         tp: The ranks that share a layer's tensors out; None for degree 1.
         cp: The ranks that share a sequence out; None for degree 1.
         experts: As ``data``, for the experts of one rank of ``ep``: 1-D (edp) or 2-D (dp_outer,
-            edp); None where ep is 1.
+            edp). Its edp counts the ranks of tp that ep leaves, for tensor parallelism cuts no
+            expert. None where it is ``data``: tp and ep are 1.
         ep: The ranks that share a layer's experts out; None for degree 1.
         data_rank: Which share of a global batch this rank reads; ranks that differ in cp or tp only
             read the same.
@@ -157,15 +158,16 @@ class ParallelDims:
         cp = experts = None
         if dims.cp > 1:
             cp = _root(device_type, {"dp": dims.data_size, CP: dims.cp, TP: dims.tp})
-        if dims.ep > 1:
+        ep = {} if dims.ep == 1 else {EP: dims.ep}
+        if tp or ep:
             edp_size = inner_size * dims.tp // dims.ep
-            experts = _root(device_type, outer | {EDP: edp_size, EP: dims.ep})
+            experts = _root(device_type, outer | {EDP: edp_size} | ep)
         return Meshes(
             data=dense[data_axes] if tp else dense,
             tp=dense[TP] if tp else None,
             cp=None if cp is None else cp[CP],
-            experts=None if experts is None else experts[expert_axes],
-            ep=None if experts is None else experts[EP],
+            experts=experts[expert_axes] if experts is not None and ep else experts,
+            ep=experts[EP] if experts is not None and ep else None,
             data_rank=dist.get_rank() // (dims.cp * dims.tp),
             data_size=dims.data_size,
         )
