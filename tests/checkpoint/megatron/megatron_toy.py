@@ -170,7 +170,11 @@ def split(
     if "linear_fc1" not in name or architecture == "gpt" or "layer_norm" in name:
         return found
     halves = {n: t.chunk(2, dim=0) if t.ndim else (t, t) for n, t in found.items()}
-    return {f"{n}{end}": t for n, pair in halves.items() for end, t in zip(("_w", "_v"), pair, strict=True)}
+    return {
+        f"{n}{end}": t
+        for n, pair in halves.items()
+        for end, t in zip(("_w", "_v"), pair, strict=True)
+    }
 
 
 def arguments(**more: object) -> argparse.Namespace:
