@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafsdp.errors import expected
-from megafsdp.mesh.fused_parts import FusedParts
+from megafsdp.mesh.fused_parts import FusedParts, gate_and_up
 from megafsdp.models.causal_attention import causal_attention
 from megafsdp.models.config import ModelConfig
 from megafsdp.parallel import Linear, ParallelModule, RMSNorm
@@ -157,24 +157,22 @@ def _head_norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(config.head_dim, config.norm_eps, sequence_parallel=True)
 
 
-def _gate_and_up(width: int) -> FusedParts:
-    # The suffixes are those of NVIDIA's checkpoints.
-    stored_as = ("{module}.{parameter}_w", "{module}.{parameter}_v")
-    return FusedParts(("gate", "up"), (width, width), stored_as=stored_as)
-
-
 class MLP(ParallelModule):
     """GELU (tanh form) MLP, or SwiGLU whose first matrix is [gate; up].
 
     Args:
         config: Sizes, initial spread, and whether the MLP is gated.
         has_bias: True if both linear maps add a bias.
+        width_field: The field of the config that is the inner width.
     """
 
-    def __init__(self, config: ModelConfig, *, has_bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, *, has_bias: bool, width_field: str = "ffn_hidden_size"
+    ) -> None:
         super().__init__()
         self.is_gated = config.has_gated_mlp
-        self.ffn_hidden_size = width = config.ffn_hidden_size
+        self.width_field = width_field
+        self.width = width = getattr(config, width_field)
         self.linear_fc1 = Linear(
             config.hidden_size,
             2 * width if self.is_gated else width,
@@ -182,7 +180,7 @@ class MLP(ParallelModule):
             init_std=config.init_std,
             parallel_mode="column",
             sequence_parallel=True,
-            fused=_gate_and_up(width) if self.is_gated else None,
+            fused=gate_and_up(width) if self.is_gated else None,
         )
         self.linear_fc2 = Linear(
             width,
@@ -195,9 +193,7 @@ class MLP(ParallelModule):
 
     def check_degree(self, degree: int) -> None:
         """Raise ValueError unless a tensor-parallel degree divides the inner width."""
-        require_divisor(
-            degree, self.ffn_hidden_size, "inner elements of the MLP", "ffn_hidden_size"
-        )
+        require_divisor(degree, self.width, "inner elements of the MLP", self.width_field)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         """Map (B, T, H) through the inner width and back."""

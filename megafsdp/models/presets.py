@@ -31,6 +31,12 @@ presets: Mapping[str, ModelConfig] = MappingProxyType(
     {
         "qwen3-toy": ModelConfig(),
         "llama-toy": ModelConfig(architecture="llama", tie_embeddings=False),
+        "qwen3-moe-toy": ModelConfig(
+            architecture="qwen3_moe",
+            num_experts=16,
+            num_experts_per_token=4,
+            moe_ffn_hidden_size=64,
+        ),
         "gpt-toy": ModelConfig(
             architecture="gpt", num_query_groups=4, ffn_hidden_size=512, norm_eps=1e-5
         ),
@@ -49,6 +55,21 @@ presets: Mapping[str, ModelConfig] = MappingProxyType(
         "qwen3-0.6b": _qwen3(28, 1024, num_attention_heads=16, ffn_hidden_size=3072, tied=True),
         "qwen3-1.7b": _qwen3(28, 2048, num_attention_heads=16, ffn_hidden_size=6144, tied=True),
         "qwen3-8b": _qwen3(36, 4096, num_attention_heads=32, ffn_hidden_size=12_288, tied=False),
+        "qwen3-30b-a3b": ModelConfig(
+            architecture="qwen3_moe",
+            num_layers=48,
+            hidden_size=2048,
+            num_attention_heads=32,
+            num_query_groups=4,
+            head_dim=128,
+            vocab_size=151_936,
+            max_sequence_length=40_960,
+            rope_theta=1_000_000.0,
+            tie_embeddings=False,
+            num_experts=128,
+            num_experts_per_token=8,
+            moe_ffn_hidden_size=768,
+        ),
         "llama-3-8b": ModelConfig(
             architecture="llama",
             num_layers=32,
