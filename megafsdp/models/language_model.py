@@ -191,7 +191,7 @@ class LanguageModel(ParallelModule):
         if self.config.has_rotary_positions:
             rotary_TR = rotary_table(
                 num_positions + num_padded,
-                self.config.head_dim,
+                self.config.rotary_dim,
                 self.config.rope_theta,
                 device=tokens_BT.device,
             )
