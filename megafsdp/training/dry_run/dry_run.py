@@ -383,7 +383,7 @@ def _loop_all_reduces(config: Config, model: ModelConfig) -> tuple[int, ...]:
     found = [_LOSS_NBYTES]
     if config.precision.param_dtype == "fp16" and not config.optimizer.is_fused_adam:
         found.append(_FOUND_INF_NBYTES)
-    if model.router_balance == "bias":
+    if model.has_experts and model.router_balance == "bias":
         found.append(_LOAD_NBYTES * model.num_layers * model.num_experts)
     return tuple(found)
 
