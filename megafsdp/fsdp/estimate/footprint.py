@@ -25,19 +25,16 @@ not counted.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.memory import Category
-from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedGroup, PlannedUnit
+from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedUnit
 from megafsdp.mesh.parallel_dims import DP_SHARD
 
 NEIGHBOURS = "neighbours"  # Ranks of the inner axis among which a unit's slices lie.
@@ -160,39 +157,20 @@ def owned_numels(layout: FlatLayout) -> list[int]:
     return owned
 
 
-def most_of_a_rank(amounts: Iterable[tuple[PlannedGroup, Sequence[int]]]) -> int:
-    """Return the largest sum on one rank of what groups have in each of their shards.
-
-    Neighbours that a model axis divides have the same shard, and experts other neighbours than
-    other groups. With tp 2, ep 4 and ranks 0 to 7, one digit a rank::
-
-        shards of dense groups   0 0 1 1 2 2 3 3
-        shards of experts        0 0 0 0 1 1 1 1
-
-    Args:
-        amounts: Each group with a number for each shard of its layout.
-    """
-    everywhere = 0
-    # By the ranks of the inner axis and the pieces that outer ranks have of a shard.
-    by_shape: dict[tuple[int, ...], NDArray[np.int64]] = {}
-    for group, of_shards in amounts:
-        if len(of_shards) == 1:
-            everywhere += of_shards[0]
-            continue
-        table = np.asarray(of_shards, dtype=np.int64).reshape(-1, group.num_pieces)
-        known = by_shape.get(table.shape)
-        by_shape[table.shape] = table if known is None else known + table
-    num_ranks = math.lcm(*(shape[0] for shape in by_shape))
-    tables = [table.repeat(num_ranks // len(table), axis=0) for table in by_shape.values()]
-    return everywhere + int(np.sum(tables, axis=0).max())
-
-
 def _most_owned_nbytes(units: Sequence[PlannedUnit]) -> int:
-    """Return the main weights' bytes, without gaps, of the rank that owns most of them."""
-    groups = [group for unit in units for group in unit.groups if group.is_trainable]
-    counts = Counter((id(group.layout), group.dtypes.main.itemsize) for group in groups)
-    first = {(id(group.layout), group.dtypes.main.itemsize): group for group in reversed(groups)}
-    return most_of_a_rank(
-        (group, [counts[key] * key[1] * numel for numel in owned_numels(group.layout)])
-        for key, group in first.items()
-    )
+    """Return the main weights' bytes, without gaps, of the rank that owns most of them.
+
+    Experts may have fewer shards than other groups; rank 0 has the first shard of both, which are
+    the fullest ones, so their largest sums are added.
+    """
+    by_layout: Counter[tuple[int, int]] = Counter()
+    layouts = {}
+    for group in (g for unit in units for g in unit.groups if g.is_trainable):
+        by_layout[id(group.layout), group.dtypes.main.itemsize] += 1
+        layouts[id(group.layout)] = group.layout
+    owned: dict[int, Counter[int]] = {}
+    for (which, itemsize), count in by_layout.items():
+        of_shards = owned.setdefault(layouts[which].num_shards, Counter())
+        for shard, numel in enumerate(owned_numels(layouts[which])):
+            of_shards[shard] += count * itemsize * numel
+    return sum(max(of_shards.values()) for of_shards in owned.values())

@@ -48,7 +48,6 @@ class PlannedGroup:
         is_trainable: Whether its parameters require gradients.
         is_offloaded: Whether the optimizer keeps its main weight and states on the host.
         is_expert: Whether it is divided over the mesh of experts.
-        num_pieces: Consecutive shards that one gathered shard consists of, as under HFSDP.
     """
 
     layout: FlatLayout
@@ -57,7 +56,6 @@ class PlannedGroup:
     is_trainable: bool
     is_offloaded: bool = False
     is_expert: bool = False
-    num_pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -276,5 +274,4 @@ def _plan(group: ParameterGroup) -> PlannedGroup:
         is_trainable=group.is_trainable,
         is_offloaded=group.is_moved,
         is_expert=group.axes.is_expert,
-        num_pieces=group.axes.num_pieces,
     )

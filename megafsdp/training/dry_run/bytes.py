@@ -9,16 +9,14 @@ on the host to whole pages.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
-from megafsdp.buffer.layout import TensorSpec, row_numel_of
+from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
 from megafsdp.device.host_memory import aligned_nbytes
-from megafsdp.fsdp.estimate.footprint import most_of_a_rank
 from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
 from megafsdp.optimizer.states.formats import BLOCK_NUMEL, PLAIN_DTYPES, dtype_for, is_scaled
@@ -143,28 +141,31 @@ def state_nbytes(units: Sequence[PlannedUnit], section: OptimizerSection, muon: 
         section: The optimizer.
         muon: Muon's options.
     """
-    counts: Counter[tuple[int, torch.dtype, tuple[bool, ...]]] = Counter()
-    first: dict[tuple[int, torch.dtype, tuple[bool, ...]], PlannedGroup] = {}
+    by_shard = {1: [0]}
+    counted: dict[tuple[object, ...], list[int]] = {}
     for unit in units:
         prefix = "" if unit is units[0] else f"{unit.name}."
         for group in (g for g in unit.groups if g.is_trainable and not g.is_offloaded):
+            layout, main = group.layout, group.dtypes.main
+            specs = [slot.spec for slot in layout.slots]
             by_muon = tuple(
                 section.kind == "muon" and is_for_muon(prefix + s.name, len(s.shape), muon)
-                for s in (slot.spec for slot in group.layout.slots)
+                for s in specs
             )
-            key = (id(group.layout), group.dtypes.main, by_muon)
-            counts[key] += 1
-            first.setdefault(key, group)
-    return most_of_a_rank(
-        (group, [counts[key] * n for n in _nbytes_by_shard(group, section, key[-1])])
-        for key, group in first.items()
-    )
+            key = (id(layout), main, by_muon)
+            if key not in counted:
+                counted[key] = _nbytes_by_shard(layout, main, section, by_muon)
+            total = by_shard.setdefault(layout.num_shards, [0] * layout.num_shards)
+            by_shard[layout.num_shards] = [a + b for a, b in zip(total, counted[key], strict=True)]
+    return sum(max(total) for total in by_shard.values())
 
 
 def _nbytes_by_shard(
-    group: PlannedGroup, section: OptimizerSection, by_muon: Sequence[bool]
+    layout: FlatLayout,
+    main: torch.dtype,
+    section: OptimizerSection,
+    by_muon: Sequence[bool],
 ) -> list[int]:
-    layout, main = group.layout, group.dtypes.main
     flat: list[torch.dtype] = []
     dtypes: Sequence[torch.dtype] = ()
     if section.is_fused_adam:

@@ -28,7 +28,7 @@ from megafsdp.errors import expected
 from megafsdp.fsdp import microbatch
 from megafsdp.optimizer.loss_scaler import LossScaler
 from megafsdp.training.process.signals import StopRequest
-from megafsdp.training.step.update import StepStatistics, StatisticsRequest, WeightUpdate
+from megafsdp.training.step.update import StatisticsRequest, StepStatistics, WeightUpdate
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _MAX_IDS = 64
