@@ -16,8 +16,9 @@ def gpt_norm(config: ModelConfig) -> LayerNorm:
     return LayerNorm(config.hidden_size, config.norm_eps, sequence_parallel=True)
 
 
-def gpt_layer(config: ModelConfig) -> TransformerLayer:
-    """Make one GPT layer."""
+def gpt_layer(config: ModelConfig, index: int) -> TransformerLayer:
+    """Make one GPT layer; all are alike."""
+    del index
     return TransformerLayer(
         gpt_norm(config),
         SelfAttention(config, has_bias=True, has_head_norms=False),

@@ -94,7 +94,7 @@ class LanguageModel(ParallelModule):
 
     Args:
         config: The model's description; kept as ``config``.
-        make_layer: Makes one transformer layer.
+        make_layer: Makes one transformer layer, given its index.
         make_norm: Makes the final norm.
     """
 
@@ -102,14 +102,14 @@ class LanguageModel(ParallelModule):
         self,
         config: ModelConfig,
         *,
-        make_layer: Callable[[ModelConfig], TransformerLayer],
+        make_layer: Callable[[ModelConfig, int], TransformerLayer],
         make_norm: Callable[[ModelConfig], nn.Module],
     ) -> None:
         super().__init__()
         self.config = config
         self.embedding = LanguageModelEmbedding(config)
         self.decoder = Decoder(
-            [make_layer(config) for _ in range(config.num_layers)], make_norm(config)
+            [make_layer(config, index) for index in range(config.num_layers)], make_norm(config)
         )
         tied_weight = self.embedding.word_embeddings.weight if config.tie_embeddings else None
         self.output_layer = OutputLayer(

@@ -20,13 +20,15 @@ def qwen3_norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.norm_eps, sequence_parallel=True)
 
 
-def qwen3_layer(config: ModelConfig) -> TransformerLayer:
-    """Make one Qwen3 layer."""
+def qwen3_layer(config: ModelConfig, index: int) -> TransformerLayer:
+    """Make one Qwen3 layer; all are alike."""
+    del index
     return _layer(config, has_head_norms=True)
 
 
-def llama_layer(config: ModelConfig) -> TransformerLayer:
-    """Make one Llama layer."""
+def llama_layer(config: ModelConfig, index: int) -> TransformerLayer:
+    """Make one Llama layer; all are alike."""
+    del index
     return _layer(config, has_head_norms=False)
 
 
