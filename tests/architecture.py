@@ -140,6 +140,8 @@ LAZY_PACKAGES = frozenset(
     | {"torch.utils.tensorboard"}
     # Imports triton, which is there on CUDA at most.
     | {"megafsdp.models.loss_kernel"}
+    # Kernels of linear attention on CUDA.
+    | {"fla", "causal_conv1d"}
 )
 
 COLLECTIVE_STEMS = (

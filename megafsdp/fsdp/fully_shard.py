@@ -135,8 +135,9 @@ def fully_shard(
     check_placements(found, shard_placement_fn)
     place_parameters(found, modules, mesh, expert_mesh)
     mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
-    options = UnitOptions(prefetch, reshard_of(reshard_after_forward, mesh), nccl_user_buffers)
     division = division_of(mesh, expert_mesh, chosen, outer_strategy, averaging)
+    reshard = reshard_of(reshard_after_forward, division.meshes)
+    options = UnitOptions(prefetch, reshard, nccl_user_buffers)
     groups = build_groups(found, policy, division, memory)
     claim(found, type(modules[0]).__name__)
     for each in modules:

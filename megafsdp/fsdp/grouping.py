@@ -34,6 +34,8 @@ from megafsdp.fsdp.division import Division
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.model_parts import (
+    check_expert,
+    check_expert_ranks,
     plain_placement,
     read_placement,
     tensor_parallel_mesh,
@@ -252,9 +254,12 @@ def place_parameters(
         expert_mesh: That of experts; None for the same one.
 
     Raises:
-        ValueError: A DTensor is on a mesh that does not fit, or a plain parameter should be one.
+        ValueError: A DTensor is on a mesh that does not fit, a plain parameter should be one, or
+            experts are on ranks with other experts, or on others than the rest of the model.
         NotImplementedError: A DTensor is cut in a way that is not built.
     """
+    for item in found:
+        check_expert(item.record.name, item.parameter, mesh, expert_mesh)
     if expert_mesh == mesh:
         expert_mesh = None
     model_mesh: DeviceMesh | None = None
@@ -280,9 +285,13 @@ def place_parameters(
     # Copies of plain parameters on a model axis are one tensor in a checkpoint and count once in a
     # norm, so their DTensors must say that they are copies.
     for item in found:
-        has_own_experts = item.is_expert or annotation_of(item.parameter).experts is not None
-        if not isinstance(item.parameter, DTensor) and not has_own_experts:
-            item.record.model = plain_placement(item.record.name, item.parameter, model_mesh)
+        name, parameter = item.record.name, item.parameter
+        has_own_experts = annotation_of(parameter).experts is not None
+        if item.is_expert and not has_own_experts:
+            assert expert_mesh is not None, "experts without a mesh of their own are like others"
+            check_expert_ranks(name, parameter, (mesh, expert_mesh), model_mesh)
+        elif not isinstance(parameter, DTensor) and not has_own_experts:
+            item.record.model = plain_placement(name, parameter, model_mesh)
 
 
 def _model_mesh_of_units(modules: Sequence[nn.Module]) -> DeviceMesh | None:

@@ -76,6 +76,13 @@ class FusedParts:
         return sum(self.sizes) * self.num_groups
 
 
+def gate_and_up(width: int, *, dim: int = 0) -> FusedParts:
+    """Declare the first matrix of a gated MLP: [gate; up], each of ``width`` rows along ``dim``."""
+    # The suffixes are those of NVIDIA's checkpoints.
+    stored_as = ("{module}.{parameter}_w", "{module}.{parameter}_v")
+    return FusedParts(("gate", "up"), (width, width), dim, stored_as=stored_as)
+
+
 def _name_each_part(templates: tuple[str, ...], num_parts: int) -> bool:
     """Return whether templates are distinct, as many as the parts, and of known fields."""
     # A part stored under the whole parameter's name would be loaded in place of the parameter.

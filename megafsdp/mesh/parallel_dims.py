@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafsdp.errors import expected
-from megafsdp.mesh.torch_private import flatten_mesh, new_group_options
+from megafsdp.mesh.torch_private import default_store, flatten_mesh, new_group_options
 
 DP_OUTER = "dp_outer"
 DP_SHARD = "dp_shard"
@@ -45,7 +45,8 @@ class Meshes:
         tp: The ranks that share a layer's tensors out; None for degree 1.
         cp: The ranks that share a sequence out; None for degree 1.
         experts: As ``data``, for the experts of one rank of ``ep``: 1-D (edp) or 2-D (dp_outer,
-            edp); None where ep is 1.
+            edp). Its edp counts the ranks of tp that ep leaves, for tensor parallelism cuts no
+            expert. None where it is ``data``: tp and ep are 1.
         ep: The ranks that share a layer's experts out; None for degree 1.
         data_rank: Which share of a global batch this rank reads; ranks that differ in cp or tp only
             read the same.
@@ -145,8 +146,9 @@ class ParallelDims:
         run their collectives on streams of high priority.
 
         Raises:
-            ValueError: The degrees do not fit the world size.
+            ValueError: The degrees do not fit the world size, or differ between ranks.
         """
+        _require_same(self)
         dims = self.resolve(dist.get_world_size())
         outer = {} if dims.dp_outer == 1 else {DP_OUTER: dims.dp_outer}
         data_axes, expert_axes = (*outer, DP_SHARD), (*outer, EDP)
@@ -157,17 +159,51 @@ class ParallelDims:
         cp = experts = None
         if dims.cp > 1:
             cp = _root(device_type, {"dp": dims.data_size, CP: dims.cp, TP: dims.tp})
-        if dims.ep > 1:
+        ep = {} if dims.ep == 1 else {EP: dims.ep}
+        if tp or ep:
             edp_size = inner_size * dims.tp // dims.ep
-            experts = _root(device_type, outer | {EDP: edp_size, EP: dims.ep})
+            experts = _root(device_type, outer | {EDP: edp_size} | ep)
         return Meshes(
             data=dense[data_axes] if tp else dense,
             tp=dense[TP] if tp else None,
             cp=None if cp is None else cp[CP],
-            experts=None if experts is None else experts[expert_axes],
-            ep=None if experts is None else experts[EP],
+            experts=experts[expert_axes] if experts is not None and ep else experts,
+            ep=experts[EP] if experts is not None and ep else None,
             data_rank=dist.get_rank() // (dims.cp * dims.tp),
             data_size=dims.data_size,
+        )
+
+
+def _require_same(dims: ParallelDims) -> None:
+    """Check that all ranks make the same meshes, by the store in which they met.
+
+    Ranks that differ would make process groups in another order, and wait for each other.
+
+    Raises:
+        ValueError: They do not; on all ranks.
+    """
+    size = dist.get_world_size()
+    # The other ranks of a fake group do not exist.
+    if size == 1 or dist.get_backend() == "fake":
+        return
+    base = dist.PrefixStore("megafsdp/dims", default_store())
+    # No rank enters a second time before all have entered the first time.
+    store = dist.PrefixStore(str((base.add("entered", 1) - 1) // size), base)
+    own, first = repr(dims), store.compare_set("first", "", repr(dims)).decode()
+    if own != first:
+        store.set("other", own)
+    if store.add("arrived", 1) == size:
+        has_other = store.check(["other"])
+        store.set("answer", store.get("other").decode() if has_other else first)
+    # Waits for the last one.
+    if (other := store.get("answer").decode()) != first:
+        raise ValueError(
+            expected(
+                "the same degrees on all ranks",
+                f"{first} on some, {other} on others",
+                where="ParallelDims.build()",
+                hint="Start all ranks with the same configuration",
+            )
         )
 
 
@@ -197,4 +233,4 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def default_mesh(device_type: str) -> DeviceMesh:
     """Make a 1-D mesh of all ranks; collective over all ranks of the default process group."""
-    return ParallelDims().build(device_type).data
+    return _root(device_type, {DP_SHARD: dist.get_world_size()})

@@ -13,9 +13,11 @@ from megafsdp.models.config import Architecture, ModelConfig
 from megafsdp.models.gpt import gpt
 from megafsdp.models.language_model import LanguageModel
 from megafsdp.models.qwen3 import llama, qwen3
+from megafsdp.models.qwen3_moe import qwen3_moe
+from megafsdp.models.qwen3_next import qwen3_next
 
 _CONSTRUCTORS: Mapping[Architecture, Callable[[ModelConfig], LanguageModel]] = MappingProxyType(
-    {"gpt": gpt, "qwen3": qwen3, "llama": llama}
+    {"gpt": gpt, "qwen3": qwen3, "llama": llama, "qwen3_moe": qwen3_moe, "qwen3_next": qwen3_next}
 )
 
 

@@ -7,8 +7,8 @@ parallelism a rank has whole query groups and a part of the MLP's inner width, a
 of a layer its part of the sequence; nothing here depends on how many ranks there are.
 
 Shape suffixes: B batch, T sequence, H hidden, F MLP inner width, N query heads, G query groups,
-P query heads in a group, D head dim, R rotary frequencies. With tp, F, N and G are this rank's, and
-T is its part of the sequence outside of attention and the MLP.
+P query heads in a group, D head dim, R rotary frequencies, S rotated elements of a head (2 R). With
+tp, F, N and G are this rank's, and T is its part of the sequence outside of attention and the MLP.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafsdp.errors import expected
-from megafsdp.mesh.fused_parts import FusedParts
+from megafsdp.mesh.fused_parts import FusedParts, gate_and_up
 from megafsdp.models.causal_attention import causal_attention
 from megafsdp.models.config import ModelConfig
 from megafsdp.parallel import Linear, ParallelModule, RMSNorm
 
 
 def rotary_table(
-    num_positions: int, head_dim: int, theta: float, *, device: torch.device | None = None
+    num_positions: int, rotary_dim: int, theta: float, *, device: torch.device | None = None
 ) -> Tensor:
     """Compute the rotation of every pair of a head's elements at every position.
 
@@ -38,44 +38,48 @@ def rotary_table(
 
     Args:
         num_positions: Positions 0 to ``num_positions - 1`` are computed.
-        head_dim: Elements of a head; element i is paired with element i + head_dim / 2.
-        theta: Base of the frequencies ``theta ** (-2 * i / head_dim)``.
+        rotary_dim: Rotated elements of a head; element i is paired with i + rotary_dim / 2.
+        theta: Base of the frequencies ``theta ** (-2 * i / rotary_dim)``.
         device: Where the table is wanted.
 
     Returns:
-        exp(i * position * frequency) as ``(T, R) complex64`` with R = head_dim / 2.
+        exp(i * position * frequency) as ``(T, R) complex64`` with R = rotary_dim / 2.
 
     Source: Su et al., RoFormer (arXiv:2104.09864), section 3.4.2, with the half-split pairing of
         GPT-NeoX.
     """
-    exponents_R = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    exponents_R = torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim
     positions_T = torch.arange(num_positions, device=device).float()
     angles_TR = torch.outer(positions_T, 1.0 / theta**exponents_R)
     return torch.complex(angles_TR.cos(), angles_TR.sin())
 
 
-def rotate(x_BTND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D / 2) of every head in fp32.
+def rotate(x_BTND: Tensor, cos_T1S: Tensor, sin_T1S: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + S / 2) of every head in fp32, and leave what follows them.
 
     Args:
         x_BTND: Queries or keys.
-        cos_T1D: Cosines, given twice: for the first and the second elements of the pairs.
-        sin_T1D: Sines, negative for the first elements.
+        cos_T1S: Cosines, given twice: for the first and the second elements of the pairs.
+        sin_T1S: Sines, negative for the first elements.
 
     Returns:
         The rotated heads in the dtype of ``x_BTND``.
     """
+    rotary_dim = cos_T1S.shape[-1]
+    if rotary_dim < x_BTND.shape[-1]:
+        rotated_BTNS = rotate(x_BTND[..., :rotary_dim], cos_T1S, sin_T1S)
+        return torch.cat((rotated_BTNS, x_BTND[..., rotary_dim:]), dim=-1)
     first, second = x_BTND.chunk(2, dim=-1)
     swapped_BTND = torch.cat((second, first), dim=-1)
-    return torch.addcmul(x_BTND * cos_T1D, swapped_BTND, sin_T1D).to(x_BTND.dtype)
+    return torch.addcmul(x_BTND * cos_T1S, swapped_BTND, sin_T1S).to(x_BTND.dtype)
 
 
 def rotary_factors(rotary_TR: Tensor) -> tuple[Tensor, Tensor]:
     """Lay a rotary table out as the two factors that ``rotate`` takes, contiguous."""
     cos_TR, sin_TR = rotary_TR.real, rotary_TR.imag
-    cos_T1D = torch.cat((cos_TR, cos_TR), dim=-1).unsqueeze(1)
-    sin_T1D = torch.cat((-sin_TR, sin_TR), dim=-1).unsqueeze(1)
-    return cos_T1D, sin_T1D
+    cos_T1S = torch.cat((cos_TR, cos_TR), dim=-1).unsqueeze(1)
+    sin_T1S = torch.cat((-sin_TR, sin_TR), dim=-1).unsqueeze(1)
+    return cos_T1S, sin_T1S
 
 
 class SelfAttention(ParallelModule):
@@ -87,30 +91,46 @@ class SelfAttention(ParallelModule):
 
         q0 q1 k0 v0 | q2 q3 k1 v1
 
+    With an output gate the gate heads of g stand between its query heads and its key head.
+
     Args:
         config: Sizes, initial spread and epsilon.
         has_bias: True if both linear maps add a bias.
         has_head_norms: True if each query and key head passes an RMSNorm.
+        has_output_gate: True if what a head has read is multiplied by the sigmoid of a gate head.
+        has_zero_centered_norms: True if the factors of these norms are 1 plus their weights.
     """
 
-    def __init__(self, config: ModelConfig, *, has_bias: bool, has_head_norms: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        has_bias: bool,
+        has_head_norms: bool,
+        has_output_gate: bool = False,
+        has_zero_centered_norms: bool = False,
+    ) -> None:
         super().__init__()
         self.num_query_groups = config.num_query_groups
         self.head_dim = config.head_dim
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        self.has_output_gate = has_output_gate
+        parts = FusedParts(
+            ("query", "gate", "key", "value") if has_output_gate else ("query", "key", "value"),
+            self._group_rows(),
+            num_groups=self.num_query_groups,
+        )
         self.linear_qkv = Linear(
             config.hidden_size,
-            config.query_size + 2 * config.key_size,
+            parts.extent,
             bias=has_bias,
             init_std=config.init_std,
             parallel_mode="column",
             sequence_parallel=True,
-            fused=FusedParts(
-                ("query", "key", "value"), self._group_rows(), num_groups=self.num_query_groups
-            ),
+            fused=parts,
         )
-        self.q_layernorm = _head_norm(config) if has_head_norms else None
-        self.k_layernorm = _head_norm(config) if has_head_norms else None
+        self.q_layernorm = _head_norm(config, has_zero_centered_norms) if has_head_norms else None
+        self.k_layernorm = _head_norm(config, has_zero_centered_norms) if has_head_norms else None
         self.linear_proj = Linear(
             config.query_size,
             config.hidden_size,
@@ -124,8 +144,10 @@ class SelfAttention(ParallelModule):
         """Raise ValueError unless a tensor-parallel degree divides the query groups."""
         require_divisor(degree, self.num_query_groups, "query groups", "num_query_groups")
 
-    def _group_rows(self) -> tuple[int, int, int]:
-        return (self.heads_per_group * self.head_dim, self.head_dim, self.head_dim)
+    def _group_rows(self) -> tuple[int, ...]:
+        query_rows = self.heads_per_group * self.head_dim
+        gate_rows = (query_rows,) if self.has_output_gate else ()
+        return (query_rows, *gate_rows, self.head_dim, self.head_dim)
 
     def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None) -> Tensor:
         """Let every token attend to itself and those before it.
@@ -138,29 +160,28 @@ class SelfAttention(ParallelModule):
             (B, T, H), to be added to the residual stream.
         """
         qkv_BTGX = self.linear_qkv(x_BTH).unflatten(-1, (-1, sum(self._group_rows())))
-        q_BTGX, k_BTGD, v_BTGD = qkv_BTGX.split(self._group_rows(), dim=-1)
+        q_BTGX, *gates, k_BTGD, v_BTGD = qkv_BTGX.split(self._group_rows(), dim=-1)
         q_BTND = q_BTGX.unflatten(-1, (self.heads_per_group, self.head_dim)).flatten(2, 3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_BTND, k_BTGD = self.q_layernorm(q_BTND), self.k_layernorm(k_BTGD)
         if rotary_TR is not None:
-            cos_T1D, sin_T1D = rotary_factors(rotary_TR)
-            q_BTND = rotate(q_BTND, cos_T1D, sin_T1D)
-            k_BTGD = rotate(k_BTGD, cos_T1D, sin_T1D)
+            cos_T1S, sin_T1S = rotary_factors(rotary_TR)
+            q_BTND = rotate(q_BTND, cos_T1S, sin_T1S)
+            k_BTGD = rotate(k_BTGD, cos_T1S, sin_T1S)
         context_BNTD = causal_attention(
             q_BTND.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)
         )
-        return self.linear_proj(context_BNTD.transpose(1, 2).flatten(2))
+        context_BTX = context_BNTD.transpose(1, 2).flatten(2)
+        if gates:
+            context_BTX = context_BTX * gates[0].flatten(2).sigmoid()
+        return self.linear_proj(context_BTX)
 
 
-def _head_norm(config: ModelConfig) -> RMSNorm:
+def _head_norm(config: ModelConfig, zero_centered: bool) -> RMSNorm:
     # The ranks of tp have different heads, also where each has the whole sequence.
-    return RMSNorm(config.head_dim, config.norm_eps, sequence_parallel=True)
-
-
-def _gate_and_up(width: int) -> FusedParts:
-    # The suffixes are those of NVIDIA's checkpoints.
-    stored_as = ("{module}.{parameter}_w", "{module}.{parameter}_v")
-    return FusedParts(("gate", "up"), (width, width), stored_as=stored_as)
+    return RMSNorm(
+        config.head_dim, config.norm_eps, zero_centered=zero_centered, sequence_parallel=True
+    )
 
 
 class MLP(ParallelModule):
@@ -169,12 +190,16 @@ class MLP(ParallelModule):
     Args:
         config: Sizes, initial spread, and whether the MLP is gated.
         has_bias: True if both linear maps add a bias.
+        width_field: The field of the config that is the inner width.
     """
 
-    def __init__(self, config: ModelConfig, *, has_bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, *, has_bias: bool, width_field: str = "ffn_hidden_size"
+    ) -> None:
         super().__init__()
         self.is_gated = config.has_gated_mlp
-        self.ffn_hidden_size = width = config.ffn_hidden_size
+        self.width_field = width_field
+        self.width = width = getattr(config, width_field)
         self.linear_fc1 = Linear(
             config.hidden_size,
             2 * width if self.is_gated else width,
@@ -182,7 +207,7 @@ class MLP(ParallelModule):
             init_std=config.init_std,
             parallel_mode="column",
             sequence_parallel=True,
-            fused=_gate_and_up(width) if self.is_gated else None,
+            fused=gate_and_up(width) if self.is_gated else None,
         )
         self.linear_fc2 = Linear(
             width,
@@ -195,9 +220,7 @@ class MLP(ParallelModule):
 
     def check_degree(self, degree: int) -> None:
         """Raise ValueError unless a tensor-parallel degree divides the inner width."""
-        require_divisor(
-            degree, self.ffn_hidden_size, "inner elements of the MLP", "ffn_hidden_size"
-        )
+        require_divisor(degree, self.width, "inner elements of the MLP", self.width_field)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         """Map (B, T, H) through the inner width and back."""

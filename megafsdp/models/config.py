@@ -236,6 +236,11 @@ class ModelConfig:
         return self.architecture != "gpt"
 
     @property
+    def rotary_dim(self) -> int:
+        """Return how many elements of each head positions rotate."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
     def has_gated_mlp(self) -> bool:
         """Return whether the MLP is SwiGLU, whose first matrix holds gate and up."""
         return self.architecture != "gpt"

@@ -28,6 +28,7 @@ from megafsdp.parallel import (
     PositionEmbedding,
     VocabParallelEmbedding,
     gather_vocabulary,
+    scale_auxiliary_losses,
 )
 
 
@@ -190,7 +191,7 @@ class LanguageModel(ParallelModule):
         if self.config.has_rotary_positions:
             rotary_TR = rotary_table(
                 num_positions + num_padded,
-                self.config.head_dim,
+                self.config.rotary_dim,
                 self.config.rope_theta,
                 device=tokens_BT.device,
             )
@@ -200,6 +201,7 @@ class LanguageModel(ParallelModule):
         if labels_BT is None:
             return logits_BTV if group is None else gather_vocabulary(logits_BTV, group)
         # No operator saves them, and no caller sees them.
-        return masked_cross_entropy(
+        loss = masked_cross_entropy(
             logits_BTV, labels_BT, loss_mask_BT, may_overwrite_logits=True, tp_group=group
         )
+        return scale_auxiliary_losses(loss, self)

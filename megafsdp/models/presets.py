@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megafsdp.models.config import ModelConfig
+from megafsdp.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
+
+# One layer of attention after three of linear attention.
+_HYBRID = (LINEAR_ATTENTION,) * 3 + (FULL_ATTENTION,)
 
 
 def _qwen3(
@@ -31,8 +34,28 @@ presets: Mapping[str, ModelConfig] = MappingProxyType(
     {
         "qwen3-toy": ModelConfig(),
         "llama-toy": ModelConfig(architecture="llama", tie_embeddings=False),
+        "qwen3-moe-toy": ModelConfig(
+            architecture="qwen3_moe",
+            num_experts=16,
+            num_experts_per_token=4,
+            moe_ffn_hidden_size=64,
+        ),
         "gpt-toy": ModelConfig(
             architecture="gpt", num_query_groups=4, ffn_hidden_size=512, norm_eps=1e-5
+        ),
+        "qwen3-next-toy": ModelConfig(
+            architecture="qwen3_next",
+            hidden_size=96,
+            num_experts=8,
+            num_experts_per_token=2,
+            moe_ffn_hidden_size=72,
+            shared_expert_ffn_hidden_size=72,
+            layer_types=_HYBRID,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            rotary_fraction=0.25,
         ),
         "gpt2-small": ModelConfig(
             architecture="gpt",
@@ -49,6 +72,21 @@ presets: Mapping[str, ModelConfig] = MappingProxyType(
         "qwen3-0.6b": _qwen3(28, 1024, num_attention_heads=16, ffn_hidden_size=3072, tied=True),
         "qwen3-1.7b": _qwen3(28, 2048, num_attention_heads=16, ffn_hidden_size=6144, tied=True),
         "qwen3-8b": _qwen3(36, 4096, num_attention_heads=32, ffn_hidden_size=12_288, tied=False),
+        "qwen3-30b-a3b": ModelConfig(
+            architecture="qwen3_moe",
+            num_layers=48,
+            hidden_size=2048,
+            num_attention_heads=32,
+            num_query_groups=4,
+            head_dim=128,
+            vocab_size=151_936,
+            max_sequence_length=40_960,
+            rope_theta=1_000_000.0,
+            tie_embeddings=False,
+            num_experts=128,
+            num_experts_per_token=8,
+            moe_ffn_hidden_size=768,
+        ),
         "llama-3-8b": ModelConfig(
             architecture="llama",
             num_layers=32,
@@ -62,6 +100,29 @@ presets: Mapping[str, ModelConfig] = MappingProxyType(
             rope_theta=500_000.0,
             norm_eps=1e-5,
             tie_embeddings=False,
+        ),
+        "qwen3-next-80b-a3b": ModelConfig(
+            architecture="qwen3_next",
+            num_layers=48,
+            hidden_size=2048,
+            num_attention_heads=16,
+            num_query_groups=2,
+            head_dim=256,
+            ffn_hidden_size=5120,
+            vocab_size=151_936,
+            max_sequence_length=262_144,
+            rope_theta=10_000_000.0,
+            tie_embeddings=False,
+            num_experts=512,
+            num_experts_per_token=10,
+            moe_ffn_hidden_size=512,
+            shared_expert_ffn_hidden_size=512,
+            layer_types=_HYBRID * 12,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            rotary_fraction=0.25,
         ),
     }
 )

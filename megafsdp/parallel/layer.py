@@ -6,12 +6,13 @@ The one order of calls that gives right parameters is
     optimizer
 
 ``set_device_mesh`` turns every parameter into a DTensor on the tp mesh, from which ``fully_shard``
-(ours and torch's) learns the model axis. This file issues no collective.
+(ours and torch's) learns the model axis; ``parallelize`` makes stacks of experts DTensors on the ep
+mesh instead. This file issues no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -45,6 +46,8 @@ class ParallelModule(nn.Module):
         declarations: What the layer declares about its own parameters, by attribute.
         computes_on_part: The forward takes this rank's part of each parameter as a plain tensor.
         tp_mesh: Mesh of the ranks that have the other parts; None before ``set_device_mesh``.
+        ep_mesh: Mesh of the ranks that have the other experts of a stack; None before
+            ``parallelize``, and where this rank has all.
         weight_mesh: Ranks over which a quantization recipe's statistics of a weight are combined;
             None means those that divide it: never replicas.
     """
@@ -53,6 +56,7 @@ class ParallelModule(nn.Module):
     declarations: Mapping[str, ParameterAnnotation] = MappingProxyType({})
     computes_on_part = True
     tp_mesh: DeviceMesh | None = None
+    ep_mesh: DeviceMesh | None = None
     weight_mesh: DeviceMesh | None = None
 
     @property
@@ -90,6 +94,7 @@ class ParallelModule(nn.Module):
             annotate(
                 parameter,
                 tp_dim=declared.tp_dim,
+                is_expert=declared.is_expert,
                 fused=declared.fused,
                 sums_over_tp=declared.sums_over_tp,
                 weight_mesh=self.weight_mesh,
@@ -147,7 +152,8 @@ class ParallelModule(nn.Module):
         """Return the plain tensor of one of the layer's own parameters, for a kernel."""
         parameter = self._parameters[name]
         assert parameter is not None, f"'{name}' is a parameter of this layer"
-        return localized(parameter, sums_over_tp=self.declarations[name].sums_over_tp)
+        is_sum = self.declarations[name].sums_over_tp and self.ep_mesh is None
+        return localized(parameter, sums_over_tp=is_sum)
 
     def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._parameters.items():
@@ -155,17 +161,15 @@ class ParallelModule(nn.Module):
                 yield name, parameter
 
     def _part_of(self, name: str, shape: torch.Size) -> ModelPart | None:
-        """Return what tp gives this rank of a whole tensor; None without a tp mesh."""
-        if self.tp_mesh is None:
-            return None
+        """Return what tp, or ep of a stack, gives this rank of a tensor; None without a mesh."""
         declared = self.declarations[name]
-        return part_of(
-            tuple(shape),
-            declared.tp_dim,
-            self.tp_mesh.size(),
-            self.tp_mesh.get_local_rank(),
-            declared.fused,
-        )
+        mesh, dim = self.tp_mesh, declared.tp_dim
+        if self.ep_mesh is not None:
+            # The experts of a stack lie along its first dim.
+            mesh, dim = self.ep_mesh, 0
+        if mesh is None:
+            return None
+        return part_of(tuple(shape), dim, mesh.size(), mesh.get_local_rank(), declared.fused)
 
     def _is_cut_already(self, name: str, parameter: nn.Parameter, tp_mesh: DeviceMesh) -> bool:
         """Return whether a parameter that another module owns too is cut as it must be."""
@@ -180,44 +184,62 @@ class ParallelModule(nn.Module):
 
 
 def set_mesh_below(
-    root: nn.Module, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None
+    root: nn.Module,
+    tp_mesh: DeviceMesh | None,
+    weight_mesh: DeviceMesh | None,
+    *,
+    ep_mesh: DeviceMesh | None = None,
+    experts: Collection[ParallelModule] = (),
 ) -> None:
-    """Call :meth:`ParallelModule.set_device_mesh` on all parallel layers of any module at once."""
+    """Call :meth:`ParallelModule.set_device_mesh` on all parallel layers of any module at once.
+
+    Args:
+        root: The module.
+        tp_mesh: As for the method.
+        weight_mesh: As for the method.
+        ep_mesh: Ranks that share out what ``experts`` have; None leaves that whole.
+        experts: Layers below that ``ep_mesh`` cuts in place of ``tp_mesh``.
+    """
     modules = [m for m in root.modules() if isinstance(m, ParallelModule)]
-    for name, mesh in (("tp_mesh", tp_mesh), ("weight_mesh", weight_mesh)):
+    for name, mesh in (("tp_mesh", tp_mesh), ("ep_mesh", ep_mesh), ("weight_mesh", weight_mesh)):
         if mesh is not None:
             _check_mesh(mesh, name, modules)
-    if tp_mesh is not None:
+    axes = {module: ep_mesh if module in experts else tp_mesh for module in modules}
+    if tp_mesh is not None or ep_mesh is not None:
         _check_sharding(root)
-        for module in modules:
-            _check_time(module, tp_mesh)
-            module.check_degree(tp_mesh.size())
+    for module, axis in axes.items():
+        if axis is not None:
+            _check_time(module, axis)
+        if axis is not None and module not in experts:
+            module.check_degree(axis.size())
     # By the old object: parameters that modules share are cut once, and stay shared.
     cut: dict[int, nn.Parameter] = {}
-    for module in modules:
+    for module, axis in axes.items():
         module.weight_mesh = weight_mesh
-        if tp_mesh is None:
-            module.annotate_parameters()
-            continue
-        module.tp_mesh = tp_mesh
-        for name, parameter in list(module._own_parameters()):
-            if not isinstance(parameter, DTensor):
-                part = module._part_of(name, parameter.shape)
-                assert part is not None, "the mesh is set"
-                if id(parameter) not in cut:
-                    cut[id(parameter)] = _cut(parameter, part, tp_mesh)
-                setattr(module, name, cut[id(parameter)])
+        if axis is not None:
+            setattr(module, "ep_mesh" if module in experts else "tp_mesh", axis)
+            _cut_parameters(module, axis, cut)
         module.annotate_parameters()
 
 
-def _cut(parameter: nn.Parameter, part: ModelPart, tp_mesh: DeviceMesh) -> nn.Parameter:
+def _cut_parameters(module: ParallelModule, mesh: DeviceMesh, cut: dict[int, nn.Parameter]) -> None:
+    for name, parameter in list(module._own_parameters()):
+        if not isinstance(parameter, DTensor):
+            part = module._part_of(name, parameter.shape)
+            assert part is not None, "the mesh is set"
+            if id(parameter) not in cut:
+                cut[id(parameter)] = _cut(parameter, part, mesh)
+            setattr(module, name, cut[id(parameter)])
+
+
+def _cut(parameter: nn.Parameter, part: ModelPart, mesh: DeviceMesh) -> nn.Parameter:
     """Return a parameter over this rank's part, with what users wrote on the old one."""
     whole = parameter.detach()
     # A copy of a part, so that the whole is freed.
     own = whole if part.dim is None else part.cut(whole).clone()
     placement = Replicate() if part.dim is None else Shard(part.dim)
     dtensor = DTensor.from_local(
-        own, tp_mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
     )
     made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
@@ -251,13 +273,13 @@ def _check_sharding(root: nn.Module) -> None:
         raise _wrong_time(f"the unit '{units[0]}' of fully_shard()", root)
 
 
-def _check_time(module: ParallelModule, tp_mesh: DeviceMesh) -> None:
-    if module.tp_mesh is not None:
+def _check_time(module: ParallelModule, mesh: DeviceMesh) -> None:
+    if module.tp_mesh is not None or module.ep_mesh is not None:
         raise _wrong_time("a second call", module)
     for name, parameter in module._own_parameters():
         if not isinstance(parameter, DTensor):
             continue
-        if not module._is_cut_already(name, parameter, tp_mesh):
+        if not module._is_cut_already(name, parameter, mesh):
             raise _wrong_time(f"'{name}' with placements {parameter.placements}", module)
 
 

@@ -22,6 +22,8 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
     Args:
         hidden_size: Size of the last dim.
         eps: Added to the mean square under the root.
+        zero_centered: True if the factor is 1 plus the weight, which starts from zeros; it is then
+            computed in fp32 at least, since next to 1 a dtype of 16 bits rounds the weight away.
         sequence_parallel: Whether the ranks of tp normalise different vectors: parts of the
             sequence, or heads.
         tp_mesh: As for ``set_device_mesh``.
@@ -34,22 +36,26 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
         hidden_size: int,
         eps: float = 1e-6,
         *,
+        zero_centered: bool = False,
         sequence_parallel: bool = False,
         tp_mesh: DeviceMesh | None = None,
         weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(hidden_size, eps, device=device)
+        self.zero_centered = zero_centered
         self.declarations = {"weight": ParameterAnnotation(sums_over_tp=sequence_parallel)}
         self._start(tp_mesh, weight_mesh)
 
     def initialize(self, name: str, whole: Tensor) -> None:
-        """Write ones."""
-        nn.init.ones_(whole)
+        """Write ones, or zeros where the factor is 1 plus the weight."""
+        nn.init.constant_(whole, 0.0 if self.zero_centered else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim; the result has the dtype of ``x``."""
         weight = self._localized("weight")
+        if self.zero_centered:
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         out = F.rms_norm(x.to(weight.dtype), self.normalized_shape, weight, self.eps)
         return out.to(x.dtype)
 

@@ -14,26 +14,31 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def parallelize(model: M, meshes: Meshes) -> M:
-    """Cut the layers of a model by the tensor-parallel mesh; a no-op where there is none.
+    """Cut the layers of a model by tp, and stacks of experts by ep; a no-op without these meshes.
 
-    Parameters of other modules stay plain: every rank of tp has them whole, and they must compute
-    the same on each. Local; call it after construction and before ``fully_shard``.
+    Each rank of ``meshes.ep`` gets as many experts of each layer. Tensor parallelism cuts none of
+    them: ``fully_shard(..., expert_mesh=meshes.experts)`` divides them over the ranks of tp too,
+    which have different tokens. Parameters of other modules stay plain: every rank of tp has them
+    whole, and they must compute the same on each. Local; call it after construction and before
+    ``fully_shard``. Either everything is changed or the call raises.
 
     Args:
         model: A module with layers of :mod:`megafsdp.parallel` at any depth, on the meta device or
-            with values, which every rank of tp must have alike.
+            with values, which every rank must have alike.
         meshes: What ``ParallelDims.build()`` returns.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: The model has no such layer, or a size cannot be cut by the degree.
+        ValueError: The model has no such layer, or no experts for ep; a size cannot be cut by the
+            degree; or the ranks of tp have the same tokens, which experts would count as often.
         RuntimeError: The layers have been cut or sharded before.
     """
-    if meshes.tp is None:
+    if meshes.tp is None and meshes.ep is None:
         return model
-    if not any(isinstance(module, ParallelModule) for module in model.modules()):
+    layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
+    if not layers:
         raise ValueError(
             expected(
                 "a model with layers of megafsdp.parallel",
@@ -43,5 +48,45 @@ def parallelize(model: M, meshes: Meshes) -> M:
                 "parallelize_module() has cut",
             )
         )
-    set_mesh_below(model, meshes.tp, None)
+    experts = [layer for layer in layers if _has_experts(layer)]
+    _check_experts(experts, meshes, type(model).__name__)
+    set_mesh_below(model, meshes.tp, None, ep_mesh=meshes.ep, experts=experts)
     return model
+
+
+def _has_experts(layer: ParallelModule) -> bool:
+    return any(declared.is_expert for declared in layer.declarations.values())
+
+
+def _check_experts(experts: list[ParallelModule], meshes: Meshes, name: str) -> None:
+    if meshes.ep is not None and not experts:
+        raise ValueError(
+            expected(
+                "a model with stacks of experts",
+                f"{name} without any",
+                where=f"parallelize(), {meshes.ep.size()} ranks of ep",
+                hint="Leave expert parallelism out",
+            )
+        )
+    degree = 1 if meshes.ep is None else meshes.ep.size()
+    for layer in experts:
+        for attribute, parameter in layer.named_parameters(recurse=False):
+            if parameter.shape[0] % degree:
+                raise ValueError(
+                    expected(
+                        f"an expert-parallel degree that divides {parameter.shape[0]} experts",
+                        degree,
+                        where=f"parallelize(), '{attribute}' of {layer}",
+                        hint="Choose a degree that divides the number of experts",
+                    )
+                )
+            if meshes.tp is not None and not layer.declarations[attribute].sums_over_tp:
+                raise ValueError(
+                    expected(
+                        "experts with sequence parallelism",
+                        f"{meshes.tp.size()} ranks of tp with the same tokens",
+                        where=f"parallelize(), '{attribute}' of {layer}",
+                        hint="Cut the sequence and make the layer with sequence_parallel=True: the "
+                        "experts' gradients would count each token once a rank",
+                    )
+                )

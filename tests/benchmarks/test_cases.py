@@ -98,6 +98,22 @@ def test_a_step_with_tp_is_timed_against_torchs_layers(
     assert all(case["step_ms"][side]["count"] == 3 for side in ("megafsdp", "torch"))
 
 
+def test_the_gated_delta_rule_is_timed_against_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only after losses and gradients of both sides have agreed; each length has its ratio."""
+    pytest.importorskip("transformers")
+    tiny = ["gated_delta", "--lengths", "24", "--tokens", "24", "--repeats", "1"]
+    with pytest.raises(CheckError, match="T 24: the sides differ by"):
+        main(["--records", str(tmp_path), *tiny, "--tolerance", "-1"])
+    assert "ratio" not in capsys.readouterr().out and not list(tmp_path.iterdir())
+    main(["--records", str(tmp_path), *tiny])
+    for preset in ("qwen3-next-toy", "qwen3-next-80b-a3b"):
+        case = _only_record(tmp_path)["results"][f"{preset}, T 24"]
+        assert case["check"]["difference"] <= case["check"]["tolerance"]
+        assert case["ratio_range"] == [case["ratio"]] * 2
+
+
 def test_the_layout_table_holds_what_the_planner_promises(tmp_path: Path) -> None:
     """Whole models pad less than 0.5 percent, where one buffer pads several."""
     main(["--records", str(tmp_path), "layout", "--timed-shards", "64"])

@@ -1,4 +1,4 @@
-"""Collectives of activations: tensors of any shape, cut or joined along a dim.
+"""Collectives of activations: tensors of any shape, cut or joined along a dim, or rows exchanged.
 
 They go through collectives.py, so they are counted, labelled and profiled as those of buffers are,
 and a reduce-scatter on gloo is an exchange and a sum in fp32 or wider. This file adds the shapes.
@@ -7,6 +7,9 @@ one is whose gradient is decided by megafsdp/parallel/mappings.py.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,3 +80,31 @@ def sum_over_ranks(partial: torch.Tensor, *, group: dist.ProcessGroup, label: st
     with profiler_range("all_reduce", label):
         collectives.all_reduce(total, group=group, label=label)
     return total
+
+
+def exchange_rows(
+    rows: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    *,
+    group: dist.ProcessGroup,
+    label: str,
+) -> torch.Tensor:
+    """Send each rank its rows along dim 0 and return those from all, in rank order; collective.
+
+    Args:
+        rows: In the order of the ranks that they go to.
+        received: How many come from each rank; zeros are exchanged too.
+        sent: How many go to each rank.
+        group: The ranks.
+        label: What for, for counters and profilers.
+    """
+    if group.size() == 1:
+        return rows
+    output = rows.new_empty((sum(received), *rows.shape[1:]))
+    numel = math.prod(rows.shape[1:])
+    splits = [numel * num for num in received], [numel * num for num in sent]
+    with profiler_range("all_to_all", label):
+        flat = rows.contiguous().view(-1)
+        collectives.all_to_all(output.view(-1), flat, splits, group, label)
+    return output

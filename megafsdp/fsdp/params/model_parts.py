@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -142,6 +143,99 @@ def read_placement(
         # replicated parameter is a sum. Ranks could not agree on that without an exchange.
         is_summed=dim is None and (is_dtensor or annotation.sums_over_tp),
     )
+
+
+def check_expert(
+    name: str, parameter: torch.Tensor, mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None
+) -> None:
+    """Check that the ranks which divide an expert's parameter can have the same experts.
+
+    Args:
+        name: Its FQN, for messages.
+        parameter: The parameter, of whatever kind.
+        mesh: The mesh of :func:`fully_shard`; None for all ranks.
+        expert_mesh: That of experts; None for the same one.
+
+    Raises:
+        ValueError: Experts are shared out, and the mesh has ranks with other ones.
+    """
+    annotation = annotation_of(parameter)
+    if not annotation.is_expert or not dist.is_initialized():
+        return
+    is_cut = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+    if expert_mesh is None and is_cut and annotation.tp_dim is None:
+        raise ValueError(
+            expected(
+                "an expert_mesh, of the ranks that have the same experts",
+                "none",
+                where=f"'{name}', a DTensor of experts, in fully_shard()",
+                hint="Give fully_shard() expert_mesh=, which ParallelDims.build() makes as "
+                "Meshes.experts",
+            )
+        )
+    experts = annotation.experts
+    if experts is None:
+        return
+    num_ranks = dist.get_world_size()
+    own_mesh = mesh if expert_mesh is None else expert_mesh
+    size = num_ranks if own_mesh is None else own_mesh.size()
+    # Ranks that have all experts among them have this rank's experts once.
+    if size * experts.total > num_ranks * experts.count:
+        raise ValueError(
+            expected(
+                f"at most {num_ranks * experts.count // experts.total} ranks with the same "
+                f"{experts.count} of {experts.total} experts",
+                f"{size} ranks",
+                where=f"'{name}' in fully_shard()",
+                hint="Give expert_mesh=, the mesh of the ranks that have the same experts",
+            )
+        )
+
+
+def check_expert_ranks(
+    name: str,
+    parameter: torch.Tensor,
+    meshes: tuple[DeviceMesh | None, DeviceMesh],
+    model_mesh: DeviceMesh | None,
+) -> None:
+    """Check that experts are on the ranks of one copy of the model, or of all its replicas.
+
+    Args:
+        name: FQN of the experts' parameter, for messages.
+        parameter: The parameter.
+        meshes: The mesh, or None for all ranks, and the expert_mesh of :func:`fully_shard`.
+        model_mesh: The model axis of the other parameters; None if it is not known.
+
+    Raises:
+        ValueError: They are on others.
+    """
+    mesh, expert_mesh = meshes
+    ep_mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    found = _ranks_of(expert_mesh, ep_mesh)
+    root = None if mesh is None else root_of(mesh)
+    wanted, most = _ranks_of(mesh, model_mesh), _ranks_of(root, None)
+    # A unit of experts alone does not say over which axis the others' parameters are cut.
+    is_beside_unknown = model_mesh is None and wanted <= found <= most
+    if found != wanted and not is_beside_unknown:
+        raise ValueError(
+            expected(
+                f"an expert_mesh that covers ranks {sorted(wanted)} together with the experts' own "
+                "axis, as the other parameters' meshes do",
+                f"ranks {sorted(found)}",
+                where=f"'{name}' in fully_shard()",
+                hint="Make both by one ParallelDims.build(): Meshes.data and Meshes.experts",
+            )
+        )
+
+
+def _ranks_of(mesh: DeviceMesh | None, other: DeviceMesh | None) -> set[int]:
+    """Return the ranks of two meshes with this one in common, beside each other."""
+    if mesh is None:
+        return set(range(dist.get_world_size()))
+    ranks = mesh.mesh.flatten()
+    if other is not None:
+        ranks = ranks[:, None] + other.mesh.flatten()[None, :] - dist.get_rank()
+    return set(ranks.flatten().tolist())
 
 
 def _check_mesh(name: str, parameter: DTensor, data_mesh: DeviceMesh) -> None:

@@ -34,6 +34,12 @@ _OPTIONAL = (
     ("transformers", "models are not compared with Hugging Face's in the tests"),
 )
 
+# By their names where they are imported and where they are installed.
+_OPTIONAL_ON_GPUS = (
+    ("fla", "fla-core", "the gated delta rule of linear attention runs in torch, slower"),
+    ("causal_conv1d", "causal-conv1d", "the convolution of linear attention runs in torch, slower"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -140,3 +146,8 @@ def _packages() -> Iterator[Finding]:
             yield Finding(package, importlib.metadata.version(package))
         else:
             yield Finding(package, "not installed", loss)
+    for package, distribution, loss in _OPTIONAL_ON_GPUS:
+        if is_installed(package):
+            yield Finding(package, importlib.metadata.version(distribution))
+        else:
+            yield Finding(package, "not installed", loss if torch.cuda.is_available() else "")

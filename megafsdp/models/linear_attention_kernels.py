@@ -1,0 +1,70 @@
+"""Kernels of other packages for linear attention on CUDA, where those are installed.
+
+Neither is ever needed: torch computes the same, and what it computes is the definition. Of a CPU's
+tensors nothing is asked, and nothing is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megafsdp.errors import expected
+
+_LOGGER = logging.getLogger("megafsdp.models")
+
+# In fp32 the rule's kernel rounds products to fewer bits than torch does.
+_RULE_DTYPES = (torch.bfloat16, torch.float16)
+_CONVOLUTION_DTYPES = (*_RULE_DTYPES, torch.float32)
+_CONVOLUTION_WIDTHS = (2, 3, 4)
+
+
+def rule_kernel_for(v_BTNE: Tensor) -> Callable[..., tuple[Tensor, object]] | None:
+    """Return flash-linear-attention's chunked gated delta rule if it can take these values."""
+    return _rule_kernel() if v_BTNE.is_cuda and v_BTNE.dtype in _RULE_DTYPES else None
+
+
+def convolution_kernel_for(x_BCT: Tensor, width: int) -> Callable[..., Tensor] | None:
+    """Return the causal convolution of causal-conv1d if it can take this input."""
+    is_taken = x_BCT.is_cuda and x_BCT.dtype in _CONVOLUTION_DTYPES and width in _CONVOLUTION_WIDTHS
+    return _convolution_kernel() if is_taken else None
+
+
+@functools.cache
+def _rule_kernel() -> Callable[..., tuple[Tensor, object]] | None:
+    if not _is_installed("fla", "the gated delta rule", "flash-linear-attention"):
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    kernel: Callable[..., tuple[Tensor, object]] = chunk_gated_delta_rule
+    return kernel
+
+
+@functools.cache
+def _convolution_kernel() -> Callable[..., Tensor] | None:
+    if not _is_installed("causal_conv1d", "the causal convolution", "causal-conv1d"):
+        return None
+    from causal_conv1d import causal_conv1d_fn
+
+    kernel: Callable[..., Tensor] = causal_conv1d_fn
+    return kernel
+
+
+def _is_installed(package: str, of_what: str, distribution: str) -> bool:
+    """Return whether a package is there; where not, warn of what that costs."""
+    if importlib.util.find_spec(package) is not None:
+        return True
+    _LOGGER.warning(
+        expected(
+            f"{package}, for {of_what} in kernels of its own",
+            "no such package",
+            where="linear attention on CUDA; torch's operators run instead, several times slower",
+            hint=f"Install {distribution}",
+        )
+    )
+    return False
