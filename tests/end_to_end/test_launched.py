@@ -83,10 +83,13 @@ def port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_quickstart_learns_stops_and_resumes(
+def test_quickstart_learns_stops_and_resumes_at_other_degrees(
     ranks: Ranks, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its two commands: loss falls, SIGTERM to the ranks saves with code 0, a restart ends."""
+    """Its two commands: loss falls, SIGTERM to the ranks saves with code 0, a restart goes on.
+
+    First on 4 ranks that share layers and experts out, then on 2 that do not, to the end.
+    """
     monkeypatch.chdir(tmp_path)
     assert main(["prep", "--stdlib", "--output", "runs/quickstart/data"]) == 0
     words = ["-m", "megafsdp", "train", "--config", str(QUICKSTART)]
@@ -94,6 +97,7 @@ def test_quickstart_learns_stops_and_resumes(
     words += ["--evaluation.sample_tokens=8"]
     # A third of its batches: the same steps in a third of the time.
     words += ["--train.global_batch_size=8", "--schedule.warmup_samples=160"]
+    words += ["--data.num_samples=192"]
     metrics = tmp_path / "runs/quickstart/metrics.jsonl"
     job = _launch(tmp_path, *words)
     deadline_s = time.monotonic() + 60
@@ -109,9 +113,15 @@ def test_quickstart_learns_stops_and_resumes(
     stopped_at = len(metrics.read_text().splitlines())
     assert 6 <= stopped_at < 24
 
+    shared = ["--parallel.tp=2", "--parallel.ep=2", "--train.steps=20"]
+    outcomes = ranks(4).run(_run_as_launched, tmp_path, port, [*words[1:], *shared])
+    code, output = outcomes[0]
+    assert [code for code, _ in outcomes] == [0] * 4, output
+    assert f"resumed from step {stopped_at} of 20" in output
+    assert "on 4 cpu rank(s) (2 x 2 tensor-parallel, 2 expert-parallel)" in output
     (code, output), (other, _) = ranks(2).run(_run_as_launched, tmp_path, port, words[1:])
     assert code == other == 0, output
-    assert f"resumed from step {stopped_at} of 24" in output
+    assert "resumed from step 20 of 24" in output
     assert "---- sample ----" in output
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

@@ -71,8 +71,12 @@ def _hugging_face(config: ModelConfig) -> nn.Module:
         )
     )
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            else:
+                # Wide embeddings: the norm of what linear attention reads multiplies rounding.
+                nn.init.normal_(parameter, std=1.0 if "embed" in name else 0.1)
     return model
 
 
