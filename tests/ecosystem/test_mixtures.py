@@ -80,7 +80,9 @@ def test_declared_stacks_are_stepped_and_stored_in_parts(
     """Muon's matrices are those of one process; files name gate and up; other ranks load them."""
     ranks(2).run(_steps, name, tmp_path)
     stored = read_manifest(tmp_path / "iter_0000002").tensors
-    experts = {key.rpartition(".")[2] for key in stored if key.startswith("model.") and "exp" in key}
+    experts = {
+        key.rpartition(".")[2] for key in stored if key.startswith("model.") and "exp" in key
+    }
     assert experts == {"gate_proj", "up_proj", "down_proj"}
     (alone,), (first, *_) = (ranks(n).run(_load, name, tmp_path) for n in (1, 3))
     assert alone.keys() == first.keys()
