@@ -15,8 +15,6 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import megafsdp
-from megafsdp.mesh.annotation import annotate
-from megafsdp.mesh.fused_parts import FusedParts
 
 OUTPUT, STEPS, ROWS, LENGTH = "runs/own_loop_moe", 20, 8, 64
 # Names in a checkpoint, in place of "experts.gate_up_proj".
@@ -28,10 +26,10 @@ def declare_experts(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("experts.gate_up_proj"):
             inner = parameter.shape[1] // 2
-            fused = FusedParts(("gate", "up"), (inner, inner), dim=1, stored_as=NAMES)
-            annotate(parameter, is_expert=True, fused=fused)
+            fused = megafsdp.FusedParts(("gate", "up"), (inner, inner), dim=1, stored_as=NAMES)
+            megafsdp.annotate(parameter, is_expert=True, fused=fused)
         elif name.endswith("experts.down_proj"):
-            annotate(parameter, is_expert=True)
+            megafsdp.annotate(parameter, is_expert=True)
 
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

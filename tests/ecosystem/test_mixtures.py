@@ -13,10 +13,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
 
-from megafsdp import Muon, checkpoint, full_state_dict, fully_shard_model
+from megafsdp import (
+    FusedParts,
+    Muon,
+    annotate,
+    checkpoint,
+    full_state_dict,
+    fully_shard_model,
+)
 from megafsdp.checkpoint.format.manifest import read_manifest
-from megafsdp.mesh.annotation import annotate
-from megafsdp.mesh.fused_parts import FusedParts
 from tests.ecosystem.models import build, global_batch, own_rows, train_beside
 from tests.fsdp.toy import assert_same_grads, assert_same_parameters
 from tests.ranks import Ranks
