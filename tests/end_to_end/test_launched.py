@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megafsdp.checkpoint.format.manifest import read_manifest
 from megafsdp.training.cli.main import main
 from tests.ranks import Ranks
 from tests.training.runs import SEQUENCE_LENGTH, write_corpus
@@ -161,6 +162,19 @@ def test_tensor_parallel_example_runs(ranks: Ranks, tmp_path: Path, port: int) -
     assert losses[0] > 5.0
     assert losses[-1] < 3.5
     assert (tmp_path / "runs/own_loop_tp/iter_0000020").is_dir()
+
+
+@pytest.mark.ecosystem
+def test_mixture_example_runs(ranks: Ranks, tmp_path: Path, port: int) -> None:
+    """A mixture of transformers with declared experts learns; its parts are named apart."""
+    words = [str(ROOT / "examples/own_loop_moe.py")]
+    (code, output), (other, _) = ranks(2).run(_run_as_launched, tmp_path, port, words)
+    assert code == other == 0, output
+    losses = [float(line.split()[3]) for line in output.splitlines() if line.startswith("step ")]
+    assert losses[0] > 5.0
+    assert losses[-1] < 3.5
+    saved = read_manifest(tmp_path / "runs/own_loop_moe/iter_0000020").tensors
+    assert "model.model.layers.1.mlp.experts.up_proj" in saved
 
 
 @pytest.mark.parametrize("name", ["pretrain_qwen3", "pretrain_gpt"])
