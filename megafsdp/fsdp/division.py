@@ -138,21 +138,19 @@ def expert_mesh_of(
 
     Raises:
         ValueError: It has more than two axes or two without names, is of another device, or lacks
-            this rank or the outer axis over which main weights are divided.
+            the outer axis over which main weights are divided.
     """
     # Two equal meshes would make two groups, hence twice the collectives.
     if expert_mesh is None or expert_mesh == mesh:
         return None
     is_divisible = expert_mesh.ndim == 2 or not is_divided_over_outer_axis
-    is_here = expert_mesh.get_coordinate() is not None
-    if expert_mesh.device_type != mesh.device_type or not is_divisible or not is_here:
+    if expert_mesh.device_type != mesh.device_type or not is_divisible:
         raise ValueError(
             expected(
-                f"a mesh with this rank, of {mesh.ndim} axes of the device '{mesh.device_type}', as"
-                " the other has",
-                f"{expert_mesh} of '{expert_mesh.device_type}'",
+                f"a mesh of {mesh.ndim} axes of the device '{mesh.device_type}', as the other has",
+                f"shape {tuple(expert_mesh.shape)} of '{expert_mesh.device_type}'",
                 where="expert_mesh of fully_shard()",
-                hint="Make both meshes of the same ranks, outer axis and device",
+                hint="Make both meshes of the same outer axis and device",
             )
         )
     return mesh_of(expert_mesh, mesh.device_type)

@@ -17,13 +17,7 @@ from megafsdp.models.qwen3_moe import qwen3_moe
 from megafsdp.models.qwen3_next import qwen3_next
 
 _CONSTRUCTORS: Mapping[Architecture, Callable[[ModelConfig], LanguageModel]] = MappingProxyType(
-    {
-        "gpt": gpt,
-        "qwen3": qwen3,
-        "llama": llama,
-        "qwen3_moe": qwen3_moe,
-        "qwen3_next": qwen3_next,
-    }
+    {"gpt": gpt, "qwen3": qwen3, "llama": llama, "qwen3_moe": qwen3_moe, "qwen3_next": qwen3_next}
 )
 
 

@@ -36,7 +36,7 @@ def _rotate_naively(x: Tensor, theta: float) -> Tensor:
 def _attend_naively(layer: SelfAttention, x: Tensor, theta: float) -> Tensor:
     """Attention head by head, with the rows of the fused weight picked one by one."""
     weight, head_dim = layer.linear_qkv.weight, layer.head_dim
-    per_group = layer.heads_per_group + 2
+    per_group = layer.heads_per_group * (2 if layer.has_output_gate else 1) + 2
 
     def projected(group: int, slot: int) -> Tensor:
         start = (group * per_group + slot) * head_dim
@@ -53,7 +53,10 @@ def _attend_naively(layer: SelfAttention, x: Tensor, theta: float) -> Tensor:
         for slot in range(layer.heads_per_group):
             query = rotated(layer.q_layernorm(projected(group, slot)))
             scores = query @ key.transpose(1, 2) / math.sqrt(head_dim)
-            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
+            read = scores.masked_fill(future, -math.inf).softmax(-1) @ value
+            if layer.has_output_gate:
+                read = read / (1 + torch.exp(-projected(group, layer.heads_per_group + slot)))
+            heads.append(read)
     return torch.cat(heads, dim=-1) @ layer.linear_proj.weight.T
 
 
@@ -75,14 +78,26 @@ def test_rotary_table_is_not_rounded_by_a_bf16_model() -> None:
     torch.testing.assert_close(rotated, wanted, rtol=0, atol=2**-7)
 
 
+def test_a_part_of_each_head_is_rotated() -> None:
+    """The first elements, as heads of that size are; the others stay as they are, bit for bit."""
+    x = torch.randn(2, 9, 3, 8)
+    rotated = rotate(x, *rotary_factors(rotary_table(9, 4, 100.0)))
+    wanted = _rotate_naively(x[..., :4], 100.0).float()
+    torch.testing.assert_close(rotated[..., :4], wanted, rtol=0, atol=2e-6)
+    assert torch.equal(rotated[..., 4:], x[..., 4:]) and rotated.shape == x.shape
+
+
+@pytest.mark.parametrize("has_output_gate", [False, True])
 @pytest.mark.parametrize("num_query_groups", [1, 2, 4])
-def test_attention_equals_the_naive_formula(num_query_groups: int) -> None:
-    """Grouped rows, head norms, rotation and causality, head by head."""
+def test_attention_equals_the_naive_formula(num_query_groups: int, has_output_gate: bool) -> None:
+    """Grouped rows, head norms, rotation, causality and output gates, head by head."""
     torch.manual_seed(0)
     config = ModelConfig(
         hidden_size=24, num_attention_heads=4, num_query_groups=num_query_groups, head_dim=8
     )
-    layer = SelfAttention(config, has_bias=False, has_head_norms=True)
+    layer = SelfAttention(
+        config, has_bias=False, has_head_norms=True, has_output_gate=has_output_gate
+    )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 6, 24)
@@ -144,6 +159,25 @@ def test_a_norm_kept_in_fp32_computes_in_fp32(norm: torch.nn.Module) -> None:
     output = norm(x)
     assert output.dtype == torch.bfloat16
     assert torch.equal(output, norm(x.float()).to(torch.bfloat16))
+
+
+def test_a_zero_centered_norm_is_not_rounded_beside_one() -> None:
+    """Its factor is 1 + w, of zeros at first; unlike 1 + w, a small w is not lost in bf16."""
+    norm = RMSNorm(8, zero_centered=True)
+    assert torch.all(norm.weight == 0)
+    x = torch.randn(5, 8)
+    assert torch.equal(norm(x), RMSNorm(8)(x))
+    with torch.no_grad():
+        norm.weight.copy_(torch.arange(8) / 1024)
+    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + torch.arange(8) / 1024)
+    torch.testing.assert_close(norm(x), wanted)
+    norm.bfloat16()
+    torch.testing.assert_close(norm(x), wanted)
+    output = norm(x.bfloat16())
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, norm(x.bfloat16().float()).bfloat16())
+    norm(x).sum().backward()
+    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.bfloat16
 
 
 def test_initial_values_have_the_stated_spread() -> None:
