@@ -8,6 +8,11 @@ layers, and our work on flat buffers; a shard has at least 32 elements, so that 
 unit zeroes and pages in half a megabyte, however thin it is. The figure is the ratio of medians to
 the first world's. The reductions take the path of NCCL; gloo's sum of one shard a rank is not
 measured here.
+
+With tensor and expert parallelism the ranks of a layer exchange nothing either, so gradients are
+compared with those of the same cut layers without ``fully_shard``, on the same backend and the same
+weights. Every world must issue the last world's collectives: those over tp, ep and all ranks
+always, those over data ranks wherever there are several. A world of tp ranks has one data rank.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ import gc
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 from unittest import mock
 
 import torch
@@ -32,12 +39,14 @@ import megafsdp
 from benchmarks import host_time, launch
 from benchmarks.record import CheckError, spread
 from megafsdp.buffer.comm import collectives
-from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.device.memory import Category, tensors_nbytes
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of
-from megafsdp.models import build_model, presets
+from megafsdp.mesh.parallel_dims import Meshes, ParallelDims
+from megafsdp.models import ModelConfig, build_model
 from megafsdp.models.common import TransformerLayer
+from megafsdp.parallel import parallelize
 
 _STEPS_A_BLOCK = 5
 _WARM_UP_BLOCKS = 2
@@ -57,15 +66,22 @@ class Shape:
     Attributes:
         layers: Number of layers, each a unit.
         hidden: Hidden and feed-forward size; 8 heads.
+        tp: Tensor-parallel degree.
+        ep: Expert-parallel degree; above 1 each MLP is a mixture of two experts a rank of ep, two a
+            token.
     """
 
     layers: int
     hidden: int
+    tp: int
+    ep: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the case."""
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 8, 8], help="degrees, in turn")
+    parser.add_argument("--ep", type=int, nargs="+", default=[1, 1, 8], help="one for each of --tp")
     parser.add_argument("--repeats", type=int, default=10, help="blocks a world after warm-up")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=32)
@@ -73,12 +89,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Measure all worlds in turn; return their figures.
+    """Measure all worlds in turn, with each pair of degrees; return their figures.
 
     Raises:
         CheckError: A world's gradients are wrong, or worlds differ in their collectives.
     """
-    shape = Shape(options.layers, options.hidden)
+    return {
+        f"tp {tp} ep {ep}": _run_degrees(Shape(options.layers, options.hidden, tp, ep), options)
+        for tp, ep in zip(options.tp, options.ep, strict=True)
+    }
+
+
+def describe(results: dict[str, object]) -> str:
+    """Return the results as a table for people."""
+    lines = ["one rank on the fake backend; ms a step without the backend"]
+    for degrees, measured in results.items():
+        assert isinstance(measured, dict)
+        lines.append(f"{degrees}: {measured['shape']}")
+        lines += [
+            line for n, case in measured["worlds"].items() for line in _describe_world(n, case)
+        ]
+    return "\n".join(lines)
+
+
+def _run_degrees(shape: Shape, options: argparse.Namespace) -> dict[str, object]:
     context = mp.get_context(launch.START_METHOD)
     ends, processes = [], []
     try:
@@ -102,32 +136,22 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             process.join()
 
 
-def describe(results: dict[str, object]) -> str:
-    """Return the results as a table for people."""
-    worlds = results["worlds"]
-    assert isinstance(worlds, dict)
-    lines = [f"{results['shape']} on the fake backend, one rank; ms a step without the backend"]
-    for world, case in worlds.items():
-        parts = {part: case["step_ms"][part]["median"] for part in _STEP_PARTS}
-        setup = {part: case["setup_ms"][part]["median"] for part in _SETUP_PARTS}
-        low, high = case["ratio_range"]
-        peaks = ", ".join(f"{n} {b / 1e3:.0f}" for n, b in case["peak_nbytes"].items() if b)
-        lines += [
-            f"{world:>5} ranks: step {parts['host']:.1f}, ratio {case['ratio']:.3f} ({low:.3f} to "
-            f"{high:.3f}); of it hooks {parts['engine']:.1f}, ratio {case['engine_ratio']:.3f}",
-            f"      set-up {setup['wrap']:.0f} and first step {setup['first_step']:.0f}; "
-            f"peak kB: {peaks}; padding {case['padding_percent']:.0f} %",
-        ]
-    return "\n".join(lines)
+def _describe_world(world: str, case: dict[str, Any]) -> list[str]:
+    parts = {part: case["step_ms"][part]["median"] for part in _STEP_PARTS}
+    setup = {part: case["setup_ms"][part]["median"] for part in _SETUP_PARTS}
+    low, high = case["ratio_range"]
+    peaks = ", ".join(f"{n} {b / 1e3:.0f}" for n, b in case["peak_nbytes"].items() if b)
+    return [
+        f"{world:>5} ranks: step {parts['host']:.1f}, ratio {case['ratio']:.3f} ({low:.3f} to "
+        f"{high:.3f}); of it hooks {parts['engine']:.1f}, ratio {case['engine_ratio']:.3f}",
+        f"      set-up {setup['wrap']:.0f} and first step {setup['first_step']:.0f}; "
+        f"peak kB: {peaks}; padding {case['padding_percent']:.0f} %",
+    ]
 
 
 def _measure(worlds: list[int], ends: list[Connection], repeats: int) -> dict[str, object]:
     facts = [_ask(end, "facts") for end in ends]
-    for world, fact in zip(worlds, facts, strict=True):
-        if fact["calls"] != facts[0]["calls"]:
-            raise CheckError(
-                f"{world} ranks issue {fact['calls']}, {worlds[0]} issue {facts[0]['calls']}"
-            )
+    _compare_collectives(worlds, facts)
     setups = _blocks(ends, "set_up", repeats)
     steps = _blocks(ends, "steps", repeats)
     return {
@@ -142,6 +166,17 @@ def _measure(worlds: list[int], ends: list[Connection], repeats: int) -> dict[st
         }
         for i, world in enumerate(worlds)
     }
+
+
+def _compare_collectives(worlds: list[int], facts: list[dict[str, Any]]) -> None:
+    """Raise CheckError unless all worlds issue the last one's; one data rank exchanges no data."""
+    for world, fact in zip(worlds, facts, strict=True):
+        wanted = facts[-1] if fact["num_data_ranks"] > 1 else facts[-1] | {"calls": {}}
+        for name in ("calls", "model_calls", "model_nbytes"):
+            if fact[name] != wanted[name]:
+                raise CheckError(
+                    f"{world} ranks issue {name} {fact[name]}, {worlds[-1]} issue {wanted[name]}"
+                )
 
 
 def _blocks(ends: list[Connection], request: str, repeats: int) -> list[list[Milliseconds]]:
@@ -219,6 +254,7 @@ class _Backend:
         with (
             self._replaced("_all_gather_single", _gather_alone),
             self._replaced("_reduce_scatter_single", _reduce_alone),
+            mock.patch.object(dist, "all_to_all_single", _exchange_alone),
         ):
             yield
 
@@ -239,6 +275,11 @@ def _reduce_alone(out: torch.Tensor, own: torch.Tensor, **options: object) -> No
     out.copy_(own[: out.numel()])
 
 
+def _exchange_alone(out: torch.Tensor, own: torch.Tensor, *splits: object, **_: object) -> None:
+    """Receive from each rank what is sent to it; the fake backend repeats what goes to rank 0."""
+    out.copy_(own)
+
+
 class _Rank:
     """Rank 0 of one world: its model, and what it tells of it."""
 
@@ -246,7 +287,8 @@ class _Rank:
         self._shape = shape
         self._backend = backend
         self._hooks = hooks
-        self._model = _shard(_new_model(shape))
+        self._meshes = ParallelDims(tp=shape.tp, ep=shape.ep).build("cpu")
+        self._model = _shard(_new_model(shape), self._meshes)
         self._optimizer = _new_optimizer(self._model)
 
     def facts(self, tolerance: float) -> dict[str, object]:
@@ -264,21 +306,36 @@ class _Rank:
         numel = sum(layout.gathered_numel - layout.padding_numel for layout in layouts)
         return {
             "check": {"tolerance": tolerance, "gradient": difference},
-            "calls": dict(record.calls),
+            "num_data_ranks": self._meshes.data_size,
+            **self._count(record),
             "num_parameters": numel,
             "padding_percent": 100 * sum(layout.padding_numel for layout in layouts) / numel,
             "resting_nbytes": {c.value: n for c, n in root.ledger.live.items()} | optimizer,
             "peak_nbytes": {c.value: n for c, n in root.ledger.peak.items()} | optimizer,
         }
 
+    def _count(self, record: CollectiveRecord) -> dict[str, dict[str, int]]:
+        """Return the collectives over data ranks, and calls and bytes of those over other ranks."""
+        meshes = [mesh for mesh in (self._meshes.data, self._meshes.experts) if mesh is not None]
+        data = {mesh.get_group().group_name for mesh in meshes}
+        calls, model_calls, model_nbytes = Counter[str](), Counter[str](), Counter[str]()
+        for (kind, group), num_calls in record.calls_by_group.items():
+            if group in data:
+                calls[kind] += num_calls
+            else:
+                model_calls[kind] += num_calls
+                model_nbytes[kind] += record.nbytes_by_group[kind, group]
+        by_name = {"calls": calls, "model_calls": model_calls, "model_nbytes": model_nbytes}
+        return {name: dict(counted) for name, counted in by_name.items()}
+
     def _compare_gradients(self, tolerance: float) -> float:
-        """Compare this rank's rows with those of plain torch on what the fake gather brought.
+        """Compare this rank's rows with those of plain layers on what the fake gather brought.
 
         Raises:
             CheckError: They differ.
         """
-        world = dist.get_world_size()
-        plain = _new_model(self._shape)
+        num_data = self._meshes.data_size
+        plain = parallelize(_new_model(self._shape), self._meshes)
         for unit in _units(self._model):
             unit.require_context().start_unshard(unit)
             unit.finish_unshard()
@@ -290,7 +347,7 @@ class _Rank:
         }
         with torch.no_grad():
             for ours, theirs in zip(self._model.parameters(), plain.parameters(), strict=True):
-                theirs.copy_(full[id(ours)])
+                local_tensor(theirs).copy_(full[id(ours)])
         for unit in _units(self._model):
             unit.release()
         for model in (self._model, plain):
@@ -300,25 +357,25 @@ class _Rank:
         for (name, ours), theirs in pairs:
             assert isinstance(ours, UnevenDTensor) and theirs.grad is not None, name
             start, stop = ours.uneven_layout.element_range()
-            rows = theirs.grad.reshape(-1)[start:stop] / world
+            rows = local_tensor(theirs.grad).reshape(-1)[start:stop] / num_data
             if start < stop:
                 assert ours.grad is not None, name
-                scale = rows.abs().max().clamp(min=_LEAST_SCALE / world)
+                scale = rows.abs().max().clamp(min=_LEAST_SCALE / num_data)
                 error = float((local_tensor(ours.grad).reshape(-1) - rows).abs().max() / scale)
                 worst = max(worst, math.inf if math.isnan(error) else error)
                 num_compared += 1
         self._optimizer.zero_grad()
         if not num_compared or not worst <= tolerance:
             raise CheckError(
-                f"gradients of {num_compared} shards on {world} ranks differ by {worst:.1e}, "
-                f"more than {tolerance:g}"
+                f"gradients of {num_compared} shards on {dist.get_world_size()} ranks differ by "
+                f"{worst:.1e}, more than {tolerance:g}"
             )
         return worst
 
     def set_up(self) -> dict[str, object]:
         """Wrap and step a fresh model; return milliseconds, the fake backend's left out."""
         model = _new_model(self._shape)
-        wrap, _ = self._timed(lambda: _shard(model))
+        wrap, _ = self._timed(lambda: _shard(model, self._meshes))
         optimizer = _new_optimizer(model)
         first_step, _ = self._timed(lambda: _step(model, optimizer))
         return {"wrap": wrap, "first_step": first_step}
@@ -328,7 +385,7 @@ class _Rank:
         blocks = []
         for _ in range(_STEPS_A_BLOCK):
             host, parts = self._timed(lambda: _step(self._model, self._optimizer))
-            parts.pop(host_time.ISSUING)
+            parts.pop(host_time.ISSUING, None)
             blocks.append({"host": host, "engine": sum(parts.values())} | parts)
         return {p: statistics.median(b[p] for b in blocks[1:]) for p in blocks[1]}
 
@@ -346,7 +403,7 @@ class _Rank:
 
 
 def _new_model(shape: Shape) -> nn.Module:
-    config = type(presets["gpt-toy"])(
+    config = ModelConfig(
         architecture="gpt",
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -358,12 +415,21 @@ def _new_model(shape: Shape) -> nn.Module:
         max_sequence_length=_TOKENS,
         tie_embeddings=False,
     )
+    if shape.ep > 1:
+        config = replace(
+            config,
+            architecture="qwen3_moe",
+            num_experts=2 * shape.ep,
+            num_experts_per_token=2,
+            moe_ffn_hidden_size=shape.hidden,
+        )
     return build_model(config, seed=0)
 
 
-def _shard(model: nn.Module) -> nn.Module:
+def _shard(model: nn.Module, meshes: Meshes) -> nn.Module:
+    parallelize(model, meshes)
     for module in [*(m for m in model.modules() if isinstance(m, TransformerLayer)), model]:
-        megafsdp.fully_shard(module)
+        megafsdp.fully_shard(module, mesh=meshes.data, expert_mesh=meshes.experts)
     return model
 
 

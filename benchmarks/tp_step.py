@@ -2,20 +2,15 @@
 
 The same GPT on both sides: ours of megafsdp.parallel under this package's ``fully_shard``, torch's
 of nn.Linear cut by ``parallelize_module`` with its sequence-parallel norms and ``loss_parallel``,
-under FSDP2. Equal weights, batches, AdamW(fused=True) and clipping, in the same processes, in
-blocks of a few steps that alternate. The first step of a block is dropped, and so are the first
-blocks. The figure is the ratio of medians, ours over torch's; there is none unless the losses of
-the first steps agree within 1e-5.
+under FSDP2. Equal weights, batches, AdamW(fused=True) and clipping; steps_in_turn.py says what the
+figure is.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,19 +30,12 @@ from torch.distributed.tensor.parallel import (
 
 import megafsdp
 from benchmarks.launch import device_type, launch
-from benchmarks.record import CheckError, spread
-from megafsdp.buffer.comm.agreement import raise_together
+from benchmarks.steps_in_turn import SIDES, TOLERANCE, Side, adamw, compare
+from benchmarks.steps_in_turn import describe as describe_steps
 from megafsdp.models import ModelConfig, TransformerLayer, build_model
 from megafsdp.models.language_model import LanguageModel
 
-SIDES = ("megafsdp", "torch")
 _HEADS = 8
-_WARM_UP_BLOCKS = 2
-_STEPS_A_BLOCK = 4
-_CHECKED_STEPS = 5
-_MAX_NORM = 1.0
-# Of losses in fp32, whose sums the sides make in another order.
-_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -67,23 +55,6 @@ class Shape:
     sequence: int
     batch: int
     vocabulary: int
-
-
-@dataclass
-class Side:
-    """One engine with its model and optimizer.
-
-    Attributes:
-        model: Called with tokens and labels.
-        optimizer: Of its parameters.
-        clip: Clips gradients by their norm.
-        context: Of forward and backward.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    clip: Callable[..., object]
-    context: Callable[[], AbstractContextManager[object]]
 
 
 class _Attention(nn.Module):
@@ -158,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=1024)
-    parser.add_argument("--tolerance", type=float, default=_TOLERANCE, help="of losses")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of losses")
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -185,13 +156,7 @@ def describe(results: dict[str, object]) -> str:
     lines = ["megafsdp / parallelize_module with FSDP2"]
     for name, case in results.items():
         if isinstance(case, dict) and "ratio" in case:
-            ours, theirs = (case["step_ms"][side]["median"] for side in SIDES)
-            low, high = case["ratio_range"]
-            lines.append(
-                f"{name} on {case['device']}: {ours:.1f} / {theirs:.1f} ms, ratio "
-                f"{case['ratio']:.3f} ({low:.3f} to {high:.3f} in {case['repeats']} blocks), "
-                f"losses within {case['check']['loss']:.1e}"
-            )
+            lines.append(describe_steps(name, case))
     return "\n".join(lines)
 
 
@@ -222,16 +187,12 @@ def _build(shape: Shape, side: str, mesh: DeviceMesh) -> Side:
             # As FSDP2 does by default; ours would keep the last layer for backward.
             megafsdp.fully_shard(layer, mesh=data, reshard_after_forward=True)
         megafsdp.fully_shard(ours, mesh=data)
-        return Side(ours, _adamw(ours), megafsdp.clip_grad_norm_, nullcontext)
+        return Side(ours, adamw(ours.parameters()), megafsdp.clip_grad_norm_)
     _copy(ours, theirs)
     _cut(theirs, tp)
     for module in (*theirs.layers, theirs):
         torch_fully_shard(module, mesh=data)
-    return Side(theirs, _adamw(theirs), nn.utils.clip_grad_norm_, loss_parallel)
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
+    return Side(theirs, adamw(theirs.parameters()), nn.utils.clip_grad_norm_, loss_parallel)
 
 
 @torch.no_grad()
@@ -283,30 +244,6 @@ def _batches(shape: Shape, mesh: DeviceMesh, num: int) -> list[Tensor]:
     ]
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _step(side: Side, tokens: Tensor) -> tuple[float, float]:
-    """Run one step; return its milliseconds and its loss."""
-    _synchronize()
-    start = time.perf_counter()
-    with side.context():
-        loss = side.model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-    side.clip(side.model.parameters(), _MAX_NORM)
-    side.optimizer.step()
-    side.optimizer.zero_grad()
-    _synchronize()
-    elapsed_ms = 1e3 * (time.perf_counter() - start)
-    return elapsed_ms, float(_local(loss.detach()))
-
-
-def _local(loss: Tensor) -> Tensor:
-    return loss.to_local() if hasattr(loss, "to_local") else loss
-
-
 def _measure(shape: Shape, num_tp: int, repeats: int, tolerance: float) -> dict[str, object]:
     """Check the sides, then time them; called by every rank."""
     num_ranks = dist.get_world_size()
@@ -314,34 +251,9 @@ def _measure(shape: Shape, num_tp: int, repeats: int, tolerance: float) -> dict[
         device_type(num_ranks), (num_ranks // num_tp, num_tp), mesh_dim_names=("dp_shard", "tp")
     )
     sides = {name: _build(shape, name, mesh) for name in SIDES}
-    worst = 0.0
-    for tokens in _batches(shape, mesh, _CHECKED_STEPS):
-        first, second = (_step(side, tokens)[1] for side in sides.values())
-        # Written so that a NaN is no agreement.
-        worst = worst if abs(first - second) <= worst else abs(first - second)
-    error = None
-    if not worst <= tolerance:
-        error = CheckError(f"losses differ by {worst:.1e}, more than {tolerance:g}")
-    raise_together(error)
-    batches = _batches(shape, mesh, _STEPS_A_BLOCK)
-    times: dict[str, list[float]] = {name: [] for name in SIDES}
-    block_ms: dict[str, list[float]] = {name: [] for name in SIDES}
-    for block in range(_WARM_UP_BLOCKS + repeats):
-        for name in SIDES if block % 2 else reversed(SIDES):
-            dist.barrier()
-            steps = [_step(sides[name], tokens)[0] for tokens in batches][1:]
-            if block >= _WARM_UP_BLOCKS:
-                times[name] += steps
-                block_ms[name].append(statistics.median(steps))
-    step_ms = {name: spread(times[name]) for name in SIDES}
-    ratios = [a / b for a, b in zip(*(block_ms[name] for name in SIDES), strict=True)]
     return {
         "num_ranks": num_ranks,
         "device": mesh.device_type,
         "num_parameters": sum(p.numel() for p in sides["torch"].model.parameters()),
-        "check": {"tolerance": tolerance, "loss": worst},
-        "repeats": repeats,
-        "step_ms": step_ms,
-        "ratio": step_ms["megafsdp"]["median"] / step_ms["torch"]["median"],
-        "ratio_range": [min(ratios), max(ratios)],
+        **compare(sides, partial(_batches, shape, mesh), repeats=repeats, tolerance=tolerance),
     }

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafsdp.errors import expected
-from megafsdp.mesh.torch_private import flatten_mesh, new_group_options
+from megafsdp.mesh.torch_private import default_store, flatten_mesh, new_group_options
 
 DP_OUTER = "dp_outer"
 DP_SHARD = "dp_shard"
@@ -146,8 +146,9 @@ class ParallelDims:
         run their collectives on streams of high priority.
 
         Raises:
-            ValueError: The degrees do not fit the world size.
+            ValueError: The degrees do not fit the world size, or differ between ranks.
         """
+        _require_same(self)
         dims = self.resolve(dist.get_world_size())
         outer = {} if dims.dp_outer == 1 else {DP_OUTER: dims.dp_outer}
         data_axes, expert_axes = (*outer, DP_SHARD), (*outer, EDP)
@@ -170,6 +171,39 @@ class ParallelDims:
             ep=experts[EP] if experts is not None and ep else None,
             data_rank=dist.get_rank() // (dims.cp * dims.tp),
             data_size=dims.data_size,
+        )
+
+
+def _require_same(dims: ParallelDims) -> None:
+    """Check that all ranks make the same meshes, by the store in which they met.
+
+    Ranks that differ would make process groups in another order, and wait for each other.
+
+    Raises:
+        ValueError: They do not; on all ranks.
+    """
+    size = dist.get_world_size()
+    # The other ranks of a fake group do not exist.
+    if size == 1 or dist.get_backend() == "fake":
+        return
+    base = dist.PrefixStore("megafsdp/dims", default_store())
+    # No rank enters a second time before all have entered the first time.
+    store = dist.PrefixStore(str((base.add("entered", 1) - 1) // size), base)
+    own, first = repr(dims), store.compare_set("first", "", repr(dims)).decode()
+    if own != first:
+        store.set("other", own)
+    if store.add("arrived", 1) == size:
+        has_other = store.check(["other"])
+        store.set("answer", store.get("other").decode() if has_other else first)
+    # Waits for the last one.
+    if (other := store.get("answer").decode()) != first:
+        raise ValueError(
+            expected(
+                "the same degrees on all ranks",
+                f"{first} on some, {other} on others",
+                where="ParallelDims.build()",
+                hint="Start all ranks with the same configuration",
+            )
         )
 
 
@@ -199,4 +233,4 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def default_mesh(device_type: str) -> DeviceMesh:
     """Make a 1-D mesh of all ranks; collective over all ranks of the default process group."""
-    return ParallelDims().build(device_type).data
+    return _root(device_type, {DP_SHARD: dist.get_world_size()})

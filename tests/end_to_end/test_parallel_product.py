@@ -1,10 +1,12 @@
-"""Tensor parallelism times every way to divide the data, against one process on the whole batch."""
+"""Tensor and expert parallelism times every way to divide the data, against one process."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -13,17 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megafsdp import full_tensor, fully_shard, microbatch
+from megafsdp import ParallelDims, full_tensor, fully_shard, fully_shard_model, microbatch
+from megafsdp.models import TransformerLayer
+from megafsdp.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 from megafsdp.optimizer import clip_grad_norm_
+from megafsdp.parallel import end_router_step, parallelize
 from tests.fsdp.llama import Llama
 from tests.fsdp.llama import parallelize as parallelize_by_torch
 from tests.fsdp.toy import full_tensors
 from tests.pairwise import gate_of
-from tests.parallel.cases import CONFIGS, EPS, batch_of, build
+from tests.parallel.cases import CONFIG, CONFIGS, EPS, batch_of, build
 from tests.ranks import Ranks
 
 NUM_STEPS, NUM_ROWS, LENGTH = 3, 4, 8
-CLIP_NORM = 1.0
+CLIP_NORM = 0.3
 # The sides differ by the order of sums; three steps on, as the largest difference of any case.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 STRATEGIES: dict[str, dict[str, str]] = {
@@ -37,12 +42,60 @@ STRATEGIES: dict[str, dict[str, str]] = {
 # Layers of this package, and a model that torch's parallelize_module has cut.
 MODELS = ("qwen3", "gpt", "torch")
 
-# Model, dtype, microbatches, strategy, then the degrees of dp_outer, dp_shard and tp.
-Case = tuple[str, torch.dtype, int, str, int, int, int]
-NAMES = ("model", "dtype", "num_microbatches", "strategy", "outer", "inner", "tp")
-PRODUCT: list[Case] = list(
-    itertools.product(MODELS, TOLERANCE, (1, 3), STRATEGIES, (1, 2), (1, 2), (1, 2))
-)
+_MIXTURE = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 6}
+MIXTURES = {
+    "qwen3_moe": dataclasses.replace(
+        CONFIG,
+        architecture="qwen3_moe",
+        router_balance="aux_loss",
+        router_aux_loss_coefficient=0.05,
+        **_MIXTURE,
+    ),
+    "qwen3_next": dataclasses.replace(
+        CONFIG,
+        architecture="qwen3_next",
+        router_balance="bias",
+        router_bias_update_rate=0.01,
+        shared_expert_ffn_hidden_size=6,
+        layer_types=(LINEAR_ATTENTION, FULL_ATTENTION),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=4,
+        linear_value_head_dim=4,
+        rotary_fraction=0.5,
+        # The first tokens' outputs of linear attention are nearly zero: a smaller eps would make
+        # rounding noise of them, in fp32 1e-4 of the norm in one process too.
+        norm_eps=0.1,
+        **_MIXTURE,
+    ),
+}
+
+# Model, dtype, microbatches, strategy, then the degrees of dp_outer, dp_shard, tp and ep.
+Case = tuple[str, torch.dtype, int, str, int, int, int, int]
+NAMES = ("model", "dtype", "num_microbatches", "strategy", "outer", "inner", "tp", "ep")
+DEGREES = ((1, 2), (1, 2), (1, 2))
+PRODUCT: list[Case] = list(itertools.product(MODELS, TOLERANCE, (1, 3), STRATEGIES, *DEGREES, (1,)))
+
+
+def _mixtures(name: str) -> list[Case]:
+    cases = itertools.product([name], TOLERANCE, (1, 3), STRATEGIES, *DEGREES, (1, 2))
+    # Two data axes for these two; experts are shared out among the ranks of a replica.
+    return [
+        case
+        for case in cases
+        if (case[4] > 1 or case[3] not in ("hsdp", "hfsdp")) and case[5] * case[6] % case[7] == 0
+    ]
+
+
+def _each_mesh(cases: list[Case]) -> list[Case]:
+    """Return a case for each mesh and dtype, with a strategy and a number of microbatches each."""
+    kinds: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        kinds.setdefault((case[1], case[4:]), []).append(case)
+    return [kind[7 * i % len(kind)] for i, kind in enumerate(kinds.values())]
+
+
+MIXTURE_PRODUCT = _mixtures("qwen3_moe") + _each_mesh(_mixtures("qwen3_next"))
 
 
 @dataclass(frozen=True)
@@ -53,7 +106,7 @@ class Trajectory:
         losses: The loss of each step, summed over microbatches.
         norms: The norm of each step's gradients.
         grads: Those of the first step.
-        parameters: After the last step.
+        parameters: After the last step, with buffers.
     """
 
     losses: list[float]
@@ -63,7 +116,7 @@ class Trajectory:
 
 
 def _build(name: str, dtype: torch.dtype) -> nn.Module:
-    return Llama().to(dtype) if name == "torch" else build(CONFIGS[name], dtype)
+    return Llama().to(dtype) if name == "torch" else build((CONFIGS | MIXTURES)[name], dtype)
 
 
 def _train(model: nn.Module, num_microbatches: int, share: tuple[int, int]) -> Trajectory:
@@ -73,7 +126,7 @@ def _train(model: nn.Module, num_microbatches: int, share: tuple[int, int]) -> T
     rank, num_ranks = share
     # Ours returns a norm in fp32, whose rounding would show in fp64.
     is_double = next(model.parameters()).dtype == torch.float64
-    clip = nn.utils.clip_grad_norm_ if is_double else clip_grad_norm_
+    clip = _clip_in_double if is_double else clip_grad_norm_
     for step in range(NUM_STEPS):
         loss = 0.0
         for k in range(num_microbatches):
@@ -91,10 +144,20 @@ def _train(model: nn.Module, num_microbatches: int, share: tuple[int, int]) -> T
             grads = _copies({n: p.grad for n, p in model.named_parameters()})
         norms.append(float(full_tensor(clip(model.parameters(), CLIP_NORM))))
         optimizer.step()
+        end_router_step(model)
         optimizer.zero_grad()
         losses.append(loss)
-    found = _copies({n: p.detach() for n, p in model.named_parameters()})
+    found = _copies({n: t.detach() for n, t in model.state_dict().items()})
     return Trajectory(losses, norms, grads, found)
+
+
+def _clip_in_double(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clip as torch's function does, which takes no gradients on several meshes."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.stack([full_tensor(grad).norm() for grad in grads]).norm()
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def _copies(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
@@ -105,19 +168,26 @@ def _copies(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
 @functools.cache
 def _wanted(name: str, dtype: torch.dtype, num_microbatches: int) -> Trajectory:
     model = _build(name, dtype)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = {n: t.detach().clone() for n, t in model.state_dict().items()}
     wanted = _train(model, num_microbatches, (0, 0))
-    assert all(not torch.equal(before[n], p) for n, p in wanted.parameters.items())
+    assert all(not torch.equal(before[n], t) for n, t in wanted.parameters.items())
+    # Decay moves experts that no token passes: each has a gradient.
+    assert all(g.flatten(1).any(1).all() for n, g in wanted.grads.items() if g.ndim == 3)
     return wanted
 
 
-def _trajectory(case: Case, wanted: Trajectory) -> None:
-    name, dtype, num_microbatches, strategy, outer, inner, tp = case
+def _shard(case: Case) -> nn.Module:
+    name, dtype, _, strategy, outer, inner, tp, ep = case
+    model = _build(name, dtype)
+    if name in MIXTURES:
+        meshes = ParallelDims(outer, inner, tp=tp, ep=ep).build("cpu")
+        parallelize(model, meshes)
+        options = {"mesh": meshes.data, "expert_mesh": meshes.experts, **STRATEGIES[strategy]}
+        return fully_shard_model(model, [TransformerLayer], **options)
     names = ("dp_outer", "dp_shard", "tp")
     root = init_device_mesh("cpu", (outer, inner, tp), mesh_dim_names=names)
     has_outer = outer > 1 or strategy in ("hsdp", "hfsdp")
     mesh = root[names[:2]] if has_outer else root[names[1]]
-    model = _build(name, dtype)
     if tp > 1 and isinstance(model, Llama):
         parallelize_by_torch(model, root["tp"])
     elif tp > 1:
@@ -125,7 +195,12 @@ def _trajectory(case: Case, wanted: Trajectory) -> None:
     blocks = model.blocks if isinstance(model, Llama) else model.decoder.layers
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, **STRATEGIES[strategy])
-    num_data = outer * inner
+    return model
+
+
+def _trajectory(case: Case, wanted: Trajectory) -> None:
+    _, dtype, num_microbatches, _, outer, inner, tp, _ = case
+    model, num_data = _shard(case), outer * inner
     found = _train(model, num_microbatches, (dist.get_rank() // tp, num_data))
     losses = torch.tensor(found.losses, dtype=torch.float64)
     dist.all_reduce(losses)
@@ -142,7 +217,14 @@ def _trajectory(case: Case, wanted: Trajectory) -> None:
             close(tensor, expected[key], msg=lambda m, k=key: f"{k}: {m}")
 
 
-@pytest.mark.parametrize(NAMES, gate_of(PRODUCT, "parallel-product"), ids=str)
+@pytest.mark.parametrize(
+    NAMES,
+    [
+        *gate_of(PRODUCT, "parallel-product"),
+        *gate_of(MIXTURE_PRODUCT, "parallel-product"),
+    ],
+    ids=str,
+)
 def test_three_steps_equal_one_process(
     ranks: Ranks,
     model: str,
@@ -152,7 +234,8 @@ def test_three_steps_equal_one_process(
     outer: int,
     inner: int,
     tp: int,
+    ep: int,
 ) -> None:
     """Losses, every gradient, norms, and the parameters after three clipped steps of AdamW."""
-    case = (model, dtype, num_microbatches, strategy, outer, inner, tp)
+    case = (model, dtype, num_microbatches, strategy, outer, inner, tp, ep)
     ranks(outer * inner * tp).run(_trajectory, case, _wanted(model, dtype, num_microbatches))

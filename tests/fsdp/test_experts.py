@@ -2,133 +2,50 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch import nn
 
-from megafsdp import ParallelDims, full_tensor, fully_shard, fully_shard_model
+from megafsdp import (
+    ParallelDims,
+    full_state_dict,
+    full_tensor,
+    fully_shard,
+    load_full_state_dict,
+    materialize,
+)
 from megafsdp.buffer.comm.collectives import record_collectives
-from megafsdp.mesh.annotation import annotate
-from megafsdp.mesh.parallel_dims import Meshes
+from megafsdp.mesh.annotation import ExpertRange, annotate
+from tests.fsdp.mixture import NUM_TOKENS, WIDTH, Net, backwards, cut, pair, shard
 from tests.fsdp.toy import adamw
 from tests.ranks import Ranks
 
-NUM_EXPERTS, WIDTH, NUM_TOKENS = 4, 6, 5
 # In fp64 the sides differ by the order of sums alone.
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
 
 
-class Experts(nn.Module):
-    """A stack of matrices, each applied to all tokens and weighted; every rank has some of them."""
-
-    computes_on_part = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, WIDTH) / 3)
-        self.ep: DeviceMesh | None = None
-
-    def cut(self, ep: DeviceMesh) -> None:
-        """Keep the experts of this rank."""
-        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), ep, [Shard(0)]))
-        annotate(self.weight, is_expert=True)
-        self.ep = ep
-
-    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Mix the experts' outputs for this rank's tokens (tokens, width)."""
-        assert type(self.weight) is nn.Parameter, "the plain part"
-        if self.ep is None:
-            return torch.einsum("te,enk,tk->tn", gates, self.weight, x)
-        # Tokens go to all ranks, each computes with its experts, and the sums come back.
-        x, gates = (_shown_to_all(t, self.ep) for t in (x, gates))
-        own = gates.chunk(self.ep.size(), 1)[self.ep.get_local_rank()]
-        y = torch.einsum("te,enk,tk->tn", own, self.weight, x)
-        summed = DTensor.from_local(y, self.ep, [Partial()], run_check=False)
-        return summed.redistribute(placements=[Shard(0)]).to_local()
-
-
-def _shown_to_all(x: Tensor, ep: DeviceMesh) -> Tensor:
-    shown = DTensor.from_local(x, ep, [Shard(0)], run_check=False)
-    return shown.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-
-
-class Mixture(nn.Module):
-    """A dense layer, a router and experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(WIDTH, WIDTH)
-        self.router = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
-        self.experts = Experts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the mixture."""
-        h = torch.tanh(self.dense(x))
-        return x + self.experts(h, self.router(h).softmax(1))
-
-
-class Net(nn.Module):
-    """Two mixtures under a dense root; returns the mean square."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.mixtures = nn.ModuleList(Mixture() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the mean over tokens."""
-        x = self.first(x)
-        for mixture in self.mixtures:
-            x = mixture(x)
-        return x.square().sum(1).mean()
-
-
-def _cut(net: Net, meshes: Meshes) -> Net:
-    assert meshes.ep is not None
-    for mixture in net.mixtures:
-        mixture.experts.cut(meshes.ep)
-    if meshes.tp is not None:
-        # Every rank of tp has tokens of its own, as under sequence parallelism.
-        for name, parameter in net.named_parameters():
-            if "experts" not in name:
-                annotate(parameter, sums_over_tp=True)
-    return net
-
-
 def _equal_one_process(dims: ParallelDims, options: dict[str, object]) -> None:
     meshes = dims.build("cpu")
-    reference = Net().double()
-    net = _cut(copy.deepcopy(reference), meshes)
-    fully_shard_model(net, [Mixture], mesh=meshes.data, expert_mesh=meshes.experts, **options)
+    reference, net = pair(meshes, **options)
+    net.recomputes = dims.dp_outer > 1
     axes = [group.axes for group in net.mixtures[0]._fsdp_unit().groups]
     assert [a.is_expert for a in axes] == [False, True], "one group of each kind"
-    world, num_shares = dist.get_world_size(), dist.get_world_size() // meshes.data_size
     optimizers = [adamw(reference), adamw(net)]
-    x = torch.randn(2, world, NUM_TOKENS, WIDTH, dtype=torch.float64)
-    for batch in x:
-        expected = reference(batch.flatten(0, 1))
-        expected.backward()
-        # Each data rank's loss is a mean over the tokens of its tp ranks.
-        loss = net(batch[dist.get_rank()]) / num_shares
-        with record_collectives() as record:
-            loss.backward()
-        dist.all_reduce(loss := loss.detach())
-        torch.testing.assert_close(loss / meshes.data_size, expected.detach(), **TOLERANCE)
-        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
-            assert p.grad is not None and p.shape == q.shape
-            torch.testing.assert_close(full_tensor(p.grad), q.grad, **TOLERANCE)
-        if meshes.tp is not None:
-            sums = [label for kind, label in record.events if kind == "all_reduce"]
-            assert sums == ["mixtures.1", "mixtures.0", "Net", "usage"]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    with record_collectives() as record:
+        for expected, loss in backwards(reference, net, meshes, 2):
+            torch.testing.assert_close(loss, expected, **TOLERANCE)
+            for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+                assert p.grad is not None and p.shape == q.shape
+                torch.testing.assert_close(full_tensor(p.grad), q.grad, **TOLERANCE)
+            idle = reference.mixtures[1].experts.fc2.grad.flatten(1).any(1)
+            assert idle.tolist() == [False, True, True, True], "one got no tokens"
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    if meshes.tp is not None and dims.dp_outer == 1:
+        sums = [label for kind, label in record.events if kind == "all_reduce"]
+        assert sums == ["mixtures.1", "mixtures.0", "Net", "usage"] * 2
     for p, q in zip(net.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full_tensor(p.detach()), q.detach(), **TOLERANCE)
 
@@ -145,7 +62,11 @@ def test_experts_train_as_in_one_process(ranks: Ranks) -> None:
         (ParallelDims(dp_shard=4, ep=2), {"strategy": "no_shard"}),
         (ParallelDims(dp_outer=2, dp_shard=2, ep=2), {"outer_strategy": "optim"}),
         # Dense weights on one rank each, experts divided among two.
-        (ParallelDims(dp_shard=1, tp=4, ep=2), {}),
+        (ParallelDims(dp_shard=1, tp=4, ep=2), {"reshard_after_forward": 2}),
+        # Every rank of tp has all experts, and divides them as one of data parallelism.
+        (ParallelDims(dp_shard=2, tp=2), {"reshard_after_forward": 2}),
+        (ParallelDims(dp_outer=2, dp_shard=1, tp=2), {"outer_strategy": "optim"}),
+        (ParallelDims(dp_outer=2, dp_shard=1, tp=2, ep=2), {}),
         # A node of two ranks: half of the dense ranks, all of the experts'.
         (ParallelDims(dp_shard=4, ep=2), {"reshard_after_forward": 2}),
     ]
@@ -155,10 +76,7 @@ def test_experts_train_as_in_one_process(ranks: Ranks) -> None:
 def _backward_of_neighbours(dims: ParallelDims) -> tuple[list[bool], int, int]:
     meshes = dims.build("cpu")
     assert meshes.experts is not None
-    net = _cut(Net(), meshes)
-    fully_shard_model(
-        net, [Mixture], mesh=meshes.data, expert_mesh=meshes.experts, reshard_after_forward=2
-    )
+    net = shard(Net(), meshes, reshard_after_forward=2)
     loss = net(torch.ones(NUM_TOKENS, WIDTH))
     groups = net.mixtures[0]._fsdp_unit().groups
     is_kept = [group.is_unsharded for group in groups]
@@ -179,12 +97,97 @@ def test_neighbours_divide_experts_among_those_that_have_the_same(ranks: Ranks) 
     assert alone == [([False, True], 3, 0)] * 6
 
 
+def _whole_tensors() -> None:
+    """Values drawn, shown, loaded: each as in one process, bit for bit."""
+    for dims in (ParallelDims(ep=2), ParallelDims(tp=2, ep=2), ParallelDims(tp=2)):
+        meshes = dims.build("cpu")
+        reference = Net()
+        torch.manual_seed(3)
+        reference.apply(_reset)
+        with torch.device("meta"):
+            net = Net()
+        for mixture in net.mixtures:
+            mixture.expert_bias = torch.arange(4.0)
+        shard(net, meshes)
+        torch.manual_seed(3)
+        materialize(net)
+        wanted = dict(reference.named_parameters())
+        found = full_state_dict(net)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        for name, value in net.named_parameters():
+            assert torch.equal(full_tensor(value), wanted[name])
+        other = shard(Net(), meshes)
+        load_full_state_dict(other, found)
+        loaded = full_state_dict(other)
+        assert loaded.keys() == found.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in found.items())
+
+
+def _reset(module: nn.Module) -> None:
+    if callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+
+
+def test_whole_experts_are_drawn_shown_and_loaded(ranks: Ranks) -> None:
+    """By materialize(), full_tensor(), full_state_dict() and load_full_state_dict()."""
+    ranks(4).run(_whole_tensors)
+
+
+def _refusals() -> None:
+    meshes = ParallelDims(ep=2).build("cpu")
+    net = cut(Net(), meshes)
+    mixture, options = net.mixtures[0], {"mesh": meshes.data, "expert_mesh": meshes.experts}
+
+    def refused(message: str, module: nn.Module = mixture, **others: object) -> None:
+        with pytest.raises(ValueError, match=message):
+            fully_shard(module, **{**options, **others})
+
+    refused("an expert_mesh, of the ranks.*got none.*Meshes.experts", expert_mesh=None)
+    refused("an expert_mesh, of the ranks.*got none", mesh=None, expert_mesh=None)
+    alone = ParallelDims(ep=4).build("cpu").experts
+    refused(r"covers ranks \[0, 1, 2, 3\].*got ranks \[\d, \d\]", expert_mesh=alone)
+    refused(r"divisor of the 4 or 2 ranks.*got 3", reshard_after_forward=3)
+    # Orthogonal to the data mesh, the axis could be one of tensor parallelism.
+    beside = ParallelDims(tp=2, ep=2).build("cpu")
+    other = cut(Net(), beside).mixtures[0]
+    refused("an expert_mesh, of the ranks", other, mesh=beside.data, expert_mesh=None)
+    # Stacks of this rank alone, which are no DTensors.
+    local = Net().mixtures[0]
+    for stack in local.experts.parameters():
+        annotate(stack, experts=ExpertRange(4 * (dist.get_rank() % 2), 4, 8))
+    refused(r"at most 2 ranks with the same 4 of 8 experts, got 4 ranks", local, expert_mesh=None)
+    fully_shard(local, **options)
+    # Nothing was changed: the right call works.
+    fully_shard(mixture, **options)
+    assert torch.isfinite(mixture(torch.ones(NUM_TOKENS, WIDTH))).all()
+
+
+def test_meshes_that_mix_experts_are_refused(ranks: Ranks) -> None:
+    """Before anything is changed, on all ranks alike."""
+    ranks(4).run(_refusals)
+
+
+def _disagreement() -> None:
+    meshes = ParallelDims(tp=2).build("cpu")
+    net = cut(Net(), meshes)
+    expert_mesh = meshes.experts if dist.get_rank() == 1 else None
+    for module in (*net.mixtures, net):
+        fully_shard(module, mesh=meshes.data, expert_mesh=expert_mesh)
+    with pytest.raises(ValueError, match=r"the same parameters, shapes and dtypes on all ranks"):
+        net(torch.ones(NUM_TOKENS, WIDTH))
+
+
+def test_ranks_that_disagree_on_the_mesh_of_experts_are_refused(ranks: Ranks) -> None:
+    """All of them raise, where the rest would wait for one."""
+    ranks(4).run(_disagreement)
+
+
 def _wrong_expert_ranks() -> None:
-    meshes = ParallelDims(dp_shard=4, ep=2).build("cpu")
-    net = _cut(Net(), meshes)
-    fully_shard(net.mixtures[0], mesh=meshes.data, expert_mesh=meshes.experts)
-    alone = ParallelDims(dp_shard=4, ep=4).build("cpu").experts
-    fully_shard(net.mixtures[1], mesh=meshes.data, expert_mesh=alone)
+    net = Net()
+    for degree, mixture in zip((2, 4), net.mixtures, strict=True):
+        meshes = ParallelDims(ep=degree).build("cpu")
+        mixture.experts.cut(meshes.ep)
+        fully_shard(mixture, mesh=meshes.data, expert_mesh=meshes.experts)
     fully_shard(net, mesh=meshes.data, expert_mesh=meshes.experts)
     with pytest.raises(ValueError, match=r"the same mesh and expert_mesh for all units"):
         net(torch.ones(NUM_TOKENS, WIDTH))

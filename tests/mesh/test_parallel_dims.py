@@ -127,6 +127,7 @@ def test_every_degree_has_its_ranks_among_4096(fake_world: int, dims: ParallelDi
     o, s, c, t = np.unravel_index(ranks, shape)
     # Experts: blocks of ep neighbours within a replica.
     block, e = ranks % inner // dims.ep, ranks % dims.ep
+    has_experts = dims.ep > 1 or dims.tp > 1
 
     def alike(*coordinates: np.ndarray) -> list[int]:
         same = [axis == axis[1029] for axis in coordinates]
@@ -139,7 +140,7 @@ def test_every_degree_has_its_ranks_among_4096(fake_world: int, dims: ParallelDi
     assert _own_ranks(meshes.data) == divided(alike(t))
     assert _own_ranks(meshes.tp) == (alike(o, s, c) if dims.tp > 1 else None)
     assert _own_ranks(meshes.cp) == (alike(o, s, t) if dims.cp > 1 else None)
-    assert _own_ranks(meshes.experts) == (divided(alike(e)) if dims.ep > 1 else None)
+    assert _own_ranks(meshes.experts) == (divided(alike(e)) if has_experts else None)
     assert _own_ranks(meshes.ep) == (alike(o, block) if dims.ep > 1 else None)
     assert meshes.data.mesh_dim_names == ("dp_outer", "dp_shard")[dims.dp_outer == 1 :]
     assert (meshes.data_rank, meshes.data_size) == (
@@ -192,3 +193,18 @@ def test_groups_of_every_mesh_communicate(ranks: Ranks) -> None:
     first, last = {"tp": 3.0, "ep": 3.0}, {"tp": 12.0, "ep": 12.0}
     wanted = [even | first, odd | first, even | last, odd | last]
     assert ranks(4).run(_sums_over_groups) == wanted
+
+
+def _disagree() -> str:
+    dims = ParallelDims(tp=2) if dist.get_rank() == 1 else ParallelDims(tp=2, ep=2)
+    with pytest.raises(ValueError, match="the same degrees on all ranks") as error:
+        dims.build("cpu")
+    # Ranks that agree go on.
+    assert ParallelDims(ep=2).build("cpu").experts is not None
+    return str(error.value)
+
+
+def test_ranks_with_other_degrees_are_refused_on_all(ranks: Ranks) -> None:
+    """Where their process groups would wait for each other."""
+    messages = ranks(4).run(_disagree)
+    assert all("ep=1" in message and "ep=2" in message for message in messages)

@@ -28,7 +28,9 @@ def test_without_a_seed_the_callers_state_is_drawn_from() -> None:
     assert _equal(build_model(presets["gpt-toy"]), build_model(presets["gpt-toy"], seed=7))
 
 
-@pytest.mark.parametrize("preset", ["qwen3-toy", "llama-toy", "gpt-toy", "qwen3-next-toy"])
+@pytest.mark.parametrize(
+    "preset", ["qwen3-toy", "llama-toy", "gpt-toy", "qwen3-moe-toy", "qwen3-next-toy"]
+)
 def test_initialising_a_meta_model_module_by_module_equals_building(preset: str) -> None:
     """reset_parameters() of each module that owns parameters draws the same numbers."""
     with torch.device("meta"):

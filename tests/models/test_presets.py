@@ -15,6 +15,7 @@ from megafsdp.models import build_model, presets
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-1.7b", 1_720_574_976),
         ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
         ("llama-3-8b", 8_030_261_248),
         ("qwen3-next-80b-a3b", 79_674_391_296),
     ],

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import megafsdp
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.mesh.annotation import ParameterAnnotation
 from megafsdp.mesh.model_part import part_of
 from megafsdp.models import ModelConfig, TransformerLayer, build_model
@@ -34,6 +35,14 @@ CONFIG = ModelConfig(
 )
 GPT = dataclasses.replace(CONFIG, architecture="gpt", tie_embeddings=False)
 LLAMA = dataclasses.replace(CONFIG, architecture="llama", tie_embeddings=False)
+MOE = dataclasses.replace(
+    CONFIG,
+    architecture="qwen3_moe",
+    tie_embeddings=False,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_ffn_hidden_size=12,
+)
 # Tied and untied, each architecture once.
 CONFIGS = {"qwen3": CONFIG, "gpt": GPT, "llama": LLAMA}
 
@@ -93,7 +102,9 @@ def whole(tensor: Tensor, annotation: ParameterAnnotation) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     full = tensor.full_tensor().detach()
-    if annotation.fused is None or annotation.tp_dim is None:
+    # That of our engine is in the order of the whole tensor.
+    is_in_order = isinstance(tensor, UnevenDTensor) or annotation.tp_dim is None
+    if annotation.fused is None or is_in_order:
         return full
     num_ranks = tensor.device_mesh.size(-1)
     part = part_of(tuple(full.shape), annotation.tp_dim, num_ranks, 0, annotation.fused)

@@ -27,12 +27,15 @@ from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models import build_model
 from megafsdp.parallel import (
+    GroupedExperts,
+    GroupedLinear,
     LayerNorm,
     Linear,
     OutputLayer,
     ParallelModule,
     PositionEmbedding,
     RMSNorm,
+    Router,
     VocabParallelEmbedding,
     parallelize,
 )
@@ -46,6 +49,9 @@ _LAYERS: dict[str, Any] = {
     "VocabParallelEmbedding": lambda **kwargs: VocabParallelEmbedding(4, 6, **kwargs),
     "PositionEmbedding": lambda **kwargs: PositionEmbedding(4, 6, **kwargs),
     "OutputLayer": lambda **kwargs: OutputLayer(6, 4, **kwargs),
+    "Router": lambda **kwargs: Router(4, 6, 2, **kwargs),
+    "GroupedLinear": lambda **kwargs: GroupedLinear(2, 4, 6, **kwargs),
+    "GroupedExperts": lambda **kwargs: GroupedExperts(2, 4, 6, **kwargs),
 }
 
 
@@ -260,7 +266,7 @@ def test_tied_weights_stay_tied(ranks: Ranks) -> None:
 def test_a_model_without_parallel_layers_is_refused() -> None:
     """Its parameters would stay whole without a word; without tp there is nothing to cut."""
     model = nn.Linear(2, 2)
-    meshes: Any = SimpleNamespace(tp=object())
+    meshes: Any = SimpleNamespace(tp=object(), ep=None)
     with pytest.raises(ValueError, match="parallel, got Linear without any"):
         parallelize(model, meshes)
     meshes.tp = None

@@ -1,0 +1,167 @@
+"""Tokens to experts and back, against indexing in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafsdp.buffer.comm.trace import record_collectives
+from megafsdp.parallel.dispatch import combine, dispatch, plan_dispatch
+from tests.ranks import Ranks
+
+_NUM_EXPERTS, _WIDTH = 6, 5
+# By rank and token. "One expert" is of rank 1; of "every expert" K is E.
+Choices = list[list[list[int]]]
+_CHOICES: dict[str, Choices] = {
+    "random": [[[0, 3], [5, 1], [2, 4]], [[4, 0], [1, 0], [3, 5], [2, 3]]],
+    "idle experts": [[[4, 1], [1, 4]], [[1, 4], [4, 1], [1, 4]]],
+    "one expert": [[[5], [5], [5]], [[5], [5]]],
+    "every expert": [[[3, 0, 1, 5, 4, 2]], [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]],
+    "a rank without tokens": [[[0, 3], [5, 1], [2, 4]], []],
+    "a rank without rows": [[[0, 1], [2, 0]], [[1, 2]]],
+}
+
+
+def _inputs(experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, weights and what multiplies the rows of each expert, of the whole batch."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return draw(len(experts), _WIDTH), draw(*experts.shape), draw(_NUM_EXPERTS, _WIDTH)
+
+
+def _joined(by_rank: Choices) -> list[list[int]]:
+    return [token for tokens in by_rank for token in tokens]
+
+
+def _chosen(rows: list[list[int]], num_choices: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64).view(len(rows), num_choices)
+
+
+def _run(by_rank: Choices) -> dict[str, Tensor]:
+    """Pass this rank's tokens, or without ranks all, through experts that multiply."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    num_choices = len(by_rank[0][0])
+    x, weights, factors = _inputs(_chosen(_joined(by_rank), num_choices))
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    own = _joined(by_rank) if group is None else by_rank[rank]
+    first = 0 if rank == 0 else len(by_rank[0])
+    x = x[first : first + len(own)].requires_grad_()
+    weights = weights[first : first + len(own)].requires_grad_()
+    factors = factors.chunk(num_ranks)[rank].requires_grad_()
+    plan = plan_dispatch(_chosen(own, num_choices), _NUM_EXPERTS, group)
+    rows = dispatch(x, plan)
+    out = combine(rows * factors.repeat_interleave(plan.load_E, dim=0), plan, weights)
+    # A different gradient for each element.
+    grad = torch.arange(x.numel(), dtype=x.dtype).view_as(x) + 100 * first
+    out.backward(grad)
+    assert x.grad is not None and weights.grad is not None and factors.grad is not None
+    return {
+        "rows": rows.detach(),
+        "loads": plan.load_E,
+        "out": out.detach(),
+        "grad of x": x.grad,
+        "grad of weights": weights.grad,
+        "grad of factors": factors.grad,
+    }
+
+
+def _run_naively(by_rank: Choices) -> dict[str, Tensor]:
+    """Compute the same by indexing, whose gradients autograd adds up."""
+    experts = _chosen(_joined(by_rank), len(by_rank[0][0]))
+    x, weights, factors = (t.requires_grad_() for t in _inputs(experts))
+    out = (x.unsqueeze(1) * factors[experts] * weights.unsqueeze(2)).sum(1)
+    starts = [0, len(by_rank[0])]
+    grad = torch.cat(
+        [
+            torch.arange(len(own) * _WIDTH, dtype=x.dtype).view(-1, _WIDTH) + 100 * start
+            for own, start in zip(by_rank, starts, strict=True)
+        ]
+    )
+    out.backward(grad)
+    assert x.grad is not None and weights.grad is not None and factors.grad is not None
+    rows = [x[(experts == expert).any(1)] for expert in range(_NUM_EXPERTS)]
+    return {
+        "rows": torch.cat(rows).detach(),
+        "loads": torch.tensor([len(of_expert) for of_expert in rows]),
+        "out": out.detach(),
+        "grad of x": x.grad,
+        "grad of weights": weights.grad,
+        "grad of factors": factors.grad,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in _CHOICES if "rank" not in name])
+def test_rows_are_sorted_by_expert_and_come_back(name: str) -> None:
+    """In one process: rows, outputs and gradients of indexing, whatever the tokens choose."""
+    joined = [_joined(_CHOICES[name]), []]
+    found, wanted = _run(joined), _run_naively(joined)
+    for key, expected in wanted.items():
+        tolerance = 0 if key in ("rows", "loads") else 1e-12
+        torch.testing.assert_close(found[key], expected, rtol=tolerance, atol=tolerance, msg=key)
+
+
+@pytest.mark.parametrize("name", _CHOICES)
+def test_two_ranks_equal_one_process(ranks: Ranks, name: str) -> None:
+    """Rows of each expert in the same order, and outputs and gradients of the joined batch."""
+    first, second = ranks(2).run(_run, _CHOICES[name])
+    for key, expected in _run_naively(_CHOICES[name]).items():
+        found = torch.cat([first[key], second[key]])
+        # Rows are copies, in the order of the whole batch; the rest are sums of up to 6 products.
+        tolerance = 0 if key in ("rows", "loads") else 1e-12
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=key)
+
+
+def _count_exchanges(name: str) -> tuple[dict[str, int], dict[str, int]]:
+    group = dist.group.WORLD
+    assert group is not None
+    own = _CHOICES[name][group.rank()]
+    x = torch.ones(len(own), _WIDTH, requires_grad=True)
+    with record_collectives() as forward:
+        plan = plan_dispatch(_chosen(own, 2), _NUM_EXPERTS, group)
+        out = combine(dispatch(x, plan), plan, torch.ones(len(own), 2))
+    with record_collectives() as backward:
+        out.sum().backward()
+    return dict(forward.calls), dict(backward.calls)
+
+
+@pytest.mark.parametrize("name", ["random", "a rank without tokens", "a rank without rows"])
+def test_each_rank_exchanges_once_each_way(ranks: Ranks, name: str) -> None:
+    """Counts, rows there and rows back; two in backward: also a rank that has nothing to send."""
+    wanted = ({"all_to_all": 3}, {"all_to_all": 2})
+    assert ranks(2).run(_count_exchanges, name) == [wanted, wanted]
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    """The rows of all experts are the sorted copies."""
+    with record_collectives() as record:
+        plan = plan_dispatch(_chosen([[1, 0], [0, 2]], 2), _NUM_EXPERTS, None)
+        combine(dispatch(torch.ones(2, _WIDTH), plan), plan, torch.ones(2, 2))
+    assert not record.calls and plan.exchange is None
+
+
+def test_a_second_run_gives_the_same_bits() -> None:
+    """Forward and backward in fp32, of many tokens for each expert, in any order of threads."""
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.rand(500, _NUM_EXPERTS, generator=generator).topk(4).indices
+    weights, x = torch.rand(500, 4, generator=generator), torch.randn(500, 33, generator=generator)
+    grad = torch.randn(500, 33, generator=generator)
+
+    def run() -> tuple[Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        plan = plan_dispatch(experts, _NUM_EXPERTS, None)
+        out = combine(dispatch(leaf, plan) * 1.1, plan, weights)
+        out.backward(grad)
+        assert leaf.grad is not None
+        return out.detach(), leaf.grad
+
+    torch.set_num_threads(4)
+    try:
+        first, second = run(), run()
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
