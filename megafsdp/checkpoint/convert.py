@@ -73,12 +73,15 @@ class ConvertOptions:
         transformer_impl: Its ``--transformer-impl``, for ``to_megatron``; transformer_engine by
             default.
         ignore: Patterns (``fnmatch``) of Megatron-LM's keys to leave out, for ``from_megatron``.
+        separate_experts: Keep the name of each expert, for a model with a module for each, instead
+            of one stack, for ``from_megatron``.
     """
 
     fused_like: str | os.PathLike[str] | None = None
     precision: str | None = None
     transformer_impl: str | None = None
     ignore: Sequence[str] = ()
+    separate_experts: bool = False
 
 
 # Which options each conversion takes.
@@ -86,7 +89,7 @@ _OPTIONS: dict[tuple[Format, Format], frozenset[str]] = {
     (Format.MEGAFSDP, Format.TORCH): frozenset(),
     (Format.TORCH, Format.MEGAFSDP): frozenset({"fused_like"}),
     (Format.MEGAFSDP, Format.NVIDIA): frozenset({"precision", "transformer_impl"}),
-    (Format.NVIDIA, Format.MEGAFSDP): frozenset({"ignore"}),
+    (Format.NVIDIA, Format.MEGAFSDP): frozenset({"ignore", "separate_experts"}),
 }
 
 
@@ -134,7 +137,12 @@ def convert(
             show_progress=show_progress,
         )
     return from_megatron(
-        source, destination, step=step, ignore=given.ignore, show_progress=show_progress
+        source,
+        destination,
+        step=step,
+        ignore=given.ignore,
+        separate_experts=given.separate_experts,
+        show_progress=show_progress,
     )
 
 

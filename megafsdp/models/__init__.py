@@ -4,7 +4,7 @@ from megafsdp.models.activation_checkpointing import ActivationCheckpointing
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.common import TransformerLayer
 from megafsdp.models.config import Architecture, ModelConfig
-from megafsdp.models.flops import flops_per_token
+from megafsdp.models.flops import flops_per_token, num_idle_parameters
 from megafsdp.models.hf_config import config_from_hugging_face, config_to_hugging_face
 from megafsdp.models.language_model import LanguageModel
 from megafsdp.models.loss import masked_cross_entropy
@@ -22,6 +22,7 @@ __all__ = [
     "config_to_hugging_face",
     "flops_per_token",
     "masked_cross_entropy",
+    "num_idle_parameters",
     "presets",
     "sample",
     "unit_classes",

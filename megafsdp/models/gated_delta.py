@@ -11,7 +11,8 @@ are in sequence; both forms give the same numbers up to rounding. On CUDA the ke
 flash-linear-attention runs where it is installed.
 
 Shape suffixes: B batch, T sequence, G key heads, N value heads, P value heads of one key head,
-D width of a key head, E of a value head; J chunks, C tokens of a chunk.
+D width of a key head, E of a value head; J chunks, C tokens of a chunk. Chunks come first, so that
+the heads of one chunk are one batch of matrices, and what a key head's value heads share is one.
 
 Source: Yang et al., Gated Delta Networks (arXiv:2412.06464), section 3; Yang et al., Parallelizing
 Linear Transformers with the Delta Rule over Sequence Length (arXiv:2406.06484), section 3.
@@ -26,10 +27,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megafsdp.models.linear_attention_kernels import rule_kernel_for
 
-# Tokens of a chunk, the fastest of 16, 32 and 64 on a CPU for narrow heads; and from which width of
-# heads on a longer chunk is, since a state between chunks then costs more than its tokens.
-_CHUNK = 32
-_WIDE_HEAD, _CHUNK_OF_WIDE_HEADS = 64, 64
+# Tokens of a chunk, the fastest of 16, 32 and 64 on a CPU; and from which width of heads on a
+# longer one is, since states between chunks then cost more than products of its tokens.
+_CHUNK = 16
+_WIDE_HEAD, _CHUNK_OF_WIDE_HEADS = 64, 32
 # Under the root of a head's norm, as in the released models.
 _NORM_EPS = 1e-6
 
@@ -90,7 +91,6 @@ def chunked_gated_delta_rule(
     """
     dtype = torch.promote_types(v_BTNE.dtype, torch.float32)
     length, num_groups, width = k_BTGD.shape[1:]
-    value_width = v_BTNE.shape[-1]
     if chunk_size is None:
         chunk_size = _CHUNK if width < _WIDE_HEAD else _CHUNK_OF_WIDE_HEADS
     chunk_size = min(chunk_size, length)
@@ -98,41 +98,36 @@ def chunked_gated_delta_rule(
     def in_chunks(x_BTNX: Tensor) -> Tensor:
         return _in_chunks(x_BTNX.to(dtype), chunk_size, num_groups)
 
-    q_BGPJCD = in_chunks(_unit(q_BTGD.to(dtype)) * width**-0.5)
-    k_BGPJCD = in_chunks(_unit(k_BTGD.to(dtype)))
-    v_BGPJCE = in_chunks(v_BTNE)
-    beta_BGPJC1 = in_chunks(beta_BTN.unsqueeze(-1))
+    q_JBG1CD = _Unit.apply(in_chunks(q_BTGD), width**-0.5)
+    k_JBG1CD = _Unit.apply(in_chunks(k_BTGD), 1.0)
+    v_JBGPCE = in_chunks(v_BTNE)
+    beta_JBGPC1 = in_chunks(beta_BTN.unsqueeze(-1))
     # The logarithm of the decay from a chunk's start up to each of its tokens.
-    log_BGPJC1 = in_chunks(log_decay_BTN.unsqueeze(-1)).cumsum(-2)
-    decay_BGPJC1 = log_BGPJC1.exp()
-    last_BGPJ11 = log_BGPJC1[..., -1:, :]
+    log_JBGPC1 = in_chunks(log_decay_BTN.unsqueeze(-1)).cumsum(-2)
+    decay_JBGPC1 = log_JBGPC1.exp()
+    last_JBGP11 = log_JBGPC1[..., -1:, :]
 
     # Decays between two tokens of a chunk. Masked before the exponential: upwards it overflows.
     later_CC = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v_BTNE.device).triu(1)
-    between_BGPJCC = (log_BGPJC1 - log_BGPJC1.mT).masked_fill(later_CC, -torch.inf).exp()
-    # What each token writes: the first E columns as far as it depends on the chunk, the others as
-    # factor of the state before it. Each correction takes those of the tokens before into account.
-    system_BGPJCC = (k_BGPJCD @ k_BGPJCD.mT) * between_BGPJCC * beta_BGPJC1
-    right_BGPJCX = torch.cat(
-        (v_BGPJCE * beta_BGPJC1, k_BGPJCD * (beta_BGPJC1 * decay_BGPJC1)), dim=-1
+    between_JBGPCC = (log_JBGPC1 - log_JBGPC1.mT).masked_fill(later_CC, -torch.inf).exp()
+    # Each correction takes those of the tokens before it in the chunk into account: row i of the
+    # inverse says how much of what earlier tokens would write by themselves token i writes.
+    system_JBGPCC = (k_JBG1CD @ k_JBG1CD.mT) * between_JBGPCC * beta_JBGPC1
+    identity_CC = torch.eye(chunk_size, dtype=dtype, device=v_BTNE.device)
+    writes_JBGPCC = beta_JBGPC1.mT * torch.linalg.solve_triangular(
+        system_JBGPCC, identity_CC.expand_as(system_JBGPCC), upper=False, unitriangular=True
     )
-    written_BGPJCX = torch.linalg.solve_triangular(
-        system_BGPJCC, right_BGPJCX, upper=False, unitriangular=True
+    # All value heads of a key head at once, which shares its keys out.
+    erased_JBGPCD = _stacked_product(writes_JBGPCC * -decay_JBGPC1.mT, k_JBG1CD)
+    written_JBGPCE, states_JBGPDE = _Recurrence.apply(
+        writes_JBGPCC @ v_JBGPCE,
+        erased_JBGPCD,
+        k_JBG1CD * (last_JBGP11 - log_JBGPC1).exp(),
+        last_JBGP11.exp(),
     )
-    own_BGPJCE, erased_BGPJCD = written_BGPJCX.split((value_width, width), dim=-1)
-
-    # From the state before a chunk to that after it: one matrix, and one addend.
-    to_end_BGPJCD = k_BGPJCD * (last_BGPJ11 - log_BGPJC1).exp()
-    added_BGPJDE, removed_BGPJDD = (to_end_BGPJCD.mT @ written_BGPJCX).split(
-        (value_width, width), dim=-1
-    )
-    kept_BGPJDD = torch.diag_embed(last_BGPJ11.exp().squeeze(-1).expand(removed_BGPJDD.shape[:-1]))
-    states_BGPJDE = _states(kept_BGPJDD - removed_BGPJDD, added_BGPJDE)
-
-    corrected_BGPJCE = own_BGPJCE - erased_BGPJCD @ states_BGPJDE
-    scores_BGPJCC = (q_BGPJCD @ k_BGPJCD.mT) * between_BGPJCC
-    out_BGPJCE = (q_BGPJCD * decay_BGPJC1) @ states_BGPJDE + scores_BGPJCC @ corrected_BGPJCE
-    out_BTNE = out_BGPJCE.flatten(1, 2).flatten(2, 3).transpose(1, 2)
+    scores_JBGPCC = (q_JBG1CD @ k_JBG1CD.mT) * between_JBGPCC
+    out_JBGPCE = (q_JBG1CD * decay_JBGPC1) @ states_JBGPDE + scores_JBGPCC @ written_JBGPCE
+    out_BTNE = out_JBGPCE.flatten(2, 3).permute(1, 0, 3, 2, 4).flatten(1, 2)
     return out_BTNE[:, :length].to(v_BTNE.dtype)
 
 
@@ -173,7 +168,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _in_chunks(x_BTNX: Tensor, chunk_size: int, num_groups: int) -> Tensor:
-    """Lay (B, T, N, X) out as (B, G, P, J, C, X), with zeros after the last token.
+    """Lay (B, T, N, X) out as (J, B, G, P, C, X), with zeros after the last token.
 
     A token of zeros neither decays nor writes.
     """
@@ -181,45 +176,95 @@ def _in_chunks(x_BTNX: Tensor, chunk_size: int, num_groups: int) -> Tensor:
     if missing:
         x_BTNX = F.pad(x_BTNX, (0, 0, 0, 0, 0, missing))
     x_BJCNX = x_BTNX.unflatten(1, (-1, chunk_size))
-    return x_BJCNX.movedim(3, 1).contiguous().unflatten(1, (num_groups, -1))
+    return x_BJCNX.permute(1, 0, 3, 2, 4).contiguous().unflatten(2, (num_groups, -1))
 
 
-def _states(step_BGPJDD: Tensor, added_BGPJDE: Tensor) -> Tensor:
-    """Return the state before each chunk: S_0 = 0, S_(j+1) = step_j S_j + added_j."""
-    states_XJDE = _Recurrence.apply(step_BGPJDD.flatten(0, 2), added_BGPJDE.flatten(0, 2))
-    return states_XJDE.view(added_BGPJDE.shape)
+def _stacked_product(a_JBGPCC: Tensor, b_JBG1CD: Tensor) -> Tensor:
+    """Multiply the matrices of all value heads of a key head by that head's one, as one matrix."""
+    rows_JBGXD = a_JBGPCC.flatten(3, 4) @ b_JBG1CD.squeeze(3)
+    return rows_JBGXD.unflatten(3, a_JBGPCC.shape[3:5])
 
 
-class _Recurrence(torch.autograd.Function):
-    """A linear recurrence of matrices, whose gradient is the same one backwards.
-
-    Autograd through the loop would save and add up slices step by step.
-    """
+class _Unit(torch.autograd.Function):
+    """Vectors of the last dim over their lengths, times a factor."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, step_XJDD: Tensor, added_XJDE: Tensor) -> Tensor:
-        states_XJDE = torch.empty_like(added_XJDE)
-        states_XJDE[:, 0] = 0
-        for j in range(states_XJDE.shape[1] - 1):
-            _add_product(
-                added_XJDE[:, j], step_XJDD[:, j], states_XJDE[:, j], states_XJDE[:, j + 1]
-            )
-        ctx.save_for_backward(step_XJDD, states_XJDE)
-        return states_XJDE
+    def forward(ctx: FunctionCtx, x: Tensor, factor: float) -> Tensor:
+        inverse = torch.rsqrt(_dot(x, x) + _NORM_EPS)
+        unit = x * (inverse * factor)
+        ctx.save_for_backward(unit, inverse)
+        ctx.factor = factor  # type: ignore[attr-defined]
+        return unit
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_XJDE: Tensor) -> tuple[Tensor, Tensor]:
-        step_XJDD, states_XJDE = ctx.saved_tensors  # type: ignore[attr-defined]
-        # Of the state after each chunk: none reads that after the last.
-        after_XJDE = torch.empty_like(states_XJDE)
-        after_XJDE[:, -1] = 0
-        for j in range(states_XJDE.shape[1] - 1, 0, -1):
-            _add_product(
-                grad_XJDE[:, j], step_XJDD[:, j].mT, after_XJDE[:, j], after_XJDE[:, j - 1]
-            )
-        return after_XJDE @ states_XJDE.mT, after_XJDE
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        unit, inverse = ctx.saved_tensors  # type: ignore[attr-defined]
+        factor: float = ctx.factor  # type: ignore[attr-defined]
+        # Less what lies along the vector.
+        along = _dot(grad, unit) * (inverse / factor)
+        return torch.addcmul(grad * (inverse * factor), unit, along, value=-1), None
 
 
-def _add_product(a: Tensor, b: Tensor, c: Tensor, out: Tensor) -> None:
-    torch.baddbmm(a, b, c, out=out)
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner products of the vectors of the last dim, which stays, of size 1."""
+    return (a.unsqueeze(-2) @ b.unsqueeze(-1)).squeeze(-1)
+
+
+class _Recurrence(torch.autograd.Function):
+    """The states between chunks, from S_0 = 0, whose gradients are such a recurrence backwards.
+
+        written_j = own_j + erased_j S_j
+        S_(j+1)   = kept_j S_j + to_end_j^T written_j
+
+    Autograd through the loop would save, and add up, slices step by step.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        own_JBGPCE: Tensor,
+        erased_JBGPCD: Tensor,
+        to_end_JBGPCD: Tensor,
+        kept_JBGP11: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        written_JBGPCE = own_JBGPCE.clone()
+        states_JBGPDE = own_JBGPCE.new_empty(
+            *own_JBGPCE.shape[:4], erased_JBGPCD.shape[-1], own_JBGPCE.shape[-1]
+        )
+        states_JBGPDE[0] = 0
+        erased, to_end, kept, written, states = (
+            x.flatten(1, 3)
+            for x in (erased_JBGPCD, to_end_JBGPCD, kept_JBGP11, written_JBGPCE, states_JBGPDE)
+        )
+        for j in range(1, len(states)):
+            torch.mul(states[j - 1], kept[j - 1], out=states[j])
+            states[j].baddbmm_(to_end[j - 1].mT, written[j - 1])
+            written[j].baddbmm_(erased[j], states[j])
+        ctx.save_for_backward(
+            erased_JBGPCD, to_end_JBGPCD, kept_JBGP11, written_JBGPCE, states_JBGPDE
+        )
+        return written_JBGPCE, states_JBGPDE
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, written_grad_JBGPCE: Tensor, state_grad_JBGPDE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        erased, to_end, kept, written, states = (x.flatten(1, 3) for x in saved)
+        own_grad = written_grad_JBGPCE.flatten(1, 3).clone()
+        state_grad = state_grad_JBGPDE.flatten(1, 3)
+        # Of the state after each chunk; no token reads that after the last.
+        after_grad = torch.empty_like(states)
+        after_grad[-1] = 0
+        for j in range(len(states) - 1, 0, -1):
+            torch.addcmul(state_grad[j], after_grad[j], kept[j], out=after_grad[j - 1])
+            after_grad[j - 1].baddbmm_(erased[j].mT, own_grad[j])
+            own_grad[j - 1].baddbmm_(to_end[j - 1], after_grad[j - 1])
+        erased_grad = own_grad @ states.mT
+        to_end_grad = written @ after_grad.mT
+        kept_grad = _dot(after_grad.flatten(2), states.flatten(2)).unsqueeze(-1)
+        grads = (own_grad, erased_grad, to_end_grad, kept_grad)
+        own, erased_, to_end_, kept_ = (x.unflatten(1, saved[0].shape[1:4]) for x in grads)
+        return own, erased_, to_end_, kept_

@@ -281,21 +281,27 @@ def router_metrics(model: nn.Module) -> RouterMetrics | None:
 
 
 @torch.no_grad()
-def end_router_step(model: nn.Module) -> None:
+def end_router_step(model: nn.Module, *, found_inf: Tensor | bool = False) -> None:
     """Move the biases of a model's experts by the loads of a step, and count the next step's.
 
     Every rank calls it alike, after each optimizer step. Collective over all ranks where there are
     biases: one all-reduce for all layers. Biases are equal on all ranks, bit by bit. Without tokens
     since the last call it changes nothing.
+
+    Args:
+        model: The model.
+        found_inf: Whether the optimizer skipped its step, alike on all ranks: then biases stay. As
+            a 0-dim tensor on the device, zero for a step that was taken, the host does not read it.
     """
     routers = _routers(model)
     biased = [router for router in routers if router.expert_bias is not None]
-    if biased:
+    if biased and found_inf is not True:
+        is_taken = found_inf == 0
         for router, (load,) in zip(
             biased, _summed([[_or_zeros(r, r.load_E)] for r in biased]), strict=True
         ):
             assert router.expert_bias is not None, "chosen above"
-            error = torch.sign(load.mean() - load).to(router.expert_bias.dtype)
+            error = torch.sign(load.mean() - load).to(router.expert_bias.dtype) * is_taken
             router.expert_bias.add_(error, alpha=router.bias_update_rate)
     for router in routers:
         router.load_E = router.score_E = None

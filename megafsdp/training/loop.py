@@ -18,13 +18,16 @@ from torch import nn
 
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import attempt, raise_together
+from megafsdp.buffer.comm.collectives import all_gather_objects, broadcast_object
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.device.host_threads import default_host_threads, torch_threads
+from megafsdp.errors import ConfigError, expected
 from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
 from megafsdp.mesh.parallel_dims import Meshes
 from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
 from megafsdp.optimizer.loss_scaler import LossScaler
 from megafsdp.parallel import parallelize
+from megafsdp.training.config.parse import differences
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate, validate_schedule
 from megafsdp.training.datasets import Datasets, build_datasets
@@ -52,9 +55,12 @@ from megafsdp.training.step.evaluation import (
 from megafsdp.training.step.lr import LearningRate, Schedule
 from megafsdp.training.step.optimizers import build_optimizer
 from megafsdp.training.step.train_step import NonFiniteError, QueuedStep, StepResult, TrainStep
-from megafsdp.training.step.update import GradStatsRequest
+from megafsdp.training.step.update import StatisticsRequest
 
 StepObserver = Callable[[int, StepResult], None]
+
+# Machines may have the same files in folders of other names.
+_MAY_DIFFER = ("run.directory", "data.train", "data.validation", "data.cache", "data.tokenizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +108,42 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     check_trackers(config)
     warn_of_idle_options(config)
     stop = StopRequest(world.device)
-    with (
-        stop.listening(),
-        process_group(world, timeout_s=config.run.timeout_s),
-        _threads_on_host(config, world),
-        sole_job(config.run_directory, world, checkpoints=config.separate_checkpoints),
-    ):
-        run = _Run(config, world, stop=stop, on_step=on_step)
-        try:
-            return run.train()
-        finally:
-            # Its collectives need the process groups, which end with this block.
-            checkpoint.wait_for_saves()
-            run.report.close()
+    with stop.listening(), process_group(world, timeout_s=config.run.timeout_s):
+        _require_same_config(config)
+        with (
+            _threads_on_host(config, world),
+            sole_job(config.run_directory, world, checkpoints=config.separate_checkpoints),
+        ):
+            run = _Run(config, world, stop=stop, on_step=on_step)
+            try:
+                return run.train()
+            finally:
+                # Its collectives need the process groups, which end with the outer block.
+                checkpoint.wait_for_saves()
+                run.report.close()
+
+
+def _require_same_config(config: Config) -> None:
+    """Check that all ranks have one configuration, but for folders; collective over all ranks.
+
+    Ranks that differ in a degree or in what evens experts would wait for each other for ever.
+
+    Raises:
+        ConfigError: They have not; on all ranks.
+    """
+    own = config.to_dict()
+    changed = differences(broadcast_object(own), own)
+    changed = [line for line in changed if line.partition(":")[0] not in _MAY_DIFFER]
+    for rank, lines in enumerate(all_gather_objects(changed)):
+        if lines:
+            raise ConfigError(
+                expected(
+                    "the same configuration on all ranks",
+                    f"{'; '.join(lines)} between rank 0 and rank {rank}",
+                    where="the training configuration",
+                    hint="Start all ranks with the same options",
+                )
+            )
 
 
 def _threads_on_host(config: Config, world: World) -> AbstractContextManager[None]:
@@ -155,7 +184,7 @@ class _Run:
         if num_left and (stored is None or not config.schedule.from_checkpoint):
             validate_schedule(config, num_samples=num_samples)
         self.last_step = step + num_left
-        model_config = config.model.resolve()
+        self.model_config = model_config = config.model.resolve()
         datasets, self.tokenizer = _read_data(config, model_config, num_samples)
         self.loader = _loader(config, world, meshes, datasets.train)
         self.held_out: Loader | None = None
@@ -242,9 +271,10 @@ class _Run:
         step = self.state.step + is_followed + 1
         batches = self.loader.step_batch(self.state.consumed_samples + size * is_followed)
         is_logged = step in (1, self.last_step) or _is_due(config.logging.interval_steps, step)
-        wanted = GradStatsRequest(
+        wanted = StatisticsRequest(
             group_norms=is_logged and config.logging.group_grad_norms,
             num_zeros=is_logged and config.logging.num_zero_grads,
+            expert_loads=is_logged and self.model_config.has_experts,
         )
         queued = self.train_step.queue(batches, wanted=wanted, before_backward=self._begin_backward)
         self.queued = queued, is_logged
@@ -391,6 +421,7 @@ def _build_sharded(
         model,
         layers,
         mesh=meshes.data,
+        expert_mesh=meshes.experts,
         strategy=parallel.strategy,
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,

@@ -11,6 +11,7 @@ import shlex
 import sys
 
 from megafsdp.buffer.comm.agreement import attempt, raise_together
+from megafsdp.models import num_idle_parameters
 from megafsdp.training.config.parse import to_yaml
 from megafsdp.training.config.sections import Config
 from megafsdp.training.metrics.metrics import Meter, Position, megatron_line, progress_line
@@ -77,11 +78,15 @@ class Report:
 
     def start(self, num_parameters: int, state: RunState, last_step: int) -> None:
         """Print what is about to run."""
-        config, world, tp = self._config, self._world, self._config.parallel.tp
-        parts = f" ({world.size // tp} x {tp} tensor-parallel)" if tp > 1 else ""
+        config, world, parallel = self._config, self._world, self._config.parallel
+        tp, ep, num_idle = parallel.tp, parallel.ep, num_idle_parameters(config.model.resolve())
+        parts = [f"{world.size // tp} x {tp} tensor-parallel"] if tp > 1 else []
+        parts += [f"{ep} expert-parallel"] if ep > 1 else []
+        shared = f" ({', '.join(parts)})" if parts else ""
+        active = f" ({num_parameters - num_idle:,} active)" if num_idle else ""
         self.print_line(
-            f"{config.run_name}: {config.model.preset} with {num_parameters:,} parameters on"
-            f" {world.size} {world.device.type} rank(s){parts}, {config.parallel.strategy},"
+            f"{config.run_name}: {config.model.preset} with {num_parameters:,} parameters{active}"
+            f" on {world.size} {world.device.type} rank(s){shared}, {parallel.strategy},"
             f" compute in {config.precision.param_dtype}; global batch"
             f" {config.train.global_batch_size} x {config.data.sequence_length} tokens"
         )
@@ -109,6 +114,8 @@ class Report:
                     "consumed_samples": position.consumed_samples,
                     "num_skipped": position.num_skipped,
                     "num_zero_grads": result.statistics.num_zeros,
+                    "expert_max_load": result.statistics.max_load,
+                    "router_aux_loss": result.statistics.aux_loss,
                     **norms,
                 }
             )

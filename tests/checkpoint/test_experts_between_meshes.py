@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed import checkpoint as dcp
 
-from megafsdp import FusedAdam, ParallelDims, checkpoint, full_tensor
+from megafsdp import FusedAdam, ParallelDims, checkpoint, full_state_dict, full_tensor
 from tests.checkpoint.sharding import differences
 from tests.fsdp.mixture import Net, backwards, shard
 from tests.ranks import Ranks
@@ -43,6 +43,8 @@ def _around(folder: Path) -> None:
     saved = []
     for number, (dims, options) in enumerate(PLACES):
         net, optimizer = _build(dims, options)
+        # Those of one process: regions that are wrong alike in saves and loads would agree.
+        assert differences(Net().state_dict(), full_state_dict(net)) == []
         for mixture in net.mixtures:
             mixture.expert_bias.copy_(BIAS)
         for _ in backwards(Net(), net, dims.build("cpu"), 2):

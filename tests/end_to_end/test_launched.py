@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megafsdp.checkpoint.format.manifest import read_manifest
 from megafsdp.training.cli.main import main
 from tests.ranks import Ranks
 from tests.training.runs import SEQUENCE_LENGTH, write_corpus
@@ -82,10 +83,13 @@ def port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_quickstart_learns_stops_and_resumes(
+def test_quickstart_learns_stops_and_resumes_at_other_degrees(
     ranks: Ranks, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its two commands: loss falls, SIGTERM to the ranks saves with code 0, a restart ends."""
+    """Its two commands: loss falls, SIGTERM to the ranks saves with code 0, a restart goes on.
+
+    First on 4 ranks that share layers and experts out, then on 2 that do not, to the end.
+    """
     monkeypatch.chdir(tmp_path)
     assert main(["prep", "--stdlib", "--output", "runs/quickstart/data"]) == 0
     words = ["-m", "megafsdp", "train", "--config", str(QUICKSTART)]
@@ -93,6 +97,7 @@ def test_quickstart_learns_stops_and_resumes(
     words += ["--evaluation.sample_tokens=8"]
     # A third of its batches: the same steps in a third of the time.
     words += ["--train.global_batch_size=8", "--schedule.warmup_samples=160"]
+    words += ["--data.num_samples=192"]
     metrics = tmp_path / "runs/quickstart/metrics.jsonl"
     job = _launch(tmp_path, *words)
     deadline_s = time.monotonic() + 60
@@ -106,11 +111,18 @@ def test_quickstart_learns_stops_and_resumes(
     assert job.returncode == 0, output
     assert "stopped; resume with:" in output
     stopped_at = len(metrics.read_text().splitlines())
-    assert 6 <= stopped_at < 24
+    assert 6 <= stopped_at < 21
 
+    moved_to = stopped_at + 3
+    shared = ["--parallel.tp=2", "--parallel.ep=2", f"--train.steps={moved_to}"]
+    outcomes = ranks(4).run(_run_as_launched, tmp_path, port, [*words[1:], *shared])
+    code, output = outcomes[0]
+    assert [code for code, _ in outcomes] == [0] * 4, output
+    assert f"resumed from step {stopped_at} of {moved_to}" in output
+    assert "on 4 cpu rank(s) (2 x 2 tensor-parallel, 2 expert-parallel)" in output
     (code, output), (other, _) = ranks(2).run(_run_as_launched, tmp_path, port, words[1:])
     assert code == other == 0, output
-    assert f"resumed from step {stopped_at} of 24" in output
+    assert f"resumed from step {moved_to} of 24" in output
     assert "---- sample ----" in output
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -151,6 +163,19 @@ def test_tensor_parallel_example_runs(ranks: Ranks, tmp_path: Path, port: int) -
     assert losses[0] > 5.0
     assert losses[-1] < 3.5
     assert (tmp_path / "runs/own_loop_tp/iter_0000020").is_dir()
+
+
+@pytest.mark.ecosystem
+def test_mixture_example_runs(ranks: Ranks, tmp_path: Path, port: int) -> None:
+    """A mixture of transformers with declared experts learns; its parts are named apart."""
+    words = [str(ROOT / "examples/own_loop_moe.py")]
+    (code, output), (other, _) = ranks(2).run(_run_as_launched, tmp_path, port, words)
+    assert code == other == 0, output
+    losses = [float(line.split()[3]) for line in output.splitlines() if line.startswith("step ")]
+    assert losses[0] > 5.0
+    assert losses[-1] < 3.5
+    saved = read_manifest(tmp_path / "runs/own_loop_moe/iter_0000020").tensors
+    assert "model.model.layers.1.mlp.experts.up_proj" in saved
 
 
 @pytest.mark.parametrize("name", ["pretrain_qwen3", "pretrain_gpt"])

@@ -74,9 +74,7 @@ MIXTURES = {
 Case = tuple[str, torch.dtype, int, str, int, int, int, int]
 NAMES = ("model", "dtype", "num_microbatches", "strategy", "outer", "inner", "tp", "ep")
 DEGREES = ((1, 2), (1, 2), (1, 2))
-PRODUCT: list[Case] = list(
-    itertools.product(MODELS, TOLERANCE, (1, 3), STRATEGIES, *DEGREES, (1,))
-)
+PRODUCT: list[Case] = list(itertools.product(MODELS, TOLERANCE, (1, 3), STRATEGIES, *DEGREES, (1,)))
 
 
 def _mixtures(name: str) -> list[Case]:

@@ -1,8 +1,8 @@
 """What any mesh and strategy saved, any other loads bit by bit, and saves again the same.
 
-Weights and the states of FusedAdam in every form it keeps them. The model has SwiGLU parts, query
-groups, tied embeddings of 322 rows, and a width that three ranks cannot divide evenly; tensor
-parallelism cuts it or does not.
+Weights and the states of FusedAdam in every form it keeps them. The model has linear attention,
+experts, shared ones, query groups if it has two layers, tied embeddings of 322 rows, and a width
+that three ranks cannot divide evenly; tensor and expert parallelism cut it or do not.
 """
 
 from __future__ import annotations
@@ -14,47 +14,60 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megafsdp import MixedPrecisionPolicy, checkpoint, fully_shard_model
+from megafsdp import MixedPrecisionPolicy, ParallelDims, checkpoint, fully_shard_model
 from megafsdp.checkpoint.format.manifest import read_manifest
+from megafsdp.errors import CheckpointError
 from megafsdp.models import ModelConfig, build_model, unit_classes
+from megafsdp.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.states.formats import is_scaled
+from megafsdp.parallel import end_router_step, parallelize
 from tests.checkpoint.sharding import differences
 from tests.pairwise import pairwise
 from tests.ranks import Ranks
 from tests.training.runs import stored_tensors
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+LAYER_TYPES = (LINEAR_ATTENTION, FULL_ATTENTION)
 CONFIG = ModelConfig(
-    num_layers=1,
+    architecture="qwen3_next",
+    num_layers=2,
     hidden_size=20,
     num_attention_heads=2,
     num_query_groups=2,
     head_dim=10,
-    ffn_hidden_size=28,
     vocab_size=322,
     max_sequence_length=16,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_ffn_hidden_size=7,
+    shared_expert_ffn_hidden_size=14,
+    router_balance="bias",
+    layer_types=LAYER_TYPES,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=3,
+    linear_value_head_dim=5,
 )
-# Strategy, data mesh and tensor-parallel degree; two data axes are replicas (HSDP) or dividing
-# ranks (HFSDP), then dividing ranks.
-Place = tuple[str, tuple[int, ...], int]
-ONE, TWO, THREE = (("optim_grads_params", (n,), 1) for n in (1, 2, 3))
+# Strategy, data mesh, tensor- and expert-parallel degree; two data axes are replicas (HSDP) or
+# dividing ranks (HFSDP), then dividing ranks.
+Place = tuple[str, tuple[int, ...], int, int]
+ONE, TWO, THREE = (("optim_grads_params", (n,), 1, 1) for n in (1, 2, 3))
 PLACES: list[Place] = [
-    ("optim", (1,), 1),
-    ("optim", (2,), 2),
-    ("optim", (4,), 1),
-    ("optim_grads", (3,), 1),
+    ("optim", (1,), 1, 1),
+    ("optim", (2,), 2, 2),
+    ("optim", (4,), 1, 4),
+    ("optim_grads", (3,), 1, 1),
     ONE,
-    ("optim_grads", (1,), 2),
-    ("optim_grads_params", (2,), 2),
+    ("optim_grads", (1,), 2, 2),
+    ("optim_grads_params", (2,), 2, 1),
     TWO,
     THREE,
-    ("hsdp", (2, 2), 1),
-    ("hfsdp", (2, 2), 1),
-    ("hfsdp", (2, 1), 2),
+    ("hsdp", (2, 2), 1, 2),
+    ("hfsdp", (2, 2), 1, 1),
+    ("hfsdp", (2, 1), 2, 2),
 ]
 MODES: dict[str, dict[str, object]] = {
     "fp32": {},
@@ -69,27 +82,28 @@ Tensors = dict[str, torch.Tensor]
 
 
 def place_id(value: object) -> str:
-    """Name a place ``hsdp-2x2-tp1``."""
+    """Name a place ``hsdp-2x2-tp1-ep2``."""
     if not isinstance(value, tuple):
         return str(value)
-    strategy, shape, tp = value
-    return f"{strategy}-{'x'.join(map(str, shape))}-tp{tp}"
+    strategy, shape, tp, ep = value
+    return f"{strategy}-{'x'.join(map(str, shape))}-tp{tp}-ep{ep}"
 
 
-def _build(place: Place, mode: str, seed: int, num_layers: int) -> tuple[nn.Module, FusedAdam]:
-    strategy, shape, tp = place
-    names = (*("outer", "inner")[-len(shape) :], "tp")
-    root = init_device_mesh("cpu", (*shape, tp), mesh_dim_names=names)
-    config = replace(CONFIG, num_layers=num_layers)
+def _build(
+    place: Place, mode: str, seed: int, num_layers: int, **fields: object
+) -> tuple[nn.Module, FusedAdam]:
+    strategy, shape, tp, ep = place
+    meshes = ParallelDims(*(1, *shape)[-2:], tp=tp, ep=ep).build("cpu")
+    config = replace(CONFIG, num_layers=num_layers, layer_types=LAYER_TYPES[:num_layers])
+    config = replace(config, **fields)
     outer = {"hsdp": "no_shard", "hfsdp": "optim"}.get(strategy)
     remainders = MixedPrecisionPolicy(param_dtype=BF16, main_params_dtype=BF16)
-    model = build_model(config, seed=seed)
-    if tp > 1:
-        model.set_device_mesh(tp_mesh=root["tp"])
+    model = parallelize(build_model(config, seed=seed), meshes)
     fully_shard_model(
         model,
         unit_classes(config),
-        mesh=root[names[:-1]],
+        mesh=meshes.data,
+        expert_mesh=meshes.experts,
         strategy="optim_grads_params" if outer else strategy,
         mp_policy=remainders if mode == "remainders" else MixedPrecisionPolicy(),
         **({"outer_strategy": outer} if outer else {}),
@@ -99,7 +113,7 @@ def _build(place: Place, mode: str, seed: int, num_layers: int) -> tuple[nn.Modu
 
 def _canonical(model: nn.Module, optimizer: FusedAdam) -> Tensors:
     """Return whole weights and states in the form of checkpoints, by name; collective."""
-    found: Tensors = {}
+    found: Tensors = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         weight = optimizer.canonical_weight(parameter)
         for key, tensor in {"": weight, **optimizer.canonical_state(parameter)}.items():
@@ -116,6 +130,7 @@ def _train_and_save(place: Place, mode: str, root: Path, num_layers: int = 1) ->
         tokens = torch.randint(322, (2, 9), generator=torch.Generator().manual_seed(step))
         model(tokens).float().square().mean().backward()
         optimizer.step()
+        end_router_step(model)
         optimizer.zero_grad()
     checkpoint.save(root, step=STEP, model=model, optimizer=optimizer)
     return _canonical(model, optimizer)
@@ -169,9 +184,9 @@ def _check(
             assert differences(files[source], _on_disk(root)) == [], (source, target)
 
 
-# Strategy and mesh of both sides.
+# Strategy, mesh and degrees of both sides.
 PAIRWISE = [
-    (case[:3], case[3:])
+    (case[:4], case[4:])
     for case in pairwise([(*source, *target) for source in PLACES for target in PLACES])
 ]
 # A source is trained and saved once, so all its pairs have one form of the states.
@@ -180,7 +195,7 @@ MODE_OF = dict(zip(PLACES, [*MODES] * 2, strict=True))
 
 @pytest.mark.parametrize("mode", MODES)
 def test_round_trips_are_exact(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    """Every two of strategy, mesh and tp on both sides meet; each form has two sources."""
+    """Every two of strategy, mesh, tp and ep on both sides meet; each form has two sources."""
     pairs = [(source, target) for source, target in PAIRWISE if MODE_OF[source] == mode]
     assert len({source for source, _ in pairs}) == 2
     _check(ranks, tmp_path, mode, pairs, num_layers=2 if mode == "fp32" else 1)
@@ -220,3 +235,27 @@ def test_states_are_loaded_into_another_format(
         assert (rounded[name] - saved[name]).abs().max() <= bound, name
     back = [(tmp_path / mode, tmp_path / "back")]
     assert differences(rounded, ranks(2).run(_load_and_save, TWO, "fp32", back)[0][0]) == []
+
+
+def _refused(root: Path, message: str, fields: dict[str, object]) -> None:
+    model, optimizer = _build(TWO, "fp32", 2, 1, **fields)
+    before = _canonical(model, optimizer)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(root, model=model, optimizer=optimizer)
+    assert differences(before, _canonical(model, optimizer)) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        (r"of another shape: .*mlp\.experts\.linear_fc1", {"num_experts": 8}),
+        (r"missing in the checkpoint: .*linear_qkv", {"layer_types": (FULL_ATTENTION,)}),
+        (r"in the checkpoint but not asked for: .*expert_bias", {"router_balance": "none"}),
+    ],
+    ids=["experts", "layer types", "balance"],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    ranks: Ranks, trained: tuple[Path, Tensors], message: str, fields: dict[str, object]
+) -> None:
+    """On all ranks, by names, with nothing changed."""
+    ranks(2).run(_refused, trained[0], message, fields)

@@ -130,9 +130,7 @@ def shard(net: Net, meshes: Meshes, **options: object) -> Net:
     return net
 
 
-def pair(
-    meshes: Meshes, dtype: torch.dtype = torch.float64, **options: object
-) -> tuple[Net, Net]:
+def pair(meshes: Meshes, dtype: torch.dtype = torch.float64, **options: object) -> tuple[Net, Net]:
     """Return the oracle, which every rank runs on all tokens, and the sharded net."""
     reference = Net().to(dtype)
     return reference, shard(copy.deepcopy(reference), meshes, **options)

@@ -41,13 +41,15 @@ def _run(rule: Any, inputs: list[Tensor], **options: Any) -> Tensor:
 
 def _with_gradients(rule: Any, inputs: list[Tensor], **options: Any) -> list[Tensor]:
     out = _run(rule, inputs, **options)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)]
 
 
 def _assert_equal(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
     for name, a, b in zip(("outputs", *_NAMES), got, wanted, strict=True):
-        assert a.shape == b.shape and b.abs().max() > 0, name
+        # The decay of a first token finds an empty state.
+        assert a.shape == b.shape and (b.abs().max() > 0 or b.shape[1] == 1), name
         torch.testing.assert_close(
             a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m
         )
@@ -112,8 +114,8 @@ def test_equal_keys_do_not_lose_digits() -> None:
     got = _with_gradients(chunked_gated_delta_rule, inputs, chunk_size=64)
     wanted = _with_gradients(recurrent_gated_delta_rule, in_fp64)
     for a, b in zip(got, wanted, strict=True):
-        # fp32 sums of up to 64 terms.
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * b.abs().max().item())
+        # fp32 sums of up to 64 terms of about 1.
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
 def test_memory_beside_the_inputs_is_not_read() -> None:

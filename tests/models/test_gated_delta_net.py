@@ -135,16 +135,16 @@ def test_initial_values() -> None:
     assert abs(layer.out_proj.weight.std() / 0.2 - 1) < 0.02
 
 
+def _refuse() -> None:
+    layer = _layer(dataclasses.replace(_CONFIG, linear_num_key_heads=1))
+    with pytest.raises(ValueError, match=r"divides the 1 key heads.*linear_num_key_heads"):
+        layer.set_device_mesh(tp_mesh=init_device_mesh("cpu", (2,)))
+    assert type(layer.A_log.data) is Tensor
+
+
 def test_a_degree_that_does_not_divide_the_key_heads_is_refused(ranks: Ranks) -> None:
     """Named as the config has them, before anything is cut."""
-
-    def refuse() -> None:
-        layer = _layer(dataclasses.replace(_CONFIG, linear_num_key_heads=1))
-        with pytest.raises(ValueError, match=r"divides the 1 key heads.*linear_num_key_heads"):
-            layer.set_device_mesh(tp_mesh=init_device_mesh("cpu", (2,)))
-        assert type(layer.A_log.data) is Tensor
-
-    ranks(2).run(refuse)
+    ranks(2).run(_refuse)
 
 
 def _run(length: int) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, int]]:

@@ -15,6 +15,10 @@ from transformers import (
     PretrainedConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from megafsdp.errors import ConfigError
@@ -35,11 +39,31 @@ _CLASSES = {
     "gpt2": (GPT2Config, GPT2LMHeadModel),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+}
+# Widths of experts that grouped products take, and value heads in groups of three.
+_EXPERTS = {"num_experts": 5, "num_experts_per_token": 2, "moe_ffn_hidden_size": 24}
+_HYBRID = {
+    "shared_expert_ffn_hidden_size": 40,
+    "layer_types": ("linear_attention", "full_attention", "linear_attention"),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel": 3,
+    "rotary_fraction": 0.25,
 }
 _VOCAB_SIZE = 61
 _CASES = [
     (model_type, is_tied, num_query_groups)
-    for model_type, groups in (("gpt2", (4,)), ("llama", (1, 2, 4)), ("qwen3", (2, 4)))
+    for model_type, groups in (
+        ("gpt2", (4,)),
+        ("llama", (1, 2, 4)),
+        ("qwen3", (2, 4)),
+        ("qwen3_moe", (2,)),
+        ("qwen3_next", (2,)),
+    )
     for num_query_groups in groups
     for is_tied in (False, True)
 ]
@@ -47,7 +71,9 @@ _CASES = [
 
 def _config(model_type: str, is_tied: bool, num_query_groups: int) -> ModelConfig:
     """Describe a model with distinct sizes throughout and large weights, so that errors show."""
+    more = _EXPERTS if model_type in ("qwen3_moe", "qwen3_next") else {}
     return ModelConfig(
+        **(more | (_HYBRID if model_type == "qwen3_next" else {})),
         architecture="gpt" if model_type == "gpt2" else model_type,  # type: ignore[arg-type]
         num_layers=3,
         hidden_size=48,
@@ -68,11 +94,16 @@ def _theirs(config: ModelConfig) -> nn.Module:
     """Build Hugging Face's model with every parameter random, norms and biases included."""
     fields = config_to_hugging_face(config)
     config_class, model_class = _CLASSES[str(fields["model_type"])]
+    is_hybrid = fields["model_type"] == "qwen3_next"
     torch.manual_seed(0)
     model = model_class(config_class(**fields))
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.2).add_(1.0 if parameter.ndim == 1 else 0.0)
+        for name, parameter in model.named_parameters():
+            # Of wider weights, fp32 is off by several times the tolerance in either hybrid.
+            parameter.normal_(std=0.1 if is_hybrid else 0.2)
+            # A hybrid's norms multiply by 1 plus their weights, except behind linear attention.
+            is_centered = is_hybrid and name.endswith("norm.weight") and "linear_attn" not in name
+            parameter.add_(1.0 if parameter.ndim == 1 and not is_centered else 0.0)
     return model.eval()
 
 
@@ -133,9 +164,10 @@ def test_our_weights_load_into_hugging_face(
     """The way back: our random model, exported, computes the same logits there."""
     config = _config(model_type, is_tied, num_query_groups)
     ours, theirs = build_model(config, seed=3), _theirs(config)
-    theirs.load_state_dict(
-        weights_to_hugging_face(ours.state_dict(), model_type, config, _VOCAB_SIZE)
+    state = weights_to_hugging_face(
+        ours.state_dict(), model_type, config, _VOCAB_SIZE, stored=theirs.state_dict()
     )
+    theirs.load_state_dict(state)
     with torch.no_grad():
         torch.testing.assert_close(ours(_tokens()), theirs(_tokens()).logits, rtol=0, atol=1e-5)
 
@@ -189,6 +221,19 @@ def test_a_config_of_transformers_4_is_read() -> None:
         (LlamaConfig(attention_bias=True), "attention_bias"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act"),
         (Qwen3Config(use_sliding_window=True), "use_sliding_window"),
+        (Qwen3MoeConfig(use_sliding_window=True), "use_sliding_window"),
+        (Qwen3MoeConfig(attention_bias=True), "attention_bias"),
+        (Qwen3MoeConfig(hidden_act="gelu"), "hidden_act"),
+        (Qwen3MoeConfig(mlp_only_layers=[1]), "mlp_only_layers"),
+        (Qwen3NextConfig(decoder_sparse_step=2), "decoder_sparse_step"),
+        (Qwen3NextConfig(num_nextn_predict_layers=1), "num_nextn_predict_layers"),
+        (Qwen3NextConfig(mtp_num_hidden_layers=1), "mtp_num_hidden_layers"),
+        (
+            Qwen3NextConfig(
+                rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e7}
+            ),
+            "rope_type",
+        ),
         (
             LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
             "rope_type",
@@ -214,3 +259,51 @@ def test_a_gpt_with_grouped_queries_has_no_hugging_face_form() -> None:
     """Hugging Face's GPT-2 knows neither groups nor heads of another width."""
     with pytest.raises(ConfigError, match="grouped queries"):
         config_to_hugging_face(ModelConfig(architecture="gpt", num_query_groups=2))
+
+
+def test_the_published_config_of_a_hybrid_is_read() -> None:
+    """Names of transformers 4: an interval for the layer types, the rotary fraction on top."""
+    fields = config_to_hugging_face(_config("qwen3_next", False, 2)) | {
+        "num_hidden_layers": 8,
+        "full_attention_interval": 4,
+        "rope_scaling": None,
+    }
+    del fields["layer_types"], fields["rope_parameters"]
+    config = config_from_hugging_face(fields)
+    assert config.layer_types == (*["linear_attention"] * 3, "full_attention") * 2
+    assert (config.rope_theta, config.rotary_fraction) == (500.0, 0.25)
+    assert (config.num_experts, config.shared_expert_ffn_hidden_size) == (5, 40)
+    with pytest.raises(ConfigError, match="layer_types"):
+        config_from_hugging_face(fields | {"layer_types": ["chunked_attention"] * 8})
+
+
+def test_a_hybrid_of_attention_alone_needs_no_sizes_of_linear_attention() -> None:
+    """All layers of one type have no list here, and come back so."""
+    config = dataclasses.replace(_config("qwen3_next", True, 2), layer_types=())
+    config = dataclasses.replace(config, **{name: 0 for name in _HYBRID if "linear_num" in name})
+    config = dataclasses.replace(config, linear_key_head_dim=0, linear_value_head_dim=0)
+    config = dataclasses.replace(config, linear_conv_kernel=4)
+    fields = config_to_hugging_face(config)
+    assert fields["layer_types"] == ["full_attention"] * 3
+    assert config_from_hugging_face(Qwen3NextConfig(**fields).to_dict()) == config
+
+
+def test_the_balance_of_a_router_is_a_loss_there() -> None:
+    """A loss beside that of the model has a field; a bias has none, and is refused."""
+    config = _config("qwen3_moe", False, 2)
+    config = dataclasses.replace(
+        config, router_balance="aux_loss", router_aux_loss_coefficient=0.25, norm_topk_prob=False
+    )
+    fields = config_to_hugging_face(config)
+    assert (fields["output_router_logits"], fields["router_aux_loss_coef"]) == (True, 0.25)
+    assert config_from_hugging_face(Qwen3MoeConfig(**fields).to_dict()) == config
+    with pytest.raises(ConfigError, match="router_balance"):
+        config_to_hugging_face(dataclasses.replace(config, router_balance="bias"))
+
+
+@pytest.mark.parametrize(("model_type", "width"), [("qwen3_moe", 8), ("qwen3_next", 0)])
+def test_a_shared_expert_that_hugging_face_lacks_is_refused(model_type: str, width: int) -> None:
+    """Qwen3-MoE has none, Qwen3-Next always one."""
+    config = _config(model_type, False, 2)
+    with pytest.raises(ConfigError, match="shared expert"):
+        config_to_hugging_face(dataclasses.replace(config, shared_expert_ffn_hidden_size=width))

@@ -30,6 +30,24 @@ MODEL = {
     "ffn_hidden_size": 48,
     "max_sequence_length": SEQUENCE_LENGTH,
 }
+# What makes a mixture of experts of the model, and a hybrid with linear attention.
+MIXTURE = {
+    "architecture": "qwen3_moe",
+    "num_query_groups": 2,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_ffn_hidden_size": 16,
+}
+HYBRID = MIXTURE | {
+    "architecture": "qwen3_next",
+    "shared_expert_ffn_hidden_size": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rotary_fraction": 0.5,
+}
 
 
 def write_corpus(folder: Path, *, num_documents: int = 60, largest: int = 255) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megafsdp.training.metrics.metrics import Meter
 from megafsdp.training.process.world import World
 from megafsdp.training.report import Report
 from megafsdp.training.resume import RunState
-from tests.training.runs import tiny
+from tests.training.runs import MIXTURE, tiny
 
 CPU = torch.device("cpu")
 
@@ -53,16 +54,33 @@ def test_last_line_names_the_command_for_these_machines(
 
 
 @pytest.mark.parametrize(
-    ("tp", "ranks"),
-    [(1, "8 cpu rank(s), optim"), (2, "8 cpu rank(s) (4 x 2 tensor-parallel), optim")],
+    ("model", "degrees", "said"),
+    [
+        ({}, {}, "99,000 parameters on 8 cpu rank(s), optim"),
+        (
+            {},
+            {"tp": 2},
+            "99,000 parameters on 8 cpu rank(s) (4 x 2 tensor-parallel), optim",
+        ),
+        (
+            MIXTURE,
+            {"tp": 2, "ep": 4},
+            "99,000 parameters (92,856 active) on 8 cpu rank(s) (4 x 2 tensor-parallel,"
+            " 4 expert-parallel), optim",
+        ),
+    ],
 )
 def test_first_line_says_how_ranks_share_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], tp: int, ranks: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: dict[str, Any],
+    degrees: dict[str, int],
+    said: str,
 ) -> None:
-    """Data-parallel ranks, and those that share each layer out."""
-    config = tiny(tmp_path, parallel={"tp": tp})
+    """Data-parallel ranks, those that share each layer out, and what a token passes."""
+    config = tiny(tmp_path, model=model, parallel=degrees)
     meter = Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=8)
     report = Report(config, World(0, 8, 0, 8, CPU), meter=meter, state=RunState())
-    report.start(1000, RunState(), 6)
+    report.start(99_000, RunState(), 6)
     report.close()
-    assert f"1,000 parameters on {ranks}_grads_params" in capsys.readouterr().out
+    assert f"{said}_grads_params" in capsys.readouterr().out

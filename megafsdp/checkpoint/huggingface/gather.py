@@ -17,6 +17,7 @@ from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.buffer.comm.collectives import all_to_all
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.mesh.dtensor import shard_axes
+from megafsdp.mesh.model_part import ModelPart
 
 
 def nbytes_to_gather(writer: int, tensor: torch.Tensor, dtype: torch.dtype) -> int:
@@ -38,8 +39,10 @@ def nbytes_to_gather(writer: int, tensor: torch.Tensor, dtype: torch.dtype) -> i
     part_nbytes, shards = layout.numel * dtype.itemsize, tensor.shards_by_rank()
     # A thread of the process group may have the sent piece a little longer than the gather lasts.
     nbytes = part_nbytes + cast_nbytes + (0 if shards == sorted(shards) else part_nbytes)
+    if layout.part.is_whole or rank != writer:
+        return nbytes
     # Then the parts of all ranks of the model axis come to the writer, which joins them.
-    return nbytes + (0 if layout.part.is_whole or rank != writer else 2 * whole_nbytes)
+    return nbytes + (1 if _are_in_order(layout.part) else 2) * whole_nbytes
 
 
 @torch.no_grad()
@@ -109,10 +112,19 @@ def _gather_uneven(writer: int, tensor: UnevenDTensor, dtype: torch.dtype) -> to
     parts = [part.of_rank(rank) for rank in range(part.num_ranks)]
     index = dist.get_process_group_ranks(model_axis).index(writer)
     received = _receive(index, rows.view(-1), [p.local_numel for p in parts], model_axis)
+    # Room for the join.
+    del rows
     if model_axis.rank() != index:
         return None
+    if _are_in_order(part):
+        return received.view(part.shape)
     pieces = received.split([p.local_numel for p in parts])
     return part.join([piece.view(p.local_shape) for piece, p in zip(pieces, parts, strict=True)])
+
+
+def _are_in_order(part: ModelPart) -> bool:
+    """Return whether the parts of all ranks, one after another, are the whole tensor."""
+    return part.dim == 0 and len(part.fused_sizes) == 1
 
 
 def _gather_part(receiver: int, tensor: UnevenDTensor, dtype: torch.dtype) -> torch.Tensor | None:

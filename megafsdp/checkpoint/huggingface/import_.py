@@ -6,6 +6,7 @@ found, and agreed on by all ranks, before a tensor of the model is touched.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,12 @@ from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
 from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format.regions import local_regions, local_view
-from megafsdp.checkpoint.huggingface.mapping import Entry, expect_names, full_names
+from megafsdp.checkpoint.huggingface.mapping import (
+    Entry,
+    expect_names,
+    full_names,
+    unbuilt_names,
+)
 from megafsdp.checkpoint.huggingface.plan import (
     ConfigLike,
     HubPlan,
@@ -27,13 +33,15 @@ from megafsdp.checkpoint.huggingface.plan import (
 )
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.canonical import canonical_name
-from megafsdp.errors import MAX_NAMED, CheckpointError
+from megafsdp.errors import MAX_NAMED, CheckpointError, listed
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 
 # Tied tensors are compared in pieces of about this size.
 _PIECE_NUMEL = 1 << 22
+
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 def import_hf(
@@ -43,7 +51,8 @@ def import_hf(
 
     Parameter objects stay the same, and compute weights are fresh when this returns. Names must
     match both ways, and shapes; dtypes are converted, and rows of a padded vocabulary that the
-    files lack become 0. A model on the meta device gets its memory here. Optimizers are left alone:
+    files lack become 0. Experts are read from tensors of their own or from the packed ones of some
+    files; layers that predict further tokens are left out with a warning. A model on the meta device gets its memory here. Optimizers are left alone:
     make them afterwards. Models of transformers go by their names in memory: one that it stores in
     another form, as it does some mixtures of experts, cannot be filled from its files.
 
@@ -153,6 +162,8 @@ def match_stored(
     stored = full_names(reader.names, plan.model_type)
     wanted = {name for entry in plan.entries for name in entry.theirs}
     expect_names(stored, wanted, optional=set(plan.tied), where="the Hugging Face files")
+    if unbuilt := unbuilt_names(reader.names, plan.model_type):
+        _LOGGER.warning("left out, as transformers does: %s", listed(unbuilt))
     odd = [
         f"'{name}' of shape {reader.shape(stored[name])} instead of {shape}"
         for entry in plan.entries

@@ -11,7 +11,7 @@ A further family is a further table here. Files are read and written elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megafsdp.checkpoint.huggingface.row_layout import Part, RowRun, match_rows
 from megafsdp.errors import CheckpointError, listed
-from megafsdp.models.config import ModelConfig
+from megafsdp.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
 
 _OUR_EMBEDDING = "embedding.word_embeddings.weight"
 _OUR_OUTPUT = "output_layer.weight"
@@ -34,13 +34,22 @@ def layout_sizes(config: ModelConfig, vocab_size: int, *, padded_to: int) -> dic
         vocab_size: Rows of the embedding at Hugging Face.
         padded_to: Rows of our embedding.
     """
-    return {
+    sizes = {
         "groups": config.num_query_groups,
         "heads": config.num_attention_heads // config.num_query_groups,
-        **dict.fromkeys(("q", "k", "v"), config.head_dim),
+        **dict.fromkeys(("q", "q_gate", "k", "v"), config.head_dim),
+        "experts": config.num_experts,
         "vocabulary": vocab_size,
         "padding": max(0, padded_to - vocab_size),
     }
+    if config.has_linear_attention:
+        num_heads = config.linear_num_key_heads
+        num_values = config.linear_num_value_heads // num_heads
+        value_rows = num_values * config.linear_value_head_dim
+        sizes |= {"linear_heads": num_heads, "linear_v": value_rows, "z": value_rows}
+        sizes |= dict.fromkeys(("linear_q", "linear_k"), config.linear_key_head_dim)
+        sizes |= dict.fromkeys(("beta", "alpha"), num_values)
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +63,17 @@ class MappingRow:
             layout repeats ``experts``.
         layout: Layout of our tensor.
         is_transposed: Theirs keep as columns what are rows in ours.
+        layer_type: The only type of layers that have the tensor; empty if all have it.
+        packed: Name of a Hugging Face tensor of our shape that files may have in place of theirs;
+            empty if there is none.
     """
 
     ours: str
     theirs: Mapping[str, str]
     layout: str = "rows"
     is_transposed: bool = False
+    layer_type: str = ""
+    packed: str = ""
 
     def entry(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Entry:
         """Return our tensor of a shape and the stored ones with its rows.
@@ -155,11 +169,13 @@ class _Family:
         rows: The table without the output layer; the first row is the embedding's. Hugging Face
             names have no prefix.
         ignored: Ends of names of buffers in old checkpoints that no model needs.
+        unbuilt: Beginnings of names of modules that neither transformers nor we build.
     """
 
     prefix: str
     rows: tuple[MappingRow, ...]
     ignored: tuple[str, ...]
+    unbuilt: tuple[str, ...] = ()
 
 
 def _same(ours: str, theirs: str, *, is_transposed: bool = False) -> MappingRow:
@@ -177,6 +193,7 @@ def _layers(at: str, *rows: MappingRow) -> tuple[MappingRow, ...]:
             row,
             ours=f"decoder.layers.{{layer}}.{row.ours}",
             theirs={f"{at}.{{layer}}.{name}": layout for name, layout in row.theirs.items()},
+            packed=row.packed and f"{at}.{{layer}}.{row.packed}",
         )
         for row in rows
     )
@@ -220,54 +237,129 @@ def _gpt2() -> _Family:
     return _Family("transformer.", rows, (".attn.bias", ".attn.masked_bias"))
 
 
-def _llama(*head_norms: MappingRow) -> _Family:
+_ATTENTION = (
+    MappingRow(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": "groups(heads(q))",
+            "self_attn.k_proj.weight": "groups(k)",
+            "self_attn.v_proj.weight": "groups(v)",
+        },
+        _FUSED_QKV,
+    ),
+    _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+# Queries are stored with the gate of their head.
+_GATED_ATTENTION = (
+    replace(
+        _ATTENTION[0],
+        theirs={**_ATTENTION[0].theirs, "self_attn.q_proj.weight": "groups(heads(q q_gate))"},
+        layout="groups(heads(q) heads(q_gate) k v)",
+    ),
+    _ATTENTION[1],
+)
+_HEAD_NORMS = (
+    _same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+)
+_LINEAR_ATTENTION = (
+    # Stored by the key head, each with the values and gates that it serves.
+    MappingRow(
+        "self_attention.in_proj.weight",
+        {
+            "linear_attn.in_proj_qkvz.weight": "linear_heads(linear_q linear_k linear_v z)",
+            "linear_attn.in_proj_ba.weight": "linear_heads(beta alpha)",
+        },
+        " ".join(
+            f"linear_heads({block})"
+            for block in ("linear_q", "linear_k", "linear_v", "z", "beta", "alpha")
+        ),
+    ),
+    _same("self_attention.conv1d.weight", "linear_attn.conv1d.weight"),
+    _same("self_attention.A_log", "linear_attn.A_log"),
+    _same("self_attention.dt_bias", "linear_attn.dt_bias"),
+    _same("self_attention.out_norm.weight", "linear_attn.norm.weight"),
+    _same("self_attention.out_proj.weight", "linear_attn.out_proj.weight"),
+)
+
+
+def _mlp(ours: str = "mlp", theirs: str = "mlp") -> tuple[MappingRow, ...]:
+    gate_and_up = {f"{theirs}.gate_proj.weight": "gate", f"{theirs}.up_proj.weight": "up"}
+    return (
+        MappingRow(f"{ours}.linear_fc1.weight", gate_and_up, "gate up"),
+        _same(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
+    )
+
+
+_EXPERT = "mlp.experts.{expert}"
+_EXPERTS = (
+    _same("mlp.router.weight", "mlp.gate.weight"),
+    MappingRow(
+        "mlp.experts.linear_fc1.weight",
+        {f"{_EXPERT}.gate_proj.weight": "gate", f"{_EXPERT}.up_proj.weight": "up"},
+        "experts(gate up)",
+        packed="mlp.experts.gate_up_proj",
+    ),
+    MappingRow(
+        "mlp.experts.linear_fc2.weight",
+        {f"{_EXPERT}.down_proj.weight": "down"},
+        "experts(down)",
+        packed="mlp.experts.down_proj",
+    ),
+)
+_SHARED_EXPERT = (
+    *_mlp("mlp.shared_experts", "mlp.shared_expert"),
+    _same("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+)
+
+
+def _only_in(layer_type: str, rows: tuple[MappingRow, ...]) -> tuple[MappingRow, ...]:
+    return tuple(replace(row, layer_type=layer_type) for row in rows)
+
+
+def _llama(*rows: MappingRow, unbuilt: tuple[str, ...] = ()) -> _Family:
+    """Return the table of a family with Llama's names around attention and the MLP."""
     layer = _layers(
         "layers",
         _same("input_layernorm.weight", "input_layernorm.weight"),
-        MappingRow(
-            "self_attention.linear_qkv.weight",
-            {
-                "self_attn.q_proj.weight": "groups(heads(q))",
-                "self_attn.k_proj.weight": "groups(k)",
-                "self_attn.v_proj.weight": "groups(v)",
-            },
-            _FUSED_QKV,
-        ),
-        *head_norms,
-        _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+        *rows,
         _same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        MappingRow(
-            "mlp.linear_fc1.weight",
-            {"mlp.gate_proj.weight": "gate", "mlp.up_proj.weight": "up"},
-            "gate up",
-        ),
-        _same("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
     )
     final_norm = _same("decoder.final_layernorm.weight", "norm.weight")
-    rows = (_embedding("embed_tokens.weight"), *layer, final_norm)
-    return _Family("model.", rows, ("rotary_emb.inv_freq",))
+    table = (_embedding("embed_tokens.weight"), *layer, final_norm)
+    return _Family("model.", table, ("rotary_emb.inv_freq",), unbuilt)
 
 
 _FAMILIES: Mapping[str, _Family] = MappingProxyType(
     {
         "gpt2": _gpt2(),
-        "llama": _llama(),
-        "qwen3": _llama(
-            _same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-            _same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+        "llama": _llama(*_ATTENTION, *_mlp()),
+        "qwen3": _llama(*_ATTENTION, *_HEAD_NORMS, *_mlp()),
+        "qwen3_moe": _llama(*_ATTENTION, *_HEAD_NORMS, *_EXPERTS),
+        "qwen3_next": _llama(
+            *_only_in(FULL_ATTENTION, (*_GATED_ATTENTION, *_HEAD_NORMS)),
+            *_only_in(LINEAR_ATTENTION, _LINEAR_ATTENTION),
+            *_EXPERTS,
+            *_SHARED_EXPERT,
+            # Layers that predict further tokens.
+            unbuilt=("mtp.",),
         ),
     }
 )
 
 
-def mapping_rows(model_type: str, config: ModelConfig) -> Iterator[MappingRow]:
+def mapping_rows(
+    model_type: str, config: ModelConfig, stored: Container[str] = ()
+) -> Iterator[MappingRow]:
     """Yield one row for each of our distinct tensors, with full names; the embedding's first.
 
     A tied output layer is no tensor of its own and has no row.
 
     Args:
-        model_type: Hugging Face's: ``gpt2``, ``llama`` or ``qwen3``.
+        model_type: Hugging Face's: ``gpt2``, ``llama``, ``qwen3``, ``qwen3_moe`` or ``qwen3_next``.
         config: The model.
+        stored: Full names in the files that are read; experts that they have packed in one tensor
+            are read from there.
 
     Yields:
         Rows without ``{layer}``.
@@ -276,13 +368,20 @@ def mapping_rows(model_type: str, config: ModelConfig) -> Iterator[MappingRow]:
         CheckpointError: There is no table for the model type.
     """
     family = _family(model_type)
+    types = config.layer_types or (FULL_ATTENTION,) * config.num_layers
     for row in family.rows:
-        for layer in range(config.num_layers if "{layer}" in row.ours else 1):
+        for layer, layer_type in enumerate(types if "{layer}" in row.ours else ("",)):
+            if row.layer_type not in ("", layer_type):
+                continue
+            ours, packed = (n.replace("{layer}", str(layer)) for n in (row.ours, row.packed))
+            if packed and family.prefix + packed in stored:
+                yield MappingRow(ours, {family.prefix + packed: "rows"})
+                continue
             theirs = {
                 family.prefix + name.replace("{layer}", str(layer)): layout
                 for name, layout in row.theirs.items()
             }
-            yield replace(row, ours=row.ours.replace("{layer}", str(layer)), theirs=theirs)
+            yield replace(row, ours=ours, theirs=theirs)
     if not config.tie_embeddings:
         yield MappingRow(_OUR_OUTPUT, {_THEIR_OUTPUT: "vocabulary"}, "vocabulary padding")
 
@@ -305,12 +404,22 @@ def their_vocabulary_name(names: Iterable[str], model_type: str) -> str | None:
 
 
 def full_names(names: Iterable[str], model_type: str) -> dict[str, str]:
-    """Return stored Hugging Face names by full name, without buffers that no model needs.
+    """Return stored Hugging Face names by full name, without what no model has.
 
     Names of a type without a table are full already.
     """
     family = _FAMILIES.get(model_type, _Family("", (), ()))
-    return {_full_name(name, family): name for name in names if not name.endswith(family.ignored)}
+    return {
+        _full_name(name, family): name
+        for name in names
+        if not name.endswith(family.ignored) and not name.startswith(family.unbuilt)
+    }
+
+
+def unbuilt_names(names: Iterable[str], model_type: str) -> list[str]:
+    """Return the stored names of modules that are not built, such as further predictions."""
+    family = _FAMILIES.get(model_type, _Family("", (), ()))
+    return [name for name in names if name.startswith(family.unbuilt)]
 
 
 def _full_name(name: str, family: _Family) -> str:

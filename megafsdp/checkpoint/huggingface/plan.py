@@ -24,6 +24,7 @@ from megafsdp.checkpoint.huggingface.mapping import (
     Entry,
     MappingRow,
     expect_names,
+    full_names,
     is_mapped,
     layout_sizes,
     mapping_rows,
@@ -106,9 +107,11 @@ def plan_model(
     rows = our_vocabulary_rows(shapes)
     model, fields = _our_config(config, rows)
     model_type, vocab_size = str(fields["model_type"]), int(str(fields["vocab_size"]))
+    stored: Mapping[str, str] = {}
     if reader is not None:
         vocab_size = _stored_vocabulary(reader, model_type, rows)
-    table = list(mapping_rows(model_type, model))
+        stored = full_names(reader.names, model_type)
+    table = list(mapping_rows(model_type, model, stored))
     expect_names(shapes, {row.ours for row in table}, optional=set(), where="the model")
     sizes = layout_sizes(model, vocab_size, padded_to=rows)
     entries = tuple(row.entry(shapes[row.ours], sizes) for row in table)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megafsdp.checkpoint.megatron.names import TheirKey, joined_parts, read_key
+from megafsdp.checkpoint.megatron.names import TheirKey, joined_parts, place_in_stack, read_key
 from megafsdp.checkpoint.megatron.values import plain_args
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
 from megafsdp.errors import CheckpointError, listed
@@ -33,8 +33,12 @@ class Contents:
         dropped: Keys that have no meaning outside of the job that wrote them.
         parts: Names of the parts of each fused parameter.
         whole_by_part: The other way about.
+        stacks: Names of the tensors in each stack of experts, in the order of the experts.
         problems: What is wrong, by kind.
+        has_stacks: A layer's experts become one stack.
     """
+
+    has_stacks: bool
 
     weights: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -43,6 +47,7 @@ class Contents:
     dropped: list[str] = field(default_factory=list)
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     whole_by_part: dict[str, str] = field(default_factory=dict)
+    stacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, key: str, meant: TheirKey) -> None:
@@ -58,6 +63,16 @@ class Contents:
     def whole_name(self, name: str) -> str:
         """Return the name of the fused parameter that a name is a part of, or the name itself."""
         return self.whole_by_part.get(name, name)
+
+    def stored_name(self, name: str) -> str:
+        """Return what our checkpoint calls a parameter: the stack's name if it is an expert's."""
+        place = place_in_stack(name) if self.has_stacks else None
+        return name if place is None else place[0]
+
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the tensors that each stored one consists of, mostly one."""
+        stored = dict.fromkeys(map(self.stored_name, self.weights))
+        return {name: self.stacks.get(name, (name,)) for name in stored}
 
     def complain(self, kind: str, key: str) -> None:
         """Note one thing that is wrong."""
@@ -82,13 +97,18 @@ class Contents:
             )
 
 
-def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...]) -> Contents:
+def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...], *, has_stacks: bool) -> Contents:
     """Sort their keys and check that they fit together.
+
+    Args:
+        theirs: The directory.
+        ignore: Patterns of keys to leave out.
+        has_stacks: A layer's experts become one stack.
 
     Raises:
         CheckpointError: They do not; all that is wrong is listed.
     """
-    contents = Contents()
+    contents = Contents(has_stacks)
     fields: dict[str, dict[str, object]] = {}
     for key in (*theirs.tensors, *theirs.objects):
         if any(fnmatchcase(key, pattern) for pattern in ignore):
@@ -110,6 +130,8 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...]) -> Contents:
             contents.complain("of a group that is not that of the other parts", name)
     _check_states(theirs, contents)
     _check_groups(contents)
+    if has_stacks:
+        _find_stacks(theirs, contents)
     contents.require_sound(theirs.directory)
     if contents.dropped:
         _LOGGER.info("'%s': left out %s", theirs.directory, listed(contents.dropped))
@@ -155,3 +177,30 @@ def _check_groups(contents: Contents) -> None:
     for name in contents.states:
         if name in contents.weights and name not in covered:
             contents.complain("missing", f"the parameter group of {name}")
+
+
+def _find_stacks(theirs: DCPDirectory, contents: Contents) -> None:
+    """Note the stacks of experts, and what keeps experts from being one."""
+    found: dict[str, dict[int, str]] = {}
+    for name in contents.weights:
+        if (place := place_in_stack(name)) is not None:
+            stack, index = place
+            if found.setdefault(stack, {}).setdefault(index, name) != name:
+                contents.complain("of an expert that another key has too", name)
+    for stack, by_index in found.items():
+        count = max(by_index) + 1
+        for index in sorted(set(range(count)) - set(by_index)):
+            contents.complain("missing", f"expert {index} of {stack}")
+        contents.stacks[stack] = tuple(by_index[index] for index in sorted(by_index))
+        first, *others = contents.stacks[stack]
+        for name in others:
+            if _facts(theirs, contents, name) != _facts(theirs, contents, first):
+                kind = "of another shape, dtype, states or group than the layer's first expert"
+                contents.complain(kind, name)
+
+
+def _facts(theirs: DCPDirectory, contents: Contents, name: str) -> tuple[object, ...]:
+    """Return what the experts of a stack have in common."""
+    entry = theirs.tensors[contents.weights[name]]
+    fields = contents.fields.get(contents.whole_name(name))
+    return entry.shape, entry.dtype, sorted(contents.states.get(name, {})), repr(fields)

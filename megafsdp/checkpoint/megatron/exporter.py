@@ -11,9 +11,10 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -29,7 +30,15 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
 )
 from megafsdp.checkpoint.format.records import RecordWriter
-from megafsdp.checkpoint.megatron.names import FLOPS, SCHEDULER, VERSION, TheirNames, group_members
+from megafsdp.checkpoint.megatron.names import (
+    FLOPS,
+    SCHEDULER,
+    VERSION,
+    TheirNames,
+    group_members,
+    is_output_norm,
+    is_stack,
+)
 from megafsdp.checkpoint.megatron.values import (
     args_needed_to_load,
     their_group,
@@ -62,6 +71,12 @@ def to_megatron(
     the few that a load compares. Each parameter's step stands beside its moments and in its group:
     Transformer Engine's optimizer looks there, torch's here. One tensor is in memory at a time.
 
+    Of a stack of experts each has tensors of its own, named as in a grouped layer
+    (``linear_fc1.weight3``) if the arguments have ``moe_grouped_gemm``, which is the default with
+    Transformer Engine, else as in a sequential one (``local_experts.3.linear_fc1.weight``). The
+    output norm of a gated delta net is stored less 1 if they have ``apply_layernorm_1p``, which is
+    the default for a model with one: its other norms are stored so in ours too.
+
     Args:
         source: Our save root, or one checkpoint's own directory.
         target: The save root to write to.
@@ -86,7 +101,11 @@ def to_megatron(
         names = frozenset(
             key.removeprefix("model.") for key in ours.whole_keys() if key.startswith("model.")
         )
-        their_names = TheirNames(names, precision, transformer_impl)
+        model_args = _model_args(ours, names, args or {}, transformer_impl)
+        is_grouped = bool(model_args.get("moe_grouped_gemm"))
+        their_names = TheirNames(
+            names, precision, transformer_impl, _num_experts(ours, names), is_grouped
+        )
         root = Path(target)
         temporary = on_disk.prepare(root, manifest.step)
         try:
@@ -97,8 +116,9 @@ def to_megatron(
                 bytes_bar("convert", nbytes, is_wanted=show_progress) as bar,
             ):
                 output = _Output(records, manifest.step)
-                _write_tensors(ours, output, their_names, bar)
-                _write_rest(ours, output, their_names, given=args or {})
+                has_less_one = bool(model_args.get("apply_layernorm_1p"))
+                _write_tensors(ours, output, their_names, bar, has_less_one=has_less_one)
+                _write_rest(ours, output, their_names, model_args, given=args or {})
             on_disk.sync_file(output.describe(temporary))
             return on_disk.publish(temporary, root, manifest.step)
         except BaseException:
@@ -159,29 +179,74 @@ class _Output:
 
 
 def _write_tensors(
-    ours: CheckpointReader, output: _Output, their_names: TheirNames, bar: tqdm
+    ours: CheckpointReader,
+    output: _Output,
+    their_names: TheirNames,
+    bar: tqdm,
+    *,
+    has_less_one: bool,
 ) -> None:
     for key in ours.manifest.tensors:
+        tensor = ours.tensor(key)
         if key.startswith("model."):
-            path = their_names.model_key(key.removeprefix("model."))
+            name = key.removeprefix("model.")
+            if has_less_one and is_output_norm(name):
+                tensor = tensor - 1
+            paths = [their_names.model_key(one) for one in their_names.of_experts(name)]
         else:
             _, _, name, state = path_of(key)
-            path = their_names.state_key(name, state)
-        tensor = ours.tensor(key)
-        output.add(path, tensor)
+            paths = [their_names.state_key(one, state) for one in their_names.of_experts(name)]
+        for path, piece in zip(paths, _of_experts(tensor, name, their_names), strict=True):
+            output.add(path, piece)
         bar.update(tensor.nbytes)
+
+
+def _of_experts(tensor: torch.Tensor, name: str, their_names: TheirNames) -> list[torch.Tensor]:
+    """Return each expert's tensor of a stack; each has a scalar of it, as it would of its own."""
+    if name not in their_names.num_experts:
+        return [tensor]
+    return list(tensor) if tensor.ndim else [tensor] * their_names.num_experts[name]
+
+
+def _num_experts(ours: CheckpointReader, names: Collection[str]) -> dict[str, int]:
+    """Return the number of experts by the name of each stack, whole and in parts."""
+    stored = (key.removeprefix("model.") for key in ours.manifest.tensors)
+    shapes = {n: ours.shape(f"model.{n}") for n in {*names, *stored} if is_stack(n)}
+    return {name: shape[0] for name, shape in shapes.items() if len(shape) == 3}
+
+
+def _model_args(
+    ours: CheckpointReader,
+    names: Collection[str],
+    given: Mapping[str, object],
+    transformer_impl: str,
+) -> dict[str, object]:
+    """Return the job's arguments about the model: made, the checkpoint's own, and given ones."""
+    args = args_needed_to_load(ours, names)
+    if any(map(is_stack, names)):
+        args["moe_grouped_gemm"] = transformer_impl == "transformer_engine"
+    origin = _origin(ours.object("extra") if "extra" in ours.manifest.objects else None)
+    foreign = set(origin.get("foreign_args", ()))
+    args |= {k: v for k, v in origin.get("args", {}).items() if k not in foreign}
+    return args | dict(given)
+
+
+def _origin(extra: object) -> dict[str, Any]:
+    """Return what an import from Megatron-LM has left in a checkpoint's extra."""
+    return extra.get("nvidia", {}) if isinstance(extra, dict) else {}
 
 
 def _write_rest(
     ours: CheckpointReader,
     output: _Output,
     their_names: TheirNames,
+    model_args: Mapping[str, object],
     *,
     given: Mapping[str, object],
 ) -> None:
     objects = dict(_objects(ours))
     extra = objects.get("extra")
-    origin = extra.get("nvidia", {}) if isinstance(extra, dict) else {}
+    origin = _origin(extra)
     run = extra.get("run", {}) if isinstance(extra, dict) else {}
     groups = objects.get("optimizer.param_groups", [])
     assert isinstance(groups, list), "save() stores a list of groups"
@@ -197,7 +262,8 @@ def _write_rest(
     for key, value in objects.items():
         if key.startswith("optimizer.state."):
             _, _, name, state = path_of(key)
-            output.add(their_names.state_key(name, state), value)
+            for one in their_names.of_experts(name):
+                output.add(their_names.state_key(one, state), value)
     whole_keys = set(ours.whole_keys())
     for group in groups:
         fields = their_group(group, schedule)
@@ -205,11 +271,10 @@ def _write_rest(
         for name in itertools.chain.from_iterable(members):
             counted = f"optimizer.state.{name}.step"
             step = {"step": int(ours.tensor(counted).item())} if counted in whole_keys else {}
-            for field_name, value in (fields | step).items():
-                output.add(their_names.group_key(name, field_name), value)
-    foreign = set(origin.get("foreign_args", ()))
-    args = {k: v for k, v in origin.get("args", {}).items() if k not in foreign}
-    args = args_needed_to_load(ours, their_names.names) | schedule_args | args
+            for one in their_names.of_experts(name):
+                for field_name, value in (fields | step).items():
+                    output.add(their_names.group_key(one, field_name), value)
+    args = schedule_args | dict(model_args)
     args |= {"iteration": output.step, "consumed_train_samples": num_consumed} | dict(given)
     output.add(("args",), argparse.Namespace(**args))
     output.add(("checkpoint_version",), VERSION)

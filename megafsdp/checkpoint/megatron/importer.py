@@ -19,7 +19,15 @@ import torch
 from tqdm import tqdm
 
 from megafsdp.checkpoint.megatron.contents import Contents, read_contents
-from megafsdp.checkpoint.megatron.names import EMBEDDING, FLOPS, OUTPUT, SCHEDULER, VERSION
+from megafsdp.checkpoint.megatron.names import (
+    EMBEDDING,
+    FLOPS,
+    OUTPUT,
+    SCHEDULER,
+    VERSION,
+    is_output_norm,
+    is_stack,
+)
 from megafsdp.checkpoint.megatron.values import (
     our_groups,
     our_rng_states,
@@ -43,6 +51,7 @@ def from_megatron(
     *,
     step: int | None = None,
     ignore: Sequence[str] = (),
+    separate_experts: bool = False,
     show_progress: bool = False,
 ) -> Path:
     """Write a checkpoint of ours from one that Megatron-LM saved with ``fsdp_dtensor``.
@@ -52,11 +61,16 @@ def from_megatron(
     is bound to the job's own machinery (``_extra_state``, the state of its rerun machine) is
     dropped. One tensor is in memory at a time.
 
+    A layer's experts become one stack, as ``megafsdp.models`` has them, whether theirs were grouped
+    or sequential. Norms of a model with a gated delta net stay as they are, and its output norm
+    has 1 added where theirs are stored less 1 (``apply_layernorm_1p``).
+
     Args:
         source: Megatron-LM's save root, or one checkpoint's own directory.
         root: Our save root.
         step: The iteration to read; None means the latest.
         ignore: Patterns (``fnmatch``) of their keys to leave out.
+        separate_experts: Keep the name of each expert, for a model with a module for each.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
@@ -68,11 +82,15 @@ def from_megatron(
     """
     patterns = as_patterns("ignore", ignore)
     with DCPDirectory(source, step) as theirs:
-        contents = read_contents(theirs, patterns)
+        contents = read_contents(theirs, patterns, has_stacks=not separate_experts)
         common = {key: theirs.value(key) for key in contents.common if key in theirs.objects}
         common |= {key: theirs.tensor(key) for key in contents.common if key in theirs.tensors}
         iteration = _checked_step(theirs.directory, common)
         args, foreign = _checked_args(theirs.directory, common.get("args"))
+        if args.get("apply_layernorm_1p") and not any(map(is_output_norm, contents.weights)):
+            _LOGGER.warning(
+                "'%s': norm weights are stored less 1 (apply_layernorm_1p)", theirs.directory
+            )
         rng = _rng_states(common)
         entries = theirs.tensors.values()
         nbytes = sum(math.prod(e.shape) * e.torch_dtype.itemsize for e in entries)
@@ -80,7 +98,7 @@ def from_megatron(
             CheckpointWriter(root, iteration, world_size=len(rng)) as ours,
             bytes_bar("convert", nbytes, is_wanted=show_progress) as bar,
         ):
-            groups, steps = our_groups(contents.fields)
+            groups, steps = our_groups(contents.fields, contents.stored_name)
             copy = _Copy(theirs, ours, contents, bar)
             copy.weights(args)
             copy.states(steps)
@@ -120,8 +138,6 @@ def _checked_args(directory: Path, value: object) -> tuple[dict[str, object], li
     if foreign:
         text = "'%s': %d of args are no plain values and are kept as text: %s"
         _LOGGER.warning(text, directory, len(foreign), listed(foreign))
-    if args.get("apply_layernorm_1p"):
-        _LOGGER.warning("'%s': norm weights are stored less 1 (apply_layernorm_1p)", directory)
     return args, foreign
 
 
@@ -146,11 +162,16 @@ class _Copy:
 
     def weights(self, args: Mapping[str, object]) -> None:
         """Copy weights and buffers, with the parts of fused parameters and tied names."""
-        for name, key in self.contents.weights.items():
-            entry = self.theirs.tensors[key]
-            self._tensor(f"model.{name}", key, query_groups(name, entry.shape, args))
-        for name, parts in self.contents.parts.items():
-            self.ours.fuse(f"model.{name}", [f"model.{part}" for part in parts])
+        for name, members in self.contents.members().items():
+            keys = [self.contents.weights[member] for member in members]
+            groups = query_groups(name, self.theirs.tensors[keys[0]].shape, args)
+            if args.get("apply_layernorm_1p") and is_output_norm(name):
+                self.ours.add_tensor(f"model.{name}", self._read(keys[0]) + 1)
+            else:
+                self._tensor(name, f"model.{name}", keys, groups)
+        for name, (_, parts) in self._fused().items():
+            keys = [f"model.{self.contents.stored_name(part)}" for part in parts]
+            self.ours.fuse(f"model.{name}", keys, dim=int(is_stack(name)))
         is_tied = args.get("untie_embeddings_and_output_weights") is False
         if is_tied and EMBEDDING in self.contents.weights and OUTPUT not in self.contents.weights:
             self.ours.alias(f"model.{OUTPUT}", f"model.{EMBEDDING}")
@@ -161,13 +182,14 @@ class _Copy:
         Args:
             steps: The step of each parameter by its whole name, where groups count steps.
         """
-        for name in self.contents.weights:
-            keys = self.contents.states.get(name, {})
-            step = steps.get(self.contents.whole_name(name))
+        for name, members in self.contents.members().items():
+            keys = self.contents.states.get(members[0], {})
+            step = steps.get(self.contents.whole_name(members[0]))
             for state, key in keys.items():
                 stored = f"optimizer.state.{name}.{state}"
                 if key in self.theirs.tensors:
-                    self._tensor(stored, key)
+                    keys_of_state = [self.contents.states[m][state] for m in members]
+                    self._tensor(name, stored, keys_of_state)
                 elif state == "step":
                     step = self.theirs.value(key)
                 else:
@@ -180,19 +202,33 @@ class _Copy:
         self._fuse_states(steps)
 
     def _fuse_states(self, steps: Mapping[str, Any]) -> None:
-        for name, parts in self.contents.parts.items():
+        for name, (whole, parts) in self._fused().items():
             states = [self.contents.states.get(part, {}) for part in parts]
             shared = {s: None for s in states[0] if all(s in of_part for of_part in states)}
-            if states[0] and name in steps:
+            if states[0] and whole in steps:
                 shared["step"] = None
             for state in shared:
-                keys = [f"optimizer.state.{part}.{state}" for part in parts]
-                self.ours.fuse(f"optimizer.state.{name}.{state}", keys)
+                of_parts = map(self.contents.stored_name, parts)
+                keys = [f"optimizer.state.{part}.{state}" for part in of_parts]
+                self.ours.fuse(f"optimizer.state.{name}.{state}", keys, dim=int(is_stack(name)))
 
-    def _tensor(self, stored: str, key: str, fused: FusedParts | None = None) -> None:
+    def _fused(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Return their name and parts of each fused parameter; a stack's by one of its experts."""
+        return {self.contents.stored_name(n): (n, p) for n, p in self.contents.parts.items()}
+
+    def _tensor(
+        self, name: str, stored: str, keys: list[str], fused: FusedParts | None = None
+    ) -> None:
+        """Copy a parameter's tensor, or those of all experts as a stack; of scalars the first."""
+        if name in self.contents.stacks and self.theirs.tensors[keys[0]].shape:
+            self.ours.add_stack(stored, map(self._read, keys))
+        else:
+            self.ours.add_tensor(stored, self._read(keys[0]), fused=fused)
+
+    def _read(self, key: str) -> torch.Tensor:
         tensor = self.theirs.tensor(key)
-        self.ours.add_tensor(stored, tensor, fused=fused)
         self.bar.update(tensor.nbytes)
+        return tensor
 
 
 def _add_schedule(

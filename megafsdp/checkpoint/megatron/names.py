@@ -3,14 +3,15 @@
 A parameter's name is Megatron's FQN in both formats, so most of a key is the same; what differs is
 the wrappers in front (``module.``), a norm that a Transformer Engine layer keeps inside the linear
 map behind it, and the inner layer of multi-token prediction. Fused parameters are stored as the
-same parts under the same names. Experts have their global index in both. No tensor is seen here.
+same parts under the same names. A layer's experts are one stack in ours and a tensor each in
+theirs, by their global index. No tensor is seen here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from megafsdp.checkpoint.state.experts import ANY_EXPERT
 from megafsdp.errors import CheckpointError, expected
@@ -53,6 +54,14 @@ _LOCAL_NORM = re.compile(
     rf"(?P<layer>.*\.)(?P<norm>{'|'.join(map(re.escape, _NORMS))})\.(?P<leaf>weight|bias)"
 )
 _EXPERT = re.compile(r"(\.experts\.local_experts)\.\d+\.")
+_STACK = re.compile(r"(?P<experts>.*\.experts)\.(?P<leaf>linear_fc[12]\.weight)(?P<part>_[wv])?")
+# A grouped layer numbers its parameters, a sequential one its modules.
+_OF_STACK = (
+    re.compile(_STACK.pattern.replace("(?P<part>", r"(?P<index>\d+)(?P<part>")),
+    re.compile(
+        _STACK.pattern.replace(r"\.(?P<leaf>", r"\.local_experts\.(?P<index>\d+)\.(?P<leaf>")
+    ),
+)
 _MTP_ON_DISK = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.transformer_layer\.")
 _MTP_IN_MODULE = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.mtp_model_layer\.")
 
@@ -109,6 +118,32 @@ def our_name(name: str) -> str:
     return _MTP_ON_DISK.sub(r"\1.mtp_model_layer.", name)
 
 
+def place_in_stack(name: str) -> tuple[str, int] | None:
+    """Return the stack of ours that has a parameter of an expert of theirs, and its place there.
+
+    Args:
+        name: As :func:`our_name` returns it, of a whole parameter or of a part; None is returned
+            if it is no expert's.
+    """
+    for pattern in _OF_STACK:
+        if found := pattern.fullmatch(name):
+            return f"{found['experts']}.{found['leaf']}{found['part'] or ''}", int(found["index"])
+    return None
+
+
+def is_output_norm(name: str) -> bool:
+    """Return whether ours of a name is the norm behind a gated delta rule, whose weight is plain.
+
+    Theirs is stored less 1 wherever norms are, which is the other norms' form in ours too.
+    """
+    return name.endswith(".self_attention.out_norm.weight")
+
+
+def is_stack(name: str) -> bool:
+    """Return whether ours of a name is a stack of a layer's experts, or a part of one."""
+    return _STACK.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class TheirNames:
     """Writes our names as theirs, for one model and one kind of job.
@@ -118,11 +153,15 @@ class TheirNames:
         precision: One of ``PRECISIONS``; a run in 16 bits has one more wrapper in its optimizer.
         transformer_impl: One of ``TRANSFORMER_IMPLS``: Transformer Engine's layers keep norms
             inside linear maps.
+        num_experts: Number of experts by the name of each stack, whole or a part.
+        is_grouped: A layer of theirs computes its experts at once, and numbers their parameters.
     """
 
     names: frozenset[str]
     precision: str
     transformer_impl: str
+    num_experts: Mapping[str, int] = field(default_factory=dict)
+    is_grouped: bool = True
 
     def __post_init__(self) -> None:
         """Check the choices.
@@ -143,6 +182,17 @@ class TheirNames:
                         hint="Name the one that the Megatron-LM job will run with",
                     )
                 )
+
+    def of_experts(self, name: str) -> list[str]:
+        """Return the name of each expert's tensor in a stack; of other tensors the name itself."""
+        found = _STACK.fullmatch(name)
+        if found is None or name not in self.num_experts:
+            return [name]
+        experts, leaf, part = found["experts"], found["leaf"], found["part"] or ""
+        indices = range(self.num_experts[name])
+        if self.is_grouped:
+            return [f"{experts}.{leaf}{i}{part}" for i in indices]
+        return [f"{experts}.local_experts.{i}.{leaf}{part}" for i in indices]
 
     def model_key(self, name: str) -> tuple[str, ...]:
         """Return the key of a weight or buffer, as the path of nested dicts it is in."""

@@ -8,13 +8,18 @@ are none. Keys of the directory are in names.py; files are read and written else
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from megafsdp.checkpoint.megatron.names import EMBEDDING, OUTPUT, group_member
+from megafsdp.checkpoint.megatron.names import (
+    EMBEDDING,
+    OUTPUT,
+    group_member,
+    is_output_norm,
+)
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.safe_pickle import Foreign
 from megafsdp.errors import CheckpointError
@@ -39,7 +44,8 @@ _TRACKERS = "rng_tracker_states"
 _POSITIONS = "embedding.position_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\..*")
 _QKV = re.compile(r".*self_attention\.linear_qkv\.(?:weight|bias)")
-_QKV_PARTS = ("query", "key", "value")
+_QKV_PARTS: tuple[str, ...] = ("query", "key", "value")
+_GATED_QKV_PARTS: tuple[str, ...] = ("query", "gate", "key", "value")
 
 
 def plain_args(value: object) -> tuple[dict[str, object], list[str]]:
@@ -171,11 +177,14 @@ def their_schedule(
     return theirs, args
 
 
-def our_groups(fields: Mapping[str, Mapping[str, object]]) -> tuple[list[dict], dict[str, object]]:
+def our_groups(
+    fields: Mapping[str, Mapping[str, object]], stored_name: Callable[[str], str]
+) -> tuple[list[dict], dict[str, object]]:
     """Gather parameters of equal fields into groups.
 
     Args:
         fields: The fields of each parameter's group, by the parameter's whole name.
+        stored_name: Returns what our checkpoint calls a parameter.
 
     Returns:
         Groups with ``names`` and hyperparameters, in the order of their first parameters; and the
@@ -193,7 +202,7 @@ def our_groups(fields: Mapping[str, Mapping[str, object]]) -> tuple[list[dict], 
             own[_OUR_MULTIPLIER] = multiplier
         key = repr(sorted(own.items()))
         names = groups.setdefault(key, {"names": []} | own)["names"]
-        if (member := group_member(name)) not in seen.setdefault(key, set()):
+        if (member := group_member(stored_name(name))) not in seen.setdefault(key, set()):
             seen[key].add(member)
             names.append(member)
     return list(groups.values()), steps
@@ -323,7 +332,10 @@ def query_groups(
         head_dim = hidden // heads
     if not (isinstance(groups, int) and isinstance(head_dim, int) and groups and head_dim):
         return None
-    parts = FusedParts(_QKV_PARTS, (heads // groups * head_dim, head_dim, head_dim), 0, groups)
+    names = _GATED_QKV_PARTS if args.get("attention_output_gate") else _QKV_PARTS
+    # A gate is as wide as the queries.
+    sizes = (heads // groups * head_dim,) * (len(names) - 2) + (head_dim, head_dim)
+    parts = FusedParts(names, sizes, 0, groups)
     return parts if parts.extent == shape[0] else None
 
 
@@ -346,10 +358,16 @@ def args_needed_to_load(ours: CheckpointReader, names: Collection[str]) -> dict[
         args["hidden_size"] = ours.shape(f"model.{EMBEDDING}")[1]
         args["add_position_embedding"] = _POSITIONS in names
         args["untie_embeddings_and_output_weights"] = f"model.{OUTPUT}" not in manifest.aliases
-    qkv = manifest.tensors.get("model.decoder.layers.0.self_attention.linear_qkv.weight")
-    if qkv is not None and qkv.fused is not None and qkv.fused.names == _QKV_PARTS:
-        query_rows, head_dim, _ = qkv.fused.sizes
-        num_groups = qkv.fused.num_groups
+    if any(map(is_output_norm, names)):
+        # The other norms of a model with a gated delta net are stored less 1.
+        args["apply_layernorm_1p"] = True
+    # A model may begin with layers of linear attention.
+    layers_qkv = (manifest.tensors.get(f"model.{name}") for name in names if _QKV.fullmatch(name))
+    qkv = next((entry.fused for entry in layers_qkv if entry is not None), None)
+    if qkv is not None and qkv.names in (_QKV_PARTS, _GATED_QKV_PARTS):
+        query_rows, *_, head_dim = qkv.sizes
+        num_groups = qkv.num_groups
+        args["attention_output_gate"] = qkv.names == _GATED_QKV_PARTS
         heads = query_rows // head_dim * num_groups
         args |= {"num_attention_heads": heads, "kv_channels": head_dim}
         args |= {"group_query_attention": heads != num_groups, "num_query_groups": num_groups}

@@ -9,7 +9,7 @@ checkpoint/save.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -98,6 +98,26 @@ class CheckpointWriter:
             chunks.append(Chunk(region, self._records.append_tensor(rows)))
         self._manifest.tensors[key] = TensorEntry(
             tuple(tensor.shape), dtype_name(tensor.dtype), tuple(chunks), fused
+        )
+
+    def add_stack(self, key: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Write tensors of one shape and dtype as one tensor, stacked along a new dim 0.
+
+        Args:
+            key: Its key, not used before.
+            tensors: At least one; each is a chunk, and may be freed before the next one is made.
+
+        Raises:
+            CheckpointError: The key is taken.
+        """
+        self._require_new(key)
+        chunks = []
+        for index, tensor in enumerate(tensors):
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            region = Region((index, *(0 for _ in shape)), (1, *shape))
+            chunks.append(Chunk(region, self._records.append_tensor(tensor.unsqueeze(0))))
+        self._manifest.tensors[key] = TensorEntry(
+            (len(chunks), *shape), dtype_name(dtype), tuple(chunks)
         )
 
     def add_object(self, key: str, value: object) -> None:

@@ -158,19 +158,19 @@ def owned_numels(layout: FlatLayout) -> list[int]:
 
 
 def _most_owned_nbytes(units: Sequence[PlannedUnit]) -> int:
-    """Return the main weights' bytes, without gaps, of the rank that owns most of them."""
+    """Return the main weights' bytes, without gaps, of the rank that owns most of them.
+
+    Experts may have fewer shards than other groups; rank 0 has the first shard of both, which are
+    the fullest ones, so their largest sums are added.
+    """
     by_layout: Counter[tuple[int, int]] = Counter()
     layouts = {}
     for group in (g for unit in units for g in unit.groups if g.is_trainable):
         by_layout[id(group.layout), group.dtypes.main.itemsize] += 1
         layouts[id(group.layout)] = group.layout
-    everywhere = 0
-    owned: Counter[int] = Counter()
+    owned: dict[int, Counter[int]] = {}
     for (which, itemsize), count in by_layout.items():
-        numels = owned_numels(layouts[which])
-        if len(numels) == 1:
-            everywhere += count * itemsize * numels[0]
-            continue
-        for shard, numel in enumerate(numels):
-            owned[shard] += count * itemsize * numel
-    return everywhere + max(owned.values(), default=0)
+        of_shards = owned.setdefault(layouts[which].num_shards, Counter())
+        for shard, numel in enumerate(owned_numels(layouts[which])):
+            of_shards[shard] += count * itemsize * numel
+    return sum(max(of_shards.values()) for of_shards in owned.values())

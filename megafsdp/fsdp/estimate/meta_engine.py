@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.host_memory import HostArena
@@ -46,6 +47,7 @@ class PlannedGroup:
         is_sharded: Whether it is gathered and reduce-scattered.
         is_trainable: Whether its parameters require gradients.
         is_offloaded: Whether the optimizer keeps its main weight and states on the host.
+        is_expert: Whether it is divided over the mesh of experts.
     """
 
     layout: FlatLayout
@@ -53,6 +55,7 @@ class PlannedGroup:
     is_sharded: bool
     is_trainable: bool
     is_offloaded: bool = False
+    is_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,12 @@ class AxisNames:
     @classmethod
     def of(cls, meshes: Meshes) -> AxisNames:
         """Name the process groups of meshes."""
-        mesh, tp = meshes.data, meshes.tp
-        axes = mesh.mesh_dim_names or ()
-        sizes = dict(zip(axes, mesh.shape, strict=True))
-        names: dict[str, str] = {mesh.get_group(a).group_name: a for a in axes}
-        data = _TIMES.join(axes)
-        names.setdefault(flat_group(mesh).group_name, data)
-        named = cls(names, data, None if tp is None else TP, sizes)
-        if tp is not None:
-            sizes[TP] = tp.size()
-            names[tp.get_group().group_name] = TP
-            names[flat_group(joined_mesh(mesh, tp)).group_name] = named.with_tp(data)
+        names: dict[str, str] = {}
+        sizes: dict[str, int] = {}
+        data = _name_groups(meshes.data, meshes.tp, names, sizes)
+        if meshes.experts is not None:
+            _name_groups(meshes.experts, meshes.ep, names, sizes)
+        named = cls(names, data, None if meshes.tp is None else TP, sizes)
         # A collective without a group is one over all ranks.
         names[""] = named.with_tp(data)
         return named
@@ -109,6 +107,20 @@ class AxisNames:
     def num_ranks(self, axes: str) -> int:
         """Return the number of ranks of axes by their name."""
         return math.prod(self.sizes[axis] for axis in axes.split(_TIMES))
+
+
+def _name_groups(
+    data: DeviceMesh, model: DeviceMesh | None, names: dict[str, str], sizes: dict[str, int]
+) -> str:
+    """Add the groups of data axes and a model axis, and their sizes; return the data axes' name."""
+    meshes = [data] if model is None else [data, model, joined_mesh(data, model)]
+    for mesh in meshes:
+        axes = mesh.mesh_dim_names or ()
+        sizes.update(zip(axes, mesh.shape, strict=True))
+        for axis in axes:
+            names.setdefault(mesh.get_group(axis).group_name, axis)
+        names.setdefault(flat_group(mesh).group_name, _TIMES.join(axes))
+    return _TIMES.join(data.mesh_dim_names or ())
 
 
 @contextlib.contextmanager
@@ -142,7 +154,7 @@ class MetaEngine:
     Args:
         model: A model on the meta device; it is used up.
         fsdp_unit_modules: As for ``fully_shard_model``.
-        meshes: Of meta devices; its tensor-parallel axis has cut the model already.
+        meshes: Of meta devices; their model axes have cut the model already.
         sums_in_library: Whether gradients are reduced as on NCCL, and not as on gloo.
         **options: Other keyword arguments of ``fully_shard_model``.
 
@@ -164,7 +176,9 @@ class MetaEngine:
         **options: Any,
     ) -> None:
         self.axes = AxisNames.of(meshes)
-        self._model = fully_shard_model(model, fsdp_unit_modules, mesh=meshes.data, **options)
+        self._model = fully_shard_model(
+            model, fsdp_unit_modules, mesh=meshes.data, expert_mesh=meshes.experts, **options
+        )
         self.units = list(units_below([model]).values())
         root, *others = self.units
         for unit in others:
@@ -259,4 +273,5 @@ def _plan(group: ParameterGroup) -> PlannedGroup:
         is_sharded=group.axes.is_sharded,
         is_trainable=group.is_trainable,
         is_offloaded=group.is_moved,
+        is_expert=group.axes.is_expert,
     )

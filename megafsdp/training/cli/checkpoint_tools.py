@@ -223,6 +223,11 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="leave out keys like these of a Megatron-LM checkpoint",
     )
+    parser.add_argument(
+        "--separate-experts",
+        action="store_true",
+        help="keep the name of each expert of a Megatron-LM checkpoint, in place of a stack",
+    )
     _add_output(parser)
     parser.set_defaults(run=_convert)
 
@@ -273,6 +278,7 @@ def _convert(options: argparse.Namespace) -> int:
             precision=options.precision,
             transformer_impl=options.transformer_impl,
             ignore=options.ignore,
+            separate_experts=options.separate_experts,
         ),
         show_progress=not options.no_progress,
     )

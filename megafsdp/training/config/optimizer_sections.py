@@ -103,8 +103,8 @@ class MuonSection:
     """What only Muon takes; it shares lr, weight_decay, betas and eps with its AdamW.
 
     Attributes:
-        adamw: Patterns (``fnmatch``) of names of matrices that AdamW steps; those of embeddings and
-            of the output layer should be here. Vectors are AdamW's anyway.
+        adamw: Patterns (``fnmatch``) of names of matrices that AdamW steps; those of embeddings, of
+            the output layer and of short convolutions should be here. Vectors are AdamW's anyway.
         momentum: Weight of the old momentum in the average.
         nesterov: Orthogonalise the average of gradient and momentum, not the momentum.
         ns_steps: Newton-Schulz steps.
@@ -119,7 +119,9 @@ class MuonSection:
         bucket_numel: Elements of the matrices that a rank orthogonalises in one round.
     """
 
-    adamw: list[str] = field(default_factory=lambda: ["*embedding*", "*output_layer*"])
+    adamw: list[str] = field(
+        default_factory=lambda: ["*embedding*", "*output_layer*", "*conv1d*", "*gate_weight"]
+    )
     momentum: _DecayRate = 0.95
     nesterov: bool = True
     ns_steps: PositiveInt = 5

@@ -19,7 +19,7 @@ from megafsdp.errors import ConfigError, expected
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.activation_checkpointing import ActivationCheckpointing, CheckpointingMode
-from megafsdp.models.config import Architecture, ModelConfig
+from megafsdp.models.config import Architecture, ModelConfig, RouterBalance
 from megafsdp.models.presets import presets
 from megafsdp.training.config.optimizer_sections import (
     LossScaleSection,
@@ -59,7 +59,8 @@ class ParallelSection:
         cp: Context parallel degree; above 1 it is not built.
         tp: Tensor parallel degree: neighbouring ranks that share each layer out and read the same
             samples; a divisor of the model's query groups, MLP width and vocabulary.
-        ep: Expert parallel degree; above 1 it is not built.
+        ep: Expert parallel degree: neighbouring ranks, those of tp first, that share each layer's
+            experts out; a divisor of the model's experts and of dp_shard x cp x tp.
         strategy: What is divided: nothing, optimizer states, and gradients, and parameters.
         outer_strategy: What is divided over dp_outer: nothing (HSDP), or optimizer states (HFSDP),
             which needs dp_outer above 1 and strategy optim_grads_params.
@@ -203,13 +204,29 @@ class ModelSection:
         num_attention_heads: Number of query heads.
         num_query_groups: Number of key and value heads.
         head_dim: Width of one head.
-        ffn_hidden_size: Inner width of the MLP.
+        ffn_hidden_size: Inner width of the MLP; mixtures of experts do not read it.
         vocab_size: Rows of the embedding, padding included.
         max_sequence_length: Longest sequence that the model takes.
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the variance under each norm's root.
         tie_embeddings: Whether the output layer's weight is the word embedding's.
         init_std: Standard deviation of the initial weights.
+        num_experts: Routed experts of a layer.
+        num_experts_per_token: Experts that each token passes.
+        moe_ffn_hidden_size: Inner width of one expert.
+        shared_expert_ffn_hidden_size: Inner width of the expert that all tokens pass; 0 for none.
+        norm_topk_prob: Whether the weights of a token's experts are divided by their sum.
+        router_balance: What evens the experts' loads: none, aux_loss (a loss beside the model's) or
+            bias (added to the scores where experts are chosen, and moved by each step).
+        router_aux_loss_coefficient: Factor of that loss.
+        router_bias_update_rate: How far a step moves the bias.
+        layer_types: linear_attention or full_attention for each layer of qwen3_next.
+        linear_num_key_heads: Query and key heads of linear attention.
+        linear_num_value_heads: Its value heads, a multiple of the key heads.
+        linear_key_head_dim: Width of one of its query or key heads.
+        linear_value_head_dim: Width of one of its value heads.
+        linear_conv_kernel: Tokens that its convolution sees, the current one included.
+        rotary_fraction: Part of each head, from its start, that positions rotate.
     """
 
     preset: str = "qwen3-toy"
@@ -226,6 +243,21 @@ class ModelSection:
     norm_eps: float | None = None
     tie_embeddings: bool | None = None
     init_std: float | None = None
+    num_experts: int | None = None
+    num_experts_per_token: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    shared_expert_ffn_hidden_size: int | None = None
+    norm_topk_prob: bool | None = None
+    router_balance: RouterBalance | None = None
+    router_aux_loss_coefficient: float | None = None
+    router_bias_update_rate: float | None = None
+    layer_types: list[str] | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel: int | None = None
+    rotary_fraction: float | None = None
 
     def resolve(self) -> ModelConfig:
         """Return the preset with the overrides applied.
@@ -242,6 +274,8 @@ class ModelSection:
         )
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
         overrides = {name: value for name, value in given.items() if value is not None}
+        if self.layer_types is not None:
+            overrides["layer_types"] = tuple(self.layer_types)
         return replace(presets[self.preset], **overrides)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from megafsdp.errors import ConfigError, expected
 from megafsdp.fsdp.grouping import find_units, policies_by_module
-from megafsdp.mesh.parallel_dims import CP, EP, ParallelDims
+from megafsdp.mesh.parallel_dims import CP, ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.config import ModelConfig
 from megafsdp.training.config.optimizer_sections import LossScaleSection, MuonSection
@@ -83,6 +83,7 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
     config_from_dict(config.to_dict())
     dims = _check_parallel(config.parallel, world_size)
     _check_tensor_parallel(model, dims.tp)
+    _check_expert_parallel(model, dims.ep)
     # torch's generators take 64 bits, and each data-parallel rank has a seed of its own.
     largest, seed = 2**64 - dims.data_size, config.run.seed
     what = f"at most {largest} for {dims.data_size} data-parallel ranks"
@@ -99,19 +100,15 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> ParallelDims:
         dims = parallel.dims().resolve(world_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for axis, degree, lacks in (
-        (CP, dims.cp, "no attention runs over parts of a sequence"),
-        (EP, dims.ep, "no model has experts"),
-    ):
-        if degree > 1:
-            raise NotImplementedError(
-                expected(
-                    "degree 1",
-                    degree,
-                    where=f"the training configuration, parallel.{axis}",
-                    hint=f"Use dp_shard or tp: {lacks} yet",
-                )
+    if dims.cp > 1:
+        raise NotImplementedError(
+            expected(
+                "degree 1",
+                dims.cp,
+                where=f"the training configuration, parallel.{CP}",
+                hint="Use dp_shard or tp: no attention runs over parts of a sequence yet",
             )
+        )
     if parallel.outer_strategy == "optim":
         require(
             dims.dp_outer > 1,
@@ -149,7 +146,11 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
     """Check that each tensor-parallel rank gets as much of every layer as the others."""
     for name, what in (
         ("num_query_groups", "query groups, and the heads that belong to them,"),
-        ("ffn_hidden_size", "an MLP width"),
+        ("linear_num_key_heads", "key heads, and the value heads that belong to them,"),
+        (
+            "shared_expert_ffn_hidden_size" if model.has_experts else "ffn_hidden_size",
+            "an MLP width",
+        ),
         ("vocab_size", "a vocabulary"),
     ):
         extent = getattr(model, name)
@@ -160,6 +161,24 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
             tp,
             f"Choose a smaller degree, or {what} that it divides",
         )
+
+
+def _check_expert_parallel(model: ModelConfig, ep: int) -> None:
+    """Check that each expert-parallel rank gets as many experts of a layer as the others."""
+    require(
+        ep == 1 or model.has_experts,
+        "parallel.ep",
+        f"1 for the architecture {model.architecture}, which has no experts",
+        ep,
+        "Leave it out, or choose a mixture of experts such as qwen3_moe",
+    )
+    require(
+        model.num_experts % ep == 0,
+        "parallel.ep",
+        f"a divisor of model.num_experts, {model.num_experts}",
+        ep,
+        "Choose a smaller degree, or a number of experts that it divides",
+    )
 
 
 def _check_optimizer(config: Config) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ from megafsdp.fsdp.estimate.footprint import Footprint, StepPlan, footprint_of
 from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedGroup, PlannedUnit, fake_ranks
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.build import build_model, unit_classes
+from megafsdp.models.config import ModelConfig
+from megafsdp.models.flops import num_idle_parameters
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES
 from megafsdp.parallel import parallelize
 from megafsdp.training.config.optimizer_sections import OptimizerSection
@@ -42,6 +44,7 @@ _JSON_OPTION = "--json"
 # The loss, the number of ranks, the wish to stop and gradients that are not finite, in fp64.
 _LOSS_NBYTES = 32
 _FOUND_INF_NBYTES = 4  # One fp32 number.
+_LOAD_NBYTES = 8  # One fp64 number for each expert of each layer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,17 @@ class DryRunReport:
 
     @property
     def padding_numel(self) -> int:
-        """Return the elements of all layouts that belong to no tensor."""
-        return sum(u.count * g.layout.padding_numel for u in self.units for g in u.groups)
+        """Return the elements of all layouts, on all ranks of tp and ep, that are of no tensor."""
+        return self._sum(lambda group: group.layout.padding_numel)
+
+    def _sum(self, numel_of: Callable[[PlannedGroup], int]) -> int:
+        """Sum over the groups of all units, each as often as model axes have cut it."""
+        dims = self.dims
+        return sum(
+            unit.count * (dims.ep if group.is_expert else dims.tp) * numel_of(group)
+            for unit in self.units
+            for group in unit.groups
+        )
 
     def to_json(self) -> str:
         """Return everything as JSON, sizes in elements and bytes."""
@@ -119,6 +131,7 @@ class DryRunReport:
             "dp_outer_size": dims.dp_outer,
             "dp_shard_size": dims.dp_shard,
             "tp_size": dims.tp,
+            "ep_size": dims.ep,
             "strategy": parallel.strategy,
             "outer_strategy": parallel.outer_strategy,
             "num_microbatches": self.num_microbatches,
@@ -172,7 +185,8 @@ class DryRunReport:
     @property
     def _left_out(self) -> str:
         exchange = ", Muon's all-to-alls" if self.config.optimizer.kind == "muon" else ""
-        parts = ", collectives of tensor parallelism" if self.dims.tp > 1 else ""
+        has_parts = self.dims.tp > 1 or self.dims.ep > 1
+        parts = ", collectives of layers that ranks share out" if has_parts else ""
         return f"activations{parts}{exchange} and buffers of the backend"
 
     def _head_lines(self) -> list[str]:
@@ -180,9 +194,12 @@ class DryRunReport:
         precision, train = self.config.precision, self.config.train
         outer = f", outer {parallel.outer_strategy}" if dims.dp_outer > 1 else ""
         tp = f" x {dims.tp:,} tensor-parallel" if dims.tp > 1 else ""
+        ep = f", {dims.ep:,} to the experts of a layer" if dims.ep > 1 else ""
+        num_idle = num_idle_parameters(self.config.model.resolve())
+        active = f" ({self.num_parameters - num_idle:,} active)" if num_idle else ""
         return [
-            f"{self.config.model.preset}: {self.num_parameters:,} parameters on "
-            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{tp}), "
+            f"{self.config.model.preset}: {self.num_parameters:,} parameters{active} on "
+            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{tp}{ep}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
             f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
             f"{self.config.micro_batch_size(dims.data_size):,} a rank), "
@@ -194,9 +211,8 @@ class DryRunReport:
         for unit in self.units:
             lines.append(f"  {unit.count:,} x {unit.name}")
             lines += [f"    {_describe_group(group)}" for group in unit.groups]
-        # Units are those of one tensor-parallel rank.
-        numel = sum(unit.count * _numel(group) for unit in self.units for group in unit.groups)
-        share = _percent(self.padding_numel, numel)
+        # Not of the model's parameters: norms are there once for each rank of tp.
+        share = _percent(self.padding_numel, self._sum(_numel))
         return [*lines, f"  padding of all units: {self.padding_numel:,} elements ({share})"]
 
     def _memory_lines(self) -> list[str]:
@@ -327,7 +343,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             num_microbatches=num_microbatches,
             state_nbytes=state_nbytes(units, config.optimizer, config.muon),
             casts_from=_cast_by_step(config.optimizer),
-            loop_all_reduces=_loop_all_reduces(config),
+            loop_all_reduces=_loop_all_reduces(config, model_config),
         )
         footprint = footprint_of(engine, step)
     # Others plan for a GPU, which the machine of a dry run need not have.
@@ -363,11 +379,13 @@ def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:
     return torch.bfloat16 if section.store_param_remainders else torch.float32
 
 
-def _loop_all_reduces(config: Config) -> tuple[int, ...]:
-    is_unscaled_apart = (
-        config.precision.param_dtype == "fp16" and not config.optimizer.is_fused_adam
-    )
-    return (_LOSS_NBYTES, *((_FOUND_INF_NBYTES,) if is_unscaled_apart else ()))
+def _loop_all_reduces(config: Config, model: ModelConfig) -> tuple[int, ...]:
+    found = [_LOSS_NBYTES]
+    if config.precision.param_dtype == "fp16" and not config.optimizer.is_fused_adam:
+        found.append(_FOUND_INF_NBYTES)
+    if model.has_experts and model.router_balance == "bias":
+        found.append(_LOAD_NBYTES * model.num_layers * model.num_experts)
+    return tuple(found)
 
 
 def _distinct(units: Sequence[PlannedUnit]) -> tuple[DistinctUnit, ...]:
@@ -391,6 +409,7 @@ def _group_as_dict(group: PlannedGroup, strategy: str) -> dict[str, object]:
         "padding_numel": layout.padding_numel,
         "strategy": strategy if group.is_sharded else "no_shard",
         "is_trainable": group.is_trainable,
+        "is_expert": group.is_expert,
         "is_offloaded": group.is_offloaded,
         "compute_dtype": _name(dtypes.compute),
         "main_dtype": _name(dtypes.main),
@@ -404,7 +423,8 @@ def _describe_group(group: PlannedGroup) -> str:
     parts = " + ".join(f"{sub.shard_numel:,}" for sub in layout.sub_buffers)
     is_split = len(layout.sub_buffers) > 1
     pieces = f" = {parts} in {len(layout.sub_buffers)} sub-buffers" if is_split else ""
-    where = ", on the host" if group.is_offloaded else ""
+    where = ", of experts" if group.is_expert else ""
+    where += ", on the host" if group.is_offloaded else ""
     padding = f"{layout.padding_numel:,} ({_percent(layout.padding_numel, _numel(group))})"
     return (
         f"{_count(len(layout.slots), 'tensor')}, {_count(_numel(group), 'element')}, "

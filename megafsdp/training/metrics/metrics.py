@@ -157,7 +157,7 @@ class Position:
 
 def progress_line(position: Position, result: StepResult, lr: float, rates: Rates) -> str:
     """Return one line on a step, in our form."""
-    width = len(str(position.num_steps))
+    width, loads = len(str(position.num_steps)), result.statistics
     parts = [
         f"step {position.step:>{width}}/{position.num_steps}",
         f"{100 * position.step / position.num_steps:5.1f}%",
@@ -165,6 +165,8 @@ def progress_line(position: Position, result: StepResult, lr: float, rates: Rate
         f"grad norm {result.grad_norm:.3f}",
         f"lr {lr:.2e}",
         *([] if result.loss_scale is None else [f"loss scale {result.loss_scale:g}"]),
+        *([] if loads.max_load is None else [f"max load {loads.max_load:.2f}"]),
+        *([] if loads.aux_loss is None else [f"aux loss {loads.aux_loss:.4f}"]),
         f"{rates.tokens_per_s:,.0f} tokens/s",
         f"{rates.tflops:.3g} TFLOP/s",
         *([] if rates.mfu is None else [f"MFU {100 * rates.mfu:.1f}%"]),

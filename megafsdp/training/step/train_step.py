@@ -28,11 +28,11 @@ from megafsdp.errors import expected
 from megafsdp.fsdp import microbatch
 from megafsdp.optimizer.loss_scaler import LossScaler
 from megafsdp.training.process.signals import StopRequest
-from megafsdp.training.step.update import GradStatistics, GradStatsRequest, WeightUpdate
+from megafsdp.training.step.update import StatisticsRequest, StepStatistics, WeightUpdate
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _MAX_IDS = 64
-_UNWANTED, _NO_STATISTICS = GradStatsRequest(), GradStatistics()
+_UNWANTED, _NO_STATISTICS = StatisticsRequest(), StepStatistics()
 
 
 class NonFiniteError(RuntimeError):
@@ -49,7 +49,7 @@ class StepResult:
         is_skipped: True if the weights were left alone because a number was not finite.
         sample_ids: This rank's samples.
         loss_scale: Factor on the loss in this step; None without loss scaling.
-        statistics: What else was asked of its gradients.
+        statistics: What else was asked of it.
     """
 
     loss: float
@@ -57,7 +57,7 @@ class StepResult:
     is_skipped: bool
     sample_ids: tuple[int, ...]
     loss_scale: float | None = None
-    statistics: GradStatistics = _NO_STATISTICS
+    statistics: StepStatistics = _NO_STATISTICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class QueuedStep:
     losses: torch.Tensor
     numbers: LateNumbers
     loss_scale: float | None
-    wanted: GradStatsRequest
+    wanted: StatisticsRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +148,13 @@ class TrainStep:
         return self._update.skips_on_device
 
     def __call__(
-        self, batches: Sequence[Batch], *, wanted: GradStatsRequest = _UNWANTED
+        self, batches: Sequence[Batch], *, wanted: StatisticsRequest = _UNWANTED
     ) -> StepResult:
         """Train on this rank's microbatches of a global batch; collective over all ranks.
 
         Args:
             batches: The microbatches.
-            wanted: What else to compute of the gradients, alike on all ranks.
+            wanted: What else to compute of the step, alike on all ranks.
 
         Raises:
             NonFiniteError: As :meth:`settle`.
@@ -165,7 +165,7 @@ class TrainStep:
         self,
         batches: Sequence[Batch],
         *,
-        wanted: GradStatsRequest = _UNWANTED,
+        wanted: StatisticsRequest = _UNWANTED,
         before_backward: Callable[[], None] = lambda: None,
     ) -> QueuedStep:
         """Queue a step; waits for its numbers unless :attr:`reads_late`.
@@ -174,7 +174,7 @@ class TrainStep:
 
         Args:
             batches: This rank's microbatches of a global batch.
-            wanted: What else to compute of the gradients, alike on all ranks.
+            wanted: What else to compute of the step, alike on all ranks.
             before_backward: Called once the first forward is queued. Nothing before it depends on
                 the last step's numbers, so the caller settles that step here, and sets learning
                 rates.
@@ -219,7 +219,7 @@ class TrainStep:
             is_skipped=not is_finite,
             sample_ids=tuple(torch.cat([batch.sample_ids for batch in queued.batches]).tolist()),
             loss_scale=queued.loss_scale,
-            statistics=GradStatistics.of(queued.wanted, numbers.statistics),
+            statistics=StepStatistics.of(queued.wanted, numbers.statistics),
         )
 
     def _accumulate(

@@ -1,4 +1,4 @@
-"""Measure the gradients of a global batch, and take one clipped step of the optimizer.
+"""Measure the gradients of a global batch, and take one clipped step of the optimizer and routers.
 
 FusedAdam measures the norm and clips by it: its step multiplies by the factors of unscaling and
 clipping, and the gradients are left as they are. Elsewhere gradients are unscaled and
@@ -21,39 +21,56 @@ from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
 from megafsdp.optimizer.grads.norms import num_zero_grads, param_group_norms
 from megafsdp.optimizer.loss_scaler import LossScaler
+from megafsdp.parallel import Router, end_router_step, router_metrics
 
 
 @dataclass(frozen=True, slots=True)
-class GradStatsRequest:
-    """What to compute of a step's gradients beside their norm.
+class StatisticsRequest:
+    """What to compute of a step beside its loss and the norm of its gradients.
 
     Attributes:
-        group_norms: The norm of each parameter group.
-        num_zeros: How many elements are zero.
+        group_norms: The norm of each parameter group's gradients.
+        num_zeros: How many elements of gradients are zero.
+        expert_loads: How evenly experts were used; for models that have any.
     """
 
     group_norms: bool = False
     num_zeros: bool = False
+    expert_loads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class GradStatistics:
-    """What is logged of a step's gradients beside their norm, alike on all ranks.
+class StepStatistics:
+    """What is logged of a step beside its loss and gradient norm, alike on all ranks.
 
     Attributes:
         group_norms: Norm of each parameter group, unscaled and before clipping; empty if unwanted.
         num_zeros: Elements that are zero; None if unwanted.
+        max_load: Largest load of an expert over the mean, in the layer where it is worst; None if
+            unwanted.
+        aux_loss: Auxiliary loss of the routers without its coefficient; None if unwanted, or if the
+            model has none.
     """
 
     group_norms: tuple[float, ...] = ()
     num_zeros: int | None = None
+    max_load: float | None = None
+    aux_loss: float | None = None
 
     @classmethod
-    def of(cls, wanted: GradStatsRequest, numbers: Sequence[float]) -> GradStatistics:
+    def of(cls, wanted: StatisticsRequest, numbers: Sequence[float]) -> StepStatistics:
         """Return what :meth:`WeightUpdate.statistics` has computed, read by the host."""
-        if not wanted.num_zeros:
-            return cls(tuple(numbers))
-        return cls(tuple(numbers[:-1]), int(numbers[-1]))
+        num_zeros = max_load = aux_loss = None
+        if wanted.expert_loads:
+            *numbers, max_load, aux_loss = numbers
+        if wanted.num_zeros:
+            *numbers, num_zeros = numbers
+        return cls(
+            tuple(numbers),
+            None if num_zeros is None else int(num_zeros),
+            max_load,
+            None if aux_loss is None or math.isnan(aux_loss) else aux_loss,
+        )
 
 
 class WeightUpdate:
@@ -85,6 +102,7 @@ class WeightUpdate:
         self._skips_on_device = isinstance(optimizer, FusedAdam) and optimizer.skips_on_device
         if isinstance(optimizer, FusedAdam):
             _check_clipping(optimizer, model, self._max_norm)
+        self._has_routers = any(isinstance(module, Router) for module in model.modules())
 
     @property
     def loss_scale(self) -> float | None:
@@ -116,13 +134,13 @@ class WeightUpdate:
         if self._scaler is not None and not isinstance(self._optimizer, FusedAdam):
             self._scaler.queue_unscale(self._optimizer)
 
-    def statistics(self, wanted: GradStatsRequest) -> list[torch.Tensor]:
-        """Compute statistics of the gradients, between :meth:`unscale` and :meth:`measure`.
+    def statistics(self, wanted: StatisticsRequest) -> list[torch.Tensor]:
+        """Compute statistics of the step, between :meth:`unscale` and :meth:`measure`.
 
-        Collective over all ranks: one small all-reduce for each of the two that is wanted.
+        Collective over all ranks: one small all-reduce for each that is wanted.
 
         Returns:
-            1-D tensors, in the order in which :meth:`GradStatistics.of` takes their numbers.
+            1-D tensors, in the order in which :meth:`StepStatistics.of` takes their numbers.
         """
         is_scaled = isinstance(self._optimizer, FusedAdam)
         scale = (self.loss_scale or 1.0) if is_scaled else 1.0
@@ -131,6 +149,13 @@ class WeightUpdate:
             found.append(param_group_norms(self._optimizer).double() / scale)
         if wanted.num_zeros:
             found.append(num_zero_grads(self._model).view(1))
+        if wanted.expert_loads:
+            loads = router_metrics(self._model)
+            assert loads is not None, "the model has experts"
+            nothing = torch.full_like(loads.max_load, math.nan)
+            found.append(
+                torch.stack([loads.max_load, nothing if loads.aux_loss is None else loads.aux_loss])
+            )
         return found
 
     def measure(self) -> torch.Tensor:
@@ -145,6 +170,8 @@ class WeightUpdate:
     def take(self, found_inf: torch.Tensor | bool) -> None:
         """Step unless a number is not finite, and drop the gradients; :meth:`settle` comes next.
 
+        Biases of routers move with the weights: one all-reduce over all ranks where there are any.
+
         Args:
             found_inf: What all ranks found; where :attr:`skips_on_device` a 0-dim fp32 tensor
                 there, by which the queued step changes nothing unless it is zero.
@@ -154,6 +181,8 @@ class WeightUpdate:
         elif not found_inf:
             self._step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._has_routers:
+            end_router_step(self._model, found_inf=found_inf)
 
     def settle(self, *, is_finite: bool) -> None:
         """Take over what the host has learnt of the step; before the next loss is scaled."""

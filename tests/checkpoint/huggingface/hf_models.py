@@ -15,6 +15,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from megafsdp import fully_shard_model
@@ -30,15 +32,24 @@ from tests.end_to_end.strategy_cases import mesh_of_shape
 from tests.pairwise import gate_of
 
 VOCABULARY = 61
-FAMILIES = ("gpt2", "llama", "qwen3")
+DENSE = ("gpt2", "llama", "qwen3")
+MIXTURES = ("qwen3_moe", "qwen3_next")
 # Family, whether embeddings are tied, and number of ranks; beyond the pairs under --full.
-CASES = gate_of(list(product(FAMILIES, (False, True), (1, 2, 3))), "round-trips")
-_CONFIGS = {"gpt2": GPT2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
+CASES = gate_of(list(product(DENSE + MIXTURES, (False, True), (1, 2, 3))), "round-trips")
+_CONFIGS = {
+    "gpt2": GPT2Config,
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
+}
 
 
 def their_config(family: str, is_tied: bool = False) -> PretrainedConfig:
     """Describe a tiny model with distinct sizes, so that a wrong transposition shows."""
-    common = {"vocab_size": VOCABULARY, "tie_word_embeddings": is_tied, "initializer_range": 0.2}
+    # Of wider weights, fp32 is off by several times 1e-5 in either hybrid.
+    spread = 0.08 if family == "qwen3_next" else 0.2
+    common = {"vocab_size": VOCABULARY, "tie_word_embeddings": is_tied, "initializer_range": spread}
     special = {"bos_token_id": 1, "eos_token_id": 2}
     if family == "gpt2":
         sizes = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_inner": 80, "n_positions": 64}
@@ -53,6 +64,13 @@ def their_config(family: str, is_tied: bool = False) -> PretrainedConfig:
         "head_dim": 16,
         "max_position_embeddings": 64,
     }
+    if family in MIXTURES:
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    if family == "qwen3_next":
+        sizes |= {"layer_types": ["linear_attention", "full_attention"]}
+        sizes |= {"shared_expert_intermediate_size": 28}
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
     return _CONFIGS[family](**common, **special, **sizes)
 
 

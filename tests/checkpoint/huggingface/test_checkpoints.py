@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,10 @@ from megafsdp import checkpoint, full_state_dict
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model
+from tests.checkpoint.huggingface.allocator import allocated
 from tests.checkpoint.huggingface.hf_models import (
-    FAMILIES,
+    DENSE,
+    MIXTURES,
     VOCABULARY,
     assert_loads,
     assert_same_files,
@@ -79,7 +80,7 @@ def _load_and_save_another(family: str, is_tied: bool, root: str, saved: str) ->
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE + MIXTURES)
 def test_what_transformers_saves_becomes_a_checkpoint_and_comes_back(
     ranks: Ranks, family: str, is_tied: bool, tmp_path: Path
 ) -> None:
@@ -128,34 +129,23 @@ def test_a_model_of_transformers_goes_by_its_own_names(
     assert_loads(tmp_path / "exported", family, True)
 
 
-def _peak_nbytes(action: Callable[[], object]) -> int:
-    """Return the most bytes of tensors alive at once, by the CPU allocator's own events."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        action()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE + MIXTURES)
 def test_files_and_tensors_pass_one_by_one(family: str, tmp_path: Path) -> None:
     """A file and a few of the largest tensors are in memory, however many layers there are."""
-    wide = dataclasses.replace(our_config(family), num_layers=9)
+    config = our_config(family)
+    layer_types = (config.layer_types * 5)[:9]
+    wide = dataclasses.replace(config, num_layers=9, layer_types=layer_types)
     model = build_model(wide, seed=0)
     nbytes = [4 * parameter.numel() for parameter in model.parameters()]
     assert sum(nbytes) > 20 * max(nbytes)
     checkpoint.save(tmp_path / "saved", step=1, model=model)
     saved, files, root = (tmp_path / name for name in ("saved", "exported", "root"))
-    exporting = _peak_nbytes(
+    exporting = allocated(
         lambda: checkpoint.export_hf_checkpoint(
             saved, files, config=wide, dtype=None, max_shard_nbytes=2 * max(nbytes)
         )
     )
-    importing = _peak_nbytes(lambda: checkpoint.import_hf_checkpoint(files, root))
+    importing = allocated(lambda: checkpoint.import_hf_checkpoint(files, root))
     # A file, what is read for it, and, of a fused tensor, a part of it on the way.
     assert max(nbytes) < exporting <= 4 * max(nbytes) + 4096
     # The library maps the file, which the allocator counts whole though it is read page by page.

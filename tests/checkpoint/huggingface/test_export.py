@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +19,10 @@ from megafsdp.checkpoint.huggingface.output import prepare
 from megafsdp.checkpoint.huggingface.safetensors_files import write_file
 from megafsdp.errors import CheckpointError
 from tests.buffer.parts import cut_model, joined
+from tests.checkpoint.huggingface.allocator import allocated
 from tests.checkpoint.huggingface.hf_models import (
     CASES,
-    FAMILIES,
+    DENSE,
     VOCABULARY,
     assert_loads,
     our_model,
@@ -150,7 +149,7 @@ def _export_theirs(family: str, directory: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_a_model_of_transformers_exports_as_it_is(
     ranks: Ranks, family: str, tmp_path: Path
 ) -> None:
@@ -188,21 +187,6 @@ def test_buffers_are_rank_zeros_and_integers_stay(ranks: Ranks, tmp_path: Path) 
         assert torch.equal(got[f"{index}.mean"], torch.zeros(3, dtype=torch.bfloat16))
 
 
-def _allocated(action: Callable[[], object]) -> int:
-    """Return the most bytes beyond what was alive, by the CPU allocator's own events."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    # What earlier tests have left would be freed meanwhile and lower the count.
-    gc.collect()
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        action()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 def _peaks(family: str, directory: str, *sharding: object) -> dict[str, int]:
     """Return the peak of an export, and bytes of the largest file and of the largest tensor."""
     shape, options = sharding or ((), {})
@@ -215,7 +199,7 @@ def _peaks(family: str, directory: str, *sharding: object) -> dict[str, int]:
 
     # What is asked for is compared with what is used, and is itself no use.
     with mock.patch.object(hf, "reserve", noting):
-        peak = _allocated(
+        peak = allocated(
             lambda: checkpoint.export_hf(model, directory, dtype=None, max_shard_nbytes=40_000)
         )
     largest = 4 * max(parameter.numel() for parameter in model.parameters())
@@ -321,7 +305,7 @@ def _allocated_and_asked_for(
     def gathering(*args: object, **kwargs: object) -> torch.Tensor | None:
         nonlocal used
         result = []
-        used = max(used, _allocated(lambda: result.append(gather_to(*args, **kwargs))))
+        used = max(used, allocated(lambda: result.append(gather_to(*args, **kwargs))))
         return result[0]
 
     with (

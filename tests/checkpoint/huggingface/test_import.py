@@ -21,7 +21,7 @@ from megafsdp.models import LanguageModel, build_model
 from tests.buffer.parts import cut_model, joined
 from tests.checkpoint.huggingface.hf_models import (
     CASES,
-    FAMILIES,
+    DENSE,
     VOCABULARY,
     assert_same_files,
     our_config,
@@ -91,7 +91,7 @@ def _import_theirs(family: str, source: str) -> None:
     _assert_same_state(model, their_model(family, True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_a_model_of_transformers_is_filled_as_it_is(
     ranks: Ranks, family: str, tmp_path: Path
 ) -> None:

@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafsdp.checkpoint.huggingface.mapping import layout_sizes, mapping_rows
+from megafsdp.checkpoint.huggingface.mapping import (
+    full_names,
+    layout_sizes,
+    mapping_rows,
+    unbuilt_names,
+)
 from megafsdp.errors import CheckpointError
 from megafsdp.models import ModelConfig
 from tests.checkpoint.huggingface.whole_dicts import (
+    stored_names,
     weights_from_hugging_face,
     weights_to_hugging_face,
 )
@@ -29,17 +35,49 @@ _CONFIG = ModelConfig(
     vocab_size=16,
     tie_embeddings=False,
 )
+_FAMILIES = ("gpt2", "llama", "qwen3", "qwen3_moe", "qwen3_next")
+_EXPERTS = {"num_experts": 3, "num_experts_per_token": 2, "moe_ffn_hidden_size": 5}
+_LINEAR = {
+    "shared_expert_ffn_hidden_size": 7,
+    "layer_types": ("linear_attention", "full_attention"),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 4,
+}
 
 
 def _config(model_type: str, is_tied: bool) -> ModelConfig:
     config = replace(_CONFIG, tie_embeddings=is_tied)
+    if model_type in ("qwen3_moe", "qwen3_next"):
+        more = _LINEAR if model_type == "qwen3_next" else {}
+        return replace(config, architecture=model_type, **_EXPERTS, **more)
     # Heads fill the hidden size, and each is its own group.
     return replace(config, num_query_groups=4, head_dim=3) if model_type == "gpt2" else config
 
 
 def _shape(name: str, model_type: str) -> tuple[int, ...]:
     """Return the shape of a Hugging Face tensor by its name."""
+    of_next: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (32, _HIDDEN),
+        "in_proj_qkvz.weight": (2 * 2 * 3 + 2 * 6 * 4, _HIDDEN),
+        "in_proj_ba.weight": (2 * 6, _HIDDEN),
+        "conv1d.weight": (2 * 2 * 3 + 6 * 4, 1, 4),
+        "A_log": (6,),
+        "dt_bias": (6,),
+        "linear_attn.norm.weight": (4,),
+        "out_proj.weight": (_HIDDEN, 6 * 4),
+        "shared_expert_gate.weight": (1, _HIDDEN),
+        "shared_expert.gate_proj.weight": (7, _HIDDEN),
+        "shared_expert.up_proj.weight": (7, _HIDDEN),
+        "shared_expert.down_proj.weight": (_HIDDEN, 7),
+    }
     suffixes: dict[str, tuple[int, ...]] = {
+        **(of_next if model_type == "qwen3_next" else {}),
+        "mlp.gate.weight": (3, _HIDDEN),
+        **{f"experts.{i}.gate_proj.weight": (5, _HIDDEN) for i in range(3)},
+        **{f"experts.{i}.up_proj.weight": (5, _HIDDEN) for i in range(3)},
+        **{f"experts.{i}.down_proj.weight": (_HIDDEN, 5) for i in range(3)},
         "wte.weight": (11, _HIDDEN),
         "embed_tokens.weight": (11, _HIDDEN),
         "lm_head.weight": (11, _HIDDEN),
@@ -68,7 +106,7 @@ def _state(model_type: str, config: ModelConfig) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     start = 0
     for row in mapping_rows(model_type, config):
-        for name in row.theirs:
+        for name in stored_names(row, config.num_experts):
             tensor = torch.empty(_shape(name, model_type))
             state[name] = torch.arange(start, start + tensor.numel()).reshape(tensor.shape)
             start += tensor.numel()
@@ -78,7 +116,7 @@ def _state(model_type: str, config: ModelConfig) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("model_type", _FAMILIES)
 def test_round_trip_is_exact(model_type: str, is_tied: bool) -> None:
     """There and back every number stands where it stood, without padding."""
     config = _config(model_type, is_tied)
@@ -121,6 +159,62 @@ def test_gpt2_blocks_become_heads() -> None:
     assert fused[:, 1].tolist() == [100, 110, 120, 101, 111, 121]
     bias = ours["decoder.layers.0.self_attention.linear_qkv.bias"]
     assert bias.tolist() == [0, 10, 20, 1, 11, 21]
+
+
+def test_gated_queries_and_linear_attention_are_rearranged_as_megatron_does() -> None:
+    """The formulas written out: per key head and per head there, one part after another here."""
+    config = _config("qwen3_next", False)
+    state = _state("qwen3_next", config)
+    ours = weights_from_hugging_face(state, "qwen3_next", config, _VOCABULARY)
+    at = "model.layers.0.linear_attn"
+    heads, dk, values, dv = 2, 3, 3, 4
+    qkvz = state[f"{at}.in_proj_qkvz.weight"].view(heads, -1, _HIDDEN)
+    pieces = qkvz.split([dk, dk, values * dv, values * dv], dim=1)
+    pieces += state[f"{at}.in_proj_ba.weight"].view(heads, -1, _HIDDEN).split(values, dim=1)
+    wanted = torch.cat([piece.flatten(0, 1) for piece in pieces])
+    assert torch.equal(ours["decoder.layers.0.self_attention.in_proj.weight"], wanted)
+    for name, theirs in (
+        ("conv1d.weight",) * 2,
+        ("A_log",) * 2,
+        ("out_norm.weight", "norm.weight"),
+    ):
+        assert torch.equal(ours[f"decoder.layers.0.self_attention.{name}"], state[f"{at}.{theirs}"])
+    at = "model.layers.1.self_attn"
+    groups, heads, dim = 2, 2, 4
+    q, gate = state[f"{at}.q_proj.weight"].view(groups, heads, 2, dim, _HIDDEN).unbind(2)
+    k, v = (state[f"{at}.{name}_proj.weight"].view(groups, dim, _HIDDEN) for name in "kv")
+    wanted = torch.cat((q.flatten(1, 2), gate.flatten(1, 2), k, v), dim=1).flatten(0, 1)
+    assert torch.equal(ours["decoder.layers.1.self_attention.linear_qkv.weight"], wanted)
+    assert not any(".in_proj." in name for name in ours if "layers.1" in name)
+    assert not any(".linear_qkv." in name for name in ours if "layers.0" in name)
+
+
+def test_experts_are_read_from_tensors_of_their_own_and_from_packed_ones() -> None:
+    """Stacks with gate above up, whichever way the files have them."""
+    config = _config("qwen3_moe", False)
+    state = _state("qwen3_moe", config)
+    wanted = weights_from_hugging_face(state, "qwen3_moe", config, _VOCABULARY)
+    at = "model.layers.1.mlp.experts"
+    gate, up, down = (
+        torch.stack([state.pop(f"{at}.{i}.{name}_proj.weight") for i in range(3)])
+        for name in ("gate", "up", "down")
+    )
+    state[f"{at}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+    state[f"{at}.down_proj"] = down
+    ours = weights_from_hugging_face(state, "qwen3_moe", config, _VOCABULARY)
+    experts = "decoder.layers.1.mlp.experts"
+    assert torch.equal(ours[f"{experts}.linear_fc1.weight"], state[f"{at}.gate_up_proj"])
+    assert torch.equal(ours[f"{experts}.linear_fc2.weight"], down)
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
+
+
+def test_modules_that_transformers_leaves_out_are_left_out() -> None:
+    """Published files of Qwen3-Next hold layers that predict further tokens."""
+    names = ["model.norm.weight", "mtp.norm.weight", "mtp.layers.0.mlp.gate.weight"]
+    assert full_names(names, "qwen3_next") == {"model.norm.weight": "model.norm.weight"}
+    assert unbuilt_names(names, "qwen3_next") == names[1:]
+    assert unbuilt_names(names, "qwen3_moe") == []
 
 
 def test_the_vocabulary_is_padded_with_zeros_and_trimmed() -> None:
@@ -179,5 +273,5 @@ def test_a_vocabulary_that_does_not_fit_is_refused(vocab_size: int, num_rows: in
 
 def test_an_unknown_family_is_refused() -> None:
     """The message lists the families that have a table."""
-    with pytest.raises(CheckpointError, match="gpt2, llama, qwen3"):
+    with pytest.raises(CheckpointError, match=", ".join(_FAMILIES)):
         weights_from_hugging_face({}, "bert", _CONFIG, _VOCABULARY)

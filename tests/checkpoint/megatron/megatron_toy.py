@@ -36,6 +36,23 @@ SCHEDULE = {
     "wd_incr_style": "constant",
     "wd_incr_steps": 40,
 }
+HYBRID = {
+    "num_experts": 3,
+    "num_experts_per_token": 2,
+    "moe_ffn_hidden_size": 4,
+    "shared_expert_ffn_hidden_size": 8,
+    "layer_types": ("linear_attention", "full_attention"),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 3,
+    "rotary_fraction": 0.5,
+}
+# Rows of the two fused parameters of a gated delta net of these sizes.
+GDN_ROWS = {
+    "in_proj.weight": {"query": 8, "key": 8, "value": 12, "z": 12, "beta": 4, "alpha": 4},
+    "conv1d.weight": {"query": 8, "key": 8, "value": 12},
+}
 FIELDS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-5, "bias_correction": True}
 IDENTITY = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
@@ -58,7 +75,9 @@ class Bomb:
 
 def config(architecture: str) -> ModelConfig:
     """Return the smallest model of an architecture."""
+    more = HYBRID if architecture == "qwen3_next" else {}
     return ModelConfig(
+        **more,
         architecture=architecture,
         num_layers=2,
         hidden_size=16,
@@ -117,18 +136,45 @@ def trained(architecture: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def te_name(name: str) -> str:
+def te_name(name: str, architecture: str) -> str:
     """Return the name that a Transformer Engine layer gives a norm."""
-    name = re.sub(r"\.input_layernorm\.", ".self_attention.linear_qkv.layer_norm_", name)
-    return re.sub(r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_", name)
+    is_hybrid = architecture == "qwen3_next"
+    linear = "in_proj" if is_hybrid and ".layers.0." in name else "linear_qkv"
+    name = re.sub(r"\.input_layernorm\.", f".self_attention.{linear}.layer_norm_", name)
+    # A layer of experts has no map that could hold the norm.
+    return (
+        name if is_hybrid else re.sub(r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_", name)
+    )
 
 
-def split(name: str, tensor: torch.Tensor, architecture: str) -> dict[str, torch.Tensor]:
-    """Return a tensor, or its two parts if it is SwiGLU's."""
-    if "linear_fc1" not in name or architecture == "gpt" or "layer_norm" in name:
+def of_experts(name: str, tensor: torch.Tensor, is_te: bool) -> dict[str, torch.Tensor]:
+    """Return a tensor, or that of each expert if it is a stack; a scalar is every expert's."""
+    if ".experts.linear_fc" not in name:
         return {name: tensor}
-    gate, up = tensor.chunk(2, dim=0)
-    return {f"{name}_w": gate, f"{name}_v": up}
+    at, _, leaf = name.rpartition(".experts.")
+    count = HYBRID["num_experts"]
+    names = (f"{leaf}{i}" if is_te else f"local_experts.{i}.{leaf}" for i in range(count))
+    tensors = tensor if tensor.ndim else [tensor] * count
+    return {f"{at}.experts.{n}": t for n, t in zip(names, tensors, strict=True)}
+
+
+def split(
+    name: str, tensor: torch.Tensor, architecture: str, is_te: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return a tensor by name, or its parts if it is SwiGLU's, a gated delta net's or a stack."""
+    for end, rows in GDN_ROWS.items():
+        if name.endswith(end):
+            pieces = tensor.split(list(rows.values())) if tensor.ndim else [tensor] * len(rows)
+            return {f"{name}.{part}": p for part, p in zip(rows, pieces, strict=True)}
+    found = of_experts(name, tensor, is_te)
+    if "linear_fc1" not in name or architecture == "gpt" or "layer_norm" in name:
+        return found
+    halves = {n: t.chunk(2, dim=0) if t.ndim else (t, t) for n, t in found.items()}
+    return {
+        f"{n}{end}": t
+        for n, pair in halves.items()
+        for end, t in zip(("_w", "_v"), pair, strict=True)
+    }
 
 
 def arguments(**more: object) -> argparse.Namespace:
@@ -168,37 +214,40 @@ def their_state(
     has_step_in_group: bool = True,
 ) -> dict:
     """Return the nested dict that a job hands to torch DCP."""
-    rename = te_name if is_te else str
     states: dict[str, dict] = {}
     meta: dict[str, dict] = {}
-    names = {parameter: rename(name) for name, parameter in model.named_parameters()}
+    names = {
+        parameter: te_name(name, architecture) if is_te else name
+        for name, parameter in model.named_parameters()
+    }
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             key = "module." * wrappers + names[parameter]
-            meta[key] = FIELDS | IDENTITY | {"weight_decay": group["weight_decay"]}
-            meta[key]["wd_mult"] = 1.0 if group["weight_decay"] else 0.0
+            fields = FIELDS | IDENTITY | {"weight_decay": group["weight_decay"]}
+            fields["wd_mult"] = 1.0 if group["weight_decay"] else 0.0
             if has_step_in_group:
-                meta[key]["step"] = STEP
+                fields["step"] = STEP
+            meta |= {one: dict(fields) for one in of_experts(key, parameter, is_te)}
             for state, value in optimizer.state[parameter].items():
                 if state == "step" and has_step_in_group:
                     continue
-                parts = split(key, parameter, architecture)
-                if state == "step":
-                    parts = dict.fromkeys(parts, value)
-                else:
-                    parts = split(key, value, architecture)
-                for part, tensor in parts.items():
+                for part, tensor in split(key, value, architecture, is_te).items():
                     states.setdefault(part, {})[state] = tensor.clone()
     weights: dict[str, object] = {}
     for parameter, name in names.items():
-        parts = split(f"module.{name}", parameter.detach(), architecture)
+        value = parameter.detach()
+        # Norms of a job with zero-centred ones are stored less 1; our others are as well.
+        value = value - 1 if name.endswith("out_norm.weight") else value
+        parts = split(f"module.{name}", value, architecture, is_te)
         weights |= {part: tensor.clone() for part, tensor in parts.items()}
     if is_te:
         weights["module.decoder.layers.0.mlp.linear_fc1._extra_state"] = b"scales"
     return {
         "model": weights,
         "optimizer": {"state": states, "param_to_group_meta": meta},
-        "args": arguments(),
+        "args": arguments(apply_layernorm_1p=True, moe_grouped_gemm=is_te)
+        if architecture == "qwen3_next"
+        else arguments(),
         "checkpoint_version": 3.0,
         "iteration": STEP,
         "num_floating_point_operations_so_far": 1.5e9,

@@ -31,7 +31,7 @@ from tests.checkpoint.megatron import megatron_toy as toy
 from tests.checkpoint.sharding import full
 from tests.ranks import Ranks
 
-ARCHITECTURES = ("gpt", "qwen3")
+ARCHITECTURES = ("gpt", "qwen3", "qwen3_next")
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,10 @@ def _differences(left: dict, right: dict) -> list[str]:
         ("gpt", {}),
         ("qwen3", {}),
         ("qwen3", {"wrappers": 2, "is_te": False, "has_step_in_group": False}),
+        ("qwen3_next", {}),
+        ("qwen3_next", {"wrappers": 2, "is_te": False}),
     ],
-    ids=["gpt", "qwen3", "qwen3-fp32-local"],
+    ids=["gpt", "qwen3", "qwen3-fp32-local", "qwen3_next", "qwen3_next-fp32-local"],
 )
 def test_every_tensor_is_read_under_our_names(
     convert: Convert, architecture: str, options: dict
@@ -192,9 +194,11 @@ def _expected_keys(model: nn.Module, architecture: str, wrappers: int, fields: s
         keys.add(f"{at}.rng_tracker_states.model-parallel-rng")
     wrapped = "module." * wrappers
     for name, parameter in model.named_parameters():
-        name = toy.te_name(name) if wrappers == 3 else name
-        keys |= {f"optimizer.param_to_group_meta.{wrapped}{name}.{field}" for field in fields}
-        for part in toy.split(name, parameter, architecture):
+        is_te = wrappers == 3
+        name = toy.te_name(name, architecture) if is_te else name
+        for one in toy.of_experts(name, parameter, is_te):
+            keys |= {f"optimizer.param_to_group_meta.{wrapped}{one}.{field}" for field in fields}
+        for part in toy.split(name, parameter, architecture, is_te):
             keys.add(f"model.module.{part}")
             states = ("exp_avg", "exp_avg_sq", "step")
             keys |= {f"optimizer.state.{wrapped}{part}.{state}" for state in states}
@@ -206,6 +210,8 @@ def _expected_keys(model: nn.Module, architecture: str, wrappers: int, fields: s
     [
         ("bf16", "gpt"),
         ("fp32", "qwen3"),
+        ("bf16", "qwen3_next"),
+        ("fp32", "qwen3_next"),
         pytest.param("bf16", "qwen3", marks=pytest.mark.matrix("round-trips")),
         pytest.param("fp32", "gpt", marks=pytest.mark.matrix("round-trips")),
     ],
@@ -277,12 +283,12 @@ def _add_experts(state: dict) -> dict[str, torch.Tensor]:
     return wanted
 
 
-def test_experts_keep_their_index_in_the_layer(tmp_path: Path) -> None:
+def test_separate_experts_keep_their_index_in_the_layer(tmp_path: Path) -> None:
     """Each is a tensor of its own on both sides; our groups have one name for all."""
     state = toy.their_state(*toy.trained("qwen3"), "qwen3")
     wanted = _add_experts(state)
     toy.save(state, tmp_path / "theirs")
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours", separate_experts=True)
     found = _whole(tmp_path / "ours")
     assert _differences({key: found[key] for key in wanted}, wanted) == []
     with CheckpointReader(tmp_path / "ours") as reader:
@@ -294,6 +300,67 @@ def test_experts_keep_their_index_in_the_layer(tmp_path: Path) -> None:
     keys = {key for key in before if ".experts." in key}
     assert len(keys) == 4 * (2 + 4 + 6) and keys <= set(found)
     assert _differences({key: found[key] for key in keys}, {key: before[key] for key in keys}) == []
+
+
+def _without_an_expert(state: dict) -> None:
+    name = "decoder.layers.0.mlp.experts.linear_fc2.weight1"
+    del state["model"][f"module.{name}"]
+    for section in ("state", "param_to_group_meta"):
+        del state["optimizer"][section][f"module.module.module.{name}"]
+
+
+def _with_another_shape(state: dict) -> None:
+    name = "decoder.layers.0.mlp.experts.linear_fc2.weight2"
+    state["model"][f"module.{name}"] = torch.ones(16, 5)
+    moments = state["optimizer"]["state"][f"module.module.module.{name}"]
+    moments |= {"exp_avg": torch.ones(16, 5), "exp_avg_sq": torch.ones(16, 5)}
+
+
+def _in_another_group(state: dict) -> None:
+    name = "module.module.module.decoder.layers.0.mlp.experts.linear_fc2.weight2"
+    state["optimizer"]["param_to_group_meta"][name]["lr"] = 0.5
+
+
+def _in_both_forms(state: dict) -> None:
+    at = "module.decoder.layers.0.mlp.experts"
+    weight = state["model"][f"{at}.linear_fc2.weight2"]
+    state["model"][f"{at}.local_experts.2.linear_fc2.weight"] = weight
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_an_expert, "missing: expert 1 of decoder.layers.0.mlp.experts.linear_fc2.weight"),
+        (_with_another_shape, "than the layer's first expert: decoder.layers.0.mlp.experts"),
+        (_in_another_group, "than the layer's first expert: decoder.layers.0.mlp.experts"),
+        (_in_both_forms, "of an expert that another key has too"),
+    ],
+)
+def test_experts_that_make_no_stack_are_named(
+    convert: Convert, tmp_path: Path, change: Callable[[dict], object], message: str
+) -> None:
+    """One is missing, or differs from the others; nothing is published."""
+    sound = convert("qwen3_next")
+    state = toy.their_state(sound.model, sound.optimizer, "qwen3_next")
+    change(state)
+    toy.save(state, tmp_path / "theirs")
+    with pytest.raises(CheckpointError) as caught:
+        from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    assert message in str(caught.value)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_form_of_experts_and_norms_is_the_jobs(convert: Convert, tmp_path: Path) -> None:
+    """Arguments decide over the layer's kind: numbered modules, and norms that are stored whole."""
+    args = {"moe_grouped_gemm": False, "apply_layernorm_1p": False}
+    found = toy.read(to_megatron(convert("qwen3_next").ours, tmp_path / "back", args=args))
+    at = "model.module.decoder.layers"
+    assert f"{at}.1.mlp.experts.local_experts.2.linear_fc1.weight_v" in found
+    assert not any("linear_fc2.weight2" in key for key in found)
+    norm = convert("qwen3_next").model.get_parameter(
+        "decoder.layers.0.self_attention.out_norm.weight"
+    )
+    assert torch.equal(found[f"{at}.0.self_attention.out_norm.weight"], norm.detach())
 
 
 class _Counting(DCPDirectory):
@@ -315,7 +382,7 @@ def test_two_tensors_at_most_are_in_memory(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that is written may live until the next one has been read."""
-    theirs = convert("qwen3").theirs
+    theirs = convert("qwen3_next").theirs
     monkeypatch.setattr(importer, "DCPDirectory", _Counting)
     from_megatron(theirs, tmp_path / "ours")
     assert len(_Counting.seen) > 50 and _Counting.most_alive <= 2

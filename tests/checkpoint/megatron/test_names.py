@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megafsdp.checkpoint.megatron.names import TheirKey, TheirNames, joined_parts, read_key
+from megafsdp.checkpoint.megatron.names import (
+    TheirKey,
+    TheirNames,
+    joined_parts,
+    place_in_stack,
+    read_key,
+)
 from megafsdp.errors import CheckpointError
 
 _LAYER = "decoder.layers.3"
@@ -133,3 +139,41 @@ def test_a_missing_part_is_named() -> None:
         joined_parts({"a.linear_fc1.bias_w"}, [])
     with pytest.raises(CheckpointError, match=r"in_proj\.weight\.alpha"):
         joined_parts({f"a.in_proj.weight.{p}" for p in ("query", "key", "value", "z", "beta")}, [])
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize(
+    ("leaf", "grouped", "sequential"),
+    [
+        ("linear_fc1.weight_w", "linear_fc1.weight{}_w", "local_experts.{}.linear_fc1.weight_w"),
+        ("linear_fc1.weight", "linear_fc1.weight{}", "local_experts.{}.linear_fc1.weight"),
+        ("linear_fc2.weight", "linear_fc2.weight{}", "local_experts.{}.linear_fc2.weight"),
+    ],
+)
+def test_a_stack_is_a_tensor_for_each_expert(
+    leaf: str, grouped: str, sequential: str, is_grouped: bool
+) -> None:
+    """Numbered in a grouped layer, in modules of their own in a sequential one; both come back."""
+    at = f"{_LAYER}.mlp.experts"
+    names = TheirNames(_NAMES, "bf16", "local", {f"{at}.{leaf}": 12}, is_grouped)
+    found = names.of_experts(f"{at}.{leaf}")
+    form = grouped if is_grouped else sequential
+    assert found == [f"{at}.{form.format(index)}" for index in range(12)]
+    assert [place_in_stack(name) for name in found] == [(f"{at}.{leaf}", i) for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{_LAYER}.mlp.shared_experts.linear_fc1.weight",
+        f"{_LAYER}.mlp.linear_fc1.weight_w",
+        f"{_LAYER}.mlp.experts.linear_fc1.weight",
+        f"{_LAYER}.mlp.experts.local_experts.7.linear_fc1.bias",
+        f"{_LAYER}.mlp.router.weight",
+    ],
+)
+def test_other_tensors_are_no_experts(name: str) -> None:
+    """Shared experts, dense layers, stacks themselves and biases stay as they are."""
+    names = TheirNames(_NAMES, "bf16", "local", {}, True)
+    assert place_in_stack(name) is None
+    assert names.of_experts(name) == [name]

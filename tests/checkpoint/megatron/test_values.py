@@ -91,7 +91,7 @@ def test_groups_gather_equal_fields_and_set_steps_apart() -> None:
     """Three parameters in two groups; a rate of its own is a multiplier here."""
     base = {"lr": 0.1, "betas": (0.9, 0.99), "step": 5}
     fields = {"a": base, "b": base | {"lr_mult": 2.0}, "c": base | {"step": 6}}
-    groups, steps = our_groups(fields)
+    groups, steps = our_groups(fields, str)
     assert groups == [
         {"names": ["a", "c"], "lr": 0.1, "betas": (0.9, 0.99)},
         {"names": ["b"], "lr": 0.1, "betas": (0.9, 0.99), "lr_mult": 2.0, "lr_multiplier": 2.0},

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import megafsdp
 from megafsdp.models import ActivationCheckpointing, ModelConfig, presets
+from megafsdp.training.config.parse import parse_config
 from megafsdp.training.config.sections import ActivationCheckpointingSection, ModelSection
-from tests.training.runs import tiny
+from tests.training.runs import HYBRID, MODEL, tiny
 
 
 def test_only_training_imports_the_library_of_the_configuration() -> None:
@@ -45,6 +46,16 @@ def test_overrides_stand_over_the_preset() -> None:
     assert model.num_layers == 3
     assert not model.tie_embeddings
     assert model.hidden_size == presets["qwen3-0.6b"].hidden_size
+
+
+def test_a_list_of_layer_types_makes_a_hybrid(tmp_path: Path) -> None:
+    """As YAML and the command line have it; a configuration keeps the list as it was given."""
+    config = tiny(tmp_path, model=HYBRID)
+    model = config.model.resolve()
+    assert model.layer_types == ("linear_attention", "full_attention")
+    assert config.to_dict()["model"]["layer_types"] == HYBRID["layer_types"]
+    words = [f"--model.{name}={value}" for name, value in (MODEL | HYBRID).items()]
+    assert parse_config(words).model.resolve() == model
 
 
 def test_length_is_whole_global_batches(tmp_path: Path) -> None:

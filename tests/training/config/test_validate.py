@@ -13,7 +13,7 @@ import torch
 
 from megafsdp.errors import ConfigError
 from megafsdp.training.config.validate import validate
-from tests.training.runs import tiny
+from tests.training.runs import HYBRID, MIXTURE, tiny
 
 
 def test_sound_configuration_passes(tmp_path: Path) -> None:
@@ -264,11 +264,10 @@ def test_loss_scale_that_cannot_work_is_refused(tmp_path: Path, section: dict[st
         validate(config, world_size=2)
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep"])
-def test_degree_that_is_not_built_is_a_wish_for_later(tmp_path: Path, axis: str) -> None:
+def test_degree_that_is_not_built_is_a_wish_for_later(tmp_path: Path) -> None:
     """The message names the value of the configuration."""
-    with pytest.raises(NotImplementedError, match=rf"got 2\..*parallel\.{axis}\."):
-        validate(tiny(tmp_path, parallel={axis: 2}), world_size=2)
+    with pytest.raises(NotImplementedError, match=r"got 2\..*parallel\.cp\."):
+        validate(tiny(tmp_path, parallel={"cp": 2}), world_size=2)
 
 
 _WIDE = {"num_attention_heads": 4, "num_query_groups": 4, "head_dim": 8}
@@ -302,3 +301,37 @@ def test_layers_are_shared_out_in_equal_parts(
     config = tiny(tmp_path, model=_WIDE | values, parallel={"tp": 4})
     with pytest.raises(ConfigError, match=rf"divisor of model\.{what}.*parallel\.tp"):
         validate(config, world_size=4)
+
+
+def test_experts_are_shared_out_in_equal_parts(tmp_path: Path) -> None:
+    """Over ranks of dp_shard and tp alike; what does not divide is named, before it is built."""
+    six = MIXTURE | {"num_experts": 6, "num_query_groups": 2}
+    for tp, ep, world_size in ((1, 2, 2), (1, 3, 3), (2, 2, 2), (2, 6, 12), (2, 1, 4)):
+        validate(tiny(tmp_path, model=six, parallel={"tp": tp, "ep": ep}), world_size=world_size)
+    for model, parallel, what in (
+        (six, {"ep": 4}, r"divisor of model\.num_experts, 6, got 4"),
+        ({}, {"ep": 2}, r"1 for the architecture qwen3, which has no experts, got 2"),
+        (six, {"dp_outer": 2, "ep": 3}, r"divisor of dp_shard x cp x tp = 2, got 3"),
+        (six | {"num_experts_per_token": 7}, {}, r"at most the 6 experts of a layer, got 7"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            validate(tiny(tmp_path, model=model, parallel=parallel), world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"num_query_groups": 1}, r"model\.num_query_groups, 1"),
+        ({"shared_expert_ffn_hidden_size": 15}, r"model\.shared_expert_ffn_hidden_size, 15"),
+        ({"linear_num_key_heads": 3, "linear_num_value_heads": 6}, r"linear_num_key_heads, 3"),
+    ],
+)
+def test_layers_of_a_hybrid_are_shared_out_in_equal_parts(
+    tmp_path: Path, values: dict[str, int], what: str
+) -> None:
+    """A width that mixtures do not read, and experts, which tp does not cut, may be odd."""
+    odd = {"ffn_hidden_size": 49, "moe_ffn_hidden_size": 13, "num_query_groups": 2}
+    parallel = {"tp": 2}
+    validate(tiny(tmp_path, model=HYBRID | odd, parallel=parallel), world_size=2)
+    with pytest.raises(ConfigError, match=f"divisor of .*{what}, got 2"):
+        validate(tiny(tmp_path, model=HYBRID | odd | values, parallel=parallel), world_size=2)

@@ -16,13 +16,13 @@ from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collective
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.errors import ConfigError
 from megafsdp.fsdp.runtime.unit import units_below
-from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD, TP
+from megafsdp.mesh.parallel_dims import DP_OUTER, DP_SHARD, EDP, EP, TP
 from megafsdp.training import Config, config_from_dict, train
 from megafsdp.training.cli.main import main
 from megafsdp.training.dry_run.dry_run import DryRunOptions, dry_run, split_options
 from megafsdp.training.step.train_step import StepResult
 from tests.ranks import Ranks
-from tests.training.runs import tiny, write_corpus
+from tests.training.runs import MIXTURE, tiny, write_corpus
 from tests.training.step.steps import train_configured
 
 MATRIX = pytest.mark.matrix("dry-run")
@@ -111,48 +111,76 @@ def test_figures_are_those_of_real_steps(
     assert states == max(state_nbytes for *_, state_nbytes in measured) > 0
 
 
-def _tensor_parallel_step(config: Config) -> tuple[ByteLedger, Counter[str], Counter[str], int]:
-    """Return a third step's ledger, calls and bytes by kind but over tp, and sums of units."""
+def _step_of_model_axes(config: Config) -> tuple[ByteLedger, Counter[str], Counter[str], int]:
+    """Return a third step's ledger, calls and bytes by kind but over tp and ep, and sums of units.
+
+    The sums are those of gradients of which each rank of tp has an addend.
+    """
     model, _, record = train_configured(config)
-    unit = model._fsdp_unit()
-    tp_group = unit.groups[0].axes.model_group
-    assert tp_group is not None
+    units = units_below([model])
+    model_groups = {
+        group.axes.model_group.group_name
+        for unit in units.values()
+        for group in unit.groups
+        if group.axes.model_group is not None
+    }
+    assert model_groups
     calls, nbytes = Counter[str](), Counter[str]()
     for (kind, group_name), count in record.calls_by_group.items():
-        if group_name != tp_group.group_name:
+        if group_name not in model_groups:
             calls[kind] += count
             nbytes[kind] += record.nbytes_by_group[kind, group_name]
-    names = {below.name for below in units_below([model]).values()}
+    names = {below.name for below in units.values()}
     num_sums = sum(kind == "all_reduce" and label in names for kind, label in record.events)
-    return copy.deepcopy(unit.ledger), calls, nbytes, num_sums
+    return copy.deepcopy(model._fsdp_unit().ledger), calls, nbytes, num_sums
 
 
-@pytest.mark.parametrize(("architecture", "dp_outer"), [("qwen3", 2), ("gpt", 1)])
-def test_figures_of_one_tensor_parallel_rank(
-    ranks: Ranks, tmp_path: Path, architecture: str, dp_outer: int
+BIASED = MIXTURE | {"router_balance": "bias"}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ({"architecture": "qwen3"}, {"dp_outer": 2, "tp": 2}),
+        ({"architecture": "gpt"}, {"tp": 2}),
+        (BIASED, {"tp": 2, "ep": 2}),
+        (BIASED, {"tp": 2}),
+        pytest.param(BIASED, {"dp_outer": 2, "ep": 2}, marks=MATRIX),
+        pytest.param(BIASED, {"dp_outer": 2, "outer_strategy": "optim", "ep": 2}, marks=MATRIX),
+    ],
+)
+def test_figures_of_one_rank_of_model_axes(
+    ranks: Ranks, tmp_path: Path, model: dict[str, Any], parallel: dict[str, Any]
 ) -> None:
-    """Memory of four ranks, two to a layer, and all but the layers' collectives, to the byte."""
+    """Memory of four ranks that share layers or experts out, and all but the layers' collectives.
+
+    To the byte; experts have a mesh of their own, also where tp alone makes it another one.
+    """
+    model = {"num_query_groups": 2} | model
     config = tiny(
         tmp_path,
-        model={"architecture": architecture, "num_query_groups": 2},
-        parallel={"dp_outer": dp_outer, "tp": 2},
+        model=model,
+        parallel=parallel,
         precision={"param_dtype": "bf16"},
         train={"micro_batch_size": 3},
     )
     report = dry_run(config, 4)
-    plain = dry_run(tiny(tmp_path, model={"architecture": architecture, "num_query_groups": 2}), 1)
+    plain = dry_run(tiny(tmp_path, model=model), 1)
     assert (report.num_ranks, report.num_parameters) == (4, plain.num_parameters)
     footprint = report.footprint
     calls, nbytes = Counter[str](), Counter[str]()
     for (axis, kind), item in footprint.traffic.items():
-        assert set(axis.split(" x ")) <= {DP_OUTER, DP_SHARD, TP}
-        if axis != TP:
+        assert set(axis.split(" x ")) <= {DP_OUTER, DP_SHARD, TP, EDP, EP}
+        if axis not in (TP, EP):
             calls[kind] += item.calls
             nbytes[kind] += item.nbytes
-    # Every unit has norms, whose gradients are sums over the parts of a sequence.
-    assert footprint.traffic[TP, "all_reduce"].calls == 3 * report.num_microbatches
+    # Only there two ranks are left to divide experts, and are not all ranks.
+    assert (parallel == {"tp": 2, "ep": 2}) == any(EDP in axis for axis, _ in footprint.traffic)
+    if "tp" in parallel:
+        # Every unit has norms, whose gradients are sums over the parts of a sequence.
+        assert footprint.traffic[TP, "all_reduce"].calls == 3 * report.num_microbatches
     sums = [footprint.traffic.get((axis, "all_reduce")) for axis in (TP, DP_OUTER)]
-    for ledger, own_calls, own_nbytes, num_sums in ranks(4).run(_tensor_parallel_step, config):
+    for ledger, own_calls, own_nbytes, num_sums in ranks(4).run(_step_of_model_axes, config):
         for category in Category:
             if category is not Category.OPTIMIZER_STATE:
                 assert footprint.peak[category] == ledger.peak[category], category
@@ -370,6 +398,62 @@ def test_json_of_eight_billion_parameters_on_1024_ranks(
     assert content["peak_total_nbytes"] > content["resting_total_nbytes"] > 0
 
 
+_HYBRID_OF_EIGHTY_BILLION = [
+    "--model.preset=qwen3-next-80b-a3b",
+    "--train.global_batch_size=2048",
+    "--parallel.tp=2",
+    "--parallel.ep=64",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "num_layers", "num_parameters"),
+    [
+        (
+            ["--model.num_layers=2", "--model.layer_types=[linear_attention, full_attention]"],
+            (1, 1),
+            3_912_940_224,
+        ),
+        pytest.param([], (36, 12), 79_674_391_296, marks=MATRIX),
+    ],
+)
+def test_experts_of_eighty_billion_parameters_on_1024_ranks(
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    num_layers: tuple[int, int],
+    num_parameters: int,
+) -> None:
+    """512 experts a layer in stacks, eight on a rank; padding of all ranks is below half a percent.
+
+    The layouts of all ranks have each parameter once, but for what the two ranks of tp both have:
+    norms, routers and the gates of shared experts.
+    """
+    command = ["train", *_HYBRID_OF_EIGHTY_BILLION, *words, "--dry-run", "1024"]
+    assert main([*command, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["num_parameters"] == num_parameters
+    assert (content["dp_shard_size"], content["tp_size"], content["ep_size"]) == (512, 2, 64)
+    groups = [(u["count"], g) for u in content["units"] for g in u["groups"]]
+    experts = [(count, g) for count, g in groups if g["is_expert"]]
+    assert {g["num_shards"] for _, g in experts} == {16}
+    assert {g["num_shards"] for _, g in groups if not g["is_expert"]} == {512}
+    num_linear, num_full = num_layers
+    expert_numel = 512 * (2 * 512 * 2048 + 2048 * 512)
+    assert 64 * sum(count * g["numel"] for count, g in experts) == sum(num_layers) * expert_numel
+    assert 0 < content["padding_numel"] < 0.005 * num_parameters
+    stored = 64 * sum(count * g["num_shards"] * g["shard_numel"] for count, g in experts)
+    stored += 2 * sum(
+        count * g["num_shards"] * g["shard_numel"] for count, g in groups if not g["is_expert"]
+    )
+    of_layer = 512 * 2048 + 2048 + 2 * 2048
+    in_common = sum(num_layers) * of_layer + num_linear * 128 + num_full * 2 * 256 + 2048
+    assert stored == num_parameters + in_common + content["padding_numel"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "1,024 ranks (1 x 512 x 2 tensor-parallel, 64 to the experts of a layer)" in printed
+    assert "all_gather over edp" in printed
+
+
 def test_table_names_units_memory_and_collectives(capsys: pytest.CaptureFixture[str]) -> None:
     """Without --json the same is a table."""
     words = [*EIGHT_BILLION, "--model.num_layers=2", "--dry-run=1024", "--parallel.dp_outer=4"]
@@ -465,6 +549,7 @@ def test_number_of_ranks_must_be_one(words: list[str]) -> None:
         (["--json", "--train.steps=1"], "json"),
         (["--dry-run", "8", "--parallel.tp=4"], "divisor of model.num_query_groups, 2, got 4"),
         (["--dry-run", "8", "--parallel.cp=2"], "parallel.cp"),
+        (["--dry-run", "8", "--parallel.ep=2"], "parallel.ep"),
     ],
 )
 def test_refusals_are_one_message(

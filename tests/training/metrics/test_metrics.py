@@ -18,6 +18,7 @@ from megafsdp.training.metrics.metrics import (
     progress_line,
 )
 from megafsdp.training.step.train_step import StepResult
+from megafsdp.training.step.update import StepStatistics
 
 POSITION = Position(20, 200, 480, 24, 1)
 RESULT = StepResult(3.05631, 0.7204, False, ())
@@ -116,6 +117,20 @@ def test_loss_scale_is_shown_where_there_is_one() -> None:
     line = megatron_line(POSITION, plain, 0.0, RATES)
     assert "| loss scale: 1.0 |" in line
     assert line.endswith("number of nan iterations:   1 |")
+
+
+def test_loads_of_experts_are_shown_where_there_are_some() -> None:
+    """The auxiliary loss too, of a model that has one."""
+    for statistics, shown in (
+        (StepStatistics(max_load=1.5), "lr 0.00e+00  max load 1.50  "),
+        (
+            StepStatistics(max_load=1.5, aux_loss=1.0312),
+            "lr 0.00e+00  max load 1.50  aux loss 1.0312  ",
+        ),
+    ):
+        result = StepResult(2.0, 1.0, False, (), statistics=statistics)
+        assert shown in progress_line(POSITION, result, 0.0, RATES)
+    assert "max load" not in progress_line(POSITION, RESULT, 0.0, RATES)
 
 
 def test_megatron_line_is_read_by_its_scripts() -> None:

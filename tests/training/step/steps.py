@@ -66,6 +66,7 @@ def train_configured(
         parallelize(build_model(model_config, seed=0), meshes),
         unit_classes(model_config),
         mesh=meshes.data,
+        expert_mesh=meshes.experts,
         strategy=parallel.strategy,
         outer_strategy=parallel.outer_strategy,
         prefetch=parallel.prefetch,

@@ -16,7 +16,7 @@ from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.training import train
 from megafsdp.training.process.signals import StopRequest
 from megafsdp.training.step.train_step import TrainStep
-from megafsdp.training.step.update import GradStatsRequest
+from megafsdp.training.step.update import StatisticsRequest
 from tests.ranks import Ranks
 from tests.training.runs import MODEL, rows, tiny, write_corpus
 from tests.training.step.steps import batches_of, rows_of
@@ -59,7 +59,7 @@ def _statistics(kind: str, scale: float | None, strategy: str, is_wanted: bool) 
         scaler=None if scale is None else LossScaler(ScaleRule.constant(scale)),
     )
     batches = batches_of(0, dist.get_rank(), dist.get_world_size())
-    result = step(batches, wanted=GradStatsRequest(group_norms=is_wanted, num_zeros=is_wanted))
+    result = step(batches, wanted=StatisticsRequest(group_norms=is_wanted, num_zeros=is_wanted))
     found = result.statistics
     return result.grad_norm, list(found.group_norms), found.num_zeros
 

@@ -1,0 +1,108 @@
+"""Whole runs whose experts are shared out: losses, loads, biases, and the next degree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megafsdp.errors import ConfigError
+from megafsdp.training import Config, train
+from tests.ranks import Ranks
+from tests.training.runs import HYBRID, MIXTURE, rows, stored_tensors, tiny, write_corpus
+
+Figures = list[tuple[float, float]]
+_RATE = 0.01
+
+
+def _config(folder: Path, steps: int, model: dict[str, Any], **degrees: int) -> Config:
+    # Norms of this model are about 0.9: every step is clipped.
+    return tiny(
+        folder,
+        model={"router_balance": "bias", "router_bias_update_rate": _RATE, **model},
+        parallel=degrees,
+        optimizer={"clip_norm": 0.5},
+        train={"steps": steps},
+        schedule={"kind": "constant"},
+        data={"num_samples": 72},
+        checkpoint={"interval_steps": 3, "keep_last": None},
+    )
+
+
+def _train(config: Config) -> Figures:
+    figures: Figures = []
+    train(config, on_step=lambda step, result: figures.append((result.loss, result.grad_norm)))
+    return figures
+
+
+def _biases(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    tensors = stored_tensors(folder / "run/checkpoints", step)
+    return {name: each for name, each in tensors.items() if name.endswith("expert_bias")}
+
+
+@pytest.mark.parametrize("model", [MIXTURE, HYBRID], ids=lambda model: model["architecture"])
+def test_a_run_with_shared_experts_is_that_without_and_goes_on_at_another_degree(
+    ranks: Ranks, tmp_path: Path, model: dict[str, Any]
+) -> None:
+    """Four ranks with tp 2 and ep 2, then two with ep 2: losses and norms of two that share none.
+
+    The tolerance is that of fp32 sums in another order. Loads are counts, so that the biases in the
+    checkpoints are equal bit by bit, the last ones after moves in both halves of the run.
+    """
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name)
+    whole = ranks(2).run(_train, _config(tmp_path / "whole", 6, model))[0]
+    parts = tmp_path / "parts"
+    first = ranks(4).run(_train, _config(parts, 3, model, tp=2, ep=2))
+    rest = ranks(2).run(_train, _config(parts, 6, model, ep=2))
+    for seen in first:
+        assert sum(seen, ()) == pytest.approx(sum(whole[:3], ()), rel=1e-5)
+        assert seen == first[0]
+    for seen in rest:
+        assert sum(seen, ()) == pytest.approx(sum(whole[3:], ()), rel=1e-5)
+    for step in (3, 6):
+        wanted, found = _biases(tmp_path / "whole", step), _biases(parts, step)
+        assert len(found) == 2
+        assert found.keys() == wanted.keys()
+        for name, bias in found.items():
+            assert torch.equal(bias, wanted[name]), name
+            assert 0 < bias.abs().max() <= step * _RATE * 1.0001
+    seen_rows = [
+        [row["expert_max_load"] for row in rows(folder) if "loss" in row]
+        for folder in (tmp_path / "whole", parts)
+    ]
+    assert seen_rows[0] == seen_rows[1]
+    assert all(1.0 < load <= 2.0 for load in seen_rows[0])
+    assert whole[-1][0] < whole[0][0] - 0.3
+
+
+_DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "balance": ({"model": {"router_balance": "aux_loss"}}, "model.router_balance: 'bias' ->"),
+    "mesh": ({"parallel": {"ep": 2}}, "parallel.ep: 1 -> 2 between rank 0 and rank 1"),
+}
+
+
+def _train_differently(folder: Path, name: str) -> str:
+    model = MIXTURE | {"router_balance": "bias"}
+    sections: dict[str, dict[str, Any]] = {"model": dict(model), "parallel": {}}
+    if dist.get_rank() == 1:
+        for section, values in _DIFFERENT[name][0].items():
+            sections[section] |= values
+    with pytest.raises(ConfigError) as caught:
+        train(tiny(folder, **sections))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", _DIFFERENT)
+def test_ranks_of_different_configurations_raise_alike(
+    ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    """Before anything is built, with the value and the ranks named; folders may differ."""
+    write_corpus(tmp_path)
+    first, second = ranks(2).run(_train_differently, tmp_path, name)
+    assert first == second
+    assert _DIFFERENT[name][1] in first
