@@ -122,12 +122,12 @@ def test_quickstart_learns_stops_and_resumes_at_other_degrees(
     shared = ["--parallel.tp=2", "--parallel.ep=2", f"--train.steps={moved_to}"]
     job_words = [*words[1:], *shared]
     outcomes = ranks(4).run(_run_as_launched, tmp_path, _free_port(), job_words)
-    code, output = outcomes[0]
+    output = outcomes[0][1]
     assert [code for code, _ in outcomes] == [0] * 4, output
     assert f"resumed from step {stopped_at} of {moved_to}" in output
     assert "on 4 cpu rank(s) (2 x 2 tensor-parallel, 2 expert-parallel)" in output
     outcomes = ranks(2).run(_run_as_launched, tmp_path, _free_port(), words[1:])
-    code, output = outcomes[0]
+    output = outcomes[0][1]
     assert [code for code, _ in outcomes] == [0] * 2, output
     assert f"resumed from step {moved_to} of 24" in output
     assert "---- sample ----" in output
