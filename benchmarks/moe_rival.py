@@ -2,10 +2,10 @@
 
 The same Qwen3-MoE in plain torch under FSDP2, with expert parallelism by all-to-all in the manner
 of torchtitan: stacks of experts are DTensors cut on dim 0 over the ep axis, sharded as units of
-their own where several ranks have the same experts; copies of tokens are sorted by expert, exchanged by
-counts, sorted again, multiplied by ``grouped_mm``, and brought back. Where torch has several ways
-to one result, the one that was the fastest on a CPU is taken. Nothing is imported from megafsdp but
-the description of the model.
+their own where several ranks have the same experts; copies of tokens are sorted by expert,
+exchanged by counts, sorted again, multiplied by ``grouped_mm``, and brought back. Where torch has
+several ways to one result, the one that was the fastest on a CPU is taken. Nothing is imported from
+megafsdp but the description of the model.
 """
 
 from __future__ import annotations
@@ -192,6 +192,8 @@ def build(model: TorchMoE, num_ep: int, device_type: str) -> Side:
         # The gradients of an expert sum the tokens of all ranks.
         if shape[0] > 1:
             fully_shard(stacks, mesh=experts["edp"]).set_gradient_divide_factor(num_ranks)
+            # gloo has no sum with a factor.
+            stacks.set_force_sum_reduction_for_comms(True)
         else:
             # FSDP2 would copy them to a buffer and back, though one rank has nothing to gather.
             stacks.grad_divisor = num_ranks

@@ -316,8 +316,10 @@ class _Rank:
 
     def _count(self, record: CollectiveRecord) -> dict[str, dict[str, int]]:
         """Return the collectives over data ranks, and calls and bytes of those over other ranks."""
-        meshes = [mesh for mesh in (self._meshes.data, self._meshes.experts) if mesh is not None]
-        data = {mesh.get_group().group_name for mesh in meshes}
+        data = {self._meshes.data.get_group().group_name}
+        if self._shape.ep > 1:
+            assert self._meshes.experts is not None, "the degree is above 1"
+            data.add(self._meshes.experts.get_group().group_name)
         calls, model_calls, model_nbytes = Counter[str](), Counter[str](), Counter[str]()
         for (kind, group), num_calls in record.calls_by_group.items():
             if group in data:

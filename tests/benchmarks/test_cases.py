@@ -13,6 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.record import CheckError
 from megafsdp._native import cuda_module, native_module
+from megafsdp.models import build_model, presets
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 
 SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
@@ -139,9 +140,18 @@ def test_a_step_of_experts_is_timed_against_torchs(
 def test_the_layout_table_holds_what_the_planner_promises(tmp_path: Path) -> None:
     """Whole models pad less than 0.5 percent, where one buffer pads several."""
     main(["--records", str(tmp_path), "layout", "--timed-shards", "64"])
-    table = _only_record(tmp_path)["results"]["padding"]
+    results = _only_record(tmp_path)["results"]
+    table = results["padding"]
     for row in table.values():
         assert all(row[n]["padding_percent"] < 0.5 for n in ("8", "64", "512", "1024"))
+    for name, preset in (
+        ("Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("Qwen3-Next-80B", "qwen3-next-80b-a3b"),
+    ):
+        with torch.device("meta"):
+            model = build_model(presets[preset])
+        assert table[name]["num_parameters"] == sum(p.numel() for p in model.parameters())
+        assert max(results["experts"][name].values()) < 0.5
     llama = table["Llama-3-8B"]
     assert llama["num_parameters"] == 8_030_261_248
     assert llama["1024"]["single_buffer_percent"] == pytest.approx(6.76, abs=0.01)

@@ -20,7 +20,6 @@ PLACES: list[tuple[ParallelDims, dict[str, str]]] = [
     (ParallelDims(ep=4), {}),
     (ParallelDims(tp=2, ep=2), {}),
     (ParallelDims(dp_outer=2, tp=2), {"outer_strategy": "optim"}),
-    (ParallelDims(dp_outer=2, ep=2), {"strategy": "no_shard"}),
 ]
 BIAS = torch.tensor([-9.0, 1 / 3, 2**-30, -0.0])
 Tensors = dict[str, torch.Tensor]

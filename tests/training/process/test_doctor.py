@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megafsdp.training.process import doctor
 from megafsdp.training.process.doctor import examine, is_installed
 
 
@@ -51,6 +52,19 @@ def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     links = _state()["GPU links"]
     assert links.startswith("lost") and "between GPUs 1 and 2: parallel.tp" in links
+
+
+def test_kernels_of_linear_attention_are_missed_on_gpus_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU torch's operators are all that there is."""
+    monkeypatch.setattr(doctor, "is_installed", lambda package: False)
+    for has_gpu, mark in ((False, "ok"), (True, "lost")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        state = _state()
+        for name in ("fla", "causal_conv1d"):
+            assert state[name].startswith(mark) and "not installed" in state[name]
 
 
 def test_a_folder_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
