@@ -81,7 +81,7 @@ def compare(
         sides: By the names in ``SIDES``.
         draw: Returns as many batches of tokens, of this rank.
         repeats: Blocks of each side after warm-up.
-        tolerance: Of the losses; ten times as much, relatively, of the norms of gradients.
+        tolerance: Of the losses, and relatively of the norms of gradients.
 
     Raises:
         CheckError: Losses or norms of the first steps differ; raised on all ranks alike.
@@ -94,7 +94,7 @@ def compare(
     error = None
     # Adam's steps and clipping hide a wrong factor on gradients from the losses. A NaN is no
     # agreement, and max() might pass over it.
-    if not all(difference <= 10 * tolerance for difference in norms):
+    if not all(difference <= tolerance for difference in norms):
         error = CheckError(f"norms of gradients differ by {max(norms):.1e}, relatively")
     if not all(difference <= tolerance for difference in losses):
         error = CheckError(f"losses differ by {max(losses):.1e}, more than {tolerance:g}")
