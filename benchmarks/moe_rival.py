@@ -212,14 +212,16 @@ def cut_experts(mixture: Mixture, ep: DeviceMesh) -> None:
         setattr(mixture.experts, name, cut)
 
 
-def _clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+def _clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Clip by the norm of all gradients, of which each rank has parts that no other has."""
     groups = _by_mesh(parameters)
     grads = [_local(p.grad) for group in groups for p in group if p.grad is not None]
     square = nn.utils.get_total_norm(grads) ** 2
     dist.all_reduce(square)
+    norm = square.sqrt()
     for group in groups:
-        nn.utils.clip_grads_with_norm_(group, max_norm, square.sqrt())
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
