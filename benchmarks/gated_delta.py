@@ -1,9 +1,9 @@
 """The gated delta rule, forward and backward, beside transformers' own in torch.
 
 Both sides take the same queries, keys, values, decays and factors in fp32 and sum the squares of
-their outputs; they run in one process on one thread and take turns. The figure is the ratio of medians of
-processor time, ours over theirs, for each width of heads and each length of the sequence, with as
-many tokens in all. There is none unless losses and gradients agree.
+their outputs; they run in one process on one thread and take turns. The figure is the ratio of
+medians of processor time, ours over theirs, for each width of heads and each length of the
+sequence, with as many tokens in all. There is none unless losses and gradients agree.
 """
 
 from __future__ import annotations
