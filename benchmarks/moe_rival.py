@@ -2,10 +2,10 @@
 
 The same Qwen3-MoE in plain torch under FSDP2, with expert parallelism by all-to-all in the manner
 of torchtitan: stacks of experts are DTensors cut on dim 0 over the ep axis, sharded as units of
-their own over the ranks with the same experts; copies of tokens are sorted by expert, exchanged by
-counts, sorted again, multiplied by ``grouped_mm``, and brought back. Where torch has several ways
-to one result, the one that was the fastest on a CPU is taken. Nothing is imported from megafsdp but
-the description of the model.
+their own where several ranks have the same experts; copies of tokens are sorted by expert,
+exchanged by counts, sorted again, multiplied by ``grouped_mm``, and brought back. Where torch has
+several ways to one result, the one that was the fastest on a CPU is taken. Nothing is imported from
+megafsdp but the description of the model.
 """
 
 from __future__ import annotations
@@ -54,19 +54,27 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Experts(nn.Module):
-    """Stacks (E, 2I, H), gate above up, and (E, H, I)."""
+    """Stacks (E, 2I, H), gate above up, and (E, H, I).
+
+    Attributes:
+        grad_divisor: What the gradients are divided by here; 1 where FSDP2 does it.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
         self.fc1 = nn.Parameter(torch.empty(config.num_experts, 2 * width, hidden))
         self.fc2 = nn.Parameter(torch.empty(config.num_experts, hidden, width))
+        self.grad_divisor = 1
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        fc1, fc2 = (_local(weight).transpose(1, 2) for weight in (self.fc1, self.fc2))
-        gate, up = F.grouped_mm(rows, fc1, offs=ends).chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate) * up, fc2, offs=ends)
+        fc1, fc2 = _local(self.fc1), _local(self.fc2)
+        if self.grad_divisor > 1:
+            for weight in (fc1, fc2):
+                weight.register_hook(lambda grad: grad / self.grad_divisor)
+        gate, up = F.grouped_mm(rows, fc1.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, fc2.transpose(1, 2), offs=ends)
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -77,7 +85,7 @@ class Mixture(nn.Module):
     """Router, dispatch and experts.
 
     Attributes:
-        ep: The ranks that share the experts out; None where this rank has all.
+        ep: The ranks that share the experts out; set by :func:`cut_experts`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -94,14 +102,13 @@ class Mixture(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.gate.out_features)
-        rows = _rows(flat, order // self.num_choices)
-        rows = self.experts(rows, counts) if self.ep is None else self._exchange(rows, counts)
+        rows = self._exchange(_rows(flat, order // self.num_choices), counts)
         copies = _rows(rows, _inverse(order)).view(len(flat), self.num_choices, -1)
         return torch.bmm(weights.unsqueeze(1), copies).view_as(x)
 
     def _exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Pass rows in the order of experts through the ranks that have them."""
-        assert self.ep is not None, "called with other ranks"
+        assert self.ep is not None, "cut_experts() comes first"
         num_ranks = self.ep.size()
         with torch.no_grad():
             arriving = funcol.all_to_all_single(counts, None, None, self.ep)
@@ -177,15 +184,22 @@ def build(model: TorchMoE, num_ep: int, device_type: str) -> Side:
     data = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("dp",))
     shape = (num_ranks // num_ep, num_ep)
     experts = init_device_mesh(device_type, shape, mesh_dim_names=("edp", "ep"))
+    alone: set[nn.Parameter] = set()
     for layer in model.layers:
         assert isinstance(layer, _Layer)
-        if num_ep > 1:
-            cut_experts(layer.mixture, experts["ep"])
-            fully_shard(layer.mixture.experts, mesh=experts["edp"])
-            # The gradients of an expert sum the tokens of all ranks.
-            layer.mixture.experts.set_gradient_divide_factor(num_ranks)
-        fully_shard(layer, mesh=data)
-    fully_shard(model, mesh=data)
+        cut_experts(layer.mixture, experts["ep"])
+        stacks = layer.mixture.experts
+        # The gradients of an expert sum the tokens of all ranks.
+        if shape[0] > 1:
+            fully_shard(stacks, mesh=experts["edp"]).set_gradient_divide_factor(num_ranks)
+            # gloo has no sum with a factor.
+            stacks.set_force_sum_reduction_for_comms(True)
+        else:
+            # FSDP2 would copy them to a buffer and back, though one rank has nothing to gather.
+            stacks.grad_divisor = num_ranks
+            alone.update(stacks.parameters())
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=data, ignored_params=alone)
     optimizer = adamw([{"params": group} for group in _by_mesh(model.parameters())])
     return Side(model, optimizer, _clip_grad_norm)
 
@@ -198,15 +212,16 @@ def cut_experts(mixture: Mixture, ep: DeviceMesh) -> None:
         setattr(mixture.experts, name, cut)
 
 
-def _clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip gradients of parameters on two meshes by the norm of all."""
+def _clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip by the norm of all gradients, of which each rank has parts that no other has."""
     groups = _by_mesh(parameters)
-    norms = [
-        nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups
-    ]
-    norm = torch.stack([n.full_tensor() for n in norms]).norm()
+    grads = [_local(p.grad) for group in groups for p in group if p.grad is not None]
+    square = nn.utils.get_total_norm(grads) ** 2
+    dist.all_reduce(square)
+    norm = square.sqrt()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -10,6 +10,7 @@ profiled. The bytes that gather experts are counted with and without expert para
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -33,7 +34,7 @@ from megafsdp.models import ModelConfig, TransformerLayer, build_model, presets
 from megafsdp.models.language_model import LanguageModel
 from megafsdp.parallel import parallelize
 
-# What a copy is called in a profile; of tensors with rows and columns, not of counts and indices.
+# What a copy is called in a profile.
 _COPY = "aten::copy_"
 
 
@@ -60,7 +61,7 @@ class Shape:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the case."""
-    parser.add_argument("--ep", type=int, default=2)
+    parser.add_argument("--ep", type=int, default=2, help="above 1")
     parser.add_argument("--edp", type=int, nargs="+", default=[1, 2], help="ranks an expert")
     parser.add_argument("--repeats", type=int, default=10, help="blocks a side after warm-up")
     parser.add_argument("--layers", type=int, default=4)
@@ -133,7 +134,8 @@ def _build(shape: Shape, side: str, meshes: Meshes) -> Side:
     with torch.device(device):
         theirs = moe_rival.TorchMoE(config)
     _copy(ours, theirs)
-    return moe_rival.build(theirs, 1 if meshes.ep is None else meshes.ep.size(), device)
+    assert meshes.ep is not None, "the case asks for a degree above 1"
+    return moe_rival.build(theirs, meshes.ep.size(), device)
 
 
 def _shard(model: LanguageModel, meshes: Meshes, experts: DeviceMesh | None) -> Side:
@@ -180,13 +182,16 @@ def _measure(shape: Shape, num_ep: int, repeats: int, tolerance: float) -> dict[
 
 
 def _copies_of_rival(shape: Shape, meshes: Meshes) -> dict[str, int]:
-    """Return what a forward and backward of torch's mixture copies, by shape; without FSDP2."""
+    """Return what torch's mixture copies in forward and backward, by shape; without FSDP2.
+
+    Tables of counts, which are smaller than one token, are left out.
+    """
     config = _config(shape)
     mixture = moe_rival.Mixture(config).to(meshes.data.device_type)
     for weight in mixture.parameters():
         nn.init.normal_(weight, std=config.init_std)
-    if meshes.ep is not None:
-        moe_rival.cut_experts(mixture, meshes.ep)
+    assert meshes.ep is not None, "the case asks for a degree above 1"
+    moe_rival.cut_experts(mixture, meshes.ep)
     size = (shape.batch, shape.sequence, shape.hidden)
     x = torch.randn(size, device=meshes.data.device_type, requires_grad=True)
     # Random, as a sum's gradient is expanded and would be copied.
@@ -194,7 +199,7 @@ def _copies_of_rival(shape: Shape, meshes: Meshes) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         (mixture(x) * weights).sum().backward()
     shapes = [e.input_shapes[0] for e in profiler.events() if e.name == _COPY]
-    return dict(Counter(str(copied) for copied in shapes if len(copied) > 1))
+    return dict(Counter(str(s) for s in shapes if len(s) > 1 and math.prod(s) > shape.hidden))
 
 
 def _expert_gather_nbytes(shape: Shape, meshes: Meshes) -> dict[str, int]:

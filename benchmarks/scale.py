@@ -9,10 +9,10 @@ unit zeroes and pages in half a megabyte, however thin it is. The figure is the 
 the first world's. The reductions take the path of NCCL; gloo's sum of one shard a rank is not
 measured here.
 
-With tensor parallelism the ranks of tp exchange nothing either, so gradients are compared with
-those of the same cut layers without ``fully_shard``, on the same backend and the same weights, and
-every world must issue the last world's collectives: over tp and over all ranks always, over data
-ranks wherever there are several. A world of tp ranks has one data rank, which issues none of those.
+With tensor and expert parallelism the ranks of a layer exchange nothing either, so gradients are
+compared with those of the same cut layers without ``fully_shard``, on the same backend and the same
+weights. Every world must issue the last world's collectives: those over tp, ep and all ranks
+always, those over data ranks wherever there are several. A world of tp ranks has one data rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -44,7 +44,7 @@ from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.device.memory import Category, tensors_nbytes
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of
 from megafsdp.mesh.parallel_dims import Meshes, ParallelDims
-from megafsdp.models import build_model, presets
+from megafsdp.models import ModelConfig, build_model
 from megafsdp.models.common import TransformerLayer
 from megafsdp.parallel import parallelize
 
@@ -67,17 +67,21 @@ class Shape:
         layers: Number of layers, each a unit.
         hidden: Hidden and feed-forward size; 8 heads.
         tp: Tensor-parallel degree.
+        ep: Expert-parallel degree; above 1 each MLP is a mixture of two experts a rank of ep, two a
+            token.
     """
 
     layers: int
     hidden: int
     tp: int
+    ep: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the case."""
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], help="degrees, in turn")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 8, 8], help="degrees, in turn")
+    parser.add_argument("--ep", type=int, nargs="+", default=[1, 1, 8], help="one for each of --tp")
     parser.add_argument("--repeats", type=int, default=10, help="blocks a world after warm-up")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=32)
@@ -85,30 +89,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Measure all worlds in turn, with each tensor-parallel degree; return their figures.
+    """Measure all worlds in turn, with each pair of degrees; return their figures.
 
     Raises:
         CheckError: A world's gradients are wrong, or worlds differ in their collectives.
     """
     return {
-        f"tp {tp}": _run_degree(Shape(options.layers, options.hidden, tp), options)
-        for tp in options.tp
+        f"tp {tp} ep {ep}": _run_degrees(Shape(options.layers, options.hidden, tp, ep), options)
+        for tp, ep in zip(options.tp, options.ep, strict=True)
     }
 
 
 def describe(results: dict[str, object]) -> str:
     """Return the results as a table for people."""
     lines = ["one rank on the fake backend; ms a step without the backend"]
-    for degree, measured in results.items():
+    for degrees, measured in results.items():
         assert isinstance(measured, dict)
-        lines.append(f"{degree}: {measured['shape']}")
+        lines.append(f"{degrees}: {measured['shape']}")
         lines += [
             line for n, case in measured["worlds"].items() for line in _describe_world(n, case)
         ]
     return "\n".join(lines)
 
 
-def _run_degree(shape: Shape, options: argparse.Namespace) -> dict[str, object]:
+def _run_degrees(shape: Shape, options: argparse.Namespace) -> dict[str, object]:
     context = mp.get_context(launch.START_METHOD)
     ends, processes = [], []
     try:
@@ -250,6 +254,7 @@ class _Backend:
         with (
             self._replaced("_all_gather_single", _gather_alone),
             self._replaced("_reduce_scatter_single", _reduce_alone),
+            mock.patch.object(dist, "all_to_all_single", _exchange_alone),
         ):
             yield
 
@@ -270,6 +275,11 @@ def _reduce_alone(out: torch.Tensor, own: torch.Tensor, **options: object) -> No
     out.copy_(own[: out.numel()])
 
 
+def _exchange_alone(out: torch.Tensor, own: torch.Tensor, *splits: object, **_: object) -> None:
+    """Receive from each rank what is sent to it; the fake backend repeats what goes to rank 0."""
+    out.copy_(own)
+
+
 class _Rank:
     """Rank 0 of one world: its model, and what it tells of it."""
 
@@ -277,7 +287,7 @@ class _Rank:
         self._shape = shape
         self._backend = backend
         self._hooks = hooks
-        self._meshes = ParallelDims(tp=shape.tp).build("cpu")
+        self._meshes = ParallelDims(tp=shape.tp, ep=shape.ep).build("cpu")
         self._model = _shard(_new_model(shape), self._meshes)
         self._optimizer = _new_optimizer(self._model)
 
@@ -306,10 +316,13 @@ class _Rank:
 
     def _count(self, record: CollectiveRecord) -> dict[str, dict[str, int]]:
         """Return the collectives over data ranks, and calls and bytes of those over other ranks."""
-        data = self._meshes.data.get_group().group_name
+        data = {self._meshes.data.get_group().group_name}
+        if self._shape.ep > 1:
+            assert self._meshes.experts is not None, "the degree is above 1"
+            data.add(self._meshes.experts.get_group().group_name)
         calls, model_calls, model_nbytes = Counter[str](), Counter[str](), Counter[str]()
         for (kind, group), num_calls in record.calls_by_group.items():
-            if group == data:
+            if group in data:
                 calls[kind] += num_calls
             else:
                 model_calls[kind] += num_calls
@@ -392,7 +405,7 @@ class _Rank:
 
 
 def _new_model(shape: Shape) -> nn.Module:
-    config = type(presets["gpt-toy"])(
+    config = ModelConfig(
         architecture="gpt",
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -404,13 +417,21 @@ def _new_model(shape: Shape) -> nn.Module:
         max_sequence_length=_TOKENS,
         tie_embeddings=False,
     )
+    if shape.ep > 1:
+        config = replace(
+            config,
+            architecture="qwen3_moe",
+            num_experts=2 * shape.ep,
+            num_experts_per_token=2,
+            moe_ffn_hidden_size=shape.hidden,
+        )
     return build_model(config, seed=0)
 
 
 def _shard(model: nn.Module, meshes: Meshes) -> nn.Module:
     parallelize(model, meshes)
     for module in [*(m for m in model.modules() if isinstance(m, TransformerLayer)), model]:
-        megafsdp.fully_shard(module, mesh=meshes.data)
+        megafsdp.fully_shard(module, mesh=meshes.data, expert_mesh=meshes.experts)
     return model
 
 

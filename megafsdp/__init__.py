@@ -12,6 +12,8 @@ from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model, microbatch
 from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer, mark_main_weights_changed
+from megafsdp.mesh.annotation import ExpertRange, annotate
+from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
@@ -24,8 +26,10 @@ from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExpertRange",
     "FSDPModule",
     "FusedAdam",
+    "FusedParts",
     "HybridDeviceOptimizer",
     "LossScaler",
     "MixedPrecisionPolicy",
@@ -34,6 +38,7 @@ __all__ = [
     "ParallelDims",
     "ScaleRule",
     "UnshardHandle",
+    "annotate",
     "checkpoint",
     "clip_grad_norm_",
     "full_state_dict",

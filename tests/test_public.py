@@ -19,8 +19,10 @@ import megafsdp
 from megafsdp import FSDPModule
 
 PROMISED = {
+    "ExpertRange",
     "FSDPModule",
     "FusedAdam",
+    "FusedParts",
     "HybridDeviceOptimizer",
     "LossScaler",
     "MixedPrecisionPolicy",
@@ -29,6 +31,7 @@ PROMISED = {
     "ParallelDims",
     "ScaleRule",
     "UnshardHandle",
+    "annotate",
     "checkpoint",
     "clip_grad_norm_",
     "full_state_dict",
@@ -117,8 +120,6 @@ IMPORT_PATHS = {
         "register_fsdp_forward_method",
         "summon_full_params",
     },
-    "megafsdp.mesh.annotation": {"annotate"},
-    "megafsdp.mesh.fused_parts": {"FusedParts"},
     "megafsdp.models": {
         "ActivationCheckpointing",
         "Architecture",

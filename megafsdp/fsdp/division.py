@@ -8,7 +8,6 @@ No collective is issued here, except to build a default mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -156,42 +155,6 @@ def expert_mesh_of(
     return mesh_of(expert_mesh, mesh.device_type)
 
 
-def reshard_of(
-    reshard_after_forward: bool | int | None, meshes: Sequence[DeviceMesh]
-) -> bool | int | None:
-    """Return the choice of resharding after forward; one rank is False, all of them True.
-
-    Args:
-        reshard_after_forward: As for :func:`fully_shard`.
-        meshes: The meshes of its groups. Where the last axis of one has fewer ranks than the
-            number, or others, neighbours are the ranks that both divide.
-
-    Raises:
-        ValueError: It is neither a bool nor a number that divides the ranks of some mesh's last
-            axis.
-    """
-    # bool first: True is an int too, and would mean one rank.
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    sizes = list(dict.fromkeys(mesh.size(mesh.ndim - 1) for mesh in meshes))
-    number = reshard_after_forward
-    if not isinstance(number, int) or number < 1 or all(size % number for size in sizes):
-        raise ValueError(
-            expected(
-                "True, False, None, or a divisor of the "
-                f"{' or '.join(map(str, sizes))} ranks that divide parameters",
-                repr(number),
-                where="reshard_after_forward of fully_shard()",
-                hint="Give the number of ranks of one node, or True to free parameters",
-            )
-        )
-    slices = [math.gcd(number, size) for size in sizes]
-    # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
-    if max(slices) == 1:
-        return False
-    return True if slices == sizes and min(sizes) > 1 else number
-
-
 @dataclass(frozen=True)
 class Division:
     """What a unit divides, over which ranks, and how it averages gradients.
@@ -210,10 +173,37 @@ class Division:
     is_divided_over_outer_axis: bool
     gradient_scale: float
 
-    @property
-    def meshes(self) -> list[DeviceMesh]:
-        """Return the meshes that groups may be on."""
-        return [self.mesh] if self.expert_mesh is None else [self.mesh, self.expert_mesh]
+    def reshard_of(self, reshard_after_forward: bool | int | None) -> bool | int | None:
+        """Return the choice of resharding after forward; one rank is False, all of them True.
+
+        Where the last axis of a mesh has fewer ranks than the number, or others, neighbours on it
+        are as many as divide both.
+
+        Raises:
+            ValueError: It is neither a bool nor a number that divides the ranks of some mesh's last
+                axis.
+        """
+        # bool first: True is an int too, and would mean one rank.
+        if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+            return reshard_after_forward
+        number = reshard_after_forward
+        meshes = [mesh for mesh in (self.mesh, self.expert_mesh) if mesh is not None]
+        sizes = list(dict.fromkeys(mesh.size(mesh.ndim - 1) for mesh in meshes))
+        if not isinstance(number, int) or number < 1 or all(size % number for size in sizes):
+            raise ValueError(
+                expected(
+                    "True, False, None, or a divisor of the "
+                    f"{' or '.join(map(str, sizes))} ranks that divide parameters",
+                    repr(number),
+                    where="reshard_after_forward of fully_shard()",
+                    hint="Give the number of ranks of one node, or True to free parameters",
+                )
+            )
+        slices = [math.gcd(number, size) for size in sizes]
+        # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
+        if max(slices) == 1:
+            return False
+        return True if slices == sizes and min(sizes) > 1 else number
 
     def axes(
         self, *, is_whole: bool, is_expert: bool, model_mesh: DeviceMesh | None

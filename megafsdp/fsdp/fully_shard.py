@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.division import division_of, mesh_of, reshard_of, strategy_of
+from megafsdp.fsdp.division import division_of, mesh_of, strategy_of
 from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
 from megafsdp.fsdp.grouping import (
     FoundParameter,
@@ -136,8 +136,7 @@ def fully_shard(
     place_parameters(found, modules, mesh, expert_mesh)
     mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
     division = division_of(mesh, expert_mesh, chosen, outer_strategy, averaging)
-    reshard = reshard_of(reshard_after_forward, division.meshes)
-    options = UnitOptions(prefetch, reshard, nccl_user_buffers)
+    options = UnitOptions(prefetch, division.reshard_of(reshard_after_forward), nccl_user_buffers)
     groups = build_groups(found, policy, division, memory)
     claim(found, type(modules[0]).__name__)
     for each in modules:

@@ -19,7 +19,6 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -265,19 +264,13 @@ def place_parameters(
     model_mesh: DeviceMesh | None = None
     axes: dict[tuple[DeviceMesh, DeviceMesh], None] = {}
     for item in found:
-        name, parameter = item.record.name, item.parameter
         # Without a mesh of their own experts are parameters like all others.
-        item.is_expert = expert_mesh is not None and annotation_of(parameter).is_expert
-        data_mesh = expert_mesh if item.is_expert else mesh
-        if not isinstance(parameter, DTensor):
-            continue
-        if data_mesh is None:
-            _refuse_no_mesh(name, parameter)
-        owners = [owner for owner, _ in item.record.living_owners()]
-        item.record.model = read_placement(name, parameter, owners, data_mesh)
-        axes[data_mesh, parameter.device_mesh] = None
-        if not item.is_expert:
-            model_mesh = model_mesh or parameter.device_mesh
+        item.is_expert = expert_mesh is not None and annotation_of(item.parameter).is_expert
+        if isinstance(item.parameter, DTensor):
+            data_mesh = _place_dtensor(item, expert_mesh if item.is_expert else mesh)
+            axis = item.parameter.device_mesh
+            axes[data_mesh, axis] = None
+            model_mesh = model_mesh or (None if item.is_expert else axis)
     for data_mesh, axis in axes:
         # Raises where the ranks of both are no grid.
         joined_mesh(data_mesh, axis)
@@ -301,15 +294,22 @@ def _model_mesh_of_units(modules: Sequence[nn.Module]) -> DeviceMesh | None:
     return next((a.model_mesh for a in axes if a.model_mesh is not None), None)
 
 
-def _refuse_no_mesh(name: str, parameter: DTensor) -> NoReturn:
-    raise ValueError(
-        expected(
-            "the mesh of data-parallel ranks, which DTensor parameters do not say",
-            f"no mesh, and '{name}' on {parameter.device_mesh}",
-            where="fully_shard()",
-            hint="Give mesh=, the part of one mesh beside the model axis",
+def _place_dtensor(item: FoundParameter, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Find what a model axis gives this rank of a DTensor; return the mesh that divides it."""
+    name, parameter = item.record.name, item.parameter
+    assert isinstance(parameter, DTensor), "asked of DTensors"
+    if mesh is None:
+        raise ValueError(
+            expected(
+                "the mesh of data-parallel ranks, which DTensor parameters do not say",
+                f"no mesh, and '{name}' on {parameter.device_mesh}",
+                where="fully_shard()",
+                hint="Give mesh=, the part of one mesh beside the model axis",
+            )
         )
-    )
+    owners = [owner for owner, _ in item.record.living_owners()]
+    item.record.model = read_placement(name, parameter, owners, mesh)
+    return mesh
 
 
 def group_parameters(

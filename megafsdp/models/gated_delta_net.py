@@ -23,6 +23,8 @@ from megafsdp.models.gated_delta import gated_delta_rule
 from megafsdp.models.linear_attention_kernels import convolution_kernel_for
 from megafsdp.parallel import Linear, ParallelModule, RMSNorm
 
+_FASTEST_DECAY = 16.0
+
 
 class CausalConvolution(ParallelModule):
     """A convolution along the sequence, each channel by itself, and SiLU.
@@ -79,7 +81,6 @@ class GatedDeltaNet(ParallelModule):
         num_heads = config.linear_num_value_heads
         keys, values = self.num_key_heads * self.key_head_dim, num_heads * self.value_head_dim
         self.sizes = (keys, keys, values, values, num_heads, num_heads)
-        # Before the modules below, in the order in which a meta model is initialised.
         self.declarations = {"A_log": ParameterAnnotation(0), "dt_bias": ParameterAnnotation(0)}
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
@@ -106,11 +107,16 @@ class GatedDeltaNet(ParallelModule):
         )
 
     def initialize(self, name: str, whole: Tensor) -> None:
-        """Draw decay rates uniformly from 0.01 to 16, or write ones to ``dt_bias``."""
+        """Write ones to ``dt_bias``, and decay rates spread evenly from 0 to 16 over the heads.
+
+        The released models drew theirs uniformly from there. A draw would come before those of the
+        maps below, or after them, by who initialises.
+        """
         if name == "dt_bias":
             nn.init.ones_(whole)
         else:
-            nn.init.uniform_(whole, 0.01, 16.0).log_()
+            middles_N = torch.arange(0.5, whole.numel(), device=whole.device) / whole.numel()
+            whole.copy_((_FASTEST_DECAY * middles_N).log())
 
     def check_degree(self, degree: int) -> None:
         """Raise ValueError unless a tensor-parallel degree divides the key heads."""

@@ -184,7 +184,7 @@ class _Run:
         if num_left and (stored is None or not config.schedule.from_checkpoint):
             validate_schedule(config, num_samples=num_samples)
         self.last_step = step + num_left
-        self.model_config = model_config = config.model.resolve()
+        model_config = config.model.resolve()
         datasets, self.tokenizer = _read_data(config, model_config, num_samples)
         self.loader = _loader(config, world, meshes, datasets.train)
         self.held_out: Loader | None = None
@@ -274,7 +274,7 @@ class _Run:
         wanted = StatisticsRequest(
             group_norms=is_logged and config.logging.group_grad_norms,
             num_zeros=is_logged and config.logging.num_zero_grads,
-            expert_loads=is_logged and self.model_config.has_experts,
+            expert_loads=is_logged and config.model.resolve().has_experts,
         )
         queued = self.train_step.queue(batches, wanted=wanted, before_backward=self._begin_backward)
         self.queued = queued, is_logged

@@ -13,6 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.record import CheckError
 from megafsdp._native import cuda_module, native_module
+from megafsdp.models import build_model, presets
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 
 SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
@@ -114,12 +115,43 @@ def test_the_gated_delta_rule_is_timed_against_transformers(
         assert case["ratio_range"] == [case["ratio"]] * 2
 
 
+@pytest.mark.matrix("benchmarks")
+def test_a_step_of_experts_is_timed_against_torchs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses agree first; expert parallelism halves the bytes that gather experts."""
+    sizes = ["--layers", "2", "--hidden", "32", "--experts", "8", "--width", "16"]
+    tiny = ["moe_step", *sizes, "--sequence", "8", "--repeats", "1"]
+    with pytest.raises(Exception, match=r"CheckError.* losses differ by"):
+        main(["--records", str(tmp_path), *tiny, "--edp", "1", "--tolerance", "-1"])
+    assert "ratio" not in capsys.readouterr().out and not list(tmp_path.iterdir())
+    main(["--records", str(tmp_path), *tiny])
+    results = _only_record(tmp_path)["results"]
+    for edp in (1, 2):
+        case = results[f"ep 2 x edp {edp}"]
+        assert case["check"]["loss"] <= case["check"]["tolerance"]
+        assert case["ratio_range"][0] <= case["ratio"] <= case["ratio_range"][1]
+        # Two layers, each gathered twice; 3 matrices of 8 experts.
+        all_experts = 2 * 2 * 4 * 3 * 8 * 16 * 32
+        wanted = {"ep": all_experts // 2 if edp > 1 else 0, "no ep": all_experts}
+        assert case["expert_gather_nbytes"] == wanted
+
+
 def test_the_layout_table_holds_what_the_planner_promises(tmp_path: Path) -> None:
     """Whole models pad less than 0.5 percent, where one buffer pads several."""
     main(["--records", str(tmp_path), "layout", "--timed-shards", "64"])
-    table = _only_record(tmp_path)["results"]["padding"]
+    results = _only_record(tmp_path)["results"]
+    table = results["padding"]
     for row in table.values():
         assert all(row[n]["padding_percent"] < 0.5 for n in ("8", "64", "512", "1024"))
+    for name, preset in (
+        ("Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("Qwen3-Next-80B", "qwen3-next-80b-a3b"),
+    ):
+        with torch.device("meta"):
+            model = build_model(presets[preset])
+        assert table[name]["num_parameters"] == sum(p.numel() for p in model.parameters())
+        assert max(results["experts"][name].values()) < 0.5
     llama = table["Llama-3-8B"]
     assert llama["num_parameters"] == 8_030_261_248
     assert llama["1024"]["single_buffer_percent"] == pytest.approx(6.76, abs=0.01)
@@ -131,22 +163,47 @@ def test_worlds_are_compared_on_the_fake_backend(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each world has times without the backend's, the same collectives, and bytes by category."""
-    main(["--records", str(tmp_path), *THIN, "--tp", "1", "4", "--worlds", "4", "64"])
+    main(
+        [
+            "--records",
+            str(tmp_path),
+            *THIN,
+            "--tp",
+            "1",
+            "4",
+            "4",
+            "--ep",
+            "1",
+            "1",
+            "4",
+            "--worlds",
+            "4",
+            "64",
+        ]
+    )
     assert "ratio 1.000" in capsys.readouterr().out
     degrees = _only_record(tmp_path)["results"]
-    assert list(degrees) == ["tp 1", "tp 4"]
+    assert list(degrees) == ["tp 1 ep 1", "tp 4 ep 1", "tp 4 ep 4"]
     # Layers but the last are gathered twice, the root once; norm and usage are all-reduced.
     data_calls = {"all_gather": 4, "reduce_scatter": 3}
     everyone_calls = {"all_reduce": 2}
     # Four of each a layer, the embedding and the output layer; two of the loss, one sum a unit.
     model_calls = {"all_gather": 10, "reduce_scatter": 10, "all_reduce": 2 + 3 + 2}
-    plain, cut = (degrees[degree]["worlds"] for degree in degrees)
+    plain, cut, mixed = (degrees[name]["worlds"] for name in degrees)
     assert [case["calls"] for case in plain.values()] == [data_calls | everyone_calls] * 2
     assert [case["model_calls"] for case in plain.values()] == [{}] * 2
     # Four ranks at tp 4 are one data rank.
     assert [case["calls"] for case in cut.values()] == [{}, data_calls]
     assert [case["model_calls"] for case in cut.values()] == [model_calls] * 2
-    for tp, worlds in zip((1, 4), (plain, cut), strict=True):
+    # Experts are gathered and reduced by themselves; without a layer's second pair of exchanges
+    # counts and tokens go to experts, tokens come back, and both come back in backward.
+    assert [case["calls"] for case in mixed.values()] == [
+        {},
+        {"all_gather": 7, "reduce_scatter": 5},
+    ]
+    exchanges = {"all_gather": 6, "reduce_scatter": 6, "all_to_all": 2 * 5, "all_reduce": 2 + 3 + 2}
+    assert [case["model_calls"] for case in mixed.values()] == [exchanges] * 2
+    for tp, worlds in zip((1, 4, 4), (plain, cut, mixed), strict=True):
         assert list(worlds) == ["4", "64"]
         for case in worlds.values():
             assert case["check"]["gradient"] <= case["check"]["tolerance"]
@@ -179,7 +236,21 @@ def test_worlds_that_issue_other_collectives_are_not_compared() -> None:
 def test_no_time_is_given_when_a_world_is_wrong(tmp_path: Path) -> None:
     """Gradients that are not plain torch's end the run before anything is timed."""
     with pytest.raises(CheckError, match=r"on 4 ranks differ by"):
-        main(["--records", str(tmp_path), *THIN, "--tp", "2", "--worlds", "4", "--tolerance", "-1"])
+        main(
+            [
+                "--records",
+                str(tmp_path),
+                *THIN,
+                "--tp",
+                "2",
+                "--ep",
+                "2",
+                "--worlds",
+                "4",
+                "--tolerance",
+                "-1",
+            ]
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -68,6 +68,20 @@ def test_megatron_lm_checkpoints_go_both_ways(tmp_path: Path) -> None:
     assert any(name.startswith(prefix) for name in names)
 
 
+def test_experts_become_a_stack_or_keep_their_names(tmp_path: Path) -> None:
+    """One tensor for a layer, unless they are asked for apart; equal either way."""
+    toy.make(tmp_path / "theirs", "qwen3_next")
+    options = ConvertOptions(separate_experts=True)
+    stacked = convert(tmp_path / "theirs", tmp_path / "stacked", Format.MEGAFSDP)
+    apart = convert(tmp_path / "theirs", tmp_path / "apart", Format.MEGAFSDP, options=options)
+    stack = "model.decoder.layers.1.mlp.experts.linear_fc2.weight"
+    with CheckpointReader(stacked) as of_layer, CheckpointReader(apart) as of_experts:
+        wanted = torch.stack([of_experts.tensor(f"{stack}{i}") for i in range(3)])
+        assert torch.equal(of_layer.tensor(stack), wanted)
+        assert stack not in of_experts.whole_keys()
+        assert f"{stack}0" not in of_layer.whole_keys()
+
+
 def test_options_of_other_conversions_are_refused(tmp_path: Path) -> None:
     """Nothing that was asked for is ignored."""
     path = _save(tmp_path / "a")

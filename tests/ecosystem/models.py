@@ -16,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -65,6 +67,11 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**_DECODER, "tie_word_embeddings": True}),
     "gpt2": (GPT2LMHeadModel, GPT2Config, {**_GPT2, "bos_token_id": 1, "eos_token_id": 2}),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**_DECODER, **_EXPERTS}),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig,
+        {**_DECODER, "num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
     "qwen3-next": (
         Qwen3NextForCausalLM,
         Qwen3NextConfig,

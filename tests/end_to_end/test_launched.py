@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megafsdp.checkpoint.format.manifest import read_manifest
 from megafsdp.training.cli.main import main
 from tests.ranks import Ranks
 from tests.training.runs import SEQUENCE_LENGTH, write_corpus
@@ -74,16 +75,21 @@ def _run_as_launched(folder: Path, port: int, words: Sequence[str]) -> tuple[obj
     return 0, output.getvalue()
 
 
-@pytest.fixture
-def port() -> int:
-    """Return a port that nothing listens to."""
+def _free_port() -> int:
+    """Return a port that nothing listens to; each job needs another one."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
+@pytest.fixture
+def port() -> int:
+    """Return a port that nothing listens to."""
+    return _free_port()
+
+
 def test_quickstart_learns_stops_and_resumes_at_other_degrees(
-    ranks: Ranks, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its two commands: loss falls, SIGTERM to the ranks saves with code 0, a restart goes on.
 
@@ -110,17 +116,20 @@ def test_quickstart_learns_stops_and_resumes_at_other_degrees(
     assert job.returncode == 0, output
     assert "stopped; resume with:" in output
     stopped_at = len(metrics.read_text().splitlines())
-    assert 6 <= stopped_at < 24
+    assert 6 <= stopped_at < 21
 
-    shared = ["--parallel.tp=2", "--parallel.ep=2", "--train.steps=20"]
-    outcomes = ranks(4).run(_run_as_launched, tmp_path, port, [*words[1:], *shared])
-    code, output = outcomes[0]
+    moved_to = stopped_at + 3
+    shared = ["--parallel.tp=2", "--parallel.ep=2", f"--train.steps={moved_to}"]
+    job_words = [*words[1:], *shared]
+    outcomes = ranks(4).run(_run_as_launched, tmp_path, _free_port(), job_words)
+    output = outcomes[0][1]
     assert [code for code, _ in outcomes] == [0] * 4, output
-    assert f"resumed from step {stopped_at} of 20" in output
+    assert f"resumed from step {stopped_at} of {moved_to}" in output
     assert "on 4 cpu rank(s) (2 x 2 tensor-parallel, 2 expert-parallel)" in output
-    (code, output), (other, _) = ranks(2).run(_run_as_launched, tmp_path, port, words[1:])
-    assert code == other == 0, output
-    assert "resumed from step 20 of 24" in output
+    outcomes = ranks(2).run(_run_as_launched, tmp_path, _free_port(), words[1:])
+    output = outcomes[0][1]
+    assert [code for code, _ in outcomes] == [0] * 2, output
+    assert f"resumed from step {moved_to} of 24" in output
     assert "---- sample ----" in output
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -161,6 +170,19 @@ def test_tensor_parallel_example_runs(ranks: Ranks, tmp_path: Path, port: int) -
     assert losses[0] > 5.0
     assert losses[-1] < 3.5
     assert (tmp_path / "runs/own_loop_tp/iter_0000020").is_dir()
+
+
+@pytest.mark.ecosystem
+def test_mixture_example_runs(ranks: Ranks, tmp_path: Path, port: int) -> None:
+    """A mixture of transformers with declared experts learns; its parts are named apart."""
+    words = [str(ROOT / "examples/own_loop_moe.py")]
+    (code, output), (other, _) = ranks(2).run(_run_as_launched, tmp_path, port, words)
+    assert code == other == 0, output
+    losses = [float(line.split()[3]) for line in output.splitlines() if line.startswith("step ")]
+    assert losses[0] > 5.0
+    assert losses[-1] < 3.5
+    saved = read_manifest(tmp_path / "runs/own_loop_moe/iter_0000020").tensors
+    assert "model.model.layers.1.mlp.experts.up_proj" in saved
 
 
 @pytest.mark.parametrize("name", ["pretrain_qwen3", "pretrain_gpt"])

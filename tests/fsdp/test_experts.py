@@ -62,7 +62,7 @@ def test_experts_train_as_in_one_process(ranks: Ranks) -> None:
         (ParallelDims(dp_shard=4, ep=2), {"strategy": "no_shard"}),
         (ParallelDims(dp_outer=2, dp_shard=2, ep=2), {"outer_strategy": "optim"}),
         # Dense weights on one rank each, experts divided among two.
-        (ParallelDims(dp_shard=1, tp=4, ep=2), {}),
+        (ParallelDims(dp_shard=1, tp=4, ep=2), {"reshard_after_forward": 2}),
         # Every rank of tp has all experts, and divides them as one of data parallelism.
         (ParallelDims(dp_shard=2, tp=2), {"reshard_after_forward": 2}),
         (ParallelDims(dp_outer=2, dp_shard=1, tp=2), {"outer_strategy": "optim"}),

@@ -206,8 +206,23 @@ def test_parents_may_edit_what_their_children_drew(
     ranks(3).run(_equals_unsharded_deep, strategy, dtype)
 
 
+_HYBRID = {
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_ffn_hidden_size": 8,
+    "shared_expert_ffn_hidden_size": 8,
+    "router_balance": "bias",
+    "layer_types": ("linear_attention", "linear_attention", "full_attention"),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
+
+
 def _config(architecture: str) -> ModelConfig:
     return ModelConfig(
+        **(_HYBRID if architecture == "qwen3_next" else {}),
         architecture=architecture,
         num_layers=3,
         hidden_size=16,
@@ -234,7 +249,7 @@ def _equals_construction(architecture: str) -> None:
         assert annotation_of(model.get_parameter(name)) == annotation_of(parameter)
 
 
-@pytest.mark.parametrize("architecture", ["gpt", "qwen3"])
+@pytest.mark.parametrize("architecture", ["gpt", "qwen3", "qwen3_next"])
 def test_our_models_get_the_values_of_plain_construction(ranks: Ranks, architecture: str) -> None:
     """Their modules are initialised in the order in which they are built."""
     ranks(2).run(_equals_construction, architecture)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from megafsdp import full_tensor, fully_shard, mark_main_weights_changed
+from megafsdp import ParallelDims, full_tensor, fully_shard, mark_main_weights_changed
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import find_parameters, place_parameters
@@ -176,7 +176,7 @@ class Int8PerTensor:
 
     def assemble(self, shape: torch.Size, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a coded tensor over the buffers."""
-        return CodedWeight(buffers["codes"].view(shape), buffers["scales"])
+        return CodedWeight(buffers["codes"].view(shape), buffers["scales"].view(shape[:-1]))
 
 
 class Coded(nn.Module):
@@ -306,6 +306,43 @@ def _statistics_of_parts() -> None:
 def test_statistics_include_the_ranks_that_have_the_other_parts(ranks: Ranks) -> None:
     """A scale of a whole tensor: one more maximum over the model axis, none over replicas."""
     ranks(4).run(_statistics_of_parts)
+
+
+class CodedStack(nn.Module):
+    """Matrices of experts that ep shares out."""
+
+    computes_on_part = True
+
+    def __init__(self, ep: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # The largest value of all is one expert's alone.
+        stack = torch.randn(4, 3, 32) * torch.tensor([1.0, 4.0, 2.0, 3.0])[:, None, None]
+        self.stack = nn.Parameter(distribute_tensor(stack, ep, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by each."""
+        return torch.mul(self.stack, x).sum()
+
+
+def _statistics_of_experts() -> None:
+    meshes = ParallelDims(ep=2).build("cpu")
+    net = CodedStack(meshes.ep)
+    whole = net.stack.full_tensor().detach()
+    axes = DataParallelAxes.sharded(meshes.experts).beside(meshes.ep)
+    unit = make_unit(net, lambda _: axes, lambda _: 0.25, Int8PerTensor(), mesh=axes.mesh)
+    with record_collectives() as record:
+        net(torch.ones(1, 32))
+    found = {name for kind, name in record.calls_by_group if kind == "all_reduce"}
+    assert found == {mesh.get_group().group_name for mesh in (meshes.experts, meshes.ep)}
+    (p,) = unit.groups[0].parameters
+    # Codes and scales that were gathered are those of the gathered values.
+    assert torch.equal(p.unsharded.read(), p.model.part.cut(_rounded(whole)))
+
+
+def test_statistics_of_a_stack_are_over_all_its_experts(ranks: Ranks) -> None:
+    """Over the ranks that divide an expert, then over those that have the others."""
+    ranks(4).run(_statistics_of_experts)
 
 
 def _statistics_over(names: tuple[str, str]) -> None:

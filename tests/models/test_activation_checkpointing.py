@@ -153,7 +153,12 @@ def test_fewer_activations_are_saved() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "activation", "num_linear_maps", "product"),
-    [("qwen3-toy", "silu", 4, "mm"), ("gpt-toy", "gelu", 4, "addmm")],
+    [
+        ("qwen3-toy", "silu", 4, "mm"),
+        ("gpt-toy", "gelu", 4, "addmm"),
+        # Both of a layer's; the weighted sum after them needs the last one's output.
+        ("qwen3-moe-toy", "silu", 3, "_grouped_mm"),
+    ],
 )
 def test_selective_repeats_cheap_operators_only(
     preset: str, activation: str, num_linear_maps: int, product: str

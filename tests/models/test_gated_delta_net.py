@@ -121,12 +121,12 @@ def test_names_shapes_and_declarations() -> None:
 
 
 def test_initial_values() -> None:
-    """Decay rates from 0.01 to 16, ``dt_bias`` and the norm ones, the convolution uniform."""
+    """Decay rates even from 0 to 16, ``dt_bias`` and the norm ones, the convolution uniform."""
     config = dataclasses.replace(_CONFIG, linear_num_value_heads=400, linear_num_key_heads=400)
     torch.manual_seed(0)
     layer = GatedDeltaNet(config)
-    rates = layer.A_log.exp()
-    assert 0.01 <= rates.min() < 0.5 and 15.5 < rates.max() <= 16
+    rates_N = layer.A_log.exp()
+    torch.testing.assert_close(rates_N, (torch.arange(400) + 0.5) * 16 / 400)
     assert torch.all(layer.dt_bias == 1) and torch.all(layer.out_norm.weight == 1)
     bound = 3**-0.5
     assert 0.99 * bound < layer.conv1d.weight.abs().max() <= bound

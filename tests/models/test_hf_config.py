@@ -101,9 +101,10 @@ def _theirs(config: ModelConfig) -> nn.Module:
         for name, parameter in model.named_parameters():
             # Of wider weights, fp32 is off by several times the tolerance in either hybrid.
             parameter.normal_(std=0.1 if is_hybrid else 0.2)
-            # A hybrid's norms multiply by 1 plus their weights, except behind linear attention.
-            is_centered = is_hybrid and name.endswith("norm.weight") and "linear_attn" not in name
-            parameter.add_(1.0 if parameter.ndim == 1 and not is_centered else 0.0)
+            # A hybrid's norms multiply by 1 plus their weights, except behind linear attention,
+            # whose own vectors are decays: of large ones the gradients are sums that cancel.
+            is_plain = not is_hybrid or name.endswith("linear_attn.norm.weight")
+            parameter.add_(1.0 if parameter.ndim == 1 and is_plain else 0.0)
     return model.eval()
 
 

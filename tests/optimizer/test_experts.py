@@ -35,7 +35,8 @@ DIMS = (
 def _norms() -> list[float]:
     found = []
     for dims in DIMS:
-        for strategy in ("optim_grads_params", "no_shard"):
+        # Copies on all ranks once.
+        for strategy in ("optim_grads_params", *["no_shard"] * (dims == DIMS[2])):
             meshes = dims.build("cpu")
             reference, net = pair(meshes, torch.float32, strategy=strategy)
             list(backwards(reference, net, meshes, 1))
@@ -59,12 +60,12 @@ def test_norm_and_clipping_are_those_of_one_process(ranks: Ranks) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
-def _muon(split_fused: str) -> None:
+def _muon() -> None:
     for dims in (ParallelDims(ep=2), ParallelDims(tp=2), ParallelDims(tp=2, ep=2)):
         meshes = dims.build("cpu")
         reference, net = pair(meshes, torch.float32)
         before = [p.detach().clone() for p in reference.parameters()]
-        options: dict[str, Any] = {"lr": 0.02, "adamw_eps": 1e-5, "split_fused": split_fused}
+        options: dict[str, Any] = {"lr": 0.02, "adamw_eps": 1e-5}
         # The oracle's stacks are declared alike, so that it splits the same matrices.
         for own, other in zip(reference.parameters(), net.parameters(), strict=True):
             vars(own).update({k: v for k, v in vars(other).items() if "annotation" in k})
@@ -79,9 +80,8 @@ def _muon(split_fused: str) -> None:
 
 
 def test_muon_steps_each_experts_matrix_as_in_one_process(ranks: Ranks) -> None:
-    """Of stacks that ep shares out, and that dp x tp ranks divide; gate and up apart, or not."""
-    for split_fused in ("parts", "none"):
-        ranks(4).run(_muon, split_fused)
+    """Of stacks that ep shares out, and that dp x tp ranks divide; gate and up apart."""
+    ranks(4).run(_muon)
 
 
 def _run(dims: ParallelDims, cls: type[FusedAdam], **options: Any) -> dict[str, Any]:
@@ -99,10 +99,9 @@ def _run(dims: ParallelDims, cls: type[FusedAdam], **options: Any) -> dict[str, 
 
 
 def _offloaded() -> None:
-    for dims in (ParallelDims(ep=2), ParallelDims(tp=2, ep=2)):
+    for dims, fraction in ((ParallelDims(ep=2), 1.0), (ParallelDims(tp=2, ep=2), 0.5)):
         wanted = _run(dims, FusedAdam)
-        for fraction in (1.0, 0.5):
-            assert_same(_run(dims, HybridDeviceOptimizer, offload_fraction=fraction), wanted)
+        assert_same(_run(dims, HybridDeviceOptimizer, offload_fraction=fraction), wanted)
 
 
 def test_offload_of_a_mixture_changes_no_bit(ranks: Ranks) -> None:

@@ -73,8 +73,10 @@ def test_a_token_is_counted_once_and_not_in_evaluation() -> None:
         router(_tokens(num))
     assert router.load_E is not None and router.load_E.sum() == 7 * _K
     wanted = torch.bincount(router(_tokens(4))[1].flatten(), minlength=_E)
+    counted = router.load_E
     router.eval()
     router(_tokens(9))
+    assert router.load_E is counted
     end_router_step(router)
     assert router.load_E is None
     router.train()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafsdp.errors import ConfigError
+from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.training import Config, train
 from tests.ranks import Ranks
 from tests.training.runs import HYBRID, MIXTURE, rows, stored_tensors, tiny, write_corpus
@@ -106,3 +106,28 @@ def test_ranks_of_different_configurations_raise_alike(
     first, second = ranks(2).run(_train_differently, tmp_path, name)
     assert first == second
     assert _DIFFERENT[name][1] in first
+
+
+def _resume_refused(folder: Path, model: dict[str, Any]) -> str:
+    train(tiny(folder, model=HYBRID, train={"steps": 1}))
+    with pytest.raises(CheckpointError) as caught:
+        train(tiny(folder, model=HYBRID | model, train={"steps": 2}))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_experts": 6},
+        {"layer_types": ["full_attention", "linear_attention"]},
+        {"router_balance": "bias"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_checkpoint_of_another_mixture_is_refused_by_name(
+    ranks: Ranks, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """Its tensors do not fit; the message names the value of the configuration that made them."""
+    write_corpus(tmp_path)
+    (message,) = ranks(1).run(_resume_refused, tmp_path, changed)
+    assert f"model.{next(iter(changed))}: " in message

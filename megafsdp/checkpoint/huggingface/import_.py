@@ -52,9 +52,10 @@ def import_hf(
     Parameter objects stay the same, and compute weights are fresh when this returns. Names must
     match both ways, and shapes; dtypes are converted, and rows of a padded vocabulary that the
     files lack become 0. Experts are read from tensors of their own or from the packed ones of some
-    files; layers that predict further tokens are left out with a warning. A model on the meta device gets its memory here. Optimizers are left alone:
-    make them afterwards. Models of transformers go by their names in memory: one that it stores in
-    another form, as it does some mixtures of experts, cannot be filled from its files.
+    files; layers that predict further tokens are left out with a warning. A model on the meta
+    device gets its memory here. Optimizers are left alone: make them afterwards. Models of
+    transformers go by their names in memory: one that it stores in another form, as it does some
+    mixtures of experts, cannot be filled from its files.
 
     Args:
         model: One of ``megafsdp.models``, or a model of transformers; sharded or not.

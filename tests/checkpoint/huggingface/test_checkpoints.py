@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,17 @@ def _load_and_save_another(family: str, is_tied: bool, root: str, saved: str) ->
     _save(family, is_tied, saved)
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("family", DENSE + MIXTURES)
+@pytest.mark.parametrize(
+    ("family", "is_tied"),
+    [
+        *product(DENSE, (False, True)),
+        *((family, False) for family in MIXTURES),
+        *(
+            pytest.param(family, True, marks=pytest.mark.matrix("round-trips"))
+            for family in MIXTURES
+        ),
+    ],
+)
 def test_what_transformers_saves_becomes_a_checkpoint_and_comes_back(
     ranks: Ranks, family: str, is_tied: bool, tmp_path: Path
 ) -> None:

@@ -363,6 +363,22 @@ def test_the_form_of_experts_and_norms_is_the_jobs(convert: Convert, tmp_path: P
     assert torch.equal(found[f"{at}.0.self_attention.out_norm.weight"], norm.detach())
 
 
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+def test_experts_of_a_checkpoint_without_arguments_go_by_the_layers(
+    tmp_path: Path, impl: str
+) -> None:
+    """Transformer Engine's are grouped, local ones sequential; the arguments say so."""
+    save(tmp_path / "ours", step=1, model=toy.build("qwen3_next", 0))
+    found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "theirs", transformer_impl=impl))
+    is_grouped = impl == "transformer_engine"
+    at = "model.module.decoder.layers.1.mlp.experts"
+    assert (f"{at}.linear_fc1.weight2_w" in found) is is_grouped
+    assert (f"{at}.local_experts.2.linear_fc1.weight_w" in found) is not is_grouped
+    args = vars(found["args"])
+    assert args["moe_grouped_gemm"] is is_grouped
+    assert args["apply_layernorm_1p"] is args["attention_output_gate"] is True
+
+
 class _Counting(DCPDirectory):
     """Counts the tensors that are alive whenever one more is read."""
 
