@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megafsdp.mesh.annotation import annotation_of
 from megafsdp.models import (
     ActivationCheckpointing,
     LanguageModel,
@@ -188,6 +189,12 @@ def test_layers_are_as_the_config_says() -> None:
     assert [type(layer.self_attention) for layer in layers] == [
         kinds[kind] for kind in _CONFIG.layer_types
     ]
+    fused = annotation_of(layers[1].self_attention.linear_qkv.weight).fused
+    assert fused is not None and fused.num_groups == 2
+    # Two query heads to a group, and a gate head for each.
+    sizes = {"query": 32, "gate": 32, "key": 16, "value": 16}
+    assert dict(zip(fused.names, fused.sizes, strict=True)) == sizes
+    assert fused.names == tuple(sizes)
     plain = build_model(dataclasses.replace(_CONFIG, layer_types=()))
     assert all(type(layer.self_attention) is SelfAttention for layer in plain.decoder.layers)
 
