@@ -193,7 +193,7 @@ _TABLE = {
         ("self.uploaded.wait()", ("offload", "optimizer, repeats", "COMPUTE_FIRST")),
     ],
     "optimizer/offload/bucket_step.py": [
-        ("link.fence()", ("offload", "optimizer, ahead, clipped", "COPIES_FIRST")),
+        ("link.fence()", ("offload", "optimizer, ahead, clipped", "LAZY")),
         ("self._transfer.wait()", ("offload", "optimizer, ahead, clipped", "COMPUTE_FIRST")),
         (
             "link.to_host([(self._kept, self._source)])",
