@@ -150,17 +150,19 @@ class ComputeWeight:
         self.label = ""
         self._main = main_weight
         self._axes = axes
-        self._is_persistent = is_persistent or not axes.is_sharded
+        is_same = self.can_be_copied and recipe.specs[0].dtype == main_weight.flat.dtype
+        is_same = is_same and host_weight is None
+        # Forward may read what the optimizer writes where that is the whole: one buffer less.
+        is_main = is_same and (axes.is_alone or not axes.is_sharded)
+        self._is_gathered = axes.is_sharded and not is_main
+        self._is_persistent = is_persistent or not self._is_gathered
         self._buffers = WeightBuffers(main_weight, axes, device=device, ledger=ledger)
         self._host_weight = host_weight
         # Collectives that read a copy from the host run on the stream of the copy.
         self._on_copy_stream = (
             contextlib.nullcontext if host_weight is None else host_weight.on_copy_stream
         )
-        is_same = self.can_be_copied and recipe.specs[0].dtype == main_weight.flat.dtype
-        is_same = is_same and host_weight is None
-        if is_same and not axes.is_sharded:
-            # Forward reads what the optimizer writes: one buffer less.
+        if is_main:
             self._full = {recipe.specs[0].name: main_weight}
         else:
             category = Category.COMPUTE_WEIGHT if self._is_persistent else Category.UNSHARDED
@@ -179,7 +181,7 @@ class ComputeWeight:
         encode: Encode = functools.partial(encode_main_weight, self.recipe, main)
         if self._host_weight is not None:
             encode = self._host_weight.encode
-        if not axes.is_sharded:
+        if not self._is_gathered:
             return MainWeightSource(main) if is_same else PersistentSource(self._full, encode)
         # Not methods of this object: a cycle would delay the release of a deleted model's memory.
         make = functools.partial(self._buffers.new_pieces, specs)
@@ -285,7 +287,7 @@ class ComputeWeight:
         self._before_move = before, source = self._main, self._source
         self._main = main_weight
         encode = functools.partial(encode_main_weight, self.recipe, main_weight)
-        if not self._axes.is_sharded:
+        if not self._is_gathered:
             self._source = PersistentSource(self._full, encode)
         else:
             copy = PersistentSource(self._buffers.new_pieces(self.recipe.specs), encode)
@@ -327,7 +329,7 @@ class ComputeWeight:
             self.finish_unshard()
         if self.is_stale:
             self.refresh()
-        if not self._axes.is_sharded:
+        if not self._is_gathered:
             return
         needed = [
             s
