@@ -278,12 +278,20 @@ def all_to_all(
 
     Returns when ``output`` may be read. ``splits``: elements received from each, sent to each rank.
     """
+    start_all_to_all(output, source, splits, group, label).wait()
+
+
+def start_all_to_all(
+    output: torch.Tensor, source: torch.Tensor, splits: Splits, group: dist.ProcessGroup, label: str
+) -> Pending:
+    """Issue :func:`all_to_all`; ``output`` may be read after the result's ``wait()``."""
     if _is_alone(group):
         output.copy_(source)
-        return
+        return Pending()
     _count(_UNEVEN, label, source.numel() * source.element_size(), group)
     received, sent = map(list, splits)
-    dist.all_to_all_single(output, source, received, sent, group=group)
+    work = dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+    return Pending([work])
 
 
 def _writing(

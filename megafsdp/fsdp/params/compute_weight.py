@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -158,10 +159,7 @@ class ComputeWeight:
         self._is_persistent = is_persistent or not self._is_gathered
         self._buffers = WeightBuffers(main_weight, axes, device=device, ledger=ledger)
         self._host_weight = host_weight
-        # Collectives that read a copy from the host run on the stream of the copy.
-        self._on_copy_stream = (
-            contextlib.nullcontext if host_weight is None else host_weight.on_copy_stream
-        )
+        # What is read in place has no storage that gathers fill and releases free.
         if is_main:
             self._full = {recipe.specs[0].name: main_weight}
         else:
@@ -174,6 +172,12 @@ class ComputeWeight:
         self._versions: list[tuple[DBuffer, int]] = []
         self._slices: SliceSource | None = None
         self._before_move: tuple[DBuffer, GatherSource] | None = None
+
+    @property
+    def _on_copy_stream(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return the context in which collectives read what was copied from the host."""
+        host_weight = self._host_weight
+        return contextlib.nullcontext if host_weight is None else host_weight.on_copy_stream
 
     def _new_source(self, *, is_same: bool) -> GatherSource:
         """Return the source for how the main weight is divided, where it lies, and its recipe."""

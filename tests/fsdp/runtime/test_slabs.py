@@ -23,6 +23,8 @@ from tests.ranks import Ranks
 
 WIDTH, NUM_STEPS = 8, 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_fp32=("LayerNorm",))
+# One rank computes with an fp32 main weight itself, and fills no storage.
+CAST = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
 
 
 class Turns:
@@ -193,16 +195,18 @@ CASES: dict[str, Case] = {
     "frozen": (_frozen, {}, False),
     "kept after forward": (_one_forward, {"reshard_after_forward": False}, False),
     "all summoned": (_summoned, {}, True),
-    "bf16": (_one_forward, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, False),
-    "hsdp": (_two_forwards, {"mesh": (2, 1)}, False),
+    "bf16": (_one_forward, CAST, False),
+    "hsdp": (_two_forwards, {"mesh": (2, 1), **CAST}, False),
     "hfsdp": (_other_order, {"mesh": (1, 2), "outer_strategy": "optim"}, False),
     "nested": (_loss_of_nested, {"prefetch": 0}, True),
 }
 
 
-def _train(name: str, is_on: bool) -> tuple[list[dict[str, torch.Tensor | None]], nn.Module]:
+def _train(
+    name: str, is_on: bool, **more: object
+) -> tuple[list[dict[str, torch.Tensor | None]], nn.Module]:
     run, given, _ = CASES[name]
-    options = dict(given)
+    options = {**given, **more}
     if "mesh" in options:
         options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("o", "i"))
     torch.manual_seed(0)
@@ -228,10 +232,10 @@ def _slabs_of(net: nn.Module) -> list[Slabs | None]:
     return list(dict.fromkeys(storage.slabs for storage in _storages_of(net)))
 
 
-def _compare(name: str) -> list[int]:
-    wanted, _ = _train(name, is_on=False)
+def _compare(name: str, **more: object) -> list[int]:
+    wanted, _ = _train(name, is_on=False, **more)
     with registering() as turns:
-        found, net = _train(name, is_on=True)
+        found, net = _train(name, is_on=True, **more)
     for mine_, theirs in zip(found, wanted, strict=True):
         assert mine_.keys() == theirs.keys()
         for key, grad in theirs.items():
@@ -256,11 +260,17 @@ def test_gradients_are_those_of_plain_memory(ranks: Ranks, name: str) -> None:
 
 def _compare_some() -> None:
     for name in ("two forwards", "recomputation", "other orders", "all summoned", "nested"):
-        _compare(name)
+        _compare(name, **CAST)
+    # Without a cast there is nothing to register, and nothing to refuse.
+    net = fully_shard(Chain())
+    net.set_allocate_memory_from_process_group_for_comm(True)
+    with registering() as turns:
+        _one_forward(net, 0)
+    assert not turns.taken
 
 
 def test_one_rank_has_slabs_too(ranks: Ranks) -> None:
-    """Gradients are those of plain memory."""
+    """Gradients are those of plain memory; what is not cast takes none."""
     ranks(1).run(_compare_some)
 
 
@@ -323,17 +333,17 @@ def _of_classes() -> list[int]:
     net = Pyramid((64, 60, 48, 40, 34, 32, 20, 18, 16, 10))
     with registering():
         for layer in net.layers:
-            fully_shard(layer, nccl_user_buffers=True, prefetch=0)
-        fully_shard(net, nccl_user_buffers=True, prefetch=0)
+            fully_shard(layer, nccl_user_buffers=True, prefetch=0, **CAST)
+        fully_shard(net, nccl_user_buffers=True, prefetch=0, **CAST)
         for _ in range(3):
             # Without gradients of inputs no unit would end before the whole backward.
             net(torch.ones(1, 16, requires_grad=True)).backward()
     nbytes = [s.tensor.nbytes for layer in net.layers for s in _storages_of(layer)]
     sizes = [s.slabs._nbytes for layer in net.layers for s in _storages_of(layer)]
-    assert nbytes == [64 * width for width in (64, 60, 48, 40, 34, 32, 20, 18, 16, 10)]
+    assert nbytes == [32 * width for width in (64, 60, 48, 40, 34, 32, 20, 18, 16, 10)]
     live = net._fsdp_unit().ledger.live[Category.UNSHARDED]
     assert live == sum(set(sizes)), "prefetch 0: one slab of each size"
-    return [size // 64 for size in sizes]
+    return [size // 32 for size in sizes]
 
 
 def test_sizes_above_half_of_the_largest_share_its_slabs(ranks: Ranks) -> None:
@@ -381,7 +391,7 @@ def _by_torchs_name() -> None:
 
 def test_torchs_name_of_the_option_works_until_the_first_forward(ranks: Ranks) -> None:
     """For each unit by itself."""
-    ranks(1).run(_by_torchs_name)
+    ranks(2).run(_by_torchs_name)
 
 
 def _refused() -> None:
