@@ -44,7 +44,7 @@ class SelfMarkingOptimizer(Protocol):
     """An optimizer whose step marks the groups that it changes.
 
     Such a step may fill the cast of a main weight too
-    (:meth:`~megafsdp.fsdp.params.compute_weight.ComputeWeight.start_encoding`), which a second mark
+    (:meth:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight.start_encoding`), which a second mark
     would drop. It refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
     """
 

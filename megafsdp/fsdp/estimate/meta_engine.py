@@ -229,7 +229,7 @@ class MetaEngine:
                 if group.is_trainable:
                     group.mark_stale()
                     if group.is_moved:
-                        group.compute_weight.start_copy()
+                        group.start_copy()
                         group.compute_weight.mark_encoded()
                     elif group.dtypes.main == casts_from:
                         is_written = group.compute_weight.start_encoding() is not None
