@@ -8,13 +8,12 @@ changed. How weights are quantized is in :mod:`megafsdp.fsdp.params.quantized_we
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import nn
 
 from megafsdp.errors import expected, listed
-from megafsdp.fsdp.params.kept_weights import describe_kept
 from megafsdp.fsdp.params.parameter_group import ManagedParameter
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy, Quantization
 from megafsdp.mesh.annotation import annotation_of
@@ -93,9 +92,12 @@ def check_quantization(
         ValueError: Weights are of dtypes that no format takes.
         NotImplementedError: They are to live on the host.
     """
+    recipe = policy.quantization
+    if recipe is None:
+        return
     chosen = [item for item in found if quantization_of(item, policy) is not None]
     odd = [item for item in chosen if not _is_quantizable(item, policy)]
-    where = f"the recipe '{_name_of(policy)}' in fully_shard()"
+    where = f"the recipe '{recipe.name}' in fully_shard()"
     if odd:
         raise ValueError(
             expected(
@@ -122,34 +124,3 @@ def _is_quantizable(item: Candidate, policy: MixedPrecisionPolicy) -> bool:
         return False
     used = policy.main_dtype(dtype), policy.compute_dtype(dtype, computes_in_fp32=False)
     return set(used) <= set(SOURCE_DTYPES)
-
-
-def check_any_is_quantized(
-    records: Iterable[tuple[str, ManagedParameter]], policy: MixedPrecisionPolicy, where: str
-) -> None:
-    """Check that a recipe quantizes something of a model.
-
-    Args:
-        records: FQN and record of every parameter, after :func:`quantization_of`.
-        policy: Has the recipe, perhaps none.
-        where: The call, for the message.
-
-    Raises:
-        ValueError: It leaves all as they are.
-    """
-    kept = [(fqn, record.kept_because) for fqn, record in records]
-    if policy.recipe is not None and kept and all(reason for _, reason in kept):
-        raise ValueError(
-            expected(
-                f"weights that the recipe '{_name_of(policy)}' can quantize",
-                "; ".join(describe_kept(kept)),
-                where=where,
-                hint="Leave out the recipe, declare weights of your own layers by "
-                "annotate(..., is_linear_weight=True), or choose another recipe",
-            )
-        )
-
-
-def _name_of(policy: MixedPrecisionPolicy) -> str:
-    recipe = policy.quantization
-    return "" if recipe is None else recipe.name

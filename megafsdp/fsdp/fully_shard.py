@@ -24,7 +24,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import division_of, mesh_of, strategy_of
-from megafsdp.fsdp.eligible import check_any_is_quantized, check_quantization
+from megafsdp.fsdp.eligible import check_quantization
 from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
 from megafsdp.fsdp.grouping import (
     FoundParameter,
@@ -44,7 +44,7 @@ from megafsdp.fsdp.keywords import (
     ShardKeywords,
     StrategyChoice,
 )
-from megafsdp.fsdp.params.parameter_group import ManagedParameter
+from megafsdp.fsdp.params.kept_weights import check_any_is_quantized
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.policy_names import policies_by_module
@@ -349,9 +349,8 @@ def check_units(
     """
     check_modules(list(policies))
     taken: dict[nn.Module, list[nn.Parameter]] = {}
-    model, policy = next(reversed(policies.items()))
-    fqns = {module: name for name, module in model.named_modules()}
-    records: list[tuple[str, ManagedParameter]] = []
+    fqns = {module: name for name, module in next(reversed(policies)).named_modules()}
+    reasons: dict[str, str] = {}
     for module, policy in policies.items():
         of_inner = [p for m in module.modules() if m in taken for p in taken[m]]
         found = find_parameters([module], [*ignored, *of_inner], policy)
@@ -360,8 +359,10 @@ def check_units(
         check_quantization(found, policy, offload)
         device_type_of(found)
         taken[module] = [item.parameter for item in found]
-        records += [(f"{fqns[module]}.{i.record.name}".lstrip("."), i.record) for i in found]
-    check_any_is_quantized(records, policy, "fully_shard_model()")
+        for record in (item.record for item in found):
+            reasons[f"{fqns[module]}.{record.name}".lstrip(".")] = record.kept_because
+    recipes = [p.quantization for p in policies.values() if p.quantization is not None]
+    check_any_is_quantized(recipes, reasons, where="fully_shard_model()")
 
 
 def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
