@@ -140,6 +140,48 @@ def wrapper_like(cls: type[T], tensor: torch.Tensor) -> T:
     )
 
 
+def empty_wrapper(
+    cls: type[T],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> T:
+    """Make a tensor of a class without memory; its storage has no bytes.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls, tuple(shape), strides=tuple(stride), dtype=dtype, device=device, storage_size=0
+    )
+
+
+# What torch.nn.functional.grouped_mm calls, and overrides of tensor subclasses see. Public: the
+# function itself, which they do not see. 2.11 to 2.13; None where it is not there.
+grouped_product: Callable[..., torch.Tensor] | None = getattr(torch, "_grouped_mm", None)
+
+
+def scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """Multiply matrices of 8-bit floats that have one scale each, on CUDA.
+
+    On CPUs it works too, hundreds to thousands of times slower than a product of decoded values.
+
+    Public: ``torch.nn.functional.scaled_mm``, not in 2.9; this one is in all. 2.11 to 2.13.
+    """
+    return torch._scaled_mm(
+        a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    )
+
+
 def unscale_and_check(
     tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:

@@ -6,8 +6,8 @@ own values, of its layer's inputs, and of the gradients of its layer's outputs. 
 stands last, zeros are steps that have not been:
 
     history 4, after steps with maxima 3, 5, 4      0 3 5 4
-    inputs and gradients are scaled by              5                the largest, or with most_recent 4
-    weights are scaled by                           5                the largest of 0 3 5: of steps before
+    inputs and gradients are scaled by              5          the largest; by most_recent 4
+    weights are scaled by                           5          the same of 0 3 5, the steps before
     after one more step, with maximum 2             3 5 4 2
 
 Layers record the maxima of their inputs and gradients on each rank. Once a step, what was recorded
@@ -26,7 +26,6 @@ Rules, all of which hold for each history by itself:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -200,5 +199,3 @@ def _append(history: Tensor, maxima: Tensor, is_recorded: Tensor) -> None:
     """Append maxima to the rows of histories for which it is said, in place."""
     rolled = torch.cat((history[:, 1:], maxima[:, None]), dim=1)
     history.copy_(torch.where(is_recorded[:, None], rolled, history))
-
-

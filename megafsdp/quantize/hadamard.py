@@ -2,8 +2,8 @@
 
 Both operands of a weight gradient are transformed along tokens, in blocks of 16, before they are
 quantized. The transform is orthogonal, so in exact arithmetic their product stays what it is:
-``(H g)^T (H x) = g^T x``. A block is ``H = S D / 4``: ``D`` changes signs by a fixed vector, ``S`` is
-Sylvester's matrix of signs.
+``(H g)^T (H x) = g^T x``. A block is ``H = S D / 4``: ``D`` changes signs by a fixed vector, ``S``
+is Sylvester's matrix of signs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Stochastic rounding by a counter: numbers that depend on a seed and on the place alone.
 
-Philox 4x32-10 turns the index of four neighbours and a seed into four words of 32 bits, so that each
+Philox 4x32-10 turns the index of four neighbours and a seed into four words of 32 bits, so each
 element has its number whatever computes it, in which order and on which device. The seed comes from
 torch's generator of the CPU, whose state checkpoints have: a resumed run rounds as one that was
-never stopped. A seed is drawn in forward, once a product. A layer that runs again in backward finds
+never stopped. A seed is drawn in forward, once a linear. A layer that runs again in backward finds
 the generator as it was, so a checkpointed layer rounds as one that is not.
 
     element   0    1    2    3  |  4    5    6    7
