@@ -92,7 +92,7 @@ class CastWeight(GatheredWeight):
         )
         self._before_move: tuple[DBuffer, GatherSource] | None = None
 
-    def assemble(self, index: int, shape: torch.Size) -> torch.Tensor:
+    def assemble(self, index: int, shape: torch.Size, name: str) -> torch.Tensor:
         """Return tensor ``index`` in full: a view of the full buffer."""
         return self._full.tensor(index).view(shape)
 

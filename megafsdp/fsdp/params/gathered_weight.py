@@ -140,10 +140,15 @@ class GatheredWeight:
         self._gather: tuple[Pending, GatherSource, DBuffer, int] | None = None
         self._slice: SliceSource | None = None
 
-    def assemble(self, index: int, shape: torch.Size) -> torch.Tensor:
+    def assemble(self, index: int, shape: torch.Size, name: str) -> torch.Tensor:
         """Return tensor ``index`` in full, as forward reads it; aliases the full buffer.
 
         Called once a parameter: the buffer is refilled in place.
+
+        Args:
+            index: The tensor.
+            shape: Its shape.
+            name: Its name, for messages.
         """
         raise NotImplementedError
 

@@ -69,6 +69,7 @@ from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
 from megafsdp.mesh.model_part import whole_part
 from megafsdp.mesh.torch_private import attributes_of
+from megafsdp.quantize.tensor import QuantizedTensor
 
 
 @dataclass(eq=False)
@@ -238,6 +239,10 @@ class ParameterGroup:
     def rename(self, label: str) -> None:
         """Set the unit's FQN, for counters and profilers."""
         self.label = self.compute_weight.label = self.gradients.label = label
+        for parameter in self.parameters:
+            # It says in messages which sharded parameter to write to instead.
+            if isinstance(parameter.unsharded, QuantizedTensor):
+                parameter.unsharded.fqn = f"{label}.{parameter.name}"
 
     @property
     def dtypes(self) -> GroupDtypes:
@@ -390,7 +395,8 @@ class ParameterGroup:
             sharded.grad_dtype = None
         # A view of memory that comes and goes. The object stays: autograd may save it in forward
         # and read it in backward, from the storage that was gathered anew.
-        full = self.compute_weight.assemble(index, torch.Size(parameter.spec.shape))
+        shape = torch.Size(parameter.spec.shape)
+        full = self.compute_weight.assemble(index, shape, parameter.name)
         parameter.sharded = sharded
         face = parameter.model.face(full)
         parameter.unsharded = nn.Parameter(face, requires_grad=original.requires_grad)

@@ -224,7 +224,7 @@ class QuantizedWeight(GatheredWeight):
             self.refresh()
             self.scales.forget_maxima()
 
-    def assemble(self, index: int, shape: torch.Size) -> torch.Tensor:
+    def assemble(self, index: int, shape: torch.Size, name: str) -> torch.Tensor:
         """Return tensor ``index``: its codes and its table, which are refilled in place."""
         states = self.scales.states
         return QuantizedTensor(
@@ -234,6 +234,7 @@ class QuantizedWeight(GatheredWeight):
             shape=shape,
             dtype=self._dtype,
             state=states[index] if states else None,
+            fqn=name,
         )
 
 
