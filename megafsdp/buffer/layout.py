@@ -231,7 +231,9 @@ class FlatLayout:
             slots.append(Slot(TensorSpec(spec.name, shape), slot.sub_buffer, slot.offset // factor))
         # Shards are multiples of SHARD_MULTIPLE, hence of the factor.
         sub_buffers = tuple(
-            SubBuffer(s.gathered_offset // factor, s.local_offset // factor, s.shard_numel // factor)
+            SubBuffer(
+                s.gathered_offset // factor, s.local_offset // factor, s.shard_numel // factor
+            )
             for s in self.sub_buffers
         )
         return FlatLayout(self.num_shards, sub_buffers, tuple(slots))

@@ -88,9 +88,7 @@ def _plan(specs: tuple[TensorSpec, ...], num_shards: int, itemsize: float) -> Fl
     numel = sum(spec.numel for spec in specs)
     # Alignment is that of the gathered buffer, because kernels and matrix products read its views.
     steps = [max(int(nbytes / itemsize), 1) for nbytes in _ALIGNMENTS]
-    tried = {
-        step: _Packer(specs, num_shards, step).candidates() for step in dict.fromkeys(steps)
-    }
+    tried = {step: _Packer(specs, num_shards, step).candidates() for step in dict.fromkeys(steps)}
     # Even the best candidate may pad more than the aim, because shards are equal and of whole rows.
     # Then 1.25 times its padding is accepted, if that saves collectives.
     totals = [packed.total(num_shards) - numel for found in tried.values() for packed in found]

@@ -349,7 +349,8 @@ def check_units(
     """
     check_modules(list(policies))
     taken: dict[nn.Module, list[nn.Parameter]] = {}
-    fqns = {module: name for name, module in next(reversed(policies)).named_modules()}
+    *_, model = policies
+    fqns = {module: name for name, module in model.named_modules()}
     reasons: dict[str, str] = {}
     for module, policy in policies.items():
         of_inner = [p for m in module.modules() if m in taken for p in taken[m]]

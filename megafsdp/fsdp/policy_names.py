@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -97,7 +98,8 @@ def policies_by_module(
             matched = _matched_ids(model, units, field, wanted)
             for root, own in policies.items():
                 names = tuple(fqn for fqn, _, p in parameters_of(root) if id(p) in matched)
-                policies[root] = dataclasses.replace(own, **{field: names})
+                changes: dict[str, Any] = {field: names}
+                policies[root] = dataclasses.replace(own, **changes)
     return policies
 
 

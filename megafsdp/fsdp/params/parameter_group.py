@@ -470,6 +470,11 @@ class ParameterGroup:
         return self.host_memory is not None and not self.lives_on_host
 
     @property
+    def has_history(self) -> bool:
+        """Return whether the scales of its weights are made from those of earlier steps."""
+        return self.quantization is not None and self.quantization.recipe.history > 0
+
+    @property
     def is_trainable(self) -> bool:
         """Return whether any parameter of the group requires a gradient."""
         return any(p.sharded.requires_grad for p in self.parameters)

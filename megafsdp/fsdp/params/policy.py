@@ -134,22 +134,21 @@ class MixedPrecisionPolicy:
     def _check_quantization(self) -> None:
         # One string would be taken for the names of its characters.
         names = self.keep_unquantized
+        wanted, got, field = "names in a tuple, none of them empty", repr(names), "keep_unquantized"
         if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-            wanted, got, field = "names in a tuple, none of them empty", names, "keep_unquantized"
             hint = "Write keep_unquantized=('lm_head',), or leave it out"
         elif self.quantize_from not in ("model_dtype", "main"):
-            wanted, got, field = "'model_dtype' or 'main'", self.quantize_from, "quantize_from"
+            wanted, got = "'model_dtype' or 'main'", repr(self.quantize_from)
+            field = "quantize_from"
             hint = "Leave it out: codes are then those of the weights in the compute dtype"
         elif self.recipe is None and (names or not self.quantize_activations):
-            wanted, got, field = "a recipe beside what it is to leave out", None, "recipe"
+            wanted, got, field = "a recipe beside what it is to leave out", "None", "recipe"
             hint = "Give recipe='fp8_block', or leave keep_unquantized and quantize_activations out"
         else:
             # Raises for a name that no recipe has.
             _ = self.quantization
             return
-        raise ValueError(
-            expected(wanted, repr(got), where=f"MixedPrecisionPolicy.{field}", hint=hint)
-        )
+        raise ValueError(expected(wanted, got, where=f"MixedPrecisionPolicy.{field}", hint=hint))
 
     @property
     def quantization(self) -> QuantizationRecipe | None:

@@ -129,9 +129,7 @@ def reasons_to_keep(units: Mapping[str, AttachedUnit]) -> dict[str, str]:
     }
 
 
-def _report_quantization(
-    root: AttachedUnit, units: Mapping[str, AttachedUnit], where: str
-) -> None:
+def _report_quantization(root: AttachedUnit, units: Mapping[str, AttachedUnit], where: str) -> None:
     """Log once what recipes leave as it is.
 
     Raises:
