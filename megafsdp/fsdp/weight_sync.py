@@ -37,6 +37,7 @@ from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.runtime.agreement import refresh_with_maxima
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.torch_private import local_of, write_full_states_by
+from megafsdp.quantize.tensor import QuantizedTensor
 
 _before_loads: list[Callable[[], object]] = []
 
@@ -45,9 +46,9 @@ _before_loads: list[Callable[[], object]] = []
 class SelfMarkingOptimizer(Protocol):
     """An optimizer whose step marks the groups that it changes.
 
-    Such a step may fill the cast of a main weight too
-    (:meth:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight.start_encoding`), which a second mark
-    would drop. It refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
+    Such a step may fill the cast of a main weight too, by ``start_encoding`` of
+    :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight`, which a second mark would drop. It
+    refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
     """
 
     def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
@@ -251,9 +252,20 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
 
     Raises:
         ValueError: A parameter is the original that ``fully_shard`` has replaced.
+        RuntimeError: A parameter is a quantized one, which no step can write to.
     """
     for index, param_group in enumerate(optimizer.param_groups):
         for parameter in param_group["params"]:
+            if isinstance(parameter, QuantizedTensor):
+                raise RuntimeError(
+                    expected(
+                        f"the sharded parameter '{parameter.fqn}'",
+                        "the quantized one that is made from it",
+                        where=f"param group {index} of {type(optimizer).__name__}",
+                        hint="Build the optimizer, FusedAdam or another one, over "
+                        "model.parameters() outside of forward and of summon_full_params()",
+                    )
+                )
             if group_of(parameter) is None and is_replaced(parameter):
                 raise ValueError(
                     expected(

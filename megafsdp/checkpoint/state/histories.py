@@ -24,6 +24,7 @@ from megafsdp.checkpoint.state.canonical import CanonicalState, parameter_names
 from megafsdp.checkpoint.state.experts import stack_in_layer
 from megafsdp.checkpoint.state.fused import StoredForm, stored_form
 from megafsdp.errors import listed
+from megafsdp.fsdp.params.kept_weights import in_all_layers
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.runtime.unit import units_below
@@ -78,7 +79,7 @@ class HistoryLoad:
         if missing:
             _LOGGER.warning(
                 "Delayed scaling begins with new histories, of which the checkpoint has none: %s",
-                listed(missing),
+                listed(in_all_layers(missing)),
             )
 
 

@@ -19,12 +19,18 @@ def describe_kept(reasons: Mapping[str, str]) -> list[str]:
     Args:
         reasons: By the FQNs of parameters; empty for those that are quantized.
     """
-    names: dict[str, dict[str, None]] = {}
+    names: dict[str, list[str]] = {}
     for fqn, reason in reasons.items():
         if reason:
-            parts = ["*" if part.isdecimal() else part for part in fqn.split(".")]
-            names.setdefault(reason, {})[".".join(parts)] = None
-    return [f"{reason}: {listed(list(found))}" for reason, found in names.items()]
+            names.setdefault(reason, []).append(fqn)
+    return [f"{reason}: {listed(in_all_layers(found))}" for reason, found in names.items()]
+
+
+def in_all_layers(names: Iterable[str]) -> list[str]:
+    """Return names with ``*`` for each number, each once."""
+    split = (name.split(".") for name in names)
+    joined = (".".join("*" if part.isdecimal() else part for part in parts) for parts in split)
+    return list(dict.fromkeys(joined))
 
 
 def check_any_is_quantized(

@@ -5,8 +5,8 @@ matrix, so each rank computes the maxima of the rows that it has, the maximum ov
 for all groups of a model at once (:mod:`megafsdp.fsdp.runtime.agreement`), and each rank fills the
 whole tables of scales and encodes its own rows. Two ranks, a matrix of 80 rows, tiles of 32::
 
-    rank 0  rows  0..39   maxima 0 1      \\ MAX   tables 0 1 2 on both   codes of rows  0..39
-    rank 1  rows 40..79   maxima   1 2    /                              codes of rows 40..79
+    rank 0   rows  0..39   maxima 0 1   |  MAX   |  tables 0 1 2   codes of rows  0..39
+    rank 1   rows 40..79   maxima   1 2 |  of 1  |  tables 0 1 2   codes of rows 40..79
 
 So a cut through a tile costs nothing, and the codes are those of the whole matrix, bit for bit.
 Formats are in :mod:`megafsdp.quantize.formats`, the gather of the codes in

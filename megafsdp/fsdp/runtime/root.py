@@ -142,7 +142,7 @@ def _report_quantization(root: AttachedUnit, units: Mapping[str, AttachedUnit], 
     check_any_is_quantized(recipes, reasons, where=where)
     if rank_and_world_size()[0] == 0:
         _LOGGER.info(
-            "'%s' has %d weights in codes of %s; as they are stay %s",
+            "'%s' computes with %d weights in codes of %s; others stay as they are: %s",
             root.name,
             sum(not reason for reason in reasons.values()),
             " and ".join(sorted(recipe.name for recipe in recipes)),
