@@ -11,8 +11,9 @@ A save has two halves, so that a background thread can do the second one::
 
 These three small collectives are all, whatever the number of tensors: what a rank writes is
 arithmetic. Under delayed scaling the all-reduce of maxima, which the next forward would begin with,
-comes first, so that histories are stored as they are then. No file is visible under its final name before all files are on the disk. An error of
-any rank is raised on all, and then nothing is published.
+comes first, so that histories are stored as they are then. No file is visible under its final name
+before all files are on the disk. An error of any rank is raised on all, and then nothing is
+published.
 
 How a model becomes tensors by key is in state/canonical.py, the format of the files in
 format/manifest.py and format/records.py, the order of file-system steps in format/save_root.py.

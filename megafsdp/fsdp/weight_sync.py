@@ -47,7 +47,7 @@ class SelfMarkingOptimizer(Protocol):
     """An optimizer whose step marks the groups that it changes.
 
     Such a step may fill the cast of a main weight too, by ``start_encoding`` of
-    :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight`, which a second mark would drop. It
+    :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight`. A second mark would drop it. It
     refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
     """
 

@@ -53,7 +53,7 @@ def check_any_is_quantized(
                 f"weights that {' or '.join(names)} can quantize",
                 "; ".join(describe_kept(reasons)),
                 where=where,
-                hint="Leave out the recipe, choose another one, or declare the weights of layers of "
-                "your own by annotate(..., is_linear_weight=True)",
+                hint="Leave out the recipe, choose another one, or declare weights of your own "
+                "layers by annotate(..., is_linear_weight=True)",
             )
         )
