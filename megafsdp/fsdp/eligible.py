@@ -40,6 +40,7 @@ def quantization_of(item: Candidate, policy: MixedPrecisionPolicy) -> Quantizati
     item.record.kept_because = reason = _reason_to_keep(item, recipe)
     if reason:
         return None
+    # None where rounding would change nothing, which costs a pass all the same.
     original, through = item.parameter.dtype, None
     if policy.quantize_from == "model_dtype":
         model_dtype = policy.compute_dtype(original, computes_in_fp32=False)
@@ -70,6 +71,7 @@ def _reason_to_keep(item: Candidate, recipe: QuantizationRecipe) -> str:
 
 
 def _is_linear_weight(item: Candidate) -> bool:
+    # Of a tied weight every owner counts: the embedding reads rows of the output layer's.
     owners = item.record.living_owners()
     if all(isinstance(owner, nn.Linear) and name == "weight" for owner, name in owners):
         return True
@@ -95,6 +97,7 @@ def check_quantization(
     recipe = policy.quantization
     if recipe is None:
         return
+    # Dtypes are no reason to leave a weight as it is: a whole model in fp64 would train unquantized.
     chosen = [item for item in found if quantization_of(item, policy) is not None]
     odd = [item for item in chosen if not _is_quantizable(item, policy)]
     where = f"the recipe '{recipe.name}' in fully_shard()"
@@ -120,6 +123,7 @@ def check_quantization(
 
 def _is_quantizable(item: Candidate, policy: MixedPrecisionPolicy) -> bool:
     dtype = item.parameter.dtype
+    # Frozen integers, as of another quantization.
     if not dtype.is_floating_point:
         return False
     used = policy.main_dtype(dtype), policy.compute_dtype(dtype, computes_in_fp32=False)

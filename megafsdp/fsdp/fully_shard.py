@@ -136,7 +136,6 @@ def fully_shard(
     found = find_parameters(modules, ignored_params or (), policy)
     check_placements(found, shard_placement_fn)
     place_parameters(found, modules, mesh, expert_mesh)
-    check_quantization(found, policy, memory.offload)
     mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
     division = division_of(mesh, expert_mesh, chosen, outer_strategy, averaging)
     options = UnitOptions(prefetch, division.reshard_of(reshard_after_forward), nccl_user_buffers)

@@ -27,7 +27,7 @@ from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import Division
-from megafsdp.fsdp.eligible import quantization_of
+from megafsdp.fsdp.eligible import check_quantization, quantization_of
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.model_parts import (
@@ -361,8 +361,11 @@ def build_groups(
     """Make the parameter groups of a unit; local, but for process groups on first use.
 
     Raises:
-        ValueError: A ``weight_mesh`` lacks ranks that divide its parameters.
+        ValueError: A ``weight_mesh`` lacks ranks that divide its parameters, or weights to quantize
+            are of a dtype that no format takes.
+        NotImplementedError: Weights to quantize are to live on the host.
     """
+    check_quantization(found, policy, memory.offload)
     groups = group_parameters(found, policy)
     axes = [_axes_of(key, items[0].record.name, division) for key, items in groups.items()]
     return [

@@ -29,6 +29,7 @@ def matching_names(fqn: str, owner: nn.Module, wanted: Sequence[str]) -> set[str
         owner: The module that it is an attribute of.
         wanted: Names, or patterns (``fnmatch``) of names.
     """
+    # Most policies name nothing, and this runs for each parameter of each unit.
     if not wanted:
         return set()
     parts = fqn.split(".")
@@ -107,6 +108,7 @@ def _matched_ids(
     model: nn.Module, units: Sequence[nn.Module], field: str, wanted: tuple[str, ...]
 ) -> set[int]:
     """Return the ids of the parameters that some name matches."""
+    # By id: the names of one parameter differ between the model and its units.
     idle, matched = set(wanted), set()
     for root in (model, *units):
         for fqn, owner, parameter in parameters_of(root):

@@ -79,6 +79,7 @@ class CastWeight(GatheredWeight):
         elif not axes.is_sharded:
             source = PersistentSource(full, encode)
         elif axes.is_divided or host_weight is not None:
+            # Another buffer than the output is read: the shard to join, or a copy of the host's.
             source = TemporarySource(buffers.new_piece, encode)
         else:
             source = CastOnGather(buffers.new_piece, main_weight, is_gathered_once=is_persistent)
@@ -103,6 +104,7 @@ class CastWeight(GatheredWeight):
 
     @property
     def _step_output(self) -> StepOutput:
+        # A step on the host writes its cast there, from which all gathers of a step are copied.
         return self._source if self._host_weight is None else self._host_weight
 
     def start_encoding(self) -> torch.Tensor | None:
@@ -147,6 +149,7 @@ class CastWeight(GatheredWeight):
             The buffer on the device that takes the main weight, its content undefined.
         """
         assert self._before_move is not None, "the main weight is elsewhere"
+        # The gather of pieces under way may read the copy, which goes with its source.
         self._source.finish_refresh()
         self._main, self._source = self._before_move
         self._before_move = None

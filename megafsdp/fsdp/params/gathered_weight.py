@@ -31,6 +31,7 @@ from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from megafsdp.device.torch_private import set_version, version_of
 from megafsdp.fsdp.params.gather_sources import GatherSource, OuterJoin, SliceSource
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.policy import Quantization
 from megafsdp.mesh.placement import Residence
 
 
@@ -128,6 +129,7 @@ class GatheredWeight:
         is_persistent: bool,
         on_copy_stream: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        # Before the first use there is nothing to read.
         self.is_stale = True
         self.label = ""
         self._full, self._source, self._buffers = full, source, buffers
@@ -151,6 +153,11 @@ class GatheredWeight:
             name: Its name, for messages.
         """
         raise NotImplementedError
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Return how the weight is quantized; None for a cast."""
+        return None
 
     @property
     def needs_maxima(self) -> bool:
@@ -215,10 +222,11 @@ class GatheredWeight:
         full, source, group = self._full, self._source, self._axes.group
         if not self._axes.is_sharded or not (self._is_outdated or not full.storage.is_allocated):
             return
-        # Before the full buffer takes memory: this frees pieces.
+        # Before the full buffer takes memory: this frees the piece that a join has read.
         self._source.finish_refresh()
         self._is_outdated = False
         full.storage.allocate()
+        # Read before the gather, which writes from other threads or streams.
         version = version_of(full.flat)
         if self._slice is not None:
             source, group = self._slice, self._slice.group
@@ -276,6 +284,7 @@ def joined(
     on_copy_stream: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> GatherSource:
     """Return a source whose pieces are joined over the outer axis, where that divides too."""
+    # HSDP has an outer axis too, whose ranks have equal shards.
     if axes.outer_group is None or not axes.is_divided:
         return pieces
     return OuterJoin(pieces, buffers.new_shard(), axes.outer_group, on_copy_stream)

@@ -184,7 +184,6 @@ class ParameterGroup:
     ) -> None:
         self.parameters = parameters
         self.axes = axes
-        self.quantization = quantization
         handle = device_handle(axes.mesh.device_type)
         self.layout: FlatLayout = plan_layout(
             [p.spec for p in parameters],
@@ -201,7 +200,7 @@ class ParameterGroup:
         self.lives_on_host = self.host_memory is not None
         self.main_weight = self._new_main_weight()
         self.compute_weight = self._new_compute_weight(
-            is_persistent=strategy.has_persistent_compute_weight
+            quantization, is_persistent=strategy.has_persistent_compute_weight
         )
         with torch.no_grad():
             self.main_weight.zero_gaps()
@@ -250,6 +249,11 @@ class ParameterGroup:
         return self.buffers.dtypes
 
     @property
+    def quantization(self) -> Quantization | None:
+        """Return how the compute weight is quantized; None for a cast."""
+        return self.compute_weight.quantization
+
+    @property
     def device(self) -> torch.device:
         """Return the device on which forward and backward run."""
         return self.buffers.device
@@ -265,12 +269,14 @@ class ParameterGroup:
             dtype, Category.OPTIMIZER_STATE, self.host_memory
         )
 
-    def _new_compute_weight(self, *, is_persistent: bool) -> CastWeight | QuantizedWeight:
+    def _new_compute_weight(
+        self, quantization: Quantization | None, *, is_persistent: bool
+    ) -> CastWeight | QuantizedWeight:
         main, dtype, host = self.main_weight, self.dtypes.compute, self.host_memory
-        if self.quantization is not None:
+        if quantization is not None:
             assert host is None, "quantized weights are refused on the host"
             return QuantizedWeight(
-                self.quantization,
+                quantization,
                 main,
                 [p.spec.shape for p in self.parameters],
                 dtype=dtype,

@@ -67,6 +67,7 @@ class WeightScales:
         recipe = quantization.recipe
         self._format, self._through = recipe.weight, quantization.through
         self._shapes = list(shapes)
+        # Made once: the main weight of a quantized group never moves.
         self._fragments = _fragments_of(main_weight, shapes)
         # Ranks without rows of a weight have its maxima from the others.
         self._owned = [i for i, f in enumerate(self._fragments) if f.values.numel()]
@@ -75,6 +76,7 @@ class WeightScales:
         self.has_pending = quantization.has_recorded_maxima
         num_pending = _NUM_PENDING * len(self.states) if self.has_pending else 0
         self.num_maxima = sum(self._sizes) + num_pending
+        # Multiples of 16 bytes, so each table is aligned for kernels.
         sizes = [self._format.table_nbytes(shape) for shape in shapes]
         self._storage = FlatStorage(
             sum(sizes), torch.uint8, device=device, ledger=ledger, category=Category.SCALES
@@ -88,6 +90,7 @@ class WeightScales:
 
     def __del__(self) -> None:
         """Count the histories as freed."""
+        # A constructor that failed has counted nothing.
         if hasattr(self, "_state_nbytes"):
             self._ledger.credit(Category.SCALES, self._state_nbytes)
 
@@ -99,6 +102,7 @@ class WeightScales:
             is_stale: Whether weights have changed; the maxima of others stay zero.
         """
         *of_weights, pending = self._split(combined)
+        # A frozen group has what its layers record, though its weights do not change.
         if is_stale:
             fragments = [self._fragments[i] for i in self._owned]
             maxima = [of_weights[i] for i in self._owned]
@@ -176,7 +180,7 @@ class QuantizedWeight(GatheredWeight):
         device: torch.device,
         ledger: ByteLedger,
     ) -> None:
-        self._recipe, self._dtype = quantization.recipe, dtype
+        self._quantization, self._dtype = quantization, dtype
         self.scales = WeightScales(quantization, main_weight, shapes, device=device, ledger=ledger)
         is_persistent = is_persistent or not axes.is_sharded
         buffers = WeightBuffers(
@@ -195,12 +199,19 @@ class QuantizedWeight(GatheredWeight):
         if not axes.is_sharded:
             source = PersistentSource(full, encode)
         elif axes.is_divided:
+            # Needed for the join alone, once a step.
             source = TemporarySource(buffers.new_piece, encode)
         else:
+            # Encoded once a step and gathered in every microbatch: 1/N of the codes are kept.
             source = PersistentSource(buffers.new_piece(), encode)
         super().__init__(
             full, joined(source, buffers, axes), buffers, axes=axes, is_persistent=is_persistent
         )
+
+    @property
+    def quantization(self) -> Quantization:
+        """Return how the weight is quantized."""
+        return self._quantization
 
     @property
     def needs_maxima(self) -> bool:
@@ -218,6 +229,7 @@ class QuantizedWeight(GatheredWeight):
 
     def refresh_from(self, combined: torch.Tensor) -> None:
         """Encode the weights if they have changed, by maxima over all ranks; as :meth:`refresh`."""
+        # Read first: the refresh clears it.
         is_stale = self.is_stale
         self.scales.take_maxima(combined, is_stale=is_stale)
         if is_stale:
@@ -230,7 +242,7 @@ class QuantizedWeight(GatheredWeight):
         return QuantizedTensor(
             self._full.tensor(index),
             self.scales.tables[index],
-            recipe=self._recipe,
+            recipe=self._quantization.recipe,
             shape=shape,
             dtype=self._dtype,
             state=states[index] if states else None,

@@ -138,6 +138,7 @@ def _report_quantization(root: AttachedUnit, units: Mapping[str, AttachedUnit], 
     recipes = {q for unit in units.values() if (q := unit.policy.quantization) is not None}
     if not recipes:
         return
+    # After check_agreement(): ranks without a recipe would wait in it for those that raise here.
     reasons = reasons_to_keep(units)
     check_any_is_quantized(recipes, reasons, where=where)
     if rank_and_world_size()[0] == 0:
