@@ -14,14 +14,12 @@ from tests.fsdp.quantized import (
     assert_equal,
     options_of,
     policy_for,
-    quantize_layers,
     recipe_for,
-    roll_layers,
     shard,
     train,
     trained_alone,
 )
-from tests.pairwise import each_value, gate_of
+from tests.pairwise import gate_of
 from tests.ranks import Ranks
 
 PRODUCT = "quantized"
