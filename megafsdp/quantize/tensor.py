@@ -128,16 +128,20 @@ class QuantizedTensor(Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
-        """Return the names of the buffers, and the rest."""
-        rest = (self.recipe, self.stored_shape, self.value_dtype, self.state, self.fqn, self._part)
-        return ["codes", "table"], rest
+        """Return the names of the buffers, and what a compiled graph depends on.
+
+        Not the histories and the name, which differ from layer to layer: linears that read them
+        run outside of graphs.
+        """
+        return ["codes", "table"], (self.recipe, self.stored_shape, self.value_dtype, self._part)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], rest: tuple[Any, ...], size: object, stride: object
     ) -> QuantizedTensor:
         """Make a tensor over other buffers, as the compiler does."""
-        return _make(inner["codes"], inner["table"], *rest)
+        recipe, stored_shape, dtype, part = rest
+        return _make(inner["codes"], inner["table"], recipe, stored_shape, dtype, None, "", part)
 
     @classmethod
     def __torch_function__(
