@@ -346,10 +346,8 @@ def _grouped(
         return grouped_product(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
-def _set_data(tensor: Tensor, value: Tensor) -> None:
-    for each, what in ((tensor, "an assignment to .data"), (value, "an assignment of it to .data")):
-        if isinstance(each, QuantizedTensor):
-            raise _refusal(each, what)
+def _set_data(tensor: QuantizedTensor, value: Tensor) -> None:
+    raise _refusal(tensor, "an assignment to .data")
 
 
 def _set_item(tensor: Any, index: Any, value: Any) -> None:
