@@ -21,16 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megafsdp.quantize import kernels
 from megafsdp.quantize.elements import E2M1, E4M3, Element
 from megafsdp.quantize.scales import E8M0Scaling, Fp32Scaling, Scaling, TwoLevelScaling
-from megafsdp.quantize.tiles import (
-    Fragment,
-    TileCoding,
-    add_maxima_in_torch,
-    decode_in_torch,
-    encode_in_torch,
-    fill_table_in_torch,
-)
+from megafsdp.quantize.tiles import Fragment, TileCoding
 
 _TABLE_ALIGNMENT_NBYTES = 16
 
@@ -90,7 +84,6 @@ class WeightFormat:
         nbytes = self.coding.table_nbytes(tuple(shape))
         return -(-nbytes // _TABLE_ALIGNMENT_NBYTES) * _TABLE_ALIGNMENT_NBYTES
 
-    @torch.no_grad()
     def add_maxima(
         self,
         fragments: Sequence[Fragment],
@@ -106,10 +99,8 @@ class WeightFormat:
                 changed in place. Bits are ordered as magnitudes are, and a NaN is above all.
             through: Round the values to this dtype first; None: as they are.
         """
-        for fragment, of_tensor in zip(fragments, maxima, strict=True):
-            add_maxima_in_torch(self.coding, fragment, of_tensor, through)
+        kernels.add_maxima(self.coding, fragments, maxima, through)
 
-    @torch.no_grad()
     def fill_tables(
         self,
         shapes: Sequence[tuple[int, ...]],
@@ -123,10 +114,8 @@ class WeightFormat:
             maxima: ``(num_maxima,)`` int32 for each.
             tables: ``(table_nbytes,)`` uint8 for each, written in place; aligned to 4 bytes.
         """
-        for shape, of_tensor, table in zip(shapes, maxima, tables, strict=True):
-            fill_table_in_torch(self.coding, shape, of_tensor, table)
+        kernels.fill_tables(self.coding, shapes, maxima, tables)
 
-    @torch.no_grad()
     def encode(
         self,
         fragments: Sequence[Fragment],
@@ -144,10 +133,8 @@ class WeightFormat:
             codes: 1-D uint8 for each, ``codes_per_byte`` values a byte; written in place.
             through: As of :meth:`add_maxima`.
         """
-        for fragment, of_tensor, target in zip(fragments, maxima, codes, strict=True):
-            encode_in_torch(self.coding, fragment, of_tensor, target, through)
+        kernels.encode(self.coding, fragments, maxima, codes, through)
 
-    @torch.no_grad()
     def decode(
         self,
         codes: torch.Tensor,
@@ -165,9 +152,14 @@ class WeightFormat:
             dtype: fp32, bf16 or fp16; products of codes and scales are rounded to it once.
             out: What to write to, of that shape and dtype and contiguous; None: allocate.
         """
+        if torch.compiler.is_compiling():
+            found: torch.Tensor = torch.ops.megafsdp.decode_tiles(
+                codes, table, self.element.name, self.scaling.name, self.tile or (), shape, dtype
+            )
+            return found if out is None else out.copy_(found)
         if out is None:
             out = torch.empty(tuple(shape), dtype=dtype, device=codes.device)
-        decode_in_torch(self.coding, codes, table, tuple(shape), out)
+        kernels.decode(self.coding, codes, table, tuple(shape), out)
         return out
 
     def matrix_of(

@@ -12,17 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from megafsdp.errors import expected
-from megafsdp.quantize.elements import E2M1, E4M3, E5M2, Element, magnitude_bits
+from megafsdp.quantize import kernels
+from megafsdp.quantize.elements import E2M1, E4M3, E5M2, Element
 from megafsdp.quantize.scales import E8M0Scaling, Fp32Scaling, Scaling, TwoLevelScaling
-from megafsdp.quantize.tiles import (
-    SOURCE_DTYPES,
-    Fragment,
-    TileCoding,
-    add_maxima_in_torch,
-    decode_in_torch,
-    encode_in_torch,
-    fill_table_in_torch,
-)
+from megafsdp.quantize.tiles import SOURCE_DTYPES, Fragment, TileCoding
 
 ALONG_TOKENS, ALONG_FEATURES = 0, 1
 
@@ -50,7 +43,6 @@ class InputFormat:
         tile = (1, self.block) if along == ALONG_FEATURES else (self.block, 1)
         return TileCoding(self.element, self.scaling, tile)
 
-    @torch.no_grad()
     def quantize(
         self,
         values: torch.Tensor,
@@ -65,7 +57,7 @@ class InputFormat:
             values: ``(tokens, features)`` fp32, bf16 or fp16; features are even for e2m1.
             along: 1 for blocks along features, 0 for blocks along tokens. Codes lie in the order of
                 the values either way.
-            maximum: ``(1,)`` fp32, or int32 bits of one: scale by it, of a tensor-wide format. None:
+            maximum: ``(1,)`` fp32 or int32 bits of one: scale by it, if tensor-wide. None: scale
                 by the largest magnitude there is.
             noise: ``(tokens, features)`` fp32 in ``[0, 1)``: round e2m1 stochastically by it.
 
@@ -75,20 +67,18 @@ class InputFormat:
         """
         self._check(values, maximum)
         tokens, features = values.shape
-        coding = self.coding(along=along)
-        fragment = Fragment(values.contiguous().view(-1), (tokens, features), 0)
-        grid, device = coding.grid(fragment.shape), values.device
-        codes = torch.empty(
-            (tokens, features // self.element.codes_per_byte), dtype=torch.uint8, device=device
-        )
-        scales = torch.empty(coding.table_nbytes(fragment.shape), dtype=torch.uint8, device=device)
-        if maximum is None:
-            maxima = torch.zeros(grid.num_tiles, dtype=torch.int32, device=device)
-            add_maxima_in_torch(coding, fragment, maxima, None)
+        values = values.contiguous()
+        if torch.compiler.is_compiling():
+            codes, scales = torch.ops.megafsdp.quantize_matrix(
+                values,
+                self.element.name,
+                self.scaling.name,
+                self.coding(along=along).tile or (),
+                maximum,
+                noise,
+            )
         else:
-            maxima = maximum.reshape(1).view(torch.int32)
-        fill_table_in_torch(coding, fragment.shape, maxima, scales)
-        encode_in_torch(coding, fragment, maxima, codes.view(-1), None, noise)
+            codes, scales = kernels.quantize(self.coding(along=along), values, maximum, noise)
         return QuantizedInput(codes, scales, self, (tokens, features), along)
 
     def _check(self, values: torch.Tensor, maximum: torch.Tensor | None) -> None:
@@ -129,12 +119,22 @@ class QuantizedInput:
     shape: tuple[int, int]
     along: int
 
-    @torch.no_grad()
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return ``(tokens, features)`` values in fp32, bf16 or fp16; allocates."""
+        coding, codes = self.format.coding(along=self.along), self.codes.view(-1)
+        if torch.compiler.is_compiling():
+            found: torch.Tensor = torch.ops.megafsdp.decode_tiles(
+                codes,
+                self.scales,
+                coding.element.name,
+                coding.scaling.name,
+                coding.tile or (),
+                self.shape,
+                dtype,
+            )
+            return found
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
-        coding = self.format.coding(along=self.along)
-        decode_in_torch(coding, self.codes.view(-1), self.scales, self.shape, out)
+        kernels.decode(coding, codes, self.scales, self.shape, out)
         return out
 
     def tile_scales(self) -> torch.Tensor:
@@ -147,7 +147,6 @@ class QuantizedInput:
         return self.format.scaling.tile_scales(self.scales, 1).reshape(-1, grid.tiles_across)
 
 
-@torch.no_grad()
 def add_maximum(values: torch.Tensor, maximum: torch.Tensor) -> None:
     """Raise a running maximum to the largest magnitude of values; local, in place.
 
@@ -156,7 +155,9 @@ def add_maximum(values: torch.Tensor, maximum: torch.Tensor) -> None:
         maximum: ``(1,)`` int32 bits of fp32, zero at first; a NaN is above all.
     """
     if values.numel():
-        torch.maximum(maximum, magnitude_bits(values).amax().reshape(1), out=maximum)
+        flat = values.detach().reshape(1, -1)
+        coding = TENSOR_E4M3.coding(along=ALONG_FEATURES)
+        kernels.add_maxima(coding, [Fragment(flat[0], tuple(flat.shape), 0)], [maximum], None)
 
 
 TENSOR_E4M3 = InputFormat("tensor_e4m3", E4M3, Fp32Scaling(is_power_of_two=False), None)

@@ -16,6 +16,9 @@ NVFP4 transforms both operands of the weight gradient (hadamard.py) and rounds b
 g by chance (rounding.py). Tokens that lack to a whole block make a shorter block, and to a whole
 transform they count as zeros.
 
+A graph of ``torch.compile`` has the plain formulas of formats in it, which give the same bits.
+Recipes that keep state from step to step, histories or a generator's, end the graph at each linear.
+
 The products themselves are in products.py. Experts, whose products are grouped by rows, decode.
 """
 
@@ -29,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megafsdp.device.torch_private import without_dynamo
+from megafsdp.device.torch_private import refuse_graphs, without_dynamo
 from megafsdp.quantize.delayed import GRAD, INPUT, DelayedState
 from megafsdp.quantize.hadamard import transform_tokens
 from megafsdp.quantize.input_formats import (
@@ -68,6 +71,9 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         # torch says what is wrong with operands of two dtypes.
         return F.linear(x, weight.decode(), bias)
     is_quantized = weight.recipe.input is not None and x.numel() > 0
+    if is_quantized and weight.recipe.history:
+        # A graph would record nothing. A seed ends it by itself.
+        refuse_graphs(x)
     if not torch.is_grad_enabled():
         if is_quantized:
             return _quantized_output(x, weight, bias)

@@ -41,6 +41,11 @@ class Fp32Scaling:
 
     is_power_of_two: bool
 
+    @property
+    def name(self) -> str:
+        """Return what compiled kernels call the family."""
+        return "power_of_two" if self.is_power_of_two else "fp32"
+
     def encode_factors(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
         """Return fp32 factors in the shape of the maxima."""
         values = maxima.view(torch.float32)
@@ -82,6 +87,11 @@ class E8M0Scaling:
     The factor 2**127, of an empty tile, and 2**-127 are the last ones.
     """
 
+    @property
+    def name(self) -> str:
+        """Return what compiled kernels call the family."""
+        return "e8m0"
+
     def encode_factors(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
         """Return fp32 factors in the shape of the maxima."""
         codes = self._codes(maxima, element)
@@ -119,6 +129,11 @@ class TwoLevelScaling:
     The table is the matrices' maxima, fp32, then the tiles' scales, a byte each. A matrix whose
     maximum is beyond the largest fp32 over 448 decodes to infinities.
     """
+
+    @property
+    def name(self) -> str:
+        """Return what compiled kernels call the family."""
+        return "two_level"
 
     def encode_factors(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
         """Return fp32 factors in the shape of the maxima."""

@@ -128,16 +128,20 @@ class QuantizedTensor(Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
-        """Return the names of the buffers, and the rest."""
-        rest = (self.recipe, self.stored_shape, self.value_dtype, self.state, self.fqn, self._part)
-        return ["codes", "table"], rest
+        """Return the names of the buffers, and what a compiled graph depends on.
+
+        Not the histories and the name, which differ from layer to layer: linears that read them
+        run outside of graphs.
+        """
+        return ["codes", "table"], (self.recipe, self.stored_shape, self.value_dtype, self._part)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], rest: tuple[Any, ...], size: object, stride: object
     ) -> QuantizedTensor:
         """Make a tensor over other buffers, as the compiler does."""
-        return _make(inner["codes"], inner["table"], *rest)
+        recipe, stored_shape, dtype, part = rest
+        return _make(inner["codes"], inner["table"], recipe, stored_shape, dtype, None, "", part)
 
     @classmethod
     def __torch_function__(
@@ -342,10 +346,8 @@ def _grouped(
         return grouped_product(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
-def _set_data(tensor: Tensor, value: Tensor) -> None:
-    for each, what in ((tensor, "an assignment to .data"), (value, "an assignment of it to .data")):
-        if isinstance(each, QuantizedTensor):
-            raise _refusal(each, what)
+def _set_data(tensor: QuantizedTensor, value: Tensor) -> None:
+    raise _refusal(tensor, "an assignment to .data")
 
 
 def _set_item(tensor: Any, index: Any, value: Any) -> None:

@@ -56,4 +56,32 @@ inline Simd simd_level() {
                               "level that this processor has.");
 }
 
+template <typename Job>
+void run_scalar(const Job& job) {
+  job();
+}
+
+template <typename Job>
+MEGAFSDP_AVX2 void run_avx2(const Job& job) {
+  job();
+}
+
+template <typename Job>
+MEGAFSDP_AVX512 void run_avx512(const Job& job) {
+  job();
+}
+
+// Calls a job whose operator() is forced inline, compiled for a level.
+template <typename Job>
+void run_at(Simd level, const Job& job) {
+  switch (level) {
+    case Simd::kScalar:
+      return run_scalar(job);
+    case Simd::kAvx2:
+      return run_avx2(job);
+    case Simd::kAvx512:
+      return run_avx512(job);
+  }
+}
+
 }  // namespace megafsdp

@@ -1,0 +1,99 @@
+// Floats of at most 8 bits, their codes and conversions.
+//
+// Conversions are integer arithmetic and selects without branches, as those of float16.h. Rounding
+// is to nearest even; what is beyond the largest value becomes the largest. For every element:
+//   encode(x) = sign | code nearest to min(|x|, kLargest), kNanCode if x is a NaN
+// The naive formula is Element.encode in quantize/elements.py.
+#pragma once
+
+#include <cstdint>
+
+#include "float16.h"
+#include "inline.h"
+
+namespace megafsdp {
+
+constexpr uint32_t kMagnitudeMask = 0x7fffffff;
+constexpr uint32_t kInfinityBits = 0x7f800000;
+constexpr uint32_t kNanBits = 0x7fc00000;
+
+// An exponent of kExponent bits and a mantissa of kMantissa, with subnormal values.
+template <int kExponent, int kMantissa>
+struct SmallFloat {
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr int kBias = (1 << (kExponent - 1)) - 1;
+  static constexpr uint32_t kSignBit = 1u << (kExponent + kMantissa);
+  static constexpr uint32_t kCodeMask = kSignBit - 1;
+  static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
+  static constexpr uint32_t kSmallestNormal = kRebias + (1u << 23);
+  // Floats from this power of two on are as far apart as subnormal values, so adding it rounds to
+  // one of them.
+  static constexpr uint32_t kSubnormalStep = kSmallestNormal + (static_cast<uint32_t>(kShift) << 23);
+
+  // Returns the code of a magnitude that is not above the largest value.
+  MEGAFSDP_INLINE static uint32_t encode_magnitude(uint32_t magnitude) {
+    const uint32_t subnormal =
+        bits_of(float_of(magnitude) + float_of(kSubnormalStep)) - kSubnormalStep;
+    const uint32_t half = (1u << (kShift - 1)) - 1;
+    const uint32_t normal = (magnitude - kRebias + half + ((magnitude >> kShift) & 1)) >> kShift;
+    return magnitude < kSmallestNormal ? subnormal : normal;
+  }
+
+  // Returns the bits of the magnitude of a finite code, its sign bit cleared.
+  MEGAFSDP_INLINE static uint32_t decode_magnitude(uint32_t code) {
+    const uint32_t normal = (code << kShift) + kRebias;
+    const uint32_t subnormal =
+        bits_of(float_of(normal + (1u << 23)) - float_of(kSmallestNormal));
+    return code < (1u << kMantissa) ? subnormal : normal;
+  }
+};
+
+struct E4M3 {
+  using Bits = SmallFloat<4, 3>;
+  static constexpr float kLargest = 448.0f;
+  // Rounded once from double, as the naive formula's.
+  static constexpr float kReciprocal = static_cast<float>(1.0 / 448.0);
+  static constexpr int kCodesPerByte = 1;
+
+  MEGAFSDP_INLINE static uint32_t encode(float value) {
+    constexpr uint32_t kLargestBits = 0x43e00000;
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const uint32_t clamped = magnitude > kLargestBits ? kLargestBits : magnitude;
+    const uint32_t code = Bits::encode_magnitude(clamped) | (bits >> 24 & Bits::kSignBit);
+    return magnitude > kInfinityBits ? 0x7f : code;
+  }
+
+  MEGAFSDP_INLINE static float decode(uint32_t code) {
+    const uint32_t finite = Bits::decode_magnitude(code & Bits::kCodeMask);
+    const uint32_t magnitude = (code & Bits::kCodeMask) == 0x7f ? kNanBits : finite;
+    return float_of(magnitude | (code & Bits::kSignBit) << 24);
+  }
+};
+
+struct E5M2 {
+  using Bits = SmallFloat<5, 2>;
+  static constexpr float kLargest = 57344.0f;
+  static constexpr float kReciprocal = static_cast<float>(1.0 / 57344.0);
+  static constexpr int kCodesPerByte = 1;
+
+  MEGAFSDP_INLINE static uint32_t encode(float value) {
+    constexpr uint32_t kLargestBits = 0x47600000;
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const uint32_t clamped = magnitude > kLargestBits ? kLargestBits : magnitude;
+    const uint32_t code = Bits::encode_magnitude(clamped) | (bits >> 24 & Bits::kSignBit);
+    return magnitude > kInfinityBits ? 0x7f : code;
+  }
+
+  // Codes above the largest mean infinity and NaN, though encode() gives one of them only.
+  MEGAFSDP_INLINE static float decode(uint32_t code) {
+    const uint32_t masked = code & Bits::kCodeMask;
+    const uint32_t finite = Bits::decode_magnitude(masked);
+    const uint32_t beyond = masked == 0x7c ? kInfinityBits : kNanBits;
+    const uint32_t magnitude = masked >= 0x7c ? beyond : finite;
+    return float_of(magnitude | (code & Bits::kSignBit) << 24);
+  }
+};
+
+}  // namespace megafsdp
