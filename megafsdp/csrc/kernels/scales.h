@@ -100,7 +100,7 @@ struct TwoLevelScaling {
   template <typename Element>
   MEGAFSDP_INLINE static Entry entry(uint32_t maximum, float of_matrix) {
     return static_cast<Entry>(
-        E4M3::encode(float_of(maximum) * (of_matrix * Element::kReciprocal)));
+        encode<E4M3>(float_of(maximum) * (of_matrix * Element::kReciprocal)));
   }
 
   template <typename Element>
@@ -131,7 +131,7 @@ MEGAFSDP_INLINE void visit_scaling(ScalingKind kind, const Visit& visit) {
       return visit(Fp32Scaling<true>{});
     case ScalingKind::kE8M0:
       return visit(E8M0Scaling{});
-    case ScalingKind::kTwoLevel:
+    default:
       return visit(TwoLevelScaling{});
   }
 }
