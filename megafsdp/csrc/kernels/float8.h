@@ -50,6 +50,28 @@ struct SmallFloat {
   }
 };
 
+// Returns the code of |x|, x not a NaN, in the low byte; the sign bit of a code must be added.
+template <typename Element>
+MEGAFSDP_INLINE uint32_t encode_clamped(uint32_t magnitude) {
+  return Element::Bits::encode_magnitude(magnitude > Element::kLargestBits ? Element::kLargestBits
+                                                                           : magnitude);
+}
+
+// Returns the sign bit of a code, given any number whose highest bit is the sign.
+template <typename Element>
+MEGAFSDP_INLINE uint32_t sign_of_code(uint32_t bits) {
+  constexpr int kDown = Element::Bits::kSignBit == 0x80 ? 24 : 28;
+  return bits >> kDown & Element::Bits::kSignBit;
+}
+
+// Returns the code of a value.
+template <typename Element>
+MEGAFSDP_INLINE uint32_t encode_value(float value) {
+  const uint32_t bits = bits_of(value), magnitude = bits & kMagnitudeMask;
+  const uint32_t code = (encode_clamped<Element>(magnitude) & 0xff) | sign_of_code<Element>(bits);
+  return magnitude > kInfinityBits ? Element::kNanCode : code;
+}
+
 struct E4M3 {
   using Bits = SmallFloat<4, 3>;
   static constexpr float kLargest = 448.0f;
@@ -59,6 +81,8 @@ struct E4M3 {
 
   static constexpr uint32_t kLargestBits = 0x43e00000;
   static constexpr uint32_t kNanCode = 0x7f;
+
+  MEGAFSDP_INLINE static uint32_t encode(float value) { return encode_value<E4M3>(value); }
 
   MEGAFSDP_INLINE static float decode(uint32_t code) {
     const uint32_t finite = Bits::decode_magnitude(code & Bits::kCodeMask);
@@ -76,6 +100,8 @@ struct E5M2 {
   static constexpr uint32_t kLargestBits = 0x47600000;
   static constexpr uint32_t kNanCode = 0x7f;
 
+  MEGAFSDP_INLINE static uint32_t encode(float value) { return encode_value<E5M2>(value); }
+
   // Codes above the largest mean infinity and NaN, though encode() gives one of them only.
   MEGAFSDP_INLINE static float decode(uint32_t code) {
     const uint32_t masked = code & Bits::kCodeMask;
@@ -85,26 +111,5 @@ struct E5M2 {
     return float_of(magnitude | (code & Bits::kSignBit) << 24);
   }
 };
-
-// Returns the code of |x|, x not a NaN, in the low byte; the sign bit of a code must be added.
-template <typename Element>
-MEGAFSDP_INLINE uint32_t encode_clamped(uint32_t magnitude) {
-  return Element::Bits::encode_magnitude(magnitude > Element::kLargestBits ? Element::kLargestBits
-                                                                           : magnitude);
-}
-
-// Returns the sign bit of a code, given any number whose highest bit is the sign.
-template <typename Element>
-MEGAFSDP_INLINE uint32_t sign_of_code(uint32_t bits) {
-  constexpr int kDown = Element::Bits::kSignBit == 0x80 ? 24 : 28;
-  return bits >> kDown & Element::Bits::kSignBit;
-}
-
-template <typename Element>
-MEGAFSDP_INLINE uint32_t encode(float value) {
-  const uint32_t bits = bits_of(value), magnitude = bits & kMagnitudeMask;
-  const uint32_t code = (encode_clamped<Element>(magnitude) & 0xff) | sign_of_code<Element>(bits);
-  return magnitude > kInfinityBits ? Element::kNanCode : code;
-}
 
 }  // namespace megafsdp

@@ -100,7 +100,7 @@ struct TwoLevelScaling {
   template <typename Element>
   MEGAFSDP_INLINE static Entry entry(uint32_t maximum, float of_matrix) {
     return static_cast<Entry>(
-        encode<E4M3>(float_of(maximum) * (of_matrix * Element::kReciprocal)));
+        E4M3::encode(float_of(maximum) * (of_matrix * Element::kReciprocal)));
   }
 
   template <typename Element>

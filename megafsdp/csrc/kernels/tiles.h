@@ -202,7 +202,7 @@ MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const fl
       for (int64_t i = 0; i < num_cols; ++i) {
         const uint32_t magnitude = magnitude_of<Through>(from[i]);
         const uint32_t scaled = bits_of(float_of(magnitude) * factors[i]);
-        finish(i, magnitude, E2M1::encode_stochastically(scaled, noise[i]));
+        finish(i, magnitude, E2M1::stochastic_code(scaled, noise[i]));
       }
       return;
     }
