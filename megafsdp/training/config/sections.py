@@ -104,7 +104,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class PrecisionSection:
-    """Dtypes.
+    """Dtypes, and which weights are quantized.
 
     Attributes:
         param_dtype: Compute weights and activations; fp16 scales the loss (section loss_scale).
@@ -114,6 +114,11 @@ class PrecisionSection:
             torch's adamw and adam, and its fused sgd need.
         keep_fp32: What computes in fp32: names of parameters, of modules or of their classes, or
             patterns (``fnmatch``), each of which must match something.
+        recipe: Quantize the weights of linear layers and experts; null gathers and computes in
+            param_dtype.
+        keep_unquantized: Weights that the recipe leaves alone, by names like those of keep_fp32.
+        quantize_activations: Whether inputs and gradients of linear layers are quantized as the
+            recipe says; false gathers codes and computes with what they stand for.
     """
 
     param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -121,6 +126,9 @@ class PrecisionSection:
     main_params_dtype: Precision = "fp32"
     main_grads_dtype: Precision | None = None
     keep_fp32: list[str] = field(default_factory=list)
+    recipe: Literal["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"] | None = None
+    keep_unquantized: list[str] = field(default_factory=list)
+    quantize_activations: bool = True
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes as sharding takes them."""
@@ -130,6 +138,9 @@ class PrecisionSection:
             main_params_dtype=_DTYPES[self.main_params_dtype],
             main_grads_dtype=_DTYPES[self.main_grads_dtype or self.main_params_dtype],
             keep_fp32=tuple(self.keep_fp32),
+            recipe=self.recipe,
+            keep_unquantized=tuple(self.keep_unquantized),
+            quantize_activations=self.quantize_activations,
         )
 
 

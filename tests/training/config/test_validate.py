@@ -227,15 +227,33 @@ def test_fused_sgd_is_refused_where_torchs_is_missing_or_wrong(
         validate(fused, world_size=2)
 
 
+@pytest.mark.parametrize("field", ["keep_fp32", "keep_unquantized"])
 @pytest.mark.parametrize("name", ["*typo_norm*", "final_layernorm", "LayerNorm", "decoder.layers"])
-def test_kept_name_that_matches_nothing_is_refused(tmp_path: Path, name: str) -> None:
+def test_kept_name_that_matches_nothing_is_refused(tmp_path: Path, name: str, field: str) -> None:
     """Beside one that does; a module of modules is a name."""
-    config = tiny(tmp_path, precision={"keep_fp32": ["embedding", name]})
+    config = tiny(tmp_path, precision={"recipe": "fp8_block", field: ["embedding", name]})
     if name == "decoder.layers":
         validate(config, world_size=2)
         return
-    with pytest.raises(ConfigError, match=rf"got \['{re.escape(name)}'\].*precision.keep_fp32"):
+    with pytest.raises(ConfigError, match=rf"got \['{re.escape(name)}'\].*{field} .* precision"):
         validate(config, world_size=2)
+
+
+def test_a_recipe_has_what_belongs_to_it_alone(tmp_path: Path) -> None:
+    """Choices of a recipe need one, and quantized weights stay on the device."""
+    given = {"recipe": "mxfp8", "keep_unquantized": ["output_layer"], "quantize_activations": False}
+    validate(tiny(tmp_path, precision=given), world_size=2)
+    for name in ("keep_unquantized", "quantize_activations"):
+        config = tiny(tmp_path, precision={name: given[name]})
+        with pytest.raises(ConfigError, match=f"precision.recipe is null.*precision.{name}"):
+            validate(config, world_size=2)
+    on_host = {"parallel": {"offload_parameters": True}}, {"optimizer": {"offload_fraction": 0.5}}
+    for section in on_host:
+        config = tiny(tmp_path, precision={"recipe": "mxfp8"}, **section)
+        with pytest.raises(ConfigError, match="got mxfp8.*Leave out the recipe"):
+            validate(config, world_size=2)
+    with pytest.raises(ConfigError, match=r"'fp8_block'.*'mxfp8'"):
+        tiny(tmp_path, precision={"recipe": "fp9"})
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
