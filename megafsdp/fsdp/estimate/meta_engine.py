@@ -233,7 +233,9 @@ class MetaEngine:
             x = _UseParameters.apply(note, x, *(p for p in unsharded if p.requires_grad))
             for each in below:
                 x = each.modules[0](x)
-            return x
+            # An operator of its own after them, as an output layer or a loss: its backward comes
+            # before the last unit's, and gathers are issued ahead of that.
+            return x.clone() if below else x
 
         return forward
 

@@ -20,6 +20,8 @@ from megafsdp.training.cli.checkpoint_tools import add_ckpt_commands
 from megafsdp.training.config.parse import parse_config
 from megafsdp.training.dry_run.dry_run import dry_run, split_options
 from megafsdp.training.loop import train
+from megafsdp.training.pictures.dry_run_page import write_dry_run
+from megafsdp.training.pictures.page import require_library
 from megafsdp.training.pictures.run_report import write_report
 from megafsdp.training.process.doctor import examine
 
@@ -56,8 +58,14 @@ def _train(words: Sequence[str]) -> None:
     if wanted is None:
         train(config)
         return
+    if wanted.html_path is not None:
+        require_library()
     report = dry_run(config, wanted.world_size)
     print(report.to_json() if wanted.as_json else report.describe())
+    if wanted.html_path is not None:
+        nbytes = write_dry_run(report, Path(wanted.html_path))
+        # Standard output may be read as JSON.
+        print(f"wrote {wanted.html_path} ({nbytes / 1e6:.1f} MB)", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ one is logarithmic. Data stand beside a specification, as columns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ Columns = Mapping[str, Sequence[object]]
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 NUM_COLOURS = 8
+_ROW = re.compile(r"\brow\b")
 # Points of a curve that are drawn as dots; more would hide the line.
 _MAX_DOTS = 40
 _MARK_SHAPES = {"saved": "triangle-up", "skipped": "cross"}
@@ -96,7 +98,7 @@ def tooltip(values: Mapping[str, str]) -> Spec:
     # The areas that find the nearest point have the row one level deeper, and Vega-Lite looks for
     # texts in the wrong one: an expression may look in both.
     items = ", ".join(
-        f"'{title}': {text.replace('row.', '(datum.datum || datum).')}"
+        f"'{title}': {re.sub(_ROW, '(datum.datum || datum)', text)}"
         for title, text in values.items()
     )
     return {"value": {"expr": f"{{{items}}}"}}
