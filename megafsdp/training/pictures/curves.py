@@ -183,7 +183,7 @@ def _thinned(points: Sequence[Point], budget: int) -> list[Point]:
     for start, stop in itertools.pairwise(bounds):
         values = [(points[i].value, i) for i in range(start, stop)]
         # One gap stands for all of its bucket.
-        kept.update(i for value, i in values[-1:] if value is None)
+        kept.update([i for value, i in values if value is None][:1])
         if finite := [(value, i) for value, i in values if value is not None]:
             kept.update((min(finite)[1], max(finite)[1]))
     return [points[i] for i in sorted(kept)]

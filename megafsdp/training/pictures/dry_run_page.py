@@ -24,7 +24,17 @@ _NUM_COLOURS = 12
 _MAX_KEYS = 24
 # Bars have names where so few units are computed.
 _MAX_NAMED_BARS = 14
-_CATEGORY_COLOURS = dict(zip(Category, ("t1", "t10", "t2", "t3", "t6", "t5"), strict=True))
+# From bottom to top: what lasts stands below what comes and goes.
+_CATEGORY_COLOURS = {
+    Category.MAIN_WEIGHT: "t1",
+    Category.OPTIMIZER_STATE: "t5",
+    Category.COMPUTE_WEIGHT: "t10",
+    Category.UNSHARDED: "t2",
+    Category.MAIN_GRAD: "t3",
+    Category.PARTIAL_GRAD: "t6",
+}
+# Pixels beside both charts of a step, so that one stands exactly below the other.
+_LANE_NAMES = {"minExtent": 84, "maxExtent": 84}
 
 
 def write_dry_run(report: DryRunReport, path: Path) -> int:
@@ -114,7 +124,13 @@ def memory_chart(picture: StepPicture) -> Chart:
         "mark": {"type": "area", "interpolate": "step-after"},
         "encoding": {
             "x": x,
-            "y": {"field": "shown", "type": "quantitative", "title": unit, "stack": "zero"},
+            "y": {
+                "field": "shown",
+                "type": "quantitative",
+                "title": None,
+                "stack": "zero",
+                "axis": _LANE_NAMES | {"labelExpr": f"datum.label + ' {unit}'"},
+            },
             "color": {
                 "field": "category",
                 "type": "nominal",
@@ -135,9 +151,10 @@ def memory_chart(picture: StepPicture) -> Chart:
 
 
 def _present(picture: StepPicture) -> list[Category]:
-    """Return the categories that have bytes at some time."""
+    """Return the categories that have bytes at some time, as they are stacked."""
     columns = zip(*(level.live for level in picture.levels), strict=True)
-    return [c for c, live in zip(Category, columns, strict=False) if any(live)]
+    found = {c for c, live in zip(Category, columns, strict=False) if any(live)}
+    return [category for category in _CATEGORY_COLOURS if category in found]
 
 
 def _hover_point(x: Spec, texts: dict[str, str], scale: float) -> Spec:
@@ -217,12 +234,24 @@ def timeline_chart(picture: StepPicture, units: Sequence[DistinctUnit]) -> Chart
             "stop": [round(bar.stop, 3) for bar in bars],
         }
     }
-    y = {"field": "lane", "type": "nominal", "sort": lanes, "title": None, "axis": {"grid": False}}
-    y["scale"] = {"paddingInner": 0.25, "paddingOuter": 0.15}
+    y = {
+        "field": "lane",
+        "type": "nominal",
+        "sort": lanes,
+        "title": None,
+        "axis": {"grid": False} | _LANE_NAMES,
+        "scale": {"paddingInner": 0.25, "paddingOuter": 0.15},
+    }
+    has_names = sum(bar.lane == COMPUTE for bar in bars) <= _MAX_NAMED_BARS
     bar = {
         "name": "bars",
         "data": {"name": "bars"},
-        "mark": {"type": "bar", "cornerRadius": 1.5, "stroke": "var(--card)", "strokeWidth": 0.6},
+        "mark": {
+            "type": "bar",
+            "stroke": "var(--card)",
+            # Edges would hide the hundreds of bars of a large model.
+            "strokeWidth": 0.8 if has_names else 0.15,
+        },
         "encoding": {
             "x": _step_axis(picture),
             "x2": {"field": "stop"},
@@ -241,7 +270,7 @@ def timeline_chart(picture: StepPicture, units: Sequence[DistinctUnit]) -> Chart
         },
     }
     layers = [bar]
-    if sum(bar.lane == COMPUTE for bar in bars) <= _MAX_NAMED_BARS:
+    if has_names:
         layers.append(_bar_names(y))
     data |= _cut_data(picture)
     caption = (

@@ -123,15 +123,18 @@
     });
   }
   // Paper is light; colours are variables, so nothing is drawn anew.
-  let before;
+  let onScreen = null;
   window.addEventListener("beforeprint", function () {
-    before = document.documentElement.dataset.theme;
+    if (onScreen !== null) return;
+    onScreen = { theme: document.documentElement.dataset.theme };
     document.documentElement.dataset.theme = "light";
     for (const each of document.querySelectorAll("details")) each.open = true;
   });
   window.addEventListener("afterprint", function () {
-    if (before === undefined) delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = before;
+    if (onScreen === null) return;
+    if (onScreen.theme === undefined) delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = onScreen.theme;
+    onScreen = null;
   });
   // For who looks at the numbers behind a chart: megafsdpPage.views.loss.data("curves").
   window.megafsdpPage = { state: state, views: state.views };
