@@ -53,6 +53,7 @@ class StepRecorder(ByteLedger):
 
     def note(self, kind: str, label: str) -> None:
         """Add an event, after the collectives that were issued before it."""
+        # Collectives have no hook: those since the last event were issued before this one.
         self.take_collectives()
         self._add(kind, label)
 
@@ -65,6 +66,7 @@ class StepRecorder(ByteLedger):
 
     def debit(self, category: Category, nbytes: int) -> None:
         """Count bytes that became alive."""
+        # First, with the bytes of their moment: what is allocated here came after them.
         self.take_collectives()
         super().debit(category, nbytes)
         self._add(MEMORY, category.value)
@@ -76,6 +78,7 @@ class StepRecorder(ByteLedger):
         self._add(MEMORY, category.value)
 
     def _add(self, kind: str, label: str) -> None:
+        # A run of hundreds of microbatches would have a hundred thousand moments.
         if self.is_recording:
             live = tuple(self.live.values())
             self.moments.append(Moment(kind, label, live, self.microbatch))

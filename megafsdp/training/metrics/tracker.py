@@ -210,7 +210,8 @@ class Trackers:
 
     def close(self) -> None:
         """Close every tracker, also when one fails."""
-        for tracker in (*self._trackers, self._events):
+        everything: list[Tracker | EventLog] = [*self._trackers, self._events]
+        for tracker in everything:
             self._attempt(tracker, tracker.close)
 
     def _attempt(self, tracker: Tracker | EventLog, action: Callable[[], None]) -> None:

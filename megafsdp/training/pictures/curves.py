@@ -219,5 +219,5 @@ def _tokens_at(run: RunFolder, step: int) -> float | None:
     )
     if not known:
         return None
-    steps, tokens = zip(*[(0, 0), *known], strict=True)
-    return float(np.interp(step, steps, tokens))
+    steps, counts = zip(*[(0, 0), *known], strict=True)
+    return float(np.interp(step, steps, counts))

@@ -224,7 +224,7 @@ def timeline_chart(picture: StepPicture, units: Sequence[DistinctUnit]) -> Chart
     kind_of = {member: unit.name for unit in units for member in unit.members}
     bars = sorted(picture.bars, key=lambda bar: (LANES.index(bar.lane), bar.start))
     lanes = [lane for lane in LANES if any(bar.lane == lane for bar in bars)]
-    data = {
+    data: dict[str, Columns] = {
         "bars": {
             "lane": [bar.lane for bar in bars],
             "kind": [bar.kind.replace("_", "-") for bar in bars],

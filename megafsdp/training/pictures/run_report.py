@@ -41,13 +41,18 @@ _LOSS, _MEMORY = "loss", "memory_nbytes"
 _NOT_COMPARED = ("run.directory", "run.name")
 _ABSENT = "-"
 _TIME_UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "h"), (300, 60, "min"), (0, 1, "s"))
-_KEY_OF_MARKS = (
-    '<ul class="key"><li><svg width="16" height="14"><path d="M8 0V14" stroke="var(--soft)"'
-    ' stroke-width="1.5" stroke-dasharray="4 3"/></svg>resumed</li>'
-    '<li><svg width="12" height="12"><path d="M6 1L11 11H1Z" fill="var(--soft)"/></svg>saved</li>'
-    '<li><svg width="12" height="12"><path d="M4 1h4v3h3v4H8v3H4V8H1V4h3Z" fill="var(--bad)"/>'
-    "</svg>skipped step</li></ul>"
-)
+# What a mark looks like and what it stands for, by its kind.
+_KEY_OF_MARKS = {
+    "resumed": (
+        '<svg width="16" height="14"><path d="M8 0V14" stroke="var(--soft)" stroke-width="1.5"'
+        ' stroke-dasharray="4 3"/></svg>resumed'
+    ),
+    "saved": '<svg width="12" height="12"><path d="M6 1L11 11H1Z" fill="var(--soft)"/></svg>saved',
+    "skipped": (
+        '<svg width="12" height="12"><path d="M4 1h4v3h3v4H8v3H4V8H1V4h3Z" fill="var(--bad)"/>'
+        "</svg>skipped step"
+    ),
+}
 
 
 def write_report(directories: Sequence[str | Path], path: Path | None = None) -> tuple[Path, int]:
@@ -76,9 +81,8 @@ def report_page(runs: Sequence[RunFolder]) -> Page:
     charts, thinned = _charts(runs, marks, levels)
     longest_s = max((row.get("elapsed_s") or 0.0 for run in runs for row in run.steps), default=0.0)
     _, unit_s, unit = next(item for item in _TIME_UNITS if longest_s >= item[0])
-    cards = "".join(
-        chart_card(chart, below=_KEY_OF_MARKS * (chart.key == _LOSS)) for chart in charts
-    )
+    key = _mark_key(marks)
+    cards = "".join(chart_card(chart, below=key * (chart.key == _LOSS)) for chart in charts)
     sections = [
         _notes(runs),
         _summary(runs),
@@ -130,6 +134,12 @@ def _memory_caption(runs: Sequence[RunFolder], levels: Sequence[Level]) -> str:
     if levels:
         parts.append("Dotted: flat buffers at their peak as a dry run predicts, no activations.")
     return " ".join(parts)
+
+
+def _mark_key(marks: Sequence[Mark]) -> str:
+    kinds = {mark.kind for mark in marks}
+    items = "".join(f"<li>{text}</li>" for kind, text in _KEY_OF_MARKS.items() if kind in kinds)
+    return f'<ul class="key">{items}</ul>' if items else ""
 
 
 def _predicted_memory(runs: Sequence[RunFolder]) -> tuple[list[Level], list[str]]:
@@ -229,7 +239,7 @@ def _summary_of(run: RunFolder) -> dict[str, tuple[str, str]]:
         ("validation", evaluation.get("bits_per_byte"), "{:.4f}".format, "bits a byte"),
         ("speed", speed, "{:,.0f}".format, "tokens a second"),
         ("MFU", last.get("mfu"), "{:.1%}".format, ""),
-        ("memory of rank 0", peak, lambda nbytes: f"{nbytes / _GB:,.2f}", "GB"),
+        ("memory", peak, lambda nbytes: f"{nbytes / _GB:,.2f}", "GB on rank 0"),
         ("skipped steps", last.get("num_skipped") or None, "{:,}".format, ""),
     ]
     return {name: (text(v), unit) for name, v, text, unit in values if v is not None}

@@ -119,7 +119,8 @@ def step_picture(moments: Sequence[Moment]) -> StepPicture:
 
 def _stretches(moments: Sequence[Moment]) -> tuple[list[_Stretch], float | None]:
     """Cut the moments at the computations and give each part its place."""
-    found, events = [], []
+    found: list[_Stretch] = []
+    events: list[Moment] = []
     for moment in moments:
         if moment.kind in _WIDTHS:
             found.append(_Stretch(events, moment))

@@ -30,7 +30,8 @@ pytestmark = [
 _DRAWN = """key => {
   const view = megafsdpPage.views[key], x = view.scale("x"), y = view.scale("y");
   const paths = [...document.querySelectorAll(`#chart-${key} .mark-symbol path`)];
-  return paths.map(p => p.__data__).filter(item => item.datum && "value" in item.datum).map(item => ({
+  const items = paths.map(p => p.__data__).filter(item => item.datum && "value" in item.datum);
+  return items.map(item => ({
     run: item.datum.run, step: item.datum.step, value: item.datum.value,
     x: x.invert(item.x), y: y.invert(item.y), fill: getComputedStyle(item._svg).fill,
   }));
