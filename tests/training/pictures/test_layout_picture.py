@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafsdp.buffer.layout import FlatLayout, TensorSpec
+from megafsdp.buffer.layout import FlatLayout, Slot, SubBuffer, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.training.pictures.layout_picture import PADDING, Rectangle, rectangles_of
 
@@ -49,6 +49,19 @@ def test_every_element_is_what_the_layout_says(
     assert (_painted(layout, found) == wanted).all()
     padding = sum(r.area for r in found if r.tensor == PADDING)
     assert padding == sum(r.numel for r in found if r.tensor == PADDING) == layout.padding_numel
+
+
+def test_a_tensor_may_begin_and_end_anywhere() -> None:
+    """Every range of four shards of 4 elements, to the element."""
+    sub_buffer = SubBuffer(0, 0, 4)
+    for start in range(16):
+        for stop in range(start + 1, 17):
+            # Rows of one element may be cut everywhere.
+            slot = Slot(TensorSpec("t", (stop - start,)), 0, start)
+            layout = FlatLayout(4, (sub_buffer,), (slot,))
+            flat = np.full(16, -1)
+            flat[start:stop] = 0
+            assert (_painted(layout, rectangles_of(layout)) == flat.reshape(4, 4)).all()
 
 
 def test_a_thousand_shards_take_three_rectangles_a_tensor() -> None:

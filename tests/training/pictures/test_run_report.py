@@ -136,6 +136,18 @@ def test_texts_cannot_end_their_element(tmp_path: Path) -> None:
     assert "<script>" not in shown
 
 
+def test_names_cannot_end_the_data_of_the_page(tmp_path: Path) -> None:
+    """Folders may be called anything: two of one name are told apart by what holds them."""
+    folders = [tmp_path / holder / "script>x" for holder in ("<", "other")]
+    written = [write_run(folder, [step_row(1)]) for folder in folders]
+    assert main(["report", *map(str, written), "-o", str(tmp_path / "page.html")]) == 0
+    content = (tmp_path / "page.html").read_text()
+    assert content.count("</script>") == 3
+    data = re.search(r'id="page-data">(.*?)</script>', content)
+    assert data is not None
+    assert "</script>x" in json.loads(data[1])["charts"][0]["data"]["curves"]["run"]
+
+
 @pytest.mark.parametrize(
     ("last_s", "unit"), [(90, "s"), (2000, "min"), (10_000, "h"), (400_000, "days")]
 )
