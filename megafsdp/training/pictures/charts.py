@@ -178,7 +178,11 @@ def _curve_layers(
         "name": "line",
         "data": {"name": "curves"},
         "transform": calculated[:1] + x_known,
-        "mark": {"type": "line", "invalid": "break-paths-show-path-domains", "strokeWidth": 1.8},
+        "mark": {
+            "type": "line",
+            "invalid": "break-paths-show-path-domains",
+            "strokeWidth": 1.8 if is_sparse else 1.2,
+        },
         "encoding": {"x": x, "y": y, "color": colour, "order": {"field": "step"}},
     }
     hover = {
