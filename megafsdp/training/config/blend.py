@@ -14,29 +14,29 @@ from megafsdp.training.config.sections import require
 
 
 def words_of(train: object) -> object:
-    """Return the words of a string; anything else as it is."""
-    return train.split() if isinstance(train, str) else train
+    """Return the words of a string, numbers as numbers; anything else as it is."""
+    return [_number_or_word(word) for word in train.split()] if isinstance(train, str) else train
 
 
 def separate_weights(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section ``data`` whose ``train`` has prefixes alone.
 
     Args:
-        data: The section as YAML or a command line has it. What is neither a string nor a list of
-            words and numbers stays, for the check of types.
+        data: The section as YAML or a command line has it. Numbers of a list are weights, text in
+            it is not, whatever it looks like; the words of a string are what they look like. What
+            is neither stays, for the check of types.
 
     Raises:
         ConfigError: Some prefixes have a weight before them and others have none, or there are
             ``weights`` besides.
     """
     words = words_of(data.get("train"))
-    if not isinstance(words, list) or not all(_is_word(word) for word in words):
-        return dict(data)
-    weights = [_weight_of(word) for word in words[::2]]
-    if all(weight is None for weight in weights):
-        return {**data, "train": words}
+    if not isinstance(words, list) or not any(map(_is_number, words)):
+        return {**data, "train": words} if "train" in data else dict(data)
+    weights, prefixes = words[::2], words[1::2]
+    is_in_turns = all(map(_is_number, weights)) and all(isinstance(p, str) for p in prefixes)
     require(
-        None not in weights and len(words) % 2 == 0,
+        is_in_turns and len(weights) == len(prefixes),
         "data.train",
         "a weight before each prefix, or before none",
         words,
@@ -49,18 +49,17 @@ def separate_weights(data: Mapping[str, Any]) -> dict[str, Any]:
         f"{data.get('weights')} beside data.train {words}",
         "Leave data.weights out, or the weights in data.train",
     )
-    return {**data, "train": words[1::2], "weights": weights}
+    return {**data, "train": prefixes, "weights": weights}
 
 
-def _is_word(value: object) -> bool:
+def _is_number(value: object) -> bool:
     # True is an int too.
-    return isinstance(value, str | int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _weight_of(word: str | int | float) -> float | None:
-    """Return the number that a word is; None if it is none."""
+def _number_or_word(word: str) -> float | str:
     try:
         number = float(word)
     except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+        return word
+    return number if math.isfinite(number) else word

@@ -101,7 +101,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
         section, _, name = option.strip("-+").partition(".")
         into = values.setdefault(section, {})
         if option.endswith("+"):
-            before = words_of(into.get(name, _known_names()[f"{section}.{name}"])) or []
+            before: Any = words_of(into.get(name, _known_names()[f"{section}.{name}"])) or []
             value = [*before, *(value if isinstance(value, list) else [value])]
         into[name] = value
     config = _checked(values, _COMMAND_LINE)

@@ -19,7 +19,10 @@ from tests.training.runs import tiny, write_corpus
         ("0.3 a 0.7 b", ["a", "b"], [0.3, 0.7]),
         ("30 data/a\n 70\tdata/b ", ["data/a", "data/b"], [30.0, 70.0]),
         ([0.3, "a", 7, "b c"], ["a", "b c"], [0.3, 7.0]),
-        (["1e-1", "a", "2", "./2024"], ["a", "./2024"], [0.1, 2.0]),
+        ("1e-1 a 2 ./2024", ["a", "./2024"], [0.1, 2.0]),
+        # Text of a list is what it is written as.
+        (["1", "a", "2024"], ["1", "a", "2024"], None),
+        ([1, "2", 0.5, "3"], ["2", "3"], [1.0, 0.5]),
         ("1 a", ["a"], [1.0]),
         ("a b", ["a", "b"], None),
         ("a", ["a"], None),
@@ -33,8 +36,9 @@ def test_weights_and_prefixes_in_turns_are_separated(
     train: object, prefixes: list[str], weights: list[float] | None
 ) -> None:
     """From a list or a string; without weights all words are prefixes."""
-    data = config_from_dict({"data": {"train": train}}).data
-    assert (data.train, data.weights) == (prefixes, weights)
+    config = config_from_dict({"data": {"train": train}})
+    assert (config.data.train, config.data.weights) == (prefixes, weights)
+    assert config_from_dict(config.to_dict()) == config
 
 
 def test_a_command_line_and_files_have_blends(tmp_path: Path) -> None:
@@ -56,13 +60,14 @@ def test_a_command_line_and_files_have_blends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"train": "0.3 a 0.7"}, r"before each prefix.*\['0.3', 'a', '0.7'\].*data\.train"),
+        ({"train": "0.3 a 0.7"}, r"before each prefix.*\[0.3, 'a', 0.7\].*data\.train"),
         ({"train": "0.3 a b c"}, r"before each prefix, or before none.*\./2024"),
-        ({"train": ["2024"]}, r"\./2024"),
+        ({"train": "2024"}, r"\./2024"),
+        ({"train": ["a", 0.3]}, r"before each prefix.*\['a', 0\.3\]"),
         ({"train": "1 a 2 b", "weights": [1.0, 2.0]}, "weights in one place.*data.weights"),
         ({"train": "0 a 1 b"}, r"data\.weights.0.*greater than 0"),
         ({"train": "-1 a 1 b"}, r"data\.weights.0.*greater than 0"),
-        ({"train": [1, 2]}, r"data\.train\.0.*string"),
+        ({"train": [1, 2]}, r"before each prefix.*\[1, 2\]"),
         ({"train": [True, "a"]}, r"data\.train\.0.*string"),
         ({"train": 5}, r"data\.train .*array"),
         ({"train": "0.5 a 0.5 b", "weigths": [1]}, "Did you mean data.weights"),
