@@ -21,6 +21,7 @@ from megafsdp.fsdp.fully_shard import fully_shard_model as shard_units
 from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy as OwnPolicy
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer as check_optimizer
+from megafsdp.fsdp.weight_sync import optimizers_follow
 from megafsdp.megatron.keywords import MegatronKeywords, MixedPrecisionPolicy
 from megafsdp.megatron.refusals import check_names, check_values, refuse_methods
 from megafsdp.mesh.annotation import annotate, annotation_of
@@ -118,22 +119,8 @@ def fully_shard(
         ValueError: The optimizer has stepped, or has parameters that are not the model's.
         Exception: Whatever :func:`fully_shard_model` raises.
     """
-    own = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer.state or any(id(p) not in own for p in listed):
-        got = "states of steps" if optimizer.state else "parameters of another model"
-        raise ValueError(
-            expected(
-                "a new optimizer of the model's parameters",
-                got,
-                where="fully_shard() of megafsdp.megatron",
-                hint="Build it from model.parameters() before the call, or after "
-                "fully_shard_model()",
-            )
-        )
-    model = fully_shard_model(module, device_mesh, **keywords)
-    for group in optimizer.param_groups:
-        group["params"] = [model.get_parameter(own[id(p)]) for p in group["params"]]
+    with optimizers_follow(module, [optimizer]):
+        model = fully_shard_model(module, device_mesh, **keywords)
     return model, fully_shard_optimizer(optimizer)
 
 
