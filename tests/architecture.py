@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         | {"checkpoint", "_native"}
     ),
     # On top of all others: bridges to other libraries, and the keywords of one.
-    "integrations": frozenset({"checkpoint", "fsdp", "models", "optimizer"}),
+    "integrations": frozenset({"checkpoint", "fsdp", "optimizer"}),
     "megatron": frozenset({"fsdp", "mesh"}),
     # python -m megafsdp.
     "__main__": frozenset({"training"}),

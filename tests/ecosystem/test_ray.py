@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.end_to_end.test_readme import ROOT, python_blocks
 from tests.ranks import Ranks
 
 pytest.importorskip("ray", reason="ecosystem: ray is not installed")
-import megafsdp.integrations.ray  # noqa: F401 (the ranks take it from sys.modules)
+from megafsdp.integrations import ray as bridge
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("default")]
 
@@ -35,7 +36,8 @@ metrics = []
 for steps in all_steps:
     names = {"__name__": "__main__"}
     text = program.replace('"steps": 2', f'"steps": {steps}')
-    text = text.replace("ray.init(num_cpus=2)", "ray.init(num_cpus=2, ignore_reinit_error=True)")
+    once = "ray.init(num_cpus=2, ignore_reinit_error=True, include_dashboard=False)"
+    text = text.replace("ray.init(num_cpus=2)", once)
     exec(compile(text, page, "exec"), names)
     metrics.append(names["result"].metrics)
 json.dump(metrics, open(out, "w"))
@@ -53,7 +55,6 @@ def _unbroken(program: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tenso
         reported.append(metrics | {"step": step})
         models.append(model)
 
-    bridge = sys.modules["megafsdp.integrations.ray"]
     replaced = {"report": report, "resume": lambda model, optimizer: 0}
     before = {name: getattr(bridge, name) for name in replaced}
     try:
@@ -78,7 +79,7 @@ def test_a_run_of_two_workers_goes_on_from_its_checkpoint(ranks: Ranks, tmp_path
     words = [sys.executable, "-c", DRIVER, page, out, *STEPS]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [str(word) for word in words], env=environment, capture_output=True, text=True, timeout=300
+        [str(word) for word in words], env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-4000:]
     metrics = json.loads(out.read_text())
@@ -90,3 +91,12 @@ def test_a_run_of_two_workers_goes_on_from_its_checkpoint(ranks: Ranks, tmp_path
     # On another number of ranks.
     for state in ranks(3).run(_loaded, root):
         assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+
+
+def test_storage_that_workers_do_not_mount_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is written: the workers of a cluster write one checkpoint together."""
+    storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name="s3"))
+    context = SimpleNamespace(get_storage=lambda: storage)
+    monkeypatch.setattr(bridge.train, "get_context", lambda: context)
+    with pytest.raises(NotImplementedError, match=r"storage_path.*'s3'.*shared folder"):
+        bridge.report({}, step=1, model=torch.nn.Linear(1, 1))
