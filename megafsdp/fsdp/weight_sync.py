@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -245,7 +245,7 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 @contextlib.contextmanager
-def optimizers_follow(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+def optimizers_follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Give optimizers the parameters that take the place of a module's while the context is open.
 
     For libraries that build optimizers before they shard. Groups and their options stay; local.

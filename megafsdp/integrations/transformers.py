@@ -61,14 +61,26 @@ class Sharded(_Base):
 
         Raises:
             NotImplementedError: Half precision with a loss scale is asked for.
+            ValueError: Another engine is to shard the model.
         """
+        where = "TrainingArguments of a sharded trainer"
         if self.args.fp16:
             raise NotImplementedError(
                 expected(
                     "bf16 or fp32",
                     "fp16, whose loss scale torch's GradScaler keeps",
-                    where="TrainingArguments of a sharded trainer",
+                    where=where,
                     hint="Use bf16=True, or a loop of your own with megafsdp.LossScaler",
+                )
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                expected(
+                    "one engine that shards",
+                    "fsdp or deepspeed besides",
+                    where=where,
+                    hint="Leave the argument out, and start by torchrun or a plain accelerate "
+                    "launch",
                 )
             )
         if not isinstance(model, FSDPModule):
