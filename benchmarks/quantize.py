@@ -2,8 +2,8 @@
 
 Weights, fp32: maxima and codes of the whole from both, each alone, and values in bf16 from codes.
 Inputs, bf16: blocks along features and along tokens. Our side runs at every instruction set that
-the processor has but the scalar one. Sides take turns in every repeat, the second of two calls is timed;
-a copy of fp32 values from one array to another takes its turn too, and bytes a
+the processor has but the scalar one. Sides take turns in every repeat, and of two calls in a row
+the second is timed. A copy of fp32 values from one array to another takes its turn too; bytes a
 second stand beside its own. At last a refresh of a shard, through bf16, beside the step of Adam
 that comes before it.
 """

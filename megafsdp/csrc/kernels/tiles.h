@@ -207,23 +207,22 @@ MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of
   }
 }
 
-// Returns the code of a value in the low byte. Factors are not negative; where one is NaN the code is
+// Returns the code of a value times a factor that is not negative; of a factor that is NaN the code is
 // not right.
 template <typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE uint8_t encode_one(Source value, float factor) {
   const uint32_t magnitude = magnitude_of<Through>(value);
-  const uint32_t code = encode_clamped<Element>(bits_of(float_of(magnitude) * factor)) |
-                        sign_of_code<Element>(any_bits_of(value));
-  return static_cast<uint8_t>(magnitude >= kInfinityBits ? Element::kNanCode : code);
+  const uint32_t scaled = bits_of(float_of(magnitude) * factor);
+  return static_cast<uint8_t>(
+      encode_parts<Element>(scaled, any_bits_of(value), magnitude >= kInfinityBits));
 }
 
 template <typename Through, typename Source>
 MEGAFSDP_INLINE uint8_t encode_one_stochastically(Source value, float factor, float noise) {
   const uint32_t magnitude = magnitude_of<Through>(value);
-  const uint32_t code =
-      E2M1::stochastic_code(bits_of(float_of(magnitude) * factor), noise) |
-      sign_of_code<E2M1>(any_bits_of(value));
-  return static_cast<uint8_t>(magnitude >= kInfinityBits ? E2M1::kNanCode : code);
+  const uint32_t scaled = bits_of(float_of(magnitude) * factor);
+  return static_cast<uint8_t>(E2M1::encode_parts_stochastically(scaled, any_bits_of(value), noise,
+                                                                magnitude >= kInfinityBits));
 }
 
 // Writes the codes of some rows side by side, each code in a byte.
