@@ -205,7 +205,12 @@ class QuantizedWeight(GatheredWeight):
             # Encoded once a step and gathered in every microbatch: 1/N of the codes are kept.
             source = PersistentSource(buffers.new_piece(), encode)
         super().__init__(
-            full, joined(source, buffers, axes), buffers, axes=axes, is_persistent=is_persistent
+            full,
+            joined(source, buffers, axes),
+            buffers,
+            axes=axes,
+            is_persistent=is_persistent,
+            is_gathered=axes.is_sharded,
         )
 
     @property
