@@ -296,7 +296,9 @@ def _check_names(config: Config) -> None:
     try:
         policies_by_module(model, units, precision.policy())
     except ValueError as error:
-        raise ConfigError(f"{error} The name stands in the section precision of the run.") from error
+        raise ConfigError(
+            f"{error} The name stands in the section precision of the run."
+        ) from error
 
 
 def _check_dtypes(config: Config) -> None:

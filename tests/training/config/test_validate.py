@@ -245,12 +245,12 @@ def test_a_recipe_has_what_belongs_to_it_alone(tmp_path: Path) -> None:
     validate(tiny(tmp_path, precision=given), world_size=2)
     for name in ("keep_unquantized", "quantize_activations"):
         config = tiny(tmp_path, precision={name: given[name]})
-        with pytest.raises(ConfigError, match=f"precision.recipe is null.*precision.{name}"):
+        with pytest.raises(ConfigError, match=rf"precision\.recipe is null.*precision\.{name}"):
             validate(config, world_size=2)
     on_host = {"parallel": {"offload_parameters": True}}, {"optimizer": {"offload_fraction": 0.5}}
     for section in on_host:
         config = tiny(tmp_path, precision={"recipe": "mxfp8"}, **section)
-        with pytest.raises(ConfigError, match="got mxfp8.*Leave out the recipe"):
+        with pytest.raises(ConfigError, match=r"got mxfp8.*Leave out the recipe"):
             validate(config, world_size=2)
     with pytest.raises(ConfigError, match=r"'fp8_block'.*'mxfp8'"):
         tiny(tmp_path, precision={"recipe": "fp9"})
