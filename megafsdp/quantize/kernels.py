@@ -14,7 +14,8 @@ import torch
 
 from megafsdp._native import native_module
 from megafsdp.errors import expected
-from megafsdp.quantize.elements import E2M1, E4M3, E5M2
+from megafsdp.quantize.cuda_kernels import CudaKernels, kernels_on
+from megafsdp.quantize.elements import E2M1, E4M3, E5M2, Element, pack, unpack
 from megafsdp.quantize.scales import E8M0Scaling, Fp32Scaling, TwoLevelScaling
 from megafsdp.quantize.tiles import (
     SOURCE_DTYPES,
@@ -35,6 +36,8 @@ _SCALINGS = {
 _NO_BUFFER = (0, 0)
 
 Buffer = tuple[int, int]
+# The compiled module for CPUs has functions of the same names.
+Kernels = ModuleType | CudaKernels
 
 
 @torch.no_grad()
@@ -99,7 +102,9 @@ def encode(
             fragments=batch,
             dtype=_DTYPE_NAMES[dtype],
             through="" if through is None else _DTYPE_NAMES[through],
-            noise=_NO_BUFFER if noise is None else _buffer("noise", noise, torch.float32),
+            noise=_NO_BUFFER
+            if noise is None
+            else _buffer("noise", noise, torch.float32, fragments[0].values.device),
             num_threads=torch.get_num_threads(),
         )
 
@@ -129,8 +134,8 @@ def fill_tables(
             tables=[
                 (
                     _stack(shapes[i]),
-                    _buffer("maxima", maxima[i], torch.int32),
-                    _buffer("table", tables[i], torch.uint8),
+                    _buffer("maxima", maxima[i], torch.int32, maxima[i].device),
+                    _buffer("table", tables[i], torch.uint8, maxima[i].device),
                 )
                 for i in chosen
             ],
@@ -159,9 +164,9 @@ def decode(
     module.decode_tiles(
         coding=_native_coding(coding),
         shape=_stack(shape),
-        codes=_buffer("codes", codes, torch.uint8),
-        table=_buffer("table", table, torch.uint8),
-        out=_buffer("out", out, out.dtype),
+        codes=_buffer("codes", codes, torch.uint8, codes.device),
+        table=_buffer("table", table, torch.uint8, codes.device),
+        out=_buffer("out", out, out.dtype, codes.device),
         out_dtype=_DTYPE_NAMES[out.dtype],
         num_threads=torch.get_num_threads(),
     )
@@ -196,10 +201,10 @@ def quantize(
         module.encode_blocks(
             coding=_native_coding(coding),
             shape=(1, rows, cols),
-            values=_buffer("values", values, values.dtype),
+            values=_buffer("values", values, values.dtype, device),
             dtype=_DTYPE_NAMES[values.dtype],
-            table=_buffer("table", table, torch.uint8),
-            codes=_buffer("codes", codes, torch.uint8),
+            table=_buffer("table", table, torch.uint8, device),
+            codes=_buffer("codes", codes, torch.uint8, device),
             num_threads=torch.get_num_threads(),
         )
         return codes, table
@@ -215,23 +220,94 @@ def quantize(
     return codes, table
 
 
+@torch.no_grad()
+def quantize_turned(
+    coding: TileCoding,
+    values: torch.Tensor,
+    maximum: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`quantize`, but return the codes transposed, ``(cols, rows / codes_per_byte)``.
+
+    On a GPU 8-bit codes with one level are turned on their way, in one pass over the values.
+    """
+    rows, cols = values.shape
+    module = _module_for(values)
+    is_one_pass = maximum is not None if coding.tile is None else coding.tile[1] == 1
+    if not (
+        isinstance(module, CudaKernels)
+        and noise is None
+        and values.numel()
+        and is_one_pass
+        and (coding.tile is None or module.module.is_one_pass(_native_coding(coding)))
+    ):
+        codes, table = quantize(coding, values, maximum, noise)
+        return turn_codes(codes, coding.element), table
+    device = values.device
+    turned = torch.empty((cols, rows), dtype=torch.uint8, device=device)
+    table = torch.empty(coding.table_nbytes((rows, cols)), dtype=torch.uint8, device=device)
+    given = {"table": _buffer("table", table, torch.uint8, device)}
+    if maximum is not None:
+        bits = maximum.reshape(1).view(torch.int32)
+        fill_tables(coding, [(rows, cols)], [bits], [table])
+        given = {"maximum": _buffer("maximum", bits, torch.int32, device)}
+    module.encode_matrix(
+        coding=_native_coding(coding),
+        shape=(1, rows, cols),
+        values=_buffer("values", values, values.dtype, device),
+        dtype=_DTYPE_NAMES[values.dtype],
+        turned=_buffer("turned", turned, torch.uint8, device),
+        **given,
+    )
+    return turned, table
+
+
+@torch.no_grad()
+def turn_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
+    """Return the codes of a matrix, or of each of a stack, transposed; allocates.
+
+    Args:
+        codes: ``(..., rows, cols / codes_per_byte)`` uint8, contiguous, of at most three
+            dimensions; rows are even for e2m1.
+        element: What a code is.
+    """
+    per_byte = element.codes_per_byte
+    *matrices, rows, nbytes = codes.shape
+    module = _module_for(codes)
+    if not isinstance(module, CudaKernels) or codes.numel() == 0:
+        plain = unpack(codes) if per_byte == 2 else codes
+        turned = plain.transpose(-2, -1).contiguous()
+        return pack(turned) if per_byte == 2 else turned
+    cols = nbytes * per_byte
+    turned = codes.new_empty((*matrices, cols, rows // per_byte))
+    module.turn_codes(
+        element=element.name,
+        shape=_stack((*matrices, rows, cols)),
+        codes=_buffer("codes", codes, torch.uint8, codes.device),
+        turned=_buffer("turned", turned, torch.uint8, codes.device),
+    )
+    return turned
+
+
 def _is_one_pass(coding: TileCoding) -> bool:
     return coding.tile is not None and not isinstance(coding.scaling, TwoLevelScaling)
 
 
-def _module_for(tensor: torch.Tensor) -> ModuleType | None:
+def _module_for(tensor: torch.Tensor) -> Kernels | None:
     """Return the compiled kernels that take a tensor; None if there are none."""
     # Subclasses have no memory of their own that an address could name.
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+    if type(tensor) is not torch.Tensor:
         return None
-    return native_module()
+    if tensor.device.type == "cuda":
+        return kernels_on(tensor.device)
+    return native_module() if tensor.device.type == "cpu" else None
 
 
 def _batches(
     tensors: Sequence[torch.Tensor], through: torch.dtype | None
-) -> list[tuple[ModuleType | None, torch.dtype, list[int]]]:
+) -> list[tuple[Kernels | None, torch.dtype, list[int]]]:
     """Return the indices of tensors by kernels and dtype: one call for each."""
-    found: dict[tuple[ModuleType | None, torch.dtype], list[int]] = {}
+    found: dict[tuple[Kernels | None, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         module = _module_for(tensor)
         # Only fp32 is rounded to another dtype by the compiled kernels.
@@ -253,8 +329,8 @@ def _native_fragment(
         (values.data_ptr(), values.numel()),
         fragment.first_row,
         _stack(fragment.shape),
-        _buffer("maxima", maxima, torch.int32),
-        _NO_BUFFER if codes is None else _buffer("codes", codes, torch.uint8),
+        _buffer("maxima", maxima, torch.int32, values.device),
+        _NO_BUFFER if codes is None else _buffer("codes", codes, torch.uint8, values.device),
     )
 
 
@@ -263,10 +339,10 @@ def _stack(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return shape if len(shape) == 3 else (1, *shape)  # type: ignore[return-value]
 
 
-def _buffer(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Buffer:
+def _buffer(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Buffer:
     """Return address and size; the kernels get bare addresses and can check no dtype."""
-    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(_wrong_buffer(name, tensor, dtype, torch.device("cpu")))
+    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(_wrong_buffer(name, tensor, dtype, device))
     return tensor.data_ptr(), tensor.numel()
 
 
