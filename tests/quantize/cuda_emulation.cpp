@@ -55,7 +55,7 @@ template <typename Call>
 int64_t guarded(const Call& call) {
   try {
     return call();
-  } catch (const std::invalid_argument& error) {
+  } catch (const std::logic_error& error) {
     last_error = error.what();
     return -1;
   }

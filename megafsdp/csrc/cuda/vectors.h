@@ -4,9 +4,9 @@
 // The file compiles for the host too.
 #pragma once
 
-#include <cassert>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <type_traits>
 
 #include "../kernels/inline.h"
@@ -86,9 +86,15 @@ MEGAFSDP_INLINE void store(void* base, int64_t vector, const Values& values) {
   for (int i = 0; i < kRawParts<Values>; ++i) store_raw(to + i, raw[i]);
 }
 #else
+// A GPU would refuse to go on; on the host a test is told.
+template <typename Values>
+inline void check_vector_at(const void* base) {
+  if (!may_be_at<Values>(base)) throw std::logic_error("a vector is not aligned");
+}
+
 template <typename Values>
 MEGAFSDP_INLINE Values load(const void* base, int64_t vector) {
-  assert(may_be_at<Values>(base));
+  check_vector_at<Values>(base);
   Values values;
   std::memcpy(&values, static_cast<const char*>(base) + vector * sizeof values, sizeof values);
   return values;
@@ -101,7 +107,7 @@ MEGAFSDP_INLINE Values load_once(const void* base, int64_t vector) {
 
 template <typename Values>
 MEGAFSDP_INLINE void store(void* base, int64_t vector, const Values& values) {
-  assert(may_be_at<Values>(base));
+  check_vector_at<Values>(base);
   std::memcpy(static_cast<char*>(base) + vector * sizeof values, &values, sizeof values);
 }
 #endif
