@@ -86,7 +86,7 @@ MEGAFSDP_INLINE void store(void* base, int64_t vector, const Values& values) {
   for (int i = 0; i < kRawParts<Values>; ++i) store_raw(to + i, raw[i]);
 }
 #else
-// A GPU would refuse to go on; on the host a test is told.
+// What a GPU traps on is an exception on the host.
 template <typename Values>
 inline void check_vector_at(const void* base) {
   if (!may_be_at<Values>(base)) throw std::logic_error("a vector is not aligned");
