@@ -14,7 +14,7 @@ import torch
 
 from megafsdp._native import native_module
 from megafsdp.errors import expected
-from megafsdp.quantize.cuda_kernels import CudaKernels, kernels_on
+from megafsdp.quantize.cuda_kernels import CudaKernels, MatrixBuffers, kernels_on
 from megafsdp.quantize.elements import E2M1, E4M3, E5M2, Element, pack, unpack
 from megafsdp.quantize.scales import E8M0Scaling, Fp32Scaling, TwoLevelScaling
 from megafsdp.quantize.tiles import (
@@ -221,7 +221,7 @@ def quantize(
 
 
 @torch.no_grad()
-def quantize_turned(
+def quantize_transposed(
     coding: TileCoding,
     values: torch.Tensor,
     maximum: torch.Tensor | None = None,
@@ -229,7 +229,7 @@ def quantize_turned(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`quantize`, but return the codes transposed, ``(cols, rows / codes_per_byte)``.
 
-    On a GPU 8-bit codes with one level are turned on their way, in one pass over the values.
+    On a GPU 8-bit codes with one level are transposed on their way, in one pass over the values.
     """
     rows, cols = values.shape
     module = _module_for(values)
@@ -242,28 +242,33 @@ def quantize_turned(
         and (coding.tile is None or module.module.is_one_pass(_native_coding(coding)))
     ):
         codes, table = quantize(coding, values, maximum, noise)
-        return turn_codes(codes, coding.element), table
+        return transpose_codes(codes, coding.element), table
     device = values.device
-    turned = torch.empty((cols, rows), dtype=torch.uint8, device=device)
+    transposed = torch.empty((cols, rows), dtype=torch.uint8, device=device)
     table = torch.empty(coding.table_nbytes((rows, cols)), dtype=torch.uint8, device=device)
-    given = {"table": _buffer("table", table, torch.uint8, device)}
-    if maximum is not None:
+    target = _buffer("transposed", transposed, torch.uint8, device)
+    if maximum is None:
+        beside = MatrixBuffers(
+            transposed=target, table=_buffer("table", table, torch.uint8, device)
+        )
+    else:
         bits = maximum.reshape(1).view(torch.int32)
         fill_tables(coding, [(rows, cols)], [bits], [table])
-        given = {"maximum": _buffer("maximum", bits, torch.int32, device)}
+        beside = MatrixBuffers(
+            transposed=target, maximum=_buffer("maximum", bits, torch.int32, device)
+        )
     module.encode_matrix(
         coding=_native_coding(coding),
         shape=(1, rows, cols),
         values=_buffer("values", values, values.dtype, device),
         dtype=_DTYPE_NAMES[values.dtype],
-        turned=_buffer("turned", turned, torch.uint8, device),
-        **given,
+        beside=beside,
     )
-    return turned, table
+    return transposed, table
 
 
 @torch.no_grad()
-def turn_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
+def transpose_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
     """Return the codes of a matrix, or of each of a stack, transposed; allocates.
 
     Args:
@@ -276,17 +281,17 @@ def turn_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
     module = _module_for(codes)
     if not isinstance(module, CudaKernels) or codes.numel() == 0:
         plain = unpack(codes) if per_byte == 2 else codes
-        turned = plain.transpose(-2, -1).contiguous()
-        return pack(turned) if per_byte == 2 else turned
+        transposed = plain.transpose(-2, -1).contiguous()
+        return pack(transposed) if per_byte == 2 else transposed
     cols = nbytes * per_byte
-    turned = codes.new_empty((*matrices, cols, rows // per_byte))
-    module.turn_codes(
+    transposed = codes.new_empty((*matrices, cols, rows // per_byte))
+    module.transpose_codes(
         element=element.name,
         shape=_stack((*matrices, rows, cols)),
         codes=_buffer("codes", codes, torch.uint8, codes.device),
-        turned=_buffer("turned", turned, torch.uint8, codes.device),
+        transposed=_buffer("transposed", transposed, torch.uint8, codes.device),
     )
-    return turned
+    return transposed
 
 
 def _is_one_pass(coding: TileCoding) -> bool:

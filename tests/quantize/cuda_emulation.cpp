@@ -219,7 +219,7 @@ int64_t emulate_decode(const CodingNames* names, const int64_t* numbers, const c
   });
 }
 
-// numbers has shape, values, codes, turned codes, given and raised maximum, and table.
+// numbers has shape, values, codes, transposed codes, given and raised maximum, and table.
 int64_t emulate_matrix(const CodingNames* names, const int64_t* numbers, const char* dtype) {
   return guarded([&]() -> int64_t {
     const MatrixArguments arguments{coding_of(*names),      shape_at(numbers),
@@ -252,13 +252,13 @@ int64_t emulate_matrix(const CodingNames* names, const int64_t* numbers, const c
           }
           return;
         }
-        using Thread = EncodeTurnedThread<Element, Source>;
-        const EncodeTurnedTask task = turned_task_of(launch);
-        was_aligned = task.is_aligned && (task.turned == nullptr || task.stores_vectors);
+        using Thread = EncodeTransposedThread<Element, Source>;
+        const EncodeTransposedTask task = transposed_task_of(launch);
+        was_aligned = task.is_aligned && (task.transposed == nullptr || task.stores_vectors);
         for (int64_t item = 0; item < task.grid.num_items; ++item) {
-          const auto shared = std::make_unique<EncodeTurnedShared>();
+          const auto shared = std::make_unique<EncodeTransposedShared>();
           std::vector<Thread> threads;
-          for (int t = 0; t < kTurnThreads; ++t) threads.emplace_back(task, item, t, *shared);
+          for (int t = 0; t < kTransposeThreads; ++t) threads.emplace_back(task, item, t, *shared);
           for (const Thread& thread : threads) thread.note_maxima(task, *shared);
           for (const Thread& thread : threads) thread.share_factors(task, *shared);
           for (const Thread& thread : threads) thread.share_codes_of(task, *shared);
@@ -270,28 +270,28 @@ int64_t emulate_matrix(const CodingNames* names, const int64_t* numbers, const c
   });
 }
 
-// numbers has shape, codes and turned codes.
-int64_t emulate_turn(const char* element, const int64_t* numbers) {
+// numbers has shape, codes and transposed codes.
+int64_t emulate_transpose(const char* element, const int64_t* numbers) {
   return guarded([&]() -> int64_t {
-    const CudaTurnLaunch launch = checked_turn(
+    const CudaTransposeLaunch launch = checked_transpose(
         {element, shape_at(numbers), buffer_at(numbers + 3), buffer_at(numbers + 5)}, {0, nullptr});
-    const TurnTask task = turn_task_of(launch);
+    const TransposeTask task = transpose_task_of(launch);
     was_aligned = task.loads_vectors && task.stores_vectors;
     for (int64_t item = 0; item < task.grid.num_items; ++item) {
-      const auto shared = std::make_unique<TurnShared>();
-      const TurnBlock block = turn_block(task.grid, item, TurnShared::kCols);
-      for (int t = 0; t < kTurnThreads; ++t) {
+      const auto shared = std::make_unique<TransposeShared>();
+      const TransposeBlock block = transpose_block(task.grid, item, TransposeShared::kCols);
+      for (int t = 0; t < kTransposeThreads; ++t) {
         if (launch.codes_per_byte == 1) {
           share_loaded<1>(task, block, t, *shared);
         } else {
           share_loaded<2>(task, block, t, *shared);
         }
       }
-      for (int t = 0; t < kTurnThreads; ++t) {
+      for (int t = 0; t < kTransposeThreads; ++t) {
         if (launch.codes_per_byte == 1) {
-          write_turned<1>(task.grid, block, task.stores_vectors, t, *shared, task.out);
+          write_transposed<1>(task.grid, block, task.stores_vectors, t, *shared, task.out);
         } else {
-          write_turned<2>(task.grid, block, task.stores_vectors, t, *shared, task.out);
+          write_transposed<2>(task.grid, block, task.stores_vectors, t, *shared, task.out);
         }
       }
     }

@@ -73,15 +73,15 @@ class EmulatedCuda:
 
     def encode_matrix(self, **given: Any) -> None:
         """Write codes of a matrix in one pass."""
-        names = ("shape", "values", "codes", "turned", "maximum", "raised", "table")
+        names = ("shape", "values", "codes", "transposed", "maximum", "raised", "table")
         numbers = _numbers(given[name] for name in names)
         dtype = given["dtype"].encode()
         self._call("encode_matrix", "emulate_matrix", _names(given["coding"]), numbers, dtype)
 
-    def turn_codes(self, **given: Any) -> None:
+    def transpose_codes(self, **given: Any) -> None:
         """Transpose codes."""
-        numbers = _numbers(given[name] for name in ("shape", "codes", "turned"))
-        self._call("turn_codes", "emulate_turn", given["element"].encode(), numbers)
+        numbers = _numbers(given[name] for name in ("shape", "codes", "transposed"))
+        self._call("transpose_codes", "emulate_transpose", given["element"].encode(), numbers)
 
     def _tiles(self, given: dict[str, Any]) -> tuple[Any, ...]:
         return (

@@ -23,7 +23,7 @@ import torch
 from megafsdp import _native
 from megafsdp._native import cuda_module
 from megafsdp.quantize import input_formats, kernels
-from megafsdp.quantize.cuda_kernels import CudaKernels, kernels_on
+from megafsdp.quantize.cuda_kernels import CudaKernels, MatrixBuffers, kernels_on
 from megafsdp.quantize.elements import E2M1, E4M3, E5M2, Element, pack, unpack
 from megafsdp.quantize.formats import WeightFormat
 from megafsdp.quantize.input_formats import ALONG_FEATURES, ALONG_TOKENS, InputFormat
@@ -406,13 +406,13 @@ def test_noise_rounds_as_the_formula(place: Place, guard: int) -> None:
     assert not torch.equal(wanted, plain.codes)
 
 
-TURNED_SHAPES = [(128, 64), (256, 144), (16, 16), (130, 70), (2, 4), (64, 200), (300, 8)]
+TRANSPOSED_SHAPES = [(128, 64), (256, 144), (16, 16), (130, 70), (2, 4), (64, 200), (300, 8)]
 
 
-def _turned(codes: torch.Tensor, element: Element) -> torch.Tensor:
+def _transposed(codes: torch.Tensor, element: Element) -> torch.Tensor:
     plain = unpack(codes) if element is E2M1 else codes
-    turned = plain.transpose(-2, -1).contiguous()
-    return pack(turned) if element is E2M1 else turned
+    transposed = plain.transpose(-2, -1).contiguous()
+    return pack(transposed) if element is E2M1 else transposed
 
 
 @pytest.mark.parametrize("matrices", [(), (3,)], ids=["matrix", "stack"])
@@ -420,11 +420,11 @@ def _turned(codes: torch.Tensor, element: Element) -> torch.Tensor:
 def test_codes_are_transposed(place: Place, element: Element, matrices: tuple[int, ...]) -> None:
     """Of a matrix and of each of a stack, whole vectors and tails."""
     generator = torch.Generator().manual_seed(0)
-    for (rows, cols), guard in itertools.product(TURNED_SHAPES, (ALIGNED, MISALIGNED)):
+    for (rows, cols), guard in itertools.product(TRANSPOSED_SHAPES, (ALIGNED, MISALIGNED)):
         shape = (*matrices, rows, cols // element.codes_per_byte)
         codes = torch.randint(256, shape, generator=generator).to(torch.uint8)
-        found = kernels.turn_codes(place.put(codes, guard).view(shape), element)
-        assert torch.equal(found.cpu(), _turned(codes, element))
+        found = kernels.transpose_codes(place.put(codes, guard).view(shape), element)
+        assert torch.equal(found.cpu(), _transposed(codes, element))
         if place.were_aligned is not None:
             is_aligned = guard == ALIGNED and rows % 16 == 0 and cols % 16 == 0
             assert place.were_aligned[-1] == is_aligned
@@ -440,7 +440,7 @@ def test_codes_are_transposed_on_their_way(place: Place, dtype: torch.dtype) -> 
         input_formats.NV_E2M1.coding(along=ALONG_TOKENS),
     ]
     for coding, (rows, cols), guard in itertools.product(
-        codings, TURNED_SHAPES, (ALIGNED, MISALIGNED)
+        codings, TRANSPOSED_SHAPES, (ALIGNED, MISALIGNED)
     ):
         values = values_of((rows, cols), dtype)
         maximum = values.abs().amax().float().reshape(1) if coding.tile is None else None
@@ -448,11 +448,11 @@ def test_codes_are_transposed_on_their_way(place: Place, dtype: torch.dtype) -> 
         there = place.put(values, guard).view(rows, cols)
         if place.launches is not None:
             place.launches.clear()
-        codes, table = kernels.quantize_turned(
+        codes, table = kernels.quantize_transposed(
             coding, there, None if maximum is None else maximum.to(place.device)
         )
         plain = wanted.codes.view(rows, cols // coding.element.codes_per_byte)
-        assert same_bits(codes, _turned(plain, coding.element))
+        assert same_bits(codes, _transposed(plain, coding.element))
         assert same_bits(table, wanted.table[: table.numel()])
         if place.launches is not None and coding.element is not E2M1:
             given = [] if maximum is None else [("fill_scale_tables", 1)]
@@ -477,13 +477,15 @@ def test_one_pass_writes_both_ways_and_raises_a_maximum(place: Place) -> None:
             shape=(1, *shape),
             values=(there.data_ptr(), there.numel()),
             dtype="bfloat16",
-            codes=(buffers[0].data_ptr(), wanted.numel()),
-            turned=(buffers[1].data_ptr(), wanted.numel()),
-            maximum=(maximum.data_ptr(), 1),
-            raised=(raised.data_ptr(), 1),
+            beside=MatrixBuffers(
+                codes=(buffers[0].data_ptr(), wanted.numel()),
+                transposed=(buffers[1].data_ptr(), wanted.numel()),
+                maximum=(maximum.data_ptr(), 1),
+                raised=(raised.data_ptr(), 1),
+            ),
         )
         assert same_bits(buffers[0], wanted)
-        assert same_bits(buffers[1], _turned(wanted.view(shape), E4M3))
+        assert same_bits(buffers[1], _transposed(wanted.view(shape), E4M3))
         assert raised.view(FP32).item() == max(before, values.abs().max().item())
         for buffer in (*buffers, raised):
             assert_guards_hold(buffer)
@@ -563,8 +565,8 @@ def _run_between_traps(library: Path, numel: int) -> int:
                 assert same_bits(codes, wanted.codes) and same_bits(out, wanted.decoded[0])
             for along, form in itertools.product((0, 1), INPUTS[2:4]):
                 form.quantize(values, along=along)
-            kernels.quantize_turned(INPUTS[2].coding(along=0), values)
-            kernels.turn_codes(trapped(values.to(torch.uint8), at_end), E4M3)
+            kernels.quantize_transposed(INPUTS[2].coding(along=0), values)
+            kernels.transpose_codes(trapped(values.to(torch.uint8), at_end), E4M3)
     return len(module.launches)
 
 
@@ -604,16 +606,16 @@ def _arguments(function: str) -> dict[str, Any]:
                 "values": buffers["v"],
                 "dtype": "float32",
                 "codes": buffers["c"],
-                "turned": buffers["t"],
+                "transposed": buffers["t"],
                 "maximum": (0, 0),
                 "raised": (0, 0),
                 "table": (address * 8, 32),
             },
-            "turn_codes": {
+            "transpose_codes": {
                 "element": "e4m3",
                 "shape": SHAPE,
                 "codes": buffers["c"],
-                "turned": buffers["t"],
+                "transposed": buffers["t"],
             },
         }[function]
     )
@@ -625,7 +627,7 @@ FUNCTIONS = (
     "fill_scale_tables",
     "decode_tiles",
     "encode_matrix",
-    "turn_codes",
+    "transpose_codes",
 )
 WRONG = [
     *[(function, "device", -1) for function in FUNCTIONS],
@@ -641,14 +643,14 @@ WRONG = [
     ("encode_matrix", "element", ("e2m1", "e8m0", 32, 1)),
     ("encode_matrix", "scaling", ("e4m3", "two_level", 32, 1)),
     ("encode_matrix", "tile", ("e4m3", "e8m0", 24, 1)),
-    ("encode_matrix", "turned", ("e4m3", "e8m0", 1, 32)),
+    ("encode_matrix", "transposed", ("e4m3", "e8m0", 1, 32)),
     ("encode_matrix", "codes", (0, 0)),
     ("encode_matrix", "table", (64, 31)),
     ("encode_matrix", "maximum", (64, 1)),
     ("encode_matrix", "values", (2 << 20, 1024)),
-    ("turn_codes", "element", "e3m4"),
-    ("turn_codes", "turned", (2 << 20, 1024)),
-    ("turn_codes", "shape", (1, 33, 32)),
+    ("transpose_codes", "element", "e3m4"),
+    ("transpose_codes", "transposed", (2 << 20, 1024)),
+    ("transpose_codes", "shape", (1, 33, 32)),
 ]
 # The argument of the call that a wrong value replaces, where the message names another.
 GIVEN_AS = {
@@ -658,7 +660,7 @@ GIVEN_AS = {
     ("encode_matrix", "element"): "coding",
     ("encode_matrix", "scaling"): "coding",
     ("encode_matrix", "tile"): "coding",
-    ("encode_matrix", "turned"): "coding",
+    ("encode_matrix", "transposed"): "coding",
 }
 
 
@@ -669,10 +671,10 @@ def test_a_launch_names_a_wrong_argument(function: str, argument: str, value: ob
     given = _arguments(function)
     changes: dict[str, Any] = {GIVEN_AS.get((function, argument), argument): value}
     if (function, argument) == ("encode_matrix", "codes"):
-        changes["turned"] = (0, 0)
+        changes["transposed"] = (0, 0)
     if (function, argument) == ("encode_matrix", "maximum"):
         argument = "tile"
-    if (function, argument) == ("turn_codes", "shape"):
+    if (function, argument) == ("transpose_codes", "shape"):
         changes["element"] = "e2m1"
     with pytest.raises(ValueError, match=rf"^{argument}|, {argument}:"):
         getattr(cuda_module(), function)(**(given | changes))
@@ -746,8 +748,8 @@ def test_launches_wait_for_nothing() -> None:
             lambda f=form, a=along: f.quantize(values, along=a)
             for form, along in itertools.product(INPUTS, (0, 1))
         ],
-        lambda: kernels.quantize_turned(INPUTS[2].coding(along=0), values),
-        lambda: kernels.turn_codes(values.to(torch.uint8), E4M3),
+        lambda: kernels.quantize_transposed(INPUTS[2].coding(along=0), values),
+        lambda: kernels.transpose_codes(values.to(torch.uint8), E4M3),
     ]
     for mode in ("default", "error"):
         with contextlib.ExitStack() as stack:

@@ -44,16 +44,16 @@ VECTORS = {
     "blocks_kernel E5M2 f": ((2 * ROWS, 0), (0, ROWS)),
     "blocks_kernel E5M2 t": ((ROWS, 0), (0, ROWS)),
     # The store of 16 bytes is of the transpose.
-    "encode_turned_kernel E4M3 f": ((2 * ROWS, 0), (1, ROWS)),
-    "encode_turned_kernel E4M3 t": ((ROWS, 0), (1, ROWS)),
-    "encode_turned_kernel E5M2 f": ((2 * ROWS, 0), (1, ROWS)),
-    "encode_turned_kernel E5M2 t": ((ROWS, 0), (1, ROWS)),
-    "turn_kernel 1": ((ROWS, 0), (1, 0)),
-    "turn_kernel 2": ((0, ROWS), (0, 1)),
+    "encode_transposed_kernel E4M3 f": ((2 * ROWS, 0), (1, ROWS)),
+    "encode_transposed_kernel E4M3 t": ((ROWS, 0), (1, ROWS)),
+    "encode_transposed_kernel E5M2 f": ((2 * ROWS, 0), (1, ROWS)),
+    "encode_transposed_kernel E5M2 t": ((ROWS, 0), (1, ROWS)),
+    "transpose_kernel 1": ((ROWS, 0), (1, 0)),
+    "transpose_kernel 2": ((0, ROWS), (0, 1)),
 }
 OTHERS = {"largest_kernel", "fill_kernel E4M3", "fill_kernel E5M2", "fill_kernel E2M1"}
 _NAME = re.compile(
-    r"\d((?:maxima|encode|decode|blocks|encode_turned|turn|largest|fill)_kernel)"
+    r"\d((?:maxima|encode|decode|blocks|encode_transposed|transpose|largest|fill)_kernel)"
     r"(?:I(?:NS_\d(E\dM\d)E)?(?:([ft])?E|Li(\d)E))?"
 )
 

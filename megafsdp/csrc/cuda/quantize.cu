@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 template <typename Element, typename Source>
-__global__ void __launch_bounds__(kTurnThreads)
-    encode_turned_kernel(const __grid_constant__ EncodeTurnedTask task) {
-  __shared__ EncodeTurnedShared shared;
-  const EncodeTurnedThread<Element, Source> thread(task, blockIdx.x, threadIdx.x, shared);
+__global__ void __launch_bounds__(kTransposeThreads)
+    encode_transposed_kernel(const __grid_constant__ EncodeTransposedTask task) {
+  __shared__ EncodeTransposedShared shared;
+  const EncodeTransposedThread<Element, Source> thread(task, blockIdx.x, threadIdx.x, shared);
   __syncthreads();
   thread.note_maxima(task, shared);
   __syncthreads();
@@ -86,12 +86,14 @@ __global__ void __launch_bounds__(kTurnThreads)
 }
 
 template <int kCodesPerByte>
-__global__ void __launch_bounds__(kTurnThreads) turn_kernel(const __grid_constant__ TurnTask task) {
-  __shared__ TurnShared shared;
-  const TurnBlock block = turn_block(task.grid, blockIdx.x, TurnShared::kCols);
+__global__ void __launch_bounds__(kTransposeThreads)
+    transpose_kernel(const __grid_constant__ TransposeTask task) {
+  __shared__ TransposeShared shared;
+  const TransposeBlock block = transpose_block(task.grid, blockIdx.x, TransposeShared::kCols);
   share_loaded<kCodesPerByte>(task, block, threadIdx.x, shared);
   __syncthreads();
-  write_turned<kCodesPerByte>(task.grid, block, task.stores_vectors, threadIdx.x, shared, task.out);
+  write_transposed<kCodesPerByte>(task.grid, block, task.stores_vectors, threadIdx.x, shared,
+                                  task.out);
 }
 
 template <typename... Parameters, typename... Arguments>
@@ -219,20 +221,20 @@ cudaError_t launch_matrix(const CudaMatrixLaunch& launch) {
         error = launch_kernel(blocks_kernel<Element, Source>, num_items_of(task), kTileThreads,
                               launch.target, task);
       } else {
-        const EncodeTurnedTask task = turned_task_of(launch);
-        error = launch_kernel(encode_turned_kernel<Element, Source>, task.grid.num_items,
-                              kTurnThreads, launch.target, task);
+        const EncodeTransposedTask task = transposed_task_of(launch);
+        error = launch_kernel(encode_transposed_kernel<Element, Source>, task.grid.num_items,
+                              kTransposeThreads, launch.target, task);
       }
     });
   });
   return error;
 }
 
-cudaError_t launch_turn(const CudaTurnLaunch& launch) {
+cudaError_t launch_transpose(const CudaTransposeLaunch& launch) {
   if (cudaError_t error = cudaSetDevice(launch.target.device)) return error;
-  const TurnTask task = turn_task_of(launch);
-  return launch_kernel(launch.codes_per_byte == 1 ? turn_kernel<1> : turn_kernel<2>,
-                       task.grid.num_items, kTurnThreads, launch.target, task);
+  const TransposeTask task = transpose_task_of(launch);
+  return launch_kernel(launch.codes_per_byte == 1 ? transpose_kernel<1> : transpose_kernel<2>,
+                       task.grid.num_items, kTransposeThreads, launch.target, task);
 }
 
 const char* words_of(cudaError_t error) {
@@ -264,7 +266,7 @@ const char* megafsdp_cuda_encode_matrix(const megafsdp::CudaMatrixLaunch* launch
   return megafsdp::words_of(megafsdp::launch_matrix(*launch));
 }
 
-const char* megafsdp_cuda_turn_codes(const megafsdp::CudaTurnLaunch* launch) {
-  return megafsdp::words_of(megafsdp::launch_turn(*launch));
+const char* megafsdp_cuda_transpose_codes(const megafsdp::CudaTransposeLaunch* launch) {
+  return megafsdp::words_of(megafsdp::launch_transpose(*launch));
 }
 }

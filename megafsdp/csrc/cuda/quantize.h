@@ -55,14 +55,14 @@ struct CudaDecodeLaunch {
 };
 
 // A matrix in 8-bit codes and one level, in one pass. Its tiles are parts of rows or of columns,
-// whose scales are written to entries; or maximum is given, for all of the matrix. codes or turned,
-// which has the columns as rows, may be null, and so may raised, a maximum that is raised to the
-// values' own. Parts of rows have codes alone.
+// whose scales are written to entries; or maximum is given, for all of the matrix. codes or
+// transposed, which has the columns as rows, may be null, and so may raised, a maximum that is
+// raised to the values' own. Parts of rows have codes alone.
 struct CudaMatrixLaunch {
   TileGrid grid;
   const void* values;
   uint8_t* codes;
-  uint8_t* turned;
+  uint8_t* transposed;
   const int32_t* maximum;
   int32_t* raised;
   void* entries;
@@ -73,7 +73,7 @@ struct CudaMatrixLaunch {
 };
 
 // Codes of a stack of matrices, each of which is transposed.
-struct CudaTurnLaunch {
+struct CudaTransposeLaunch {
   int64_t num_matrices;
   int64_t rows;
   int64_t cols;
@@ -97,5 +97,5 @@ const char* megafsdp_cuda_decode_tiles(const megafsdp::CudaDecodeLaunch* launch)
 
 const char* megafsdp_cuda_encode_matrix(const megafsdp::CudaMatrixLaunch* launch);
 
-const char* megafsdp_cuda_turn_codes(const megafsdp::CudaTurnLaunch* launch);
+const char* megafsdp_cuda_transpose_codes(const megafsdp::CudaTransposeLaunch* launch);
 }

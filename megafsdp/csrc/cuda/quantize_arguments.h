@@ -9,29 +9,30 @@
 
 #include "../ops/quantize_arguments.h"
 #include "block_thread.h"
+#include "encode_transposed_thread.h"
 #include "quantize.h"
-#include "turned_encode_thread.h"
 
 namespace megafsdp {
 
-// A matrix that is encoded in one pass; codes, turned codes, both maxima and the table may be null.
+// A matrix that is encoded in one pass; codes, transposed codes, both maxima and the table may be
+// null.
 struct MatrixArguments {
   TileCodingArguments coding;
   StackShape shape;
   BufferArguments values;
   std::string dtype;
   BufferArguments codes;
-  BufferArguments turned;
+  BufferArguments transposed;
   BufferArguments maximum;
   BufferArguments raised;
   BufferArguments table;
 };
 
-struct TurnArguments {
+struct TransposeArguments {
   std::string element;
   StackShape shape;
   BufferArguments codes;
-  BufferArguments turned;
+  BufferArguments transposed;
 };
 
 inline void check_lines(const TileGrid& grid) {
@@ -107,10 +108,10 @@ inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const C
           "tile: expected 8 to 256 columns of a row or 16 to 128 rows of a column, a power of two");
   }
   check(is_row || grid.num_matrices == 1, "shape: expected one matrix");
-  check(!is_row || (is_null(arguments.turned) && is_null(arguments.raised)),
-        "turned, raised: expected null beside tiles of one row");
-  check(!is_null(arguments.codes) || !is_null(arguments.turned),
-        "codes, turned: expected one or both");
+  check(!is_row || (is_null(arguments.transposed) && is_null(arguments.raised)),
+        "transposed, raised: expected null beside tiles of one row");
+  check(!is_null(arguments.codes) || !is_null(arguments.transposed),
+        "codes, transposed: expected one or both");
   const int64_t numel = grid.num_matrices * grid.rows * grid.cols;
   std::vector<MemoryRange> memory;
   memory.push_back(memory_of("values", arguments.values, numel,
@@ -120,7 +121,7 @@ inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const C
     if (!is_null(buffer)) memory.push_back(memory_of(name, buffer, count, itemsize, is_written));
   };
   add("codes", arguments.codes, numel, 1, true);
-  add("turned", arguments.turned, numel, 1, true);
+  add("transposed", arguments.transposed, numel, 1, true);
   add("maximum", arguments.maximum, 1, 4, false);
   add("raised", arguments.raised, 1, 4, true);
   void* entries = nullptr;
@@ -132,7 +133,7 @@ inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const C
   return {grid,
           reinterpret_cast<const void*>(std::get<0>(arguments.values)),
           reinterpret_cast<uint8_t*>(std::get<0>(arguments.codes)),
-          reinterpret_cast<uint8_t*>(std::get<0>(arguments.turned)),
+          reinterpret_cast<uint8_t*>(std::get<0>(arguments.transposed)),
           reinterpret_cast<const int32_t*>(std::get<0>(arguments.maximum)),
           reinterpret_cast<int32_t*>(std::get<0>(arguments.raised)),
           entries,
@@ -142,7 +143,8 @@ inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const C
           target};
 }
 
-inline CudaTurnLaunch checked_turn(const TurnArguments& arguments, const CudaTarget& target) {
+inline CudaTransposeLaunch checked_transpose(const TransposeArguments& arguments,
+                                             const CudaTarget& target) {
   const TileGrid grid = grid_of({arguments.element, "", 0, 0}, arguments.shape);
   check_lines(grid);
   const int64_t per_byte = codes_per_byte(element_of(arguments.element));
@@ -150,12 +152,12 @@ inline CudaTurnLaunch checked_turn(const TurnArguments& arguments, const CudaTar
         "shape: expected an even number of rows beside e2m1, got " + std::to_string(grid.rows));
   const int64_t nbytes = grid.num_matrices * grid.rows * grid.cols / per_byte;
   check_disjoint({memory_of("codes", arguments.codes, nbytes, 1, false),
-                  memory_of("turned", arguments.turned, nbytes, 1, true)});
+                  memory_of("transposed", arguments.transposed, nbytes, 1, true)});
   return {grid.num_matrices,
           grid.rows,
           grid.cols,
           reinterpret_cast<const uint8_t*>(std::get<0>(arguments.codes)),
-          reinterpret_cast<uint8_t*>(std::get<0>(arguments.turned)),
+          reinterpret_cast<uint8_t*>(std::get<0>(arguments.transposed)),
           static_cast<int>(per_byte),
           target};
 }

@@ -89,14 +89,14 @@ void decode_tiles(Coding coding, StackShape shape, BufferArguments codes, Buffer
 }
 
 void encode_matrix(Coding coding, StackShape shape, BufferArguments values, std::string dtype,
-                   BufferArguments codes, BufferArguments turned, BufferArguments maximum,
+                   BufferArguments codes, BufferArguments transposed, BufferArguments maximum,
                    BufferArguments raised, BufferArguments table, int device, uintptr_t stream) {
   const MatrixArguments arguments{coding_of(std::move(coding)),
                                   shape,
                                   values,
                                   std::move(dtype),
                                   codes,
-                                  turned,
+                                  transposed,
                                   maximum,
                                   raised,
                                   table};
@@ -105,12 +105,12 @@ void encode_matrix(Coding coding, StackShape shape, BufferArguments values, std:
   raise_unless_null("encode_matrix", megafsdp_cuda_encode_matrix(&launch));
 }
 
-void turn_codes(std::string element, StackShape shape, BufferArguments codes,
-                BufferArguments turned, int device, uintptr_t stream) {
-  const CudaTurnLaunch launch =
-      checked_turn({std::move(element), shape, codes, turned}, target_of(device, stream));
+void transpose_codes(std::string element, StackShape shape, BufferArguments codes,
+                     BufferArguments transposed, int device, uintptr_t stream) {
+  const CudaTransposeLaunch launch =
+      checked_transpose({std::move(element), shape, codes, transposed}, target_of(device, stream));
   py::gil_scoped_release unlocked;
-  raise_unless_null("turn_codes", megafsdp_cuda_turn_codes(&launch));
+  raise_unless_null("transpose_codes", megafsdp_cuda_transpose_codes(&launch));
 }
 
 }  // namespace
@@ -139,13 +139,13 @@ void bind_quantize(py::module_& module) {
       py::arg("coding"), "Return whether encode_matrix finds the scales by itself.");
   module.def(
       "encode_matrix", &encode_matrix, py::kw_only(), py::arg("coding"), py::arg("shape"),
-      py::arg("values"), py::arg("dtype"), py::arg("codes"), py::arg("turned"), py::arg("maximum"),
-      py::arg("raised"), py::arg("table"), py::arg("device"), py::arg("stream"),
+      py::arg("values"), py::arg("dtype"), py::arg("codes"), py::arg("transposed"),
+      py::arg("maximum"), py::arg("raised"), py::arg("table"), py::arg("device"), py::arg("stream"),
       "Write a matrix's codes, transposed too or only, and the scales of its blocks unless a "
       "maximum is given; raise another to that of the values; releases the GIL.");
-  module.def("turn_codes", &turn_codes, py::kw_only(), py::arg("element"), py::arg("shape"),
-             py::arg("codes"), py::arg("turned"), py::arg("device"), py::arg("stream"),
-             "Write the codes of matrices transposed; releases the GIL.");
+  module.def("transpose_codes", &transpose_codes, py::kw_only(), py::arg("element"),
+             py::arg("shape"), py::arg("codes"), py::arg("transposed"), py::arg("device"),
+             py::arg("stream"), "Write the codes of matrices transposed; releases the GIL.");
 }
 
 }  // namespace megafsdp

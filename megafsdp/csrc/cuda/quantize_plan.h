@@ -7,10 +7,10 @@
 #include <cstdint>
 
 #include "block_thread.h"
+#include "encode_transposed_thread.h"
 #include "quantize.h"
 #include "table_thread.h"
 #include "tile_thread.h"
-#include "turned_encode_thread.h"
 
 namespace megafsdp {
 
@@ -105,36 +105,37 @@ inline BlockTask block_task_of(const CudaMatrixLaunch& launch) {
   return task;
 }
 
-inline EncodeTurnedTask turned_task_of(const CudaMatrixLaunch& launch) {
+inline EncodeTransposedTask transposed_task_of(const CudaMatrixLaunch& launch) {
   const TileGrid& grid = launch.grid;
-  EncodeTurnedTask task{};
-  task.grid = turn_grid(1, grid.rows, grid.cols, kEncodedCols);
+  EncodeTransposedTask task{};
+  task.grid = transpose_grid(1, grid.rows, grid.cols, kEncodedCols);
   task.values = launch.values;
   task.codes = launch.codes;
-  task.turned = launch.turned;
+  task.transposed = launch.transposed;
   task.maximum = launch.maximum;
   task.raised = launch.raised;
   task.entries = launch.entries;
-  task.block_rows = launch.maximum == nullptr ? static_cast<uint32_t>(grid.tile_rows) : kTurnRows;
+  task.block_rows =
+      launch.maximum == nullptr ? static_cast<uint32_t>(grid.tile_rows) : kTransposeRows;
   task.dtype = launch.dtype;
   task.scaling = launch.scaling;
   task.is_aligned = grid.cols % kNeighbours == 0 &&
                     are_values_aligned(launch.values, launch.dtype) &&
                     are_codes_aligned(launch.codes, launch.element);
-  task.stores_vectors =
-      grid.rows % kCodesOfStore == 0 && may_be_at<Vector<uint8_t, kCodesOfStore>>(launch.turned);
+  task.stores_vectors = grid.rows % kCodesOfStore == 0 &&
+                        may_be_at<Vector<uint8_t, kCodesOfStore>>(launch.transposed);
   return task;
 }
 
-inline TurnTask turn_task_of(const CudaTurnLaunch& launch) {
+inline TransposeTask transpose_task_of(const CudaTransposeLaunch& launch) {
   const auto may_be_vector = [&](const void* address) {
-    return reinterpret_cast<uintptr_t>(address) % (kTurnWidth / launch.codes_per_byte) == 0;
+    return reinterpret_cast<uintptr_t>(address) % (kTransposeWidth / launch.codes_per_byte) == 0;
   };
-  TurnTask task{};
-  task.grid = turn_grid(launch.num_matrices, launch.rows, launch.cols, TurnShared::kCols);
+  TransposeTask task{};
+  task.grid = transpose_grid(launch.num_matrices, launch.rows, launch.cols, TransposeShared::kCols);
   task.codes = launch.codes;
   task.out = launch.out;
-  task.loads_vectors = launch.cols % kTurnWidth == 0 && may_be_vector(launch.codes);
+  task.loads_vectors = launch.cols % kTransposeWidth == 0 && may_be_vector(launch.codes);
   task.stores_vectors = launch.rows % kCodesOfStore == 0 && may_be_vector(launch.out);
   return task;
 }

@@ -1,8 +1,8 @@
 // One thread's part of a transposition of codes, and of an encoding that is transposed on its way.
 //
-// A block of threads has kTurnRows rows and eight times kWidth columns, a thread four neighbouring
-// rows and kWidth neighbouring columns. It turns its four codes of a column into one word of what
-// the block shares, where a column's words lie side by side:
+// A block of threads has kTransposeRows rows and eight times kWidth columns, a thread four
+// neighbouring rows and kWidth neighbouring columns. It turns its four codes of a column into one
+// word of what the block shares, where a column's words lie side by side:
 //
 //   row, byte    0: a b c d         word of column 0: a e i m
 //                1: e f g h                        1: b f j n     memory that a block shares:
@@ -25,11 +25,11 @@
 
 namespace megafsdp {
 
-constexpr int kTurnThreads = 256;
-constexpr uint32_t kTurnRows = 128;
+constexpr int kTransposeThreads = 256;
+constexpr uint32_t kTransposeRows = 128;
 constexpr uint32_t kRowsOfWord = 4;
-constexpr uint32_t kWordsOfCol = kTurnRows / kRowsOfWord;
-constexpr uint32_t kThreadsAcross = kTurnThreads / kWordsOfCol;
+constexpr uint32_t kWordsOfCol = kTransposeRows / kRowsOfWord;
+constexpr uint32_t kThreadsAcross = kTransposeThreads / kWordsOfCol;
 // Codes that a thread writes at once, of a column.
 constexpr uint32_t kCodesOfStore = 16;
 
@@ -45,7 +45,7 @@ MEGAFSDP_INLINE uint32_t place_of_word(uint32_t col, uint32_t word) {
 }
 
 // Matrices of one shape that are transposed each by itself, in blocks of threads.
-struct TurnGrid {
+struct TransposeGrid {
   uint32_t rows;
   uint32_t cols;
   uint32_t blocks_down;
@@ -53,27 +53,29 @@ struct TurnGrid {
   int64_t num_items;
 };
 
-inline TurnGrid turn_grid(int64_t num_matrices, int64_t rows, int64_t cols, uint32_t block_cols) {
-  const auto down = static_cast<uint32_t>((rows + kTurnRows - 1) / kTurnRows);
+inline TransposeGrid transpose_grid(int64_t num_matrices, int64_t rows, int64_t cols,
+                                    uint32_t block_cols) {
+  const auto down = static_cast<uint32_t>((rows + kTransposeRows - 1) / kTransposeRows);
   const auto across = static_cast<uint32_t>((cols + block_cols - 1) / block_cols);
   return {static_cast<uint32_t>(rows), static_cast<uint32_t>(cols), down, across,
           num_matrices * down * across};
 }
 
 // Where a block of threads works: the first element of its matrix, its first row and column.
-struct TurnBlock {
+struct TransposeBlock {
   int64_t matrix_offset;
   uint32_t row;
   uint32_t col;
 };
 
-MEGAFSDP_INLINE TurnBlock turn_block(const TurnGrid& grid, int64_t item, uint32_t block_cols) {
+MEGAFSDP_INLINE TransposeBlock transpose_block(const TransposeGrid& grid, int64_t item,
+                                               uint32_t block_cols) {
   const auto of_row = static_cast<uint64_t>(item) / grid.blocks_across;
   const auto across = static_cast<uint32_t>(item - of_row * grid.blocks_across);
   const auto matrix = of_row / grid.blocks_down;
   const auto down = static_cast<uint32_t>(of_row - matrix * grid.blocks_down);
   const int64_t offset = static_cast<int64_t>(matrix) * grid.rows * grid.cols;
-  return {offset, down * kTurnRows, across * block_cols};
+  return {offset, down * kTransposeRows, across * block_cols};
 }
 
 #if defined(__CUDA_ARCH__)
@@ -105,24 +107,25 @@ MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWo
     const uint32_t high01 = pick_bytes(of_rows[0], of_rows[1], 0x7362);
     const uint32_t low23 = pick_bytes(of_rows[2], of_rows[3], 0x5140);
     const uint32_t high23 = pick_bytes(of_rows[2], of_rows[3], 0x7362);
-    const uint32_t turned[4] = {pick_bytes(low01, low23, 0x5410), pick_bytes(low01, low23, 0x7632),
-                                pick_bytes(high01, high23, 0x5410),
-                                pick_bytes(high01, high23, 0x7632)};
+    const uint32_t transposed[4] = {
+        pick_bytes(low01, low23, 0x5410), pick_bytes(low01, low23, 0x7632),
+        pick_bytes(high01, high23, 0x5410), pick_bytes(high01, high23, 0x7632)};
     MEGAFSDP_UNROLL
     for (int k = 0; k < 4; ++k) {
-      shared.words[place_of_word<kWidth>(first + col + k, word)] = turned[k];
+      shared.words[place_of_word<kWidth>(first + col + k, word)] = transposed[k];
     }
   }
 }
 
 // Writes the rows of the transpose from what the block shares, sixteen codes at a time.
 template <int kCodesPerByte, int kWidth>
-MEGAFSDP_INLINE void write_turned(const TurnGrid& grid, const TurnBlock& block, bool is_aligned,
-                                  int thread, const SharedCodes<kWidth>& shared, uint8_t* out) {
-  constexpr uint32_t kStoresOfCol = kTurnRows / kCodesOfStore;
+MEGAFSDP_INLINE void write_transposed(const TransposeGrid& grid, const TransposeBlock& block,
+                                      bool is_aligned, int thread,
+                                      const SharedCodes<kWidth>& shared, uint8_t* out) {
+  constexpr uint32_t kStoresOfCol = kTransposeRows / kCodesOfStore;
   constexpr uint32_t kStores = SharedCodes<kWidth>::kCols * kStoresOfCol;
   MEGAFSDP_ROLL
-  for (uint32_t i = thread; i < kStores; i += kTurnThreads) {
+  for (uint32_t i = thread; i < kStores; i += kTransposeThreads) {
     const uint32_t col = i / kStoresOfCol, first = i % kStoresOfCol * kCodesOfStore;
     const uint32_t row = block.row + first;
     if (block.col + col >= grid.cols || row >= grid.rows) continue;
@@ -148,31 +151,31 @@ MEGAFSDP_INLINE void write_turned(const TurnGrid& grid, const TurnBlock& block, 
 }
 
 // A transposition of codes.
-struct TurnTask {
-  TurnGrid grid;
+struct TransposeTask {
+  TransposeGrid grid;
   const uint8_t* codes;
   uint8_t* out;
   bool loads_vectors;
   bool stores_vectors;
 };
 
-constexpr int kTurnWidth = 16;
-using TurnShared = SharedCodes<kTurnWidth>;
+constexpr int kTransposeWidth = 16;
+using TransposeShared = SharedCodes<kTransposeWidth>;
 
 template <int kCodesPerByte>
-MEGAFSDP_INLINE void share_loaded(const TurnTask& task, const TurnBlock& block, int thread,
-                                  TurnShared& shared) {
-  using Bytes = Vector<uint8_t, kTurnWidth / kCodesPerByte>;
+MEGAFSDP_INLINE void share_loaded(const TransposeTask& task, const TransposeBlock& block,
+                                  int thread, TransposeShared& shared) {
+  using Bytes = Vector<uint8_t, kTransposeWidth / kCodesPerByte>;
   const uint32_t row = block.row + thread / kThreadsAcross * kRowsOfWord;
-  const uint32_t col = block.col + thread % kThreadsAcross * kTurnWidth;
+  const uint32_t col = block.col + thread % kThreadsAcross * kTransposeWidth;
   Bytes loaded[kRowsOfWord];
   MEGAFSDP_UNROLL
   for (uint32_t i = 0; i < kRowsOfWord; ++i) {
     loaded[i] = {};
     if (row + i >= task.grid.rows || col >= task.grid.cols) continue;
     const int64_t at = block.matrix_offset + int64_t{row + i} * task.grid.cols + col;
-    if (task.loads_vectors && col + kTurnWidth <= task.grid.cols) {
-      loaded[i] = load<Bytes>(task.codes, at / kTurnWidth);
+    if (task.loads_vectors && col + kTransposeWidth <= task.grid.cols) {
+      loaded[i] = load<Bytes>(task.codes, at / kTransposeWidth);
       continue;
     }
     MEGAFSDP_UNROLL
@@ -181,11 +184,11 @@ MEGAFSDP_INLINE void share_loaded(const TurnTask& task, const TurnBlock& block, 
         loaded[i].at[k] = task.codes[at / kCodesPerByte + k];
     }
   }
-  Vector<uint8_t, kTurnWidth> rows[kRowsOfWord];
+  Vector<uint8_t, kTransposeWidth> rows[kRowsOfWord];
   MEGAFSDP_UNROLL
   for (uint32_t i = 0; i < kRowsOfWord; ++i) {
     MEGAFSDP_UNROLL
-    for (uint32_t k = 0; k < kTurnWidth; ++k) {
+    for (uint32_t k = 0; k < kTransposeWidth; ++k) {
       const uint32_t byte = loaded[i].at[k / kCodesPerByte];
       const uint32_t code = k % 2 == 0 ? byte & 0xf : byte >> 4;
       rows[i].at[k] = static_cast<uint8_t>(kCodesPerByte == 1 ? byte : code);

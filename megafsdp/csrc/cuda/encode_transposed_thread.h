@@ -8,22 +8,22 @@
 
 namespace megafsdp {
 
-constexpr uint32_t kMostBlocksDown = kTurnRows / 16;
+constexpr uint32_t kMostBlocksDown = kTransposeRows / 16;
 
 inline bool is_block_height(int64_t height) {
-  return height >= 16 && height <= kTurnRows && kTurnRows % height == 0;
+  return height >= 16 && height <= kTransposeRows && kTransposeRows % height == 0;
 }
 
 using EncodedCodes = SharedCodes<kNeighbours>;
 constexpr uint32_t kEncodedCols = EncodedCodes::kCols;
 
-// codes or turned, and raised, may be null. maximum is null for blocks: then entries has one for
-// each block of block_rows, which divide kTurnRows, and column.
-struct EncodeTurnedTask {
-  TurnGrid grid;
+// codes or transposed, and raised, may be null. maximum is null for blocks: then entries has one
+// for each block of block_rows, which divide kTransposeRows, and column.
+struct EncodeTransposedTask {
+  TransposeGrid grid;
   const void* values;
   uint8_t* codes;
-  uint8_t* turned;
+  uint8_t* transposed;
   const int32_t* maximum;
   int32_t* raised;
   void* entries;
@@ -34,29 +34,30 @@ struct EncodeTurnedTask {
   bool stores_vectors;
 };
 
-struct EncodeTurnedShared {
+struct EncodeTransposedShared {
   EncodedCodes codes;
   uint32_t maxima[kMostBlocksDown * kEncodedCols];
   alignas(16) float factors[kMostBlocksDown * kEncodedCols];
 };
 
 template <typename Element, typename Source>
-class EncodeTurnedThread {
+class EncodeTransposedThread {
  public:
   // Loads a thread's values; those that are beyond the matrix are zero. Clears shared maxima.
-  MEGAFSDP_INLINE EncodeTurnedThread(const EncodeTurnedTask& task, int64_t item, int thread,
-                                     EncodeTurnedShared& shared)
-      : block_(turn_block(task.grid, item, kEncodedCols)),
+  MEGAFSDP_INLINE EncodeTransposedThread(const EncodeTransposedTask& task, int64_t item, int thread,
+                                         EncodeTransposedShared& shared)
+      : block_(transpose_block(task.grid, item, kEncodedCols)),
         thread_(static_cast<uint32_t>(thread)),
         row_(block_.row + thread_ / kThreadsAcross * kRowsOfWord),
         col_(block_.col + thread_ % kThreadsAcross * kNeighbours) {
-    for (uint32_t i = thread_; i < num_factors(task); i += kTurnThreads) shared.maxima[i] = 0;
+    for (uint32_t i = thread_; i < num_factors(task); i += kTransposeThreads) shared.maxima[i] = 0;
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kRowsOfWord; ++i) load_row(task, i);
   }
 
   // Raises the maxima of the thread's columns, or the task's own.
-  MEGAFSDP_INLINE void note_maxima(const EncodeTurnedTask& task, EncodeTurnedShared& shared) const {
+  MEGAFSDP_INLINE void note_maxima(const EncodeTransposedTask& task,
+                                   EncodeTransposedShared& shared) const {
     if (task.maximum != nullptr && task.raised == nullptr) return;
     uint32_t largest[kNeighbours] = {}, of_all = 0;
     MEGAFSDP_UNROLL
@@ -77,10 +78,10 @@ class EncodeTurnedThread {
   }
 
   // Computes the factors that the block of threads shares, and writes what the table has of blocks.
-  MEGAFSDP_INLINE void share_factors(const EncodeTurnedTask& task,
-                                     EncodeTurnedShared& shared) const {
+  MEGAFSDP_INLINE void share_factors(const EncodeTransposedTask& task,
+                                     EncodeTransposedShared& shared) const {
     MEGAFSDP_ROLL
-    for (uint32_t i = thread_; i < num_factors(task); i += kTurnThreads) {
+    for (uint32_t i = thread_; i < num_factors(task); i += kTransposeThreads) {
       const bool is_given = task.maximum != nullptr;
       const uint32_t maximum = is_given ? static_cast<uint32_t>(*task.maximum) : shared.maxima[i];
       shared.factors[i] = encode_factor_of<Element>(task.scaling, maximum, nullptr);
@@ -92,9 +93,9 @@ class EncodeTurnedThread {
     }
   }
 
-  // Encodes, writes the codes as they are, and shares them turned.
-  MEGAFSDP_INLINE void share_codes_of(const EncodeTurnedTask& task,
-                                      EncodeTurnedShared& shared) const {
+  // Encodes, writes the codes as they are, and shares them transposed.
+  MEGAFSDP_INLINE void share_codes_of(const EncodeTransposedTask& task,
+                                      EncodeTransposedShared& shared) const {
     Vector<uint8_t, kNeighbours> rows[kRowsOfWord];
     const auto factors = load<Neighbours<float>>(shared.factors + first_factor(task), 0);
     MEGAFSDP_UNROLL
@@ -105,34 +106,35 @@ class EncodeTurnedThread {
       rows[i] = encode_values<Element>(values);
       if (task.codes != nullptr) store_row(task, i, rows[i]);
     }
-    if (task.turned != nullptr) share_codes(rows, static_cast<int>(thread_), shared.codes);
+    if (task.transposed != nullptr) share_codes(rows, static_cast<int>(thread_), shared.codes);
   }
 
-  MEGAFSDP_INLINE void write(const EncodeTurnedTask& task, const EncodeTurnedShared& shared) const {
-    if (task.turned == nullptr) return;
-    write_turned<1>(task.grid, block_, task.stores_vectors, static_cast<int>(thread_), shared.codes,
-                    task.turned);
+  MEGAFSDP_INLINE void write(const EncodeTransposedTask& task,
+                             const EncodeTransposedShared& shared) const {
+    if (task.transposed == nullptr) return;
+    write_transposed<1>(task.grid, block_, task.stores_vectors, static_cast<int>(thread_),
+                        shared.codes, task.transposed);
   }
 
  private:
-  MEGAFSDP_INLINE static uint32_t num_factors(const EncodeTurnedTask& task) {
-    return kTurnRows / task.block_rows * kEncodedCols;
+  MEGAFSDP_INLINE static uint32_t num_factors(const EncodeTransposedTask& task) {
+    return kTransposeRows / task.block_rows * kEncodedCols;
   }
 
   // Four rows are of one block.
-  MEGAFSDP_INLINE uint32_t first_factor(const EncodeTurnedTask& task) const {
+  MEGAFSDP_INLINE uint32_t first_factor(const EncodeTransposedTask& task) const {
     return (row_ - block_.row) / task.block_rows * kEncodedCols + (col_ - block_.col);
   }
 
-  MEGAFSDP_INLINE bool is_there(const EncodeTurnedTask& task, uint32_t i) const {
+  MEGAFSDP_INLINE bool is_there(const EncodeTransposedTask& task, uint32_t i) const {
     return row_ + i < task.grid.rows && col_ < task.grid.cols;
   }
 
-  MEGAFSDP_INLINE bool is_whole(const EncodeTurnedTask& task) const {
+  MEGAFSDP_INLINE bool is_whole(const EncodeTransposedTask& task) const {
     return task.is_aligned && col_ + kNeighbours <= task.grid.cols;
   }
 
-  MEGAFSDP_INLINE void load_row(const EncodeTurnedTask& task, uint32_t i) {
+  MEGAFSDP_INLINE void load_row(const EncodeTransposedTask& task, uint32_t i) {
     values_[i] = {};
     if (!is_there(task, i)) return;
     const int64_t first = int64_t{row_ + i} * task.grid.cols + col_;
@@ -148,7 +150,7 @@ class EncodeTurnedThread {
     }
   }
 
-  MEGAFSDP_INLINE void store_row(const EncodeTurnedTask& task, uint32_t i,
+  MEGAFSDP_INLINE void store_row(const EncodeTransposedTask& task, uint32_t i,
                                  const Vector<uint8_t, kNeighbours>& codes) const {
     if (!is_there(task, i)) return;
     const int64_t first = int64_t{row_ + i} * task.grid.cols + col_;
@@ -162,7 +164,7 @@ class EncodeTurnedThread {
     }
   }
 
-  TurnBlock block_;
+  TransposeBlock block_;
   uint32_t thread_, row_, col_;
   Neighbours<Source> values_[kRowsOfWord];
 };
