@@ -274,10 +274,8 @@ class FSDPModule(_Mixin):
         """
         unit = self._fsdp_unit()
         where = "set_allocate_memory_from_process_group_for_comm()"
-        gathered = [s for group in unit.groups for s in group.compute_weight.gathered_storages]
-        # A root may own no parameter, or some that are replicated. One rank may gather nothing.
-        is_alone = all(group.axes.is_alone for group in unit.groups)
-        if enable and not (gathered or is_alone):
+        # A root may own no parameter, or some that are replicated.
+        if enable and unit.groups and all(group.stays_gathered for group in unit.groups):
             raise _not_built(
                 "registered memory for weights that are gathered at most once a step",
                 where=where,
