@@ -138,6 +138,8 @@ LAZY_PACKAGES = frozenset(
     # By name, by megafsdp.checkpoint.huggingface.
     | {"safetensors", "huggingface_hub"}
     | {"torch.utils.tensorboard"}
+    # Compressed files and tables, by megafsdp.data.
+    | {"zstandard", "pyarrow", "datasets"}
     # Imports triton, which is there on CUDA at most.
     | {"megafsdp.models.loss_kernel"}
     # Kernels of linear attention on CUDA.

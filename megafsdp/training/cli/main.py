@@ -72,14 +72,19 @@ def _parser() -> argparse.ArgumentParser:
 def _add_prep(parser: argparse.ArgumentParser) -> None:
     default = PrepOptions(output="")
     add = parser.add_argument
-    add("inputs", nargs="*", default=[], help="text files, .jsonl files, folders or glob patterns")
+    add(
+        "inputs",
+        nargs="*",
+        default=[],
+        help="text, .jsonl (also .gz, .xz, .zst) or .parquet files, folders or glob patterns",
+    )
     add("--output", required=True, help="folder of the token files")
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")
     add("--docstrings", action="store_true", help="take only the docstrings of Python files")
     add("--suffixes", nargs="+", default=default.suffixes, help="endings to read in folders")
-    add("--json-key", default=default.json_key, help="key of the text in a JSON line")
+    add("--json-key", default=default.json_key, help="key, or column, of the text")
     add("--encoding-errors", choices=("strict", "replace"), default=default.encoding_errors)
-    add("--tokenizer", default=default.tokenizer, help="byte, or a tokenizers JSON file")
+    add("--tokenizer", default=default.tokenizer, help="byte, or tokenizer.json or its folder")
     add(
         "--no-eod",
         dest="append_eod",
@@ -93,6 +98,7 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
         help="every how many documents one goes to validation; 0 for none",
     )
     add("--seed", type=int, default=default.seed, help="seed of the order of files")
+    add("--workers", type=int, default=default.workers, help="processes that tokenize")
     add("--no-progress", action="store_true", help="draw no progress bar")
     add("--force", action="store_true", help="prepare again even if the results are there")
     parser.set_defaults(run=_prep)
