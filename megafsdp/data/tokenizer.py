@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 BYTE_SPEC = "byte"
+TOKENIZER_FILE = "tokenizer.json"
 _EOD_TEXTS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -170,7 +171,7 @@ def load_tokenizer(spec: str, *, eod: str | None = None) -> Tokenizer:
     if spec == BYTE_SPEC:
         return ByteTokenizer()
     path = Path(spec)
-    return JsonTokenizer(path / "tokenizer.json" if path.is_dir() else path, eod=eod)
+    return JsonTokenizer(path / TOKENIZER_FILE if path.is_dir() else path, eod=eod)
 
 
 def _load_json(path: str) -> tokenizers.Tokenizer:

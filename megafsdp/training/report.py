@@ -15,6 +15,7 @@ from megafsdp.models import num_idle_parameters
 from megafsdp.training.config.parse import to_yaml
 from megafsdp.training.config.sections import Config
 from megafsdp.training.metrics.metrics import Meter, Position, megatron_line, progress_line
+from megafsdp.training.metrics.terminal import Screen, escape_controls
 from megafsdp.training.metrics.tracker import EVALUATION_KEY, Trackers
 from megafsdp.training.process.world import World
 from megafsdp.training.resume import RunState
@@ -85,7 +86,7 @@ class Report:
         shared = f" ({', '.join(parts)})" if parts else ""
         active = f" ({num_parameters - num_idle:,} active)" if num_idle else ""
         self.print_line(
-            f"{config.run_name}: {config.model.preset} with {num_parameters:,} parameters{active}"
+            f"{config.run_name}: {config.model.name} with {num_parameters:,} parameters{active}"
             f" on {world.size} {world.device.type} rank(s){shared}, {parallel.strategy},"
             f" compute in {config.precision.param_dtype}; global batch"
             f" {config.train.global_batch_size} x {config.data.sequence_length} tokens"
@@ -96,8 +97,11 @@ class Report:
     def log_step(self, position: Position, result: StepResult, lr: float) -> None:
         """Print a step's progress line and log its row."""
         rates = self._meter.read(position.num_steps - position.step)
-        line = megatron_line if self._config.logging.style == "megatron" else progress_line
-        self.print_line(line(position, result, lr, rates))
+        if self._config.logging.style == "megatron":
+            line = megatron_line(position, result, lr, rates)
+        else:
+            line = progress_line(position, result, lr, rates, Screen.of(sys.stdout))
+        self.print_line(line)
         if self._trackers is not None:
             norms = {f"grad_norm/{i}": n for i, n in enumerate(result.statistics.group_norms)}
             self._trackers.log(
@@ -130,6 +134,10 @@ class Report:
         if self._trackers is not None:
             row = {"step": step, EVALUATION_KEY: result.loss, "bits_per_byte": result.bits_per_byte}
             self._trackers.log(row)
+
+    def print_sample(self, text: str) -> None:
+        """Print a text that the model wrote; control characters are spelt out."""
+        self.print_line(f"---- sample ----\n{escape_controls(text)}\n----------------")
 
     def end(self, *, is_finished: bool) -> None:
         """Print how the run ended and which command resumes it."""

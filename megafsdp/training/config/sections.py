@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megafsdp.data.tokenizer import BYTE_SPEC, TOKENIZER_FILE
 from megafsdp.errors import ConfigError, expected
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
@@ -26,7 +27,11 @@ from megafsdp.training.config.optimizer_sections import (
     MuonSection,
     OptimizerSection,
 )
+from megafsdp.training.config.saved_models import read_saved_config
 
+DEFAULT_PRESET = "qwen3-toy"
+# The tokenizer of model.from_hf, or else bytes.
+AUTO_TOKENIZER = "auto"
 # 31 years; torch counts a clock's nanoseconds in 64 bits.
 _MAX_TIMEOUT_S = 10**9
 
@@ -194,10 +199,12 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """A preset, and the values of ModelConfig that differ from it; null keeps the preset's.
+    """A preset or a saved model, and the values that differ from it; null keeps its own.
 
     Attributes:
         preset: Name of a preset in megafsdp.models.presets.
+        from_hf: Folder that save_pretrained() of transformers wrote: its model in place of a
+            preset, the weights that a new run begins with, and the tokenizer.
         architecture: The kind of block.
         num_layers: Number of transformer layers.
         hidden_size: Width of the residual stream.
@@ -229,7 +236,8 @@ class ModelSection:
         rotary_fraction: Part of each head, from its start, that positions rotate.
     """
 
-    preset: str = "qwen3-toy"
+    preset: str = DEFAULT_PRESET
+    from_hf: str | None = None
     architecture: Architecture | None = None
     num_layers: int | None = None
     hidden_size: int | None = None
@@ -259,12 +267,48 @@ class ModelSection:
     linear_conv_kernel: int | None = None
     rotary_fraction: float | None = None
 
+    @property
+    def name(self) -> str:
+        """Return what the model is called: its preset, or the folder that it comes from."""
+        return self.preset if self.from_hf is None else Path(self.from_hf).resolve().name
+
     def resolve(self) -> ModelConfig:
-        """Return the preset with the overrides applied.
+        """Return the preset, or the model of ``from_hf``, with the overrides applied.
+
+        The folder of ``from_hf`` is not read where every value is given; see :meth:`filled`.
 
         Raises:
-            ConfigError: There is no such preset, or the values do not make a model.
+            ConfigError: There is no such preset or folder, its model is none that we have, or the
+                values do not make a model.
         """
+        given = {f.name: getattr(self, f.name) for f in fields(ModelConfig)}
+        if self.layer_types is not None:
+            given["layer_types"] = tuple(self.layer_types)
+        if None not in given.values():
+            return ModelConfig(**given)
+        overrides = {name: value for name, value in given.items() if value is not None}
+        return replace(self._origin(), **overrides)
+
+    def filled(self) -> ModelSection:
+        """Return the same model with every value given, which needs neither preset nor folder.
+
+        Raises:
+            ConfigError: As :meth:`resolve`.
+        """
+        values = asdict(self.resolve())
+        return replace(self, **values | {"layer_types": list(values["layer_types"])})
+
+    def _origin(self) -> ModelConfig:
+        """Return what the overrides are applied to."""
+        if self.from_hf is not None:
+            require(
+                self.preset == DEFAULT_PRESET,
+                "model",
+                "either a preset or from_hf",
+                f"both, {self.preset!r} and {self.from_hf!r}",
+                "Leave model.preset out: the folder of from_hf says which model it is",
+            )
+            return read_saved_config(Path(self.from_hf))
         require(
             self.preset in presets,
             "model.preset",
@@ -272,11 +316,7 @@ class ModelSection:
             repr(self.preset),
             "Name one of these and override what differs",
         )
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
-        overrides = {name: value for name, value in given.items() if value is not None}
-        if self.layer_types is not None:
-            overrides["layer_types"] = tuple(self.layer_types)
-        return replace(presets[self.preset], **overrides)
+        return presets[self.preset]
 
 
 @dataclass(frozen=True)
@@ -288,8 +328,8 @@ class DataSection:
         weights: One weight a training prefix; null weighs by number of tokens.
         validation: Prefixes to evaluate on, each read once from end to end.
         split: Instead of validation prefixes, shares of each training prefix, such as "99,1".
-        tokenizer: "byte" or the path of a tokenizers JSON file, for bits per byte and text samples;
-            null does without.
+        tokenizer: "byte", the path of a tokenizers JSON file or its folder, or "auto" for that of
+            model.from_hf, else byte; for bits per byte and text samples. null does without.
         sequence_length: Tokens in a sample.
         seed: Seed of the order of samples.
         num_samples: Length that the order of samples is made for; null for the length of the run.
@@ -301,7 +341,7 @@ class DataSection:
     weights: list[PositiveFloat] | None = None
     validation: list[str] = field(default_factory=list)
     split: str | None = None
-    tokenizer: str | None = "byte"
+    tokenizer: str | None = AUTO_TOKENIZER
     sequence_length: PositiveInt = 1024
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     num_samples: PositiveInt | None = None
@@ -396,6 +436,26 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class ProfileOptions:
+    """Which steps of which ranks are recorded.
+
+    Attributes:
+        start: The first step.
+        steps: How many steps.
+        ranks: Of which ranks.
+    """
+
+    start: PositiveInt = 10
+    steps: PositiveInt = 3
+    ranks: list[NonNegativeInt] = field(default_factory=lambda: [0])
+
+    @property
+    def last(self) -> int:
+        """Return the last step."""
+        return self.start + self.steps - 1
+
+
+@dataclass(frozen=True)
 class LoggingSection:
     """Progress lines and trackers; metrics.jsonl is always written.
 
@@ -411,6 +471,10 @@ class LoggingSection:
         group_grad_norms: Log the gradient norm of each of the optimizer's parameter groups too,
             before clipping: grad_norm/0 and so on, those with weight decay first.
         num_zero_grads: Log how many elements of all gradients are zero.
+        trackers: Trackers of your own, each as "module:Class"; the class is called with the
+            configuration and the step that the run goes on from, as megafsdp.training.Tracker says.
+        profile: Record some steps for Perfetto and Chrome, and on CUDA the memory too, in the
+            folder profile of the run's directory; null for none.
     """
 
     interval_steps: PositiveInt = 10
@@ -420,6 +484,8 @@ class LoggingSection:
     tensorboard: bool = False
     group_grad_norms: bool = False
     num_zero_grads: bool = False
+    trackers: list[str] = field(default_factory=list)
+    profile: ProfileOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -498,6 +564,24 @@ class Config:
     def run_name(self) -> str:
         """Return the run's name."""
         return self.run.name or self.run_directory.name
+
+    def with_filled_model(self) -> Config:
+        """Return the same run; one of a saved model with all values of that, which may move on.
+
+        Raises:
+            ConfigError: As ``model.resolve``.
+        """
+        if self.model.from_hf is None:
+            return self
+        return replace(self, model=self.model.filled())
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Return what the tokenizer is loaded by, ``auto`` resolved; None for none."""
+        spec, saved = self.data.tokenizer, self.model.from_hf
+        if spec != AUTO_TOKENIZER:
+            return spec
+        return BYTE_SPEC if saved is None else str(Path(saved) / TOKENIZER_FILE)
 
     @property
     def separate_checkpoints(self) -> Path | None:
