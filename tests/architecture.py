@@ -83,7 +83,8 @@ SUB_PACKAGES: dict[str, frozenset[str]] = {
     "training.metrics": frozenset({"training.config", "training.process", "training.step"}),
     "training.dry_run": frozenset({"training.config", "training.process", "training.step"}),
     "training.cli": frozenset(
-        {"training", "training.config", "training.process", "training.dry_run"}
+        {"training", "training.config", "training.process", "training.metrics"}
+        | {"training.dry_run"}
     ),
 }
 # Packages whose __init__ exports the names of files above it in the table.

@@ -28,6 +28,7 @@ FILES = (
     "tests/device/test_host_memory.py",
     "tests/device/test_memory.py",
     "tests/device/test_streams.py",
+    "tests/training/metrics/test_profile.py",
     "tests/benchmarks/test_cases.py",
 )
 # Files with tests marked gpu that the part leaves out, each with the reason.

@@ -27,7 +27,7 @@ from megafsdp.optimizer.loss_scaler import LossScaler
 from megafsdp.training.config.parse import differences
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate, validate_schedule
-from megafsdp.training.datasets import Datasets, build_datasets
+from megafsdp.training.datasets import build_datasets
 from megafsdp.training.metrics.metrics import Meter, Position
 from megafsdp.training.metrics.profile import StepProfiler
 from megafsdp.training.metrics.tracker import check_trackers
@@ -169,6 +169,16 @@ def _seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+@dataclass(frozen=True, slots=True)
+class _RunData:
+    """What a run reads: its batches, those held out, and the tokenizer of their text."""
+
+    train: Loader
+    held_out: Loader | None
+    tokenizer: Tokenizer | None
+    order: dict[str, object]
+
+
 class _Run:
     """A job whose parts are built and whose checkpoint is loaded."""
 
@@ -190,17 +200,13 @@ class _Run:
             validate_schedule(config, num_samples=num_samples)
         self.last_step = step + num_left
         model_config = config.model.resolve()
-        datasets, self.tokenizer = _read_data(config, model_config, num_samples)
-        self.loader = _loader(config, world, meshes, datasets.train)
-        self.held_out: Loader | None = None
-        if datasets.validation is not None:
-            self.held_out = _loader(config, world, meshes, datasets.validation, pad_last=True)
+        self.data = _read_data(config, model_config, num_samples, world, meshes)
         model = build_sharded(config, model_config, world.device, meshes)
         if stored is None and config.model.from_hf is not None:
             checkpoint.import_hf(model, config.model.from_hf)
         self.targets = _restorable(config, model, num_samples=num_samples)
         if stored is not None:
-            restore(config, self.targets, stored, order=datasets.order)
+            restore(config, self.targets, stored, order=self.data.order)
         self.train_step = TrainStep(
             self.targets.model,
             self.targets.optimizer,
@@ -234,7 +240,7 @@ class _Run:
             config,
             self.state,
             self.targets,
-            order=datasets.order,
+            order=self.data.order,
             print_line=self.report.print_line,
         )
 
@@ -284,7 +290,7 @@ class _Run:
         if not is_followed:
             self.meter.start_step()
         step = self.state.step + is_followed + 1
-        batches = self.loader.step_batch(self.state.consumed_samples + size * is_followed)
+        batches = self.data.train.step_batch(self.state.consumed_samples + size * is_followed)
         is_logged = step in (1, self.last_step) or _is_due(config.logging.interval_steps, step)
         wanted = StatisticsRequest(
             group_norms=is_logged and config.logging.group_grad_norms,
@@ -337,13 +343,13 @@ class _Run:
         self.saver.poll()
 
     def _evaluate(self) -> None:
-        if self.held_out is None:
+        if self.data.held_out is None:
             return
         result = evaluate(
             self.targets.model,
-            self.held_out,
+            self.data.held_out,
             device=self.world.device,
-            tokenizer=self.tokenizer,
+            tokenizer=self.data.tokenizer,
             num_batches=self.config.evaluation.batches,
             should_stop=self.stop.agreed,
         )
@@ -353,7 +359,7 @@ class _Run:
 
     def _sample(self) -> str | None:
         wanted = self.config.evaluation
-        if wanted.sample_prompt is None or self.tokenizer is None or not wanted.sample_tokens:
+        if wanted.sample_prompt is None or self.data.tokenizer is None or not wanted.sample_tokens:
             return None
         request = TextRequest(
             prompt=wanted.sample_prompt,
@@ -363,7 +369,7 @@ class _Run:
             seed=self.config.run.seed,
         )
         model, device = self.targets.model, self.world.device
-        text = sample_text(model, self.tokenizer, request, device=device)
+        text = sample_text(model, self.data.tokenizer, request, device=device)
         self.report.print_sample(text)
         return text
 
@@ -373,11 +379,22 @@ def _is_due(interval_steps: int | None, step: int) -> bool:
 
 
 def _read_data(
-    config: Config, model_config: ModelConfig, num_samples: int
-) -> tuple[Datasets, Tokenizer | None]:
+    config: Config, model_config: ModelConfig, num_samples: int, world: World, meshes: Meshes
+) -> _RunData:
     """Open data and tokenizer; collective, as every rank raises if any cannot."""
 
-    def read() -> tuple[Datasets, Tokenizer | None]:
+    def loader(samples: SampleSource, *, pad_last: bool = False) -> Loader:
+        return Loader(
+            samples,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.micro_batch_size(meshes.data_size),
+            dp_rank=meshes.data_rank,
+            dp_size=meshes.data_size,
+            pin_memory=world.device.type == "cuda",
+            pad_last=pad_last,
+        )
+
+    def read() -> _RunData:
         spec = config.tokenizer
         tokenizer = None if spec is None else load_tokenizer(spec)
         vocab_size, prompt = model_config.vocab_size, config.evaluation.sample_prompt
@@ -386,26 +403,14 @@ def _read_data(
         datasets = build_datasets(
             config, vocab_size=vocab_size, tokenizer=tokenizer, num_samples=num_samples
         )
-        return datasets, tokenizer
+        validation = datasets.validation
+        held_out = None if validation is None else loader(validation, pad_last=True)
+        return _RunData(loader(datasets.train), held_out, tokenizer, datasets.order)
 
     found, error = attempt(read)
     raise_together(error)
     assert found is not None, "ranks without data have raised"
     return found
-
-
-def _loader(
-    config: Config, world: World, meshes: Meshes, samples: SampleSource, *, pad_last: bool = False
-) -> Loader:
-    return Loader(
-        samples,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.micro_batch_size(meshes.data_size),
-        dp_rank=meshes.data_rank,
-        dp_size=meshes.data_size,
-        pin_memory=world.device.type == "cuda",
-        pad_last=pad_last,
-    )
 
 
 def _restorable(config: Config, model: torch.nn.Module, *, num_samples: int) -> Restorable:

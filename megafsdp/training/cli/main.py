@@ -1,4 +1,4 @@
-"""The console entry ``megafsdp``: train, prep, doctor, ckpt.
+"""The console entry ``megafsdp``: train, prep, generate, doctor, ckpt.
 
 Errors of the caller's configuration, data and checkpoints end as one message and a code that is not
 0; other errors keep their traceback.
@@ -13,12 +13,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
+from megafsdp.checkpoint.state.merge import library_versions
 from megafsdp.data import PrepOptions, prepare
 from megafsdp.errors import CheckpointError, ConfigError, DataError
 from megafsdp.training.cli.checkpoint_tools import add_ckpt_commands
 from megafsdp.training.config.parse import parse_config
 from megafsdp.training.dry_run.dry_run import dry_run, split_options
+from megafsdp.training.generate import GenerateOptions, generate
 from megafsdp.training.loop import train
+from megafsdp.training.metrics.terminal import escape_controls
 from megafsdp.training.process.doctor import examine
 
 _CONFIG_EXIT_CODE = 2
@@ -60,9 +63,13 @@ def _train(words: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megafsdp", description="Fully sharded data parallelism.")
+    own, *others = (f"{name} {version}" for name, version in library_versions().items())
+    said = f"{own} ({', '.join(others)})"
+    parser.add_argument("--version", action="version", version=said)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="pretrain a model; see megafsdp train --help", add_help=False)
     _add_prep(commands.add_parser("prep", help="turn text into token files"))
+    _add_generate(commands.add_parser("generate", help="let the model of a run go on with a text"))
     doctor = commands.add_parser("doctor", help="list what works on this machine and what is lost")
     doctor.set_defaults(run=_doctor)
     add_ckpt_commands(commands.add_parser("ckpt", help="look at checkpoints and convert them"))
@@ -104,6 +111,28 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_prep)
 
 
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    default = GenerateOptions(run="", prompt="")
+    add = parser.add_argument
+    add("run_folder", metavar="RUN", help="a run's folder, save root, or one checkpoint")
+    add("--prompt", required=True, help="what the text begins with; may be empty")
+    add("--step", type=int, help="step of the checkpoint; the latest by default")
+    add("--tokens", type=int, default=default.tokens, help="length of what follows")
+    add("--temperature", type=float, default=default.temperature, help="0 takes the likeliest")
+    add("--top-k", type=int, help="draw from so many of the likeliest tokens; from all by default")
+    add("--seed", type=int, default=default.seed, help="seed of the draws")
+    add("--tokenizer", help="in place of the run's: byte, or tokenizer.json or its folder")
+    add("--device", choices=("auto", "cpu", "cuda"), default=default.device)
+    parser.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    given = {f.name: getattr(options, f.name) for f in fields(GenerateOptions) if f.name != "run"}
+    text = generate(GenerateOptions(run=options.run_folder, **given))
+    if _is_first():
+        print(escape_controls(text))
+
+
 def _prep(options: argparse.Namespace) -> None:
     given = {f.name: getattr(options, f.name) for f in fields(PrepOptions)}
     lists = {name: tuple(given[name]) for name in ("inputs", "suffixes")}
@@ -119,9 +148,13 @@ def _doctor(options: argparse.Namespace) -> None:
 def _configure_logging() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # A message of all ranks is logged by the first one.
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = _is_first()
     logging.getLogger("megafsdp").setLevel(logging.WARNING if is_first else logging.ERROR)
     logging.getLogger("megafsdp.training").setLevel(logging.INFO if is_first else logging.ERROR)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -88,9 +88,10 @@ class StepProfiler:
                 record_memory_history(is_wanted=False)
 
     def _start(self, options: ProfileOptions) -> None:
-        activities = {ProfilerActivity.CPU}
+        activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
-            activities |= {ProfilerActivity.CUDA} & torch.profiler.supported_activities()
+            if ProfilerActivity.CUDA in torch.profiler.supported_activities():
+                activities.append(ProfilerActivity.CUDA)
             record_memory_history(is_wanted=True)
 
         def action(step: int) -> ProfilerAction:
@@ -99,7 +100,7 @@ class StepProfiler:
             return ProfilerAction.RECORD if is_kept else ProfilerAction.WARMUP
 
         self._profiler = torch.profiler.profile(
-            activities=sorted(activities, key=lambda activity: activity.value),
+            activities=activities,
             schedule=action,
             on_trace_ready=self._write,
             record_shapes=True,

@@ -179,12 +179,13 @@ class Trackers:
     def __init__(self, config: Config, *, last_step: int, wandb_id: str | None) -> None:
         folder = config.run_directory
         self.wandb_id = wandb_id
+        # First, for these may fail, and the others have files open.
+        own = [_made(spec, config, last_step) for spec in config.logging.trackers]
         jsonl = JsonlTracker(folder / METRICS_FILE, last_step=last_step)
-        self._trackers: list[Tracker] = [jsonl]
+        self._trackers: list[Tracker] = [jsonl, *own]
         self._failed: list[Tracker] = []
         if config.logging.tensorboard:
             self._trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
-        self._trackers += [_made(spec, config, last_step) for spec in config.logging.trackers]
         if config.logging.wandb:
             to_wandb = WandbTracker(config, run_id=wandb_id)
             self.wandb_id = to_wandb.run_id

@@ -127,8 +127,8 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
         (["--run.name", "null"], "run.name to be text, got null"),
         (
             ["--optimizer.betas", "[0.9]"],
-            "optimizer.betas to be a list of 2, each item a number of at least 0 and below 1, got the"
-            " list [0.9]. In the command line. See megafsdp train --help optimizer",
+            "optimizer.betas to be a list of 2, each item a number of at least 0 and below 1, got"
+            " the list [0.9]. In the command line. See megafsdp train --help optimizer",
         ),
         (["--data.train", "x"], "data.train to be a list, each item text, got the text 'x'"),
         (["--data.weights", "[1, a]"], "each item a number above 0 or null, got the list [1, 'a']"),
