@@ -47,6 +47,7 @@ def _config(folder: Path, saved: Path, **sections: dict[str, Any]) -> Config:
         "run": {"directory": str(folder / "run"), "device": "cpu"},
         "model": {"from_hf": str(saved)},
         "data": {"train": [str(folder / "train")], "sequence_length": LENGTH},
+        "schedule": {"kind": "constant"},
         "train": {"steps": 2, "global_batch_size": 4},
         "logging": {"interval_steps": 1},
     }
