@@ -85,6 +85,8 @@ def test_the_command_prints_the_text_and_no_control_characters(
     assert main(words) == 0
     assert capsys.readouterr().out == "a\\x1b[2J\n"
     monkeypatch.setattr("megafsdp.training.cli.main.generate", lambda options: "text")
+    # It would keep the warnings of later tests from being seen.
+    monkeypatch.setattr("megafsdp.training.cli.main._configure_logging", lambda: None)
     monkeypatch.setenv("RANK", "1")
     assert main(words) == 0
     assert capsys.readouterr().out == ""
