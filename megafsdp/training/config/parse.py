@@ -23,6 +23,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megafsdp.errors import ConfigError, expected
+from megafsdp.training.config.blend import separate_weights, words_of
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.words import type_in_words, value_in_words
 
@@ -123,7 +124,8 @@ def _override(values: dict[str, Any], option: str, value: object) -> None:
             into[parent] = {}
         into = into[parent]
     if option.endswith("+"):
-        before = into.get(name, _known_names()[".".join([*parents, name])]) or []
+        default = _known_names()[".".join([*parents, name])]
+        before: Any = words_of(into.get(name, default)) or []
         value = [*before, *(value if isinstance(value, list) else [value])]
     into[name] = value
 
@@ -278,6 +280,8 @@ def _read_file(path: str) -> dict[str, dict[str, Any]]:
 
 def _checked(values: object, where: str) -> Config:
     """Return the configuration of nested dicts, each value by itself within its bounds."""
+    if isinstance(values, Mapping) and isinstance(data := values.get("data"), Mapping):
+        values = {**values, "data": separate_weights(data)}
     try:
         return _adapter().validate_json(json.dumps(values))
     except ValidationError as error:

@@ -130,7 +130,10 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
             "optimizer.betas to be a list of 2, each item a number of at least 0 and below 1, got"
             " the list [0.9]. In the command line. See megafsdp train --help optimizer",
         ),
-        (["--data.train", "x"], "data.train to be a list, each item text, got the text 'x'"),
+        (
+            ["--data.validation", "x"],
+            "data.validation to be a list, each item text, got the text 'x'",
+        ),
         (["--data.weights", "[1, a]"], "each item a number above 0 or null, got the list [1, 'a']"),
         (
             ["--optimizer.lr_multipliers", "2"],
