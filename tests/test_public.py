@@ -162,6 +162,7 @@ IMPORT_PATHS = {
         "Config",
         "ConfigError",
         "RunSummary",
+        "Tracker",
         "config_from_dict",
         "parse_config",
         "to_yaml",

@@ -345,3 +345,19 @@ def tensor_rebuilder() -> Callable[..., torch.Tensor]:
     """
     rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v2
     return rebuild
+
+
+def record_memory_history(*, is_wanted: bool) -> None:
+    """Begin, or end, to record the allocations of the GPU with their stacks.
+
+    Public: none; ``torch.profiler`` records sizes alone. 2.11 to 2.13.
+    """
+    torch.cuda.memory._record_memory_history("all" if is_wanted else None, max_entries=1_000_000)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what was recorded, as torch's page pytorch.org/memory_viz reads it.
+
+    Public: ``torch.cuda.memory_snapshot`` lacks the history. 2.11 to 2.13.
+    """
+    torch.cuda.memory._dump_snapshot(path)

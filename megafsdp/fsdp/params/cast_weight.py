@@ -37,7 +37,7 @@ class CastWeight(GatheredWeight):
         dtype: The compute dtype.
         main_weight: The group's main weight, a shard or the whole.
         axes: Ranks that divide or replicate the group.
-        is_persistent: Whether the full buffer stays between uses.
+        is_persistent: Whether the strategy keeps the full buffer between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
         host_weight: The cast and the copies of a main weight that lives on the host.
@@ -56,6 +56,7 @@ class CastWeight(GatheredWeight):
     ) -> None:
         self._main = main_weight
         self._host_weight = host_weight
+        self.stays_gathered = is_persistent
         is_same = dtype == main_weight.flat.dtype and host_weight is None
         # Forward may read what the optimizer writes where that is the whole: one buffer less.
         is_main = is_same and (axes.is_alone or not axes.is_sharded)

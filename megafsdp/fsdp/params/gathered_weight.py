@@ -118,7 +118,11 @@ class GatheredWeight:
     Attributes:
         is_stale: Whether the main weight has changed since the last refresh.
         label: FQN of the unit, for counters and profilers.
+        stays_gathered: Whether the strategy keeps the weight in full between uses; set by
+            subclasses.
     """
+
+    stays_gathered: bool
 
     def __init__(
         self,

@@ -168,7 +168,6 @@ class ParameterGroup:
             because an optimizer has moved them.
         step_in_flight: The step that changes the main weight beside the calling thread.
         num_changes: How many changes of the main weight were marked on this rank.
-        stays_gathered: Whether the strategy keeps compute weights in full between uses.
     """
 
     def __init__(
@@ -222,7 +221,6 @@ class ParameterGroup:
         )
         self.step_in_flight: AsyncStep | None = None
         self.num_changes = 0
-        self.stays_gathered = strategy.has_persistent_compute_weight
         # Modules by their dictionaries: every forward and backward walks all places four times.
         self._places = [
             (owner._parameters, attribute, p.sharded, p.unsharded)

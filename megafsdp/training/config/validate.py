@@ -42,6 +42,7 @@ def validate(config: Config, *, world_size: int) -> None:
     """
     validate_sharding(config, world_size=world_size)
     _check_length(config.train)
+    _check_profile(config, world_size)
     _check_data(config.data, config.model.resolve())
 
 
@@ -390,6 +391,17 @@ def _check_length(train: TrainSection) -> None:
         f"at least one global batch, {train.global_batch_size},",
         train.samples,
         "Train longer, or make the batch smaller",
+    )
+
+
+def _check_profile(config: Config, world_size: int) -> None:
+    ranks = [] if config.logging.profile is None else config.logging.profile.ranks
+    require(
+        all(rank < world_size for rank in ranks),
+        "logging.profile.ranks",
+        f"ranks below the {world_size} of the run",
+        ranks,
+        "Name ranks that there are, such as [0]",
     )
 
 

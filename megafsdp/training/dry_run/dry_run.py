@@ -136,7 +136,7 @@ class DryRunReport:
         """Return everything as JSON, sizes in elements and bytes."""
         dims, footprint, parallel = self.dims, self.footprint, self.config.parallel
         content = {
-            "model": self.config.model.preset,
+            "model": self.config.model.name,
             "num_parameters": self.num_parameters,
             "num_ranks": self.num_ranks,
             "dp_outer_size": dims.dp_outer,
@@ -212,7 +212,7 @@ class DryRunReport:
         num_idle = num_idle_parameters(self.config.model.resolve())
         active = f" ({self.num_parameters - num_idle:,} active)" if num_idle else ""
         return [
-            f"{self.config.model.preset}: {self.num_parameters:,} parameters{active} on "
+            f"{self.config.model.name}: {self.num_parameters:,} parameters{active} on "
             f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{tp}{ep}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
             f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
