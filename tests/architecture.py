@@ -85,8 +85,12 @@ SUB_PACKAGES: dict[str, frozenset[str]] = {
     "training.step": frozenset({"training.config", "training.process"}),
     "training.metrics": frozenset({"training.config", "training.process", "training.step"}),
     "training.dry_run": frozenset({"training.config", "training.process", "training.step"}),
+    "training.pictures": frozenset(
+        {"training.config", "training.process", "training.metrics", "training.dry_run"}
+    ),
     "training.cli": frozenset(
         {"training", "training.config", "training.process", "training.dry_run"}
+        | {"training.pictures"}
     ),
 }
 # Packages whose __init__ exports the names of files above it in the table.
@@ -144,6 +148,8 @@ LAZY_PACKAGES = frozenset(
     | {"torch.utils.tensorboard"}
     # Imports triton, which is there on CUDA at most.
     | {"megafsdp.models.loss_kernel"}
+    # The bundle of the plotting library.
+    | {"vl_convert"}
     # Kernels of linear attention on CUDA.
     | {"fla", "causal_conv1d"}
 )

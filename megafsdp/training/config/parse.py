@@ -30,7 +30,8 @@ _NUM_SUGGESTIONS = 3
 _DESCRIPTION = (
     "Pretrain a model. Every value of the configuration can stand in a YAML file (--config) and be "
     "overridden on the command line (--section.field value). With --dry-run [RANKS] nothing is "
-    "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON). "
+    "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON), "
+    "and drawn with --html FILE. "
     "Text arrives as it is written; the bare word null on the command line stands for no value; "
     "--section.field+=value appends to a list."
 )
