@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megafsdp._native import native_module
+
 BLOCK = 16
+_DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
@@ -27,7 +34,22 @@ def transform_tokens(values: Tensor) -> Tensor:
         ``(tokens rounded up to 16, features)``.
     """
     num_tokens, num_features = values.shape
-    padded = F.pad(values.float(), (0, 0, 0, -num_tokens % BLOCK))
+    out_rows = num_tokens + -num_tokens % BLOCK
+    module = native_module()
+    is_native = type(values) is Tensor and values.device.type == "cpu"
+    if module is not None and is_native and values.dtype in _DTYPE_NAMES and values.numel() > 0:
+        out = torch.empty((out_rows, num_features), dtype=torch.float32)
+        values = values.detach().contiguous()
+        module.transform_rows(
+            values=values.data_ptr(),
+            dtype=_DTYPE_NAMES[values.dtype],
+            num_rows=num_tokens,
+            num_cols=num_features,
+            out=out.data_ptr(),
+            num_threads=torch.get_num_threads(),
+        )
+        return out
+    padded = F.pad(values.float(), (0, 0, 0, out_rows - num_tokens))
     blocks = padded.view(-1, BLOCK, num_features)
     # Exact: signs, and a quarter.
     signs = torch.tensor(_SIGNS, dtype=torch.float32, device=values.device) / 4

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megafsdp._native import native_module
+
 _WORD = 0xFFFF_FFFF
 _MULTIPLIERS = (0xD251_1F53, 0xCD9E_8D57)
 _KEY_STEPS = (0x9E37_79B9, 0xBB67_AE85)
@@ -46,7 +48,18 @@ class Noise(NamedTuple):
 
         Element ``i``, counted by rows, has the same number in every shape and on every device.
         """
-        numel = math.prod(shape)
+        numel, module = math.prod(shape), native_module()
+        is_native = device.type == "cpu" and not torch.compiler.is_compiling()
+        if module is not None and is_native and numel > 0:
+            out = torch.empty(tuple(shape), dtype=torch.float32)
+            module.fill_uniform(
+                out=out.data_ptr(),
+                numel=numel,
+                seed=self.seed,
+                stream=self.stream,
+                num_threads=torch.get_num_threads(),
+            )
+            return out
         num_counters = -(-numel // _WORDS_A_COUNTER)
         index = torch.arange(num_counters, dtype=torch.int64, device=device)
         counter = (index & _WORD, index >> 32, self.stream, 0)
