@@ -148,6 +148,7 @@ IMPORT_PATHS = {
         "localized",
         "parallelize",
     },
+    "megafsdp.quantize": {"RECIPE_NAMES", "QuantizationRecipe", "recipe_of"},
     "megafsdp.training": {
         "Config",
         "ConfigError",

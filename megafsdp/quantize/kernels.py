@@ -314,7 +314,6 @@ def _decode_op(
     return out
 
 
-@torch.library.register_fake("megafsdp::decode_tiles")
 def _decode_fake(
     codes: torch.Tensor,
     table: torch.Tensor,
@@ -339,7 +338,6 @@ def _quantize_op(
     return quantize(_coding(element, scaling, tile), values, maximum, noise)
 
 
-@torch.library.register_fake("megafsdp::quantize_matrix")
 def _quantize_fake(
     values: torch.Tensor,
     element: str,
@@ -357,3 +355,7 @@ def _quantize_fake(
 def _coding(element: str, scaling: str, tile: Sequence[int]) -> TileCoding:
     of_matrix = (tile[0], tile[1]) if tile else None
     return TileCoding(_ELEMENTS[element], _SCALINGS[scaling], of_matrix)
+
+
+torch.library.register_fake("megafsdp::decode_tiles", _decode_fake)
+torch.library.register_fake("megafsdp::quantize_matrix", _quantize_fake)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from megafsdp.quantize.elements import (
     E4M3,
@@ -195,3 +196,22 @@ Scaling = Fp32Scaling | E8M0Scaling | TwoLevelScaling
 def _largest(maxima: torch.Tensor) -> torch.Tensor:
     """Return the largest maximum of each matrix, ``(num_matrices, 1)`` fp32."""
     return maxima.amax(dim=1, keepdim=True).view(torch.float32)
+
+
+def to_128x4_blocks(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in the order that GEMMs of NVIDIA's tensor cores read; allocates.
+
+    Scales are kept, gathered and saved in rows; the order is made at the call of a GEMM. Scale
+    ``(row, col)`` goes to block ``(row // 128, col // 4)``, blocks row by row, and in its block to
+    ``(row % 32) * 16 + (row % 128 // 32) * 4 + col % 4``. Zeros fill the blocks at the edges.
+
+    Args:
+        scales: ``(rows, cols)`` uint8.
+
+    Returns:
+        1-D uint8, 512 a block.
+    """
+    rows, cols = scales.shape
+    padded = functional.pad(scales, (0, -cols % 4, 0, -rows % 128))
+    blocks = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return blocks.permute(0, 3, 2, 1, 4).flatten()

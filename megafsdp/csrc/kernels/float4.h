@@ -1,7 +1,7 @@
 // The 4-bit float e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Two codes share a byte, the
 // even one in its low half.
 //
-// No code means NaN: encode() gives 0 for it, and the scale must carry it.
+// No code means NaN: it becomes 0, and the scale must carry it.
 #pragma once
 
 #include <cstdint>
@@ -17,20 +17,14 @@ struct E2M1 {
   static constexpr float kReciprocal = static_cast<float>(1.0 / 6.0);
   static constexpr int kCodesPerByte = 2;
   static constexpr uint32_t kLargestBits = 0x40c00000;
+  static constexpr uint32_t kNanCode = 0;
 
-  MEGAFSDP_INLINE static uint32_t encode(float value) {
-    const uint32_t bits = bits_of(value);
-    const uint32_t magnitude = bits & kMagnitudeMask;
-    const uint32_t clamped = magnitude > kLargestBits ? kLargestBits : magnitude;
-    const uint32_t code = Bits::encode_magnitude(clamped) | (bits >> 28 & Bits::kSignBit);
-    return magnitude > kInfinityBits ? 0 : code;
-  }
+  MEGAFSDP_INLINE static uint32_t encode(float value) { return encode_value<E2M1>(value); }
 
-  // Rounds up where noise, in [0, 1), is less than the distance from the code below in steps of the
-  // codes there; steps are powers of two, so that nothing but the result is rounded.
-  MEGAFSDP_INLINE static uint32_t encode_stochastically(float value, float noise) {
-    const uint32_t bits = bits_of(value);
-    const uint32_t magnitude = bits & kMagnitudeMask;
+  // Returns the code of a magnitude, rounded up where noise, in [0, 1), is less than the distance
+  // from the code below in steps of the codes there; steps are powers of two, so that nothing but
+  // the result is rounded.
+  MEGAFSDP_INLINE static uint32_t stochastic_code(uint32_t magnitude, float noise) {
     const float clamped = float_of(magnitude > kLargestBits ? kLargestBits : magnitude);
     const bool is_above_2 = clamped >= 2.0f, is_above_4 = clamped >= 4.0f;
     const float steps_per_one = is_above_4 ? 0.5f : (is_above_2 ? 1.0f : 2.0f);
@@ -38,9 +32,13 @@ struct E2M1 {
     const float in_steps = clamped * steps_per_one;
     const int32_t below = static_cast<int32_t>(in_steps);
     const int32_t is_up = noise < in_steps - static_cast<float>(below) ? 1 : 0;
-    const uint32_t code =
-        static_cast<uint32_t>(below + is_up + offset) | (bits >> 28 & Bits::kSignBit);
-    return magnitude > kInfinityBits ? 0 : code;
+    return static_cast<uint32_t>(below + is_up + offset);
+  }
+
+  MEGAFSDP_INLINE static uint32_t encode_stochastically(float value, float noise) {
+    const uint32_t bits = bits_of(value), magnitude = bits & kMagnitudeMask;
+    const uint32_t code = stochastic_code(magnitude, noise) | sign_of_code<E2M1>(bits);
+    return magnitude > kInfinityBits ? kNanCode : code;
   }
 
   MEGAFSDP_INLINE static float decode(uint32_t code) {

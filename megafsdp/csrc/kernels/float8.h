@@ -1,7 +1,7 @@
 // Floats of at most 8 bits, their codes and conversions.
 //
 // Conversions are integer arithmetic and selects without branches, as those of float16.h. Rounding
-// is to nearest even; what is beyond the largest value becomes the largest. For every element:
+// is to nearest even; what is beyond the largest value becomes the largest:
 //   encode(x) = sign | code nearest to min(|x|, kLargest), kNanCode if x is a NaN
 // The naive formula is Element.encode in quantize/elements.py.
 #pragma once
@@ -26,17 +26,19 @@ struct SmallFloat {
   static constexpr uint32_t kCodeMask = kSignBit - 1;
   static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
   static constexpr uint32_t kSmallestNormal = kRebias + (1u << 23);
-  // Floats from this power of two on are as far apart as subnormal values, so adding it rounds to
-  // one of them.
-  static constexpr uint32_t kSubnormalStep = kSmallestNormal + (static_cast<uint32_t>(kShift) << 23);
+  // What makes code 0 of zero: an even number, so that it does not move ties.
+  static constexpr uint32_t kFirstCode = (0u - (kSmallestNormal >> kShift)) & 0xff;
 
-  // Returns the code of a magnitude that is not above the largest value.
+  // Returns a number whose low byte is the code of a magnitude not above the largest value.
+  //
+  // A float that is 2**kShift times a power of two is as far from its neighbours as codes are from
+  // theirs in the binade of that power, so adding it rounds to codes, and counts them in its low
+  // bits. Below the smallest normal value codes are as far apart as above it.
   MEGAFSDP_INLINE static uint32_t encode_magnitude(uint32_t magnitude) {
-    const uint32_t subnormal =
-        bits_of(float_of(magnitude) + float_of(kSubnormalStep)) - kSubnormalStep;
-    const uint32_t half = (1u << (kShift - 1)) - 1;
-    const uint32_t normal = (magnitude - kRebias + half + ((magnitude >> kShift) & 1)) >> kShift;
-    return magnitude < kSmallestNormal ? subnormal : normal;
+    const uint32_t binade = magnitude & kInfinityBits;
+    const uint32_t exponent = binade > kSmallestNormal ? binade : kSmallestNormal;
+    const uint32_t anchor = exponent + (static_cast<uint32_t>(kShift) << 23) + kFirstCode;
+    return bits_of(float_of(magnitude) + float_of(anchor)) + (exponent >> kShift);
   }
 
   // Returns the bits of the magnitude of a finite code, its sign bit cleared.
@@ -48,6 +50,28 @@ struct SmallFloat {
   }
 };
 
+// Returns the code of |x|, x not a NaN, in the low byte; the sign bit of a code must be added.
+template <typename Element>
+MEGAFSDP_INLINE uint32_t encode_clamped(uint32_t magnitude) {
+  return Element::Bits::encode_magnitude(magnitude > Element::kLargestBits ? Element::kLargestBits
+                                                                           : magnitude);
+}
+
+// Returns the sign bit of a code, given any number whose highest bit is the sign.
+template <typename Element>
+MEGAFSDP_INLINE uint32_t sign_of_code(uint32_t bits) {
+  constexpr int kDown = Element::Bits::kSignBit == 0x80 ? 24 : 28;
+  return bits >> kDown & Element::Bits::kSignBit;
+}
+
+// Returns the code of a value.
+template <typename Element>
+MEGAFSDP_INLINE uint32_t encode_value(float value) {
+  const uint32_t bits = bits_of(value), magnitude = bits & kMagnitudeMask;
+  const uint32_t code = (encode_clamped<Element>(magnitude) & 0xff) | sign_of_code<Element>(bits);
+  return magnitude > kInfinityBits ? Element::kNanCode : code;
+}
+
 struct E4M3 {
   using Bits = SmallFloat<4, 3>;
   static constexpr float kLargest = 448.0f;
@@ -55,14 +79,10 @@ struct E4M3 {
   static constexpr float kReciprocal = static_cast<float>(1.0 / 448.0);
   static constexpr int kCodesPerByte = 1;
 
-  MEGAFSDP_INLINE static uint32_t encode(float value) {
-    constexpr uint32_t kLargestBits = 0x43e00000;
-    const uint32_t bits = bits_of(value);
-    const uint32_t magnitude = bits & kMagnitudeMask;
-    const uint32_t clamped = magnitude > kLargestBits ? kLargestBits : magnitude;
-    const uint32_t code = Bits::encode_magnitude(clamped) | (bits >> 24 & Bits::kSignBit);
-    return magnitude > kInfinityBits ? 0x7f : code;
-  }
+  static constexpr uint32_t kLargestBits = 0x43e00000;
+  static constexpr uint32_t kNanCode = 0x7f;
+
+  MEGAFSDP_INLINE static uint32_t encode(float value) { return encode_value<E4M3>(value); }
 
   MEGAFSDP_INLINE static float decode(uint32_t code) {
     const uint32_t finite = Bits::decode_magnitude(code & Bits::kCodeMask);
@@ -77,14 +97,10 @@ struct E5M2 {
   static constexpr float kReciprocal = static_cast<float>(1.0 / 57344.0);
   static constexpr int kCodesPerByte = 1;
 
-  MEGAFSDP_INLINE static uint32_t encode(float value) {
-    constexpr uint32_t kLargestBits = 0x47600000;
-    const uint32_t bits = bits_of(value);
-    const uint32_t magnitude = bits & kMagnitudeMask;
-    const uint32_t clamped = magnitude > kLargestBits ? kLargestBits : magnitude;
-    const uint32_t code = Bits::encode_magnitude(clamped) | (bits >> 24 & Bits::kSignBit);
-    return magnitude > kInfinityBits ? 0x7f : code;
-  }
+  static constexpr uint32_t kLargestBits = 0x47600000;
+  static constexpr uint32_t kNanCode = 0x7f;
+
+  MEGAFSDP_INLINE static uint32_t encode(float value) { return encode_value<E5M2>(value); }
 
   // Codes above the largest mean infinity and NaN, though encode() gives one of them only.
   MEGAFSDP_INLINE static float decode(uint32_t code) {

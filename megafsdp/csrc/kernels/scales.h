@@ -131,7 +131,7 @@ MEGAFSDP_INLINE void visit_scaling(ScalingKind kind, const Visit& visit) {
       return visit(Fp32Scaling<true>{});
     case ScalingKind::kE8M0:
       return visit(E8M0Scaling{});
-    case ScalingKind::kTwoLevel:
+    default:
       return visit(TwoLevelScaling{});
   }
 }

@@ -28,17 +28,36 @@
 
 namespace megafsdp {
 
-// Columns of a panel: a multiple of the width of every tile that is narrower than a row.
-constexpr int64_t kPanelCols = 1024;
+// Columns of a panel at most: a multiple of the width of every tile that is narrower than a row, and
+// as many as leave room for their factors in the first-level cache. Rows of most matrices are one
+// panel then, and memory is read in order: jumping from row to row takes up to three times as long.
+constexpr int64_t kPanelCols = 4096;
+// What is read twice must stay in the second-level cache: so many elements.
+constexpr int64_t kCachedNumel = 1 << 16;
 
 struct NoRounding {};
 
+MEGAFSDP_INLINE uint32_t any_bits_of(float value) { return bits_of(value); }
+MEGAFSDP_INLINE uint32_t any_bits_of(BFloat16 value) {
+  return static_cast<uint32_t>(value.bits) << 16;
+}
+MEGAFSDP_INLINE uint32_t any_bits_of(Float16 value) {
+  return static_cast<uint32_t>(value.bits) << 16;
+}
+
+// Returns the bits of |value| as a float, rounded to another type first. A NaN may have any that are
+// above infinity's.
 template <typename Through, typename Source>
-MEGAFSDP_INLINE float read_as(Source value) {
-  if constexpr (std::is_same_v<Through, NoRounding>) {
-    return to_float(value);
+MEGAFSDP_INLINE uint32_t magnitude_of(Source value) {
+  if constexpr (std::is_same_v<Through, BFloat16>) {
+    // As FromFloat does, in fewer steps: what is above infinity stays above it.
+    const uint32_t bits = bits_of(value) & kMagnitudeMask;
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+    return bits > kInfinityBits ? bits : rounded;
+  } else if constexpr (std::is_same_v<Through, Float16>) {
+    return bits_of(to_float(FromFloat<Float16>::convert(value))) & kMagnitudeMask;
   } else {
-    return to_float(FromFloat<Through>::convert(to_float(value)));
+    return bits_of(to_float(value)) & kMagnitudeMask;
   }
 }
 
@@ -50,7 +69,8 @@ struct FragmentRows {
   int64_t end_row;
 };
 
-// Part of a strip: some columns of all its rows, or a run of its elements as one row.
+// Part of a strip: some columns of all its rows. Where the elements of a row share a tile, so do all
+// of a strip, which is cut into rows of kPanelCols instead.
 struct Panel {
   // Of the first element, in elements from the first of the fragment.
   int64_t offset;
@@ -62,23 +82,33 @@ struct Panel {
   int64_t first_tile;
   int64_t tile_cols;
   int64_t matrix;
+
+  MEGAFSDP_INLINE int64_t num_tiles() const { return (num_cols + tile_cols - 1) / tile_cols; }
 };
 
-// Calls work(panel) on panels that cover the rows.
+// Calls work(panel) on panels that cover the rows, each of so many columns at most.
 template <typename Work>
-MEGAFSDP_INLINE void for_each_panel(const FragmentRows& rows, const Work& work) {
+MEGAFSDP_INLINE void for_each_panel(const FragmentRows& rows, int64_t panel_cols,
+                                    const Work& work) {
   const TileGrid& grid = rows.grid;
-  const bool is_run = grid.is_one_across();
   for (int64_t row = rows.first_row; row < rows.end_row;) {
     const Strip strip = strip_at(grid, row, rows.end_row);
     const int64_t offset = (row - rows.begin_row) * grid.cols;
-    const int64_t num_cols = is_run ? strip.num_rows * grid.cols : grid.cols;
-    for (int64_t col = 0; col < num_cols; col += kPanelCols) {
+    const int64_t run = strip.num_rows * grid.cols;
+    const bool is_run = grid.is_one_across();
+    const int64_t num_whole = is_run ? run / panel_cols : 0;
+    if (num_whole > 0) {
+      work(Panel{offset, num_whole, panel_cols, panel_cols, strip.first_tile, panel_cols,
+                 strip.matrix});
+    }
+    // The rest of a run is one row.
+    const int64_t num_rows = is_run ? 1 : strip.num_rows;
+    const int64_t num_cols = is_run ? run : grid.cols;
+    for (int64_t col = num_whole * panel_cols; col < num_cols; col += panel_cols) {
       const int64_t left = num_cols - col;
-      const int64_t count = left < kPanelCols ? left : kPanelCols;
-      work(Panel{offset + col, is_run ? 1 : strip.num_rows, grid.cols, count,
-                 strip.first_tile + (is_run ? 0 : col / grid.tile_cols),
-                 is_run ? count : grid.tile_cols, strip.matrix});
+      const int64_t tile = is_run ? 0 : col / grid.tile_cols;
+      work(Panel{offset + col, num_rows, grid.cols, left < panel_cols ? left : panel_cols,
+                 strip.first_tile + tile, is_run ? panel_cols : grid.tile_cols, strip.matrix});
     }
     row += strip.num_rows;
   }
@@ -132,11 +162,11 @@ MEGAFSDP_INLINE void visit_tiles_of(const Panel& panel, const uint32_t* of_cols,
 // Writes the largest magnitude of each column of a panel.
 template <typename Through, typename Source>
 MEGAFSDP_INLINE void maxima_of_cols(const Source* values, const Panel& panel, uint32_t* of_cols) {
-  for (int64_t i = 0; i < panel.num_cols; ++i) of_cols[i] = 0;
-  for (int64_t row = 0; row < panel.num_rows; ++row) {
+  for (int64_t i = 0; i < panel.num_cols; ++i) of_cols[i] = magnitude_of<Through>(values[i]);
+  for (int64_t row = 1; row < panel.num_rows; ++row) {
     const Source* from = values + row * panel.stride;
     for (int64_t i = 0; i < panel.num_cols; ++i) {
-      const uint32_t bits = bits_of(read_as<Through>(from[i])) & kMagnitudeMask;
+      const uint32_t bits = magnitude_of<Through>(from[i]);
       of_cols[i] = bits > of_cols[i] ? bits : of_cols[i];
     }
   }
@@ -145,47 +175,63 @@ MEGAFSDP_INLINE void maxima_of_cols(const Source* values, const Panel& panel, ui
 // Writes the factor of each column's tile.
 MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of_cols) {
   if (panel.tile_cols == 1) {
-    for (int64_t i = 0; i < panel.num_cols; ++i) of_cols[i] = of_tiles[i];
+    for (int64_t i = 0; i < panel.num_tiles(); ++i) of_cols[i] = of_tiles[i];
     return;
   }
-  for (int64_t col = 0, tile = 0; col < panel.num_cols; col += panel.tile_cols, ++tile) {
-    const int64_t left = panel.num_cols - col;
+  for (int64_t tile = 0; tile < panel.num_tiles(); ++tile) {
+    const int64_t col = tile * panel.tile_cols, left = panel.num_cols - col;
     const int64_t count = left < panel.tile_cols ? left : panel.tile_cols;
     const float factor = of_tiles[tile];
     for (int64_t i = 0; i < count; ++i) of_cols[col + i] = factor;
   }
 }
 
-MEGAFSDP_INLINE int64_t num_tiles_of(const Panel& panel) {
-  return (panel.num_cols + panel.tile_cols - 1) / panel.tile_cols;
+// Writes the codes of a row, each in a byte; noise is null to round to nearest. Factors are not
+// negative; where they are NaN the codes are not written right.
+template <typename Element, typename Through, typename Source>
+MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const float* factors,
+                                int64_t num_cols, uint8_t* codes) {
+  const auto finish = [&](int64_t i, uint32_t magnitude, uint32_t code)
+      __attribute__((always_inline)) {
+    const uint32_t signed_code = code | sign_of_code<Element>(any_bits_of(from[i]));
+    codes[i] =
+        static_cast<uint8_t>(magnitude >= kInfinityBits ? Element::kNanCode : signed_code);
+  };
+  if constexpr (std::is_same_v<Element, E2M1>) {
+    if (noise != nullptr) {
+      for (int64_t i = 0; i < num_cols; ++i) {
+        const uint32_t magnitude = magnitude_of<Through>(from[i]);
+        const uint32_t scaled = bits_of(float_of(magnitude) * factors[i]);
+        finish(i, magnitude, E2M1::stochastic_code(scaled, noise[i]));
+      }
+      return;
+    }
+  }
+  for (int64_t i = 0; i < num_cols; ++i) {
+    const uint32_t magnitude = magnitude_of<Through>(from[i]);
+    finish(i, magnitude, encode_clamped<Element>(bits_of(float_of(magnitude) * factors[i])));
+  }
 }
 
-// Writes the codes of a panel's rows; noise is null to round to nearest.
+// Writes the codes of a panel's rows.
 template <typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_panel(const Source* values, const float* noise, const Panel& panel,
-                                  const float* factors, uint8_t* codes) {
+                                  const float* of_tiles, uint8_t* codes) {
+  float factors[kPanelCols];
+  spread(of_tiles, panel, factors);
+  bool has_nan = false;
+  for (int64_t i = 0; i < panel.num_tiles(); ++i) has_nan |= of_tiles[i] != of_tiles[i];
   for (int64_t row = 0; row < panel.num_rows; ++row) {
-    const Source* from = values + row * panel.stride;
-    uint8_t* to = codes + row * panel.stride / Element::kCodesPerByte;
+    const int64_t offset = row * panel.stride;
     uint8_t apart[kPanelCols];
+    uint8_t* const to = codes + offset / Element::kCodesPerByte;
     uint8_t* const target = Element::kCodesPerByte == 1 ? to : apart;
-    const auto scaled = [&](int64_t i) __attribute__((always_inline)) {
-      const float value = read_as<Through>(from[i]);
-      const bool is_finite = (bits_of(value) & kMagnitudeMask) < kInfinityBits;
-      return is_finite ? value * factors[i] : float_of(kNanBits);
-    };
-    if constexpr (std::is_same_v<Element, E2M1>) {
-      if (noise != nullptr) {
-        const float* const of_row = noise + row * panel.stride;
-        for (int64_t i = 0; i < panel.num_cols; ++i) {
-          target[i] = static_cast<uint8_t>(E2M1::encode_stochastically(scaled(i), of_row[i]));
-        }
-        pack(apart, to, panel.num_cols);
-        continue;
+    encode_row<Element, Through>(values + offset, noise == nullptr ? nullptr : noise + offset,
+                                 factors, panel.num_cols, target);
+    if (has_nan) {
+      for (int64_t i = 0; i < panel.num_cols; ++i) {
+        if (factors[i] != factors[i]) target[i] = static_cast<uint8_t>(Element::kNanCode);
       }
-    }
-    for (int64_t i = 0; i < panel.num_cols; ++i) {
-      target[i] = static_cast<uint8_t>(Element::encode(scaled(i)));
     }
     if constexpr (Element::kCodesPerByte == 2) pack(apart, to, panel.num_cols);
   }
@@ -193,8 +239,10 @@ MEGAFSDP_INLINE void encode_panel(const Source* values, const float* noise, cons
 
 // Writes the values of a panel's rows.
 template <typename Element, typename Out>
-MEGAFSDP_INLINE void decode_panel(const uint8_t* codes, const Panel& panel, const float* factors,
+MEGAFSDP_INLINE void decode_panel(const uint8_t* codes, const Panel& panel, const float* of_tiles,
                                   Out* out) {
+  float factors[kPanelCols];
+  spread(of_tiles, panel, factors);
   for (int64_t row = 0; row < panel.num_rows; ++row) {
     const uint8_t* from = codes + row * panel.stride / Element::kCodesPerByte;
     uint8_t apart[kPanelCols];
@@ -217,7 +265,7 @@ struct MaximaJob {
   int32_t* maxima;
 
   MEGAFSDP_INLINE void operator()() const {
-    for_each_panel(rows, [&](const Panel& panel) __attribute__((always_inline)) {
+    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
       uint32_t of_cols[kPanelCols];
       maxima_of_cols<Through>(values + panel.offset, panel, of_cols);
       visit_tiles_of(panel, of_cols,
@@ -241,20 +289,19 @@ struct EncodeJob {
   uint8_t* codes;
 
   MEGAFSDP_INLINE void operator()() const {
-    for_each_panel(rows, [&](const Panel& panel) __attribute__((always_inline)) {
-      float of_tiles[kPanelCols], of_cols[kPanelCols];
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
       fill_factors(panel, of_tiles);
-      spread(of_tiles, panel, of_cols);
       encode_panel<Element, Through>(values + panel.offset,
                                      noise == nullptr ? nullptr : noise + panel.offset, panel,
-                                     of_cols, codes + panel.offset / Element::kCodesPerByte);
+                                     of_tiles, codes + panel.offset / Element::kCodesPerByte);
     });
   }
 
   MEGAFSDP_INLINE void fill_factors(const Panel& panel, float* of_tiles) const {
     const int32_t* const of_panel = maxima + panel.first_tile;
     const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
-    const int64_t num_tiles = num_tiles_of(panel);
+    const int64_t num_tiles = panel.num_tiles();
     visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
       using Scaling = decltype(family);
       for (int64_t i = 0; i < num_tiles; ++i) {
@@ -277,18 +324,17 @@ struct DecodeJob {
   Out* out;
 
   MEGAFSDP_INLINE void operator()() const {
-    for_each_panel(rows, [&](const Panel& panel) __attribute__((always_inline)) {
-      float of_tiles[kPanelCols], of_cols[kPanelCols];
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
       fill_factors(panel, of_tiles);
-      spread(of_tiles, panel, of_cols);
-      decode_panel<Element>(codes + panel.offset / Element::kCodesPerByte, panel, of_cols,
+      decode_panel<Element>(codes + panel.offset / Element::kCodesPerByte, panel, of_tiles,
                             out + panel.offset);
     });
   }
 
   MEGAFSDP_INLINE void fill_factors(const Panel& panel, float* of_tiles) const {
     const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
-    const int64_t num_tiles = num_tiles_of(panel);
+    const int64_t num_tiles = panel.num_tiles();
     visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
       using Scaling = decltype(family);
       using Entry = typename Scaling::Entry;
@@ -311,24 +357,27 @@ struct BlockJob {
   uint8_t* codes;
 
   MEGAFSDP_INLINE void operator()() const {
-    for_each_panel(rows, [&](const Panel& panel) __attribute__((always_inline)) {
-      uint32_t maxima_of_panel[kPanelCols], of_tiles_in_bits[kPanelCols];
-      float of_tiles[kPanelCols], of_cols[kPanelCols];
+    // Between tiles of one column a panel may end anywhere.
+    const int64_t cached_cols = kCachedNumel / rows.grid.tile_rows;
+    const int64_t panel_cols =
+        rows.grid.tile_cols > 1 || cached_cols > kPanelCols ? kPanelCols : cached_cols;
+    uint32_t maxima_of_panel[kPanelCols], of_tiles_in_bits[kPanelCols];
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, panel_cols, [&](const Panel& panel) __attribute__((always_inline)) {
       maxima_of_cols<NoRounding>(values + panel.offset, panel, maxima_of_panel);
       visit_tiles_of(panel, maxima_of_panel,
                      [&](int64_t tile, uint32_t bits) __attribute__((always_inline)) {
                        of_tiles_in_bits[tile] = bits;
                      });
       fill_factors(panel, of_tiles_in_bits, of_tiles);
-      spread(of_tiles, panel, of_cols);
-      encode_panel<Element, NoRounding>(values + panel.offset, nullptr, panel, of_cols,
+      encode_panel<Element, NoRounding>(values + panel.offset, nullptr, panel, of_tiles,
                                         codes + panel.offset / Element::kCodesPerByte);
     });
   }
 
   MEGAFSDP_INLINE void fill_factors(const Panel& panel, const uint32_t* maxima,
                                     float* of_tiles) const {
-    const int64_t num_tiles = num_tiles_of(panel);
+    const int64_t num_tiles = panel.num_tiles();
     visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
       using Scaling = decltype(family);
       using Entry = typename Scaling::Entry;

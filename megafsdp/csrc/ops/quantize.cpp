@@ -8,7 +8,7 @@
 namespace megafsdp {
 namespace {
 
-static_assert(kPanelCols == kMostTileCols, "panels begin where tiles do");
+static_assert(kPanelCols % kMostTileCols == 0, "panels begin where tiles do");
 
 // Less than this takes no longer than waking a thread.
 constexpr int64_t kMinRangeNumel = 1 << 15;

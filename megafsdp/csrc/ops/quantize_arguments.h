@@ -290,8 +290,11 @@ inline ScaleTable check_blocks(const BlockArguments& arguments) {
   const ScalingKind scaling = scaling_of(arguments.coding.scaling);
   check(scaling != ScalingKind::kTwoLevel, "scaling: expected one level, got two_level");
   // Threads take whole rows of tiles, and the maximum of a tile is not shared between them.
-  check(arguments.coding.tile_rows == 1 || arguments.coding.tile_cols == 1,
-        "tile: expected one row or one column");
+  const int64_t tile_rows = arguments.coding.tile_rows;
+  check(tile_rows == 1 || (arguments.coding.tile_cols == 1 && 0 < tile_rows &&
+                           tile_rows <= kMostTileCols),
+        "tile: expected one row, or one column of " + std::to_string(kMostTileCols) +
+            " rows at most");
   const int64_t itemsize = itemsize_of_name("dtype", arguments.dtype);
   const int64_t numel = grid.num_matrices * grid.rows * grid.cols;
   const ScaleTable table = scale_table_of(scaling, grid, 0, arguments.table);
