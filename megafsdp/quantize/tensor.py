@@ -8,7 +8,7 @@ object is made once. No layer is converted: it is the tensor that sees what is d
 |---|---|
 | ``F.linear(x, w, bias)`` with a matrix | the linear of the recipe |
 | ``F.grouped_mm(x, w.transpose(1, 2), offs=...)`` with a stack | decodes in forward and backward |
-| ``detach``, ``alias``, a view of the same shape or strides | another object over the same buffers |
+| ``detach``, ``alias``, a view of the same shape | another object over the same buffers |
 | of a stack: ``transpose(1, 2)``, ``w[i]``, ``unbind(0)`` | the same; linears on ``w[i]`` decode |
 | any other operator | computes with decoded values; its gradient is dense |
 | an operator that writes, ``w[...] = x``, ``w.data = x`` | RuntimeError, nothing is changed |
