@@ -68,10 +68,31 @@ class MainWeight:
         """Record that codes and values agree."""
         self.encoded_version, self.has_other_codes = version_of(self.values), False
 
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """Return None: torch stages parameters for a save attribute by attribute."""
+
     @property
     def is_overtaken(self) -> bool:
         """Return whether codes were loaded and values were not."""
         return self.has_other_codes and version_of(self.values) == self.encoded_version
+
+
+@dataclass(slots=True)
+class _Gather:
+    """What is found in the first gather of a parameter and used in each.
+
+    Attributes:
+        inputs: Views of codes, and of scales that rows have of their own.
+        scales: Views of the compute weight's scales, and what is copied there; None: what other
+            ranks have of it.
+    """
+
+    inputs: list[Tensor] | None = None
+    scales: list[tuple[Tensor, Tensor | None]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Gather:
+        """Return another one that has found nothing."""
+        return _Gather()
 
 
 class QuantizedShard(QuantizedTensor):
@@ -84,8 +105,7 @@ class QuantizedShard(QuantizedTensor):
     main: MainWeight | None
     # Where a cut was made: scales of the whole, which copies to the cut write too.
     _outer_scales: ScalesOfRows | None
-    _gather_inputs: list[Tensor] | None
-    _gathered_scales: list[tuple[Tensor, Tensor | None]] | None
+    _gather: _Gather
 
     def with_part(self, part: Part) -> QuantizedTensor:
         """Make another object over the same buffers; matrices of a stack are no parameters."""
@@ -157,11 +177,11 @@ class QuantizedShard(QuantizedTensor):
 
         The last ranks may have fewer rows, whose place is filled up, where rows have no scales.
         """
-        inputs = self._gather_inputs
+        inputs = self._gather.inputs
         if inputs is None:
             rows = self.stored_shape[0]
             own = [each.view(torch.uint8).view(each.shape[0], -1) for each in self.scales().own]
-            inputs = self._gather_inputs = [self.codes.view(rows, -1), *own]
+            inputs = self._gather.inputs = [self.codes.view(rows, -1), *own]
         short = -(-outer_size[0] // mesh.size()) - self.stored_shape[0]
         if short:
             return tuple(F.pad(each, (0, 0, 0, short)) for each in inputs), outer_size
@@ -183,21 +203,22 @@ class QuantizedShard(QuantizedTensor):
         made = None
         if out is None:
             made = self._new_gathered(outputs[0], tuple(outer_size), param_dtype)
-        elif self._gathered_scales is None:
+        elif self._gather.scales is None:
             face = out if isinstance(out, QuantizedTensor) else out.to_local()  # type: ignore[attr-defined]
             self._note_gathered(face)
-        assert self._gathered_scales is not None
+        scales = self._gather.scales
+        assert scales is not None, "noted above"
         # One rank is given the codes alone, and has all scales itself.
         others = iter(outputs[1:] if len(outputs) > 1 else self._all_inputs()[1:])
-        for target, source in self._gathered_scales:
+        for target, source in scales:
             target.copy_(next(others).view(target.shape) if source is None else source)
         if made is None:
             return None
-        return made, (made.table,) if self._gathered_scales else ()
+        return made, (made.table,) if scales else ()
 
     def _all_inputs(self) -> list[Tensor]:
-        assert self._gather_inputs is not None, "the other hook comes first"
-        return self._gather_inputs
+        assert self._gather.inputs is not None, "the other hook comes first"
+        return self._gather.inputs
 
     def _new_gathered(
         self, codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype
@@ -215,13 +236,13 @@ class QuantizedShard(QuantizedTensor):
     def _note_gathered(self, made: QuantizedTensor) -> None:
         """Keep views of the scales that each gather fills; nothing else is made after the first."""
         own = self.scales()
-        self._gathered_scales = []
+        self._gather.scales = []
         if own.own:
             shape = made.stored_shape
             found = self.recipe.weight.scales_of_rows(made.table, shape, 0, shape[0])
             rows = [(each.view(torch.uint8), None) for each in found.own]
             shared = list(zip(found.shared, own.shared, strict=True))
-            self._gathered_scales = [*rows, *shared]
+            self._gather.scales = [*rows, *shared]
 
 
 def new_shard(
@@ -310,7 +331,7 @@ def _over(
 ) -> QuantizedShard:
     made = make(QuantizedShard, source, part)
     made.main, made._outer_scales = main, outer_scales
-    made._gather_inputs = made._gathered_scales = None
+    made._gather = _Gather()
     return made
 
 

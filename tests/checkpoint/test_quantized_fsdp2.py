@@ -185,9 +185,7 @@ def _interchange(recipe: str, root: Path) -> None:
         assert torch.equal(each.codes, mine.codes) and torch.equal(each.table, mine.table)
     for step in (2, 3):
         assert all(map(torch.equal, _step(other, others, step), _step(model, optimizer, step)))
-    assert before and all(
-        map(torch.equal, _artifacts(other, others), _artifacts(model, optimizer))
-    )
+    assert before and all(map(torch.equal, _artifacts(other, others), _artifacts(model, optimizer)))
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
