@@ -36,7 +36,6 @@ from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.mesh.torch_private import (
     TorchShard,
     check_before_torch_shards,
-    flatten_mesh,
     set_local,
     torch_shards,
 )
@@ -54,6 +53,7 @@ _VALUES = "the values of megafsdp.requantize_()"
 class _Declares(Protocol):
     """A layer of megafsdp.parallel: torch's ``fully_shard`` drops what it wrote on parameters."""
 
+    # By name alone: this room does not import the layers.
     declarations: Mapping[str, ParameterAnnotation]
     weight_mesh: DeviceMesh | None
 
@@ -127,9 +127,11 @@ def quantize_(
                 f"{recipe.weight.multiple}",
             )
         )
+    # All of them before the first is changed, and from what all ranks know: none is left waiting.
     for each in found:
         _check_cut(each, recipe)
     _quantize(found, recipe)
+    # The first step of another optimizer is refused there, before its moments change.
     watch_optimizer_steps()
     check_before_torch_shards(_refuse_quantized)
     return model
@@ -166,6 +168,8 @@ def requantize_(model: nn.Module, values: Mapping[str, torch.Tensor] | None = No
                 )
             )
         rows[name] = _own_rows(name, parameters[name], given)
+    # Only now, after every tensor was checked. The writes are counted, so that the values are seen
+    # as newer than codes that were loaded before.
     for name, own in rows.items():
         cut_weight_of(shards[name]).values.copy_(own)
     encode_main_weights(list(shards.values()))
@@ -207,6 +211,7 @@ def _check_model(model: nn.Module, cuts: Mapping[nn.Parameter, TorchShard]) -> N
     elif quantized:
         what, got = "a model that is not quantized", f"'{next(iter(quantized))}', which is"
         hint = "Set values by megafsdp.requantize_(model, values)"
+    # torch keeps what it gathered first: the class of a compute weight cannot change later.
     elif any(cut.has_begun for cut in cuts.values()):
         what, got = "a call before the first forward", "a model whose forward has run"
         hint = "Call quantize_() right after fully_shard()"
@@ -259,6 +264,7 @@ def _eligible(
                 hint=f"Names are FQNs, such as '{next(iter(names.values()), '')}', or patterns",
             )
         )
+    # In the order of the module tree, which ranks share, as maxima are combined in it.
     meshes = _weight_meshes(model)
     for parameter, name in names.items():
         each = _Found(name, parameter, cuts.get(parameter), meshes.get(id(parameter)))
@@ -302,9 +308,21 @@ def _check_cut(each: _Found, recipe: QuantizationRecipe) -> None:
     elif (num_ranks - 1) * each.chunk >= shape[0]:
         what, got = "rows for each rank", f"{shape[0]} on {num_ranks} ranks"
         hint = "Name the weight in keep_unquantized, or divide it among fewer ranks"
+    elif form.has_shared_scale(shape) and not _has_all_ranks(each):
+        what, got = "a weight_mesh with all ranks that divide rows", f"{each.weight_mesh}"
+        hint = "Give set_device_mesh() another weight_mesh, or none"
     if what:
         where = f"'{each.name}' of shape {shape} in {_WHERE} with '{recipe.name}'"
         raise ValueError(expected(what, got, where=where, hint=hint))
+
+
+def _has_all_ranks(each: _Found) -> bool:
+    """Return whether ranks that read a scale of their own agree on it."""
+    if each.weight_mesh is None or each.cut is None or each.cut.num_ranks == 1:
+        return True
+    assert each.cut.group is not None, "several ranks are a group"
+    dividing = dist.get_process_group_ranks(each.cut.group)
+    return set(dividing) <= set(each.weight_mesh.mesh.flatten().tolist())
 
 
 def _hint_of_rows(form: WeightFormat, shape: tuple[int, ...]) -> str:
@@ -321,13 +339,14 @@ def _cut_weight(each: _Found, form: WeightFormat, values: torch.Tensor) -> CutWe
     """Return where the rows of a parameter lie, and who has others under its scales."""
     is_shared = form.has_shared_scale(each.shape)
     groups: list[dist.ProcessGroup] = []
+    # Replicas have the same values, hence the same maxima: no axis of theirs is asked.
     if is_shared and each.weight_mesh is not None:
-        mesh = each.weight_mesh
-        if mesh.size() > 1:
-            groups.append((mesh if mesh.ndim == 1 else flatten_mesh(mesh)).get_group())
+        if each.weight_mesh.size() > 1:
+            groups.append(each.weight_mesh.get_group())
     elif is_shared or form.is_per_tensor:
         groups += _dividing_groups(each, form)
     first = 0 if each.cut is None else each.cut.rank * each.chunk
+    # Tiles and matrices that are a rank's own make a grid by themselves.
     if is_shared:
         return CutWeight(values, each.shape, first, tuple(groups), first_row=first)
     return CutWeight(values, tuple(values.shape), 0, tuple(groups), first_row=first)
@@ -356,6 +375,7 @@ def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
     shards = []
     for each in found:
         rows = local_object(each.parameter).detach()
+        # A copy: torch frees its padded shard at the first forward, which a view would keep.
         values = rows.to(torch.float32, copy=True).contiguous()
         state = None
         if recipe.history:
@@ -371,8 +391,10 @@ def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
             main=_cut_weight(each, recipe.weight, values),
         )
         shards.append(shard)
+    # Over new buffers: a collective that fails leaves the model as it was.
     encode_main_weights(shards)
     for each, shard in zip(found, shards, strict=True):
+        # torch looks for gather hooks again at the first forward.
         if isinstance(each.parameter, DTensor):
             set_local(each.parameter, shard)
         else:

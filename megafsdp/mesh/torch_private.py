@@ -267,7 +267,10 @@ def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
 
 
 def _torch_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of a module of torch's FSDP2; one or none in 2.11."""
+    """Return the parameter groups of a module of torch's FSDP2; one or none in 2.11.
+
+    Public: none. 2.11 to 2.13.
+    """
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

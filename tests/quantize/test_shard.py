@@ -220,7 +220,7 @@ def test_a_fresh_process_loads_what_this_release_has_stored() -> None:
 
 
 def test_this_release_still_writes_what_is_stored() -> None:
-    """The fixture was written by ``python -m tests.quantize.test_shard``; codes have not changed."""
+    """Written by ``python -m tests.quantize.test_shard``; codes have not changed."""
     found = torch.load(GOLDEN, weights_only=True)
     for name, (parameter, _) in found.items():
         fresh = _small(name)

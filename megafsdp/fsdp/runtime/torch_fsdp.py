@@ -90,9 +90,11 @@ class _Encoding:
         self.format: WeightFormat = shard.recipe.weight
         weight = self.weight
         rows = 1 if len(weight.shape) == 2 else weight.shape[1]
+        # Contiguous since quantize_() copied them, or since a load did.
         values = weight.values.view(-1)
         self.fragment = Fragment(values, weight.shape, weight.first * rows)
         self.num_maxima = self.format.num_maxima(weight.shape)
+        # Fixed by the recipe, so that ranks agree on sizes whatever their layers have recorded.
         self.num_pending = 0 if shard.state is None else _NUM_PENDING
         self.maxima = self.pending = values
 
@@ -105,12 +107,14 @@ class _Encoding:
     def roll(self) -> None:
         """Note combined maxima in the histories, and use what scales are made from."""
         if self.shard.state is not None:
+            # Equal on all ranks that read one scale: histories part ways otherwise.
             self.shard.state.roll(self.maxima, self.pending)
             self.maxima = self.shard.state.weight_maximum()
 
     def new_table(self) -> torch.Tensor:
         """Return where scales of the whole go: the parameter's own table if it is as long."""
         nbytes = self.format.table_nbytes(self.weight.shape)
+        # The format computes the scales of a whole grid; nvfp4's are in units of its maximum.
         is_whole = not self.shard.scales().own or self.weight.shape == self.shard.stored_shape
         return self.shard.table if is_whole else self.shard.table.new_empty(nbytes)
 
@@ -134,6 +138,7 @@ def encode_main_weights(shards: Sequence[QuantizedShard]) -> None:
     Args:
         shards: The parameters, the same on all ranks in the same order.
     """
+    # Before anything reads main weights: codes of a load would be overwritten by older values.
     adopt_loaded_codes(shards)
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]] = {}
     for shard in shards:
@@ -160,16 +165,19 @@ def _encode_together(
     by_format: dict[WeightFormat, list[_Encoding]] = {}
     for each in every:
         by_format.setdefault(each.format, []).append(each)
+    # One call of the kernel a format: with a call a parameter, Python would dominate the step.
     for form, found in by_format.items():
         form.add_maxima([each.fragment for each in found], [each.maxima for each in found])
     for process_group in first:
         take_largest(combined, process_group)
+    # Each set of ranks has its numbers beside each other, in the order of the parameters.
     numels = [sum(each.num_maxima + each.num_pending for each in f) for f in by_groups.values()]
     for groups, part in zip(by_groups, combined.split(numels), strict=True):
         for process_group in groups[1:]:
             take_largest(part, process_group)
     for each in every:
         each.roll()
+    # In place: the buffers are what torch gathers and what flat aliases show.
     for form, found in by_format.items():
         maxima = [each.maxima for each in found]
         tables = [each.new_table() for each in found]
