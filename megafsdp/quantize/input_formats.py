@@ -155,7 +155,8 @@ def add_maximum(values: torch.Tensor, maximum: torch.Tensor) -> None:
         maximum: ``(1,)`` int32 bits of fp32, zero at first; a NaN is above all.
     """
     if values.numel():
-        flat = values.detach().reshape(1, -1)
+        # The gradient of a sum is one number under many indices.
+        flat = values.detach().reshape(1, -1).contiguous()
         coding = TENSOR_E4M3.coding(along=ALONG_FEATURES)
         kernels.add_maxima(coding, [Fragment(flat[0], tuple(flat.shape), 0)], [maximum], None)
 

@@ -122,7 +122,7 @@ class _Quantized(torch.autograd.Function):
                 saved = _quantize(rows, weight, INPUT, ALONG_TOKENS)
             ctx.save_for_backward(saved.codes, saved.scales)
             ctx.meaning = saved.format, saved.shape, saved.along
-        return y.view(*x.shape[:-1], y.shape[1])
+        return _as_output(y, x)
 
     @staticmethod
     @once_differentiable
@@ -150,7 +150,18 @@ def _quantized_output(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> T
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     coded = _quantize(rows, weight, INPUT, ALONG_FEATURES)
     y = output(coded, weight, bias, x.dtype)
-    return y.view(*x.shape[:-1], y.shape[1])
+    return _as_output(y, x)
+
+
+def _as_output(rows: Tensor, x: Tensor) -> Tensor:
+    """Return the rows of an output in the shape of the input; an alias, but to autograd no view.
+
+    As torch's own linear: FSDP2 warns of views, on which it loses its hooks for backward.
+    """
+    if x.dim() == 2:
+        return rows
+    output: Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[1]))
+    return output
 
 
 def _format_of(weight: LinearWeight, operand: int) -> InputFormat:

@@ -198,3 +198,10 @@ def test_a_compiled_graph_quantizes(input_format: InputFormat) -> None:
     for backend in ("eager", "aot_eager"):
         compiled = torch.compile(there_and_back, backend=backend, fullgraph=True)
         assert same_values(compiled(values), there_and_back(values))
+
+
+def test_the_maximum_of_an_expanded_tensor_is_found() -> None:
+    """As the gradient of a sum is: one number in memory."""
+    maximum = torch.zeros(1, dtype=torch.int32)
+    add_maximum(torch.full((1, 1), -3.0).expand(4, 8), maximum)
+    assert maximum.view(torch.float32).item() == 3.0
