@@ -140,6 +140,48 @@ def wrapper_like(cls: type[T], tensor: torch.Tensor) -> T:
     )
 
 
+def empty_wrapper(
+    cls: type[T],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> T:
+    """Make a tensor of a class without memory; its storage has no bytes.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls, tuple(shape), strides=tuple(stride), dtype=dtype, device=device, storage_size=0
+    )
+
+
+# What torch.nn.functional.grouped_mm calls, and overrides of tensor subclasses see. Public: the
+# function itself, which they do not see. 2.11 to 2.13; None where it is not there.
+grouped_product: Callable[..., torch.Tensor] | None = getattr(torch, "_grouped_mm", None)
+
+
+def scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """Multiply matrices of 8-bit floats that have one scale each, on CUDA.
+
+    On CPUs it works too, hundreds to thousands of times slower than a product of decoded values.
+
+    Public: ``torch.nn.functional.scaled_mm``, not in 2.9; this one is in all. 2.11 to 2.13.
+    """
+    return torch._scaled_mm(
+        a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    )
+
+
 def unscale_and_check(
     tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
@@ -244,6 +286,17 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
             set_tracer(tracer)
 
     return untraced_frame(run)
+
+
+def refuse_graphs(tensor: torch.Tensor) -> None:
+    """Have ``torch.compile`` end its graph before the operator that it tries on this tensor.
+
+    For operators of tensor subclasses, which the compiler runs once without values and then puts
+    into the graph: a read of a value makes it give up. ``fullgraph=True`` raises. Public: none; a
+    graph break of ``torch.compiler`` works in traced code alone. 2.11 to 2.13.
+    """
+    if torch.compiler.is_compiling() and type(tensor) is not torch.Tensor:
+        tensor.new_zeros(()).item()
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

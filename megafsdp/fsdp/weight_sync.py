@@ -6,7 +6,8 @@ hook refuses parameters that ``fully_shard`` has replaced. Both are process-wide
 other hook that every optimizer runs. The first ``fully_shard`` registers them. They cache the
 groups of each optimizer, and return at once for one that has no parameter of ours.
 
-Only marks are made here. The next unshard of a group refreshes its compute weight.
+Only marks are made here. The next unshard of a group refreshes its compute weight, or a save of the
+histories that its scales are made from.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import mark_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.runtime.agreement import refresh_with_maxima
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.torch_private import local_of, write_full_states_by
+from megafsdp.quantize.tensor import QuantizedTensor
 
 _before_loads: list[Callable[[], object]] = []
 
@@ -44,9 +47,9 @@ _before_loads: list[Callable[[], object]] = []
 class SelfMarkingOptimizer(Protocol):
     """An optimizer whose step marks the groups that it changes.
 
-    Such a step may fill the cast of a main weight too
-    (:meth:`~megafsdp.fsdp.params.compute_weight.ComputeWeight.start_encoding`), which a second mark
-    would drop. It refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
+    Such a step may fill the cast of a main weight too, by ``start_encoding`` of
+    :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight`. A second mark would drop it. It
+    refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
     """
 
     def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
@@ -220,6 +223,28 @@ def mark_main_weights_changed(
         mark_initialized(unit.groups, given)
 
 
+def roll_histories(module: nn.Module) -> None:
+    """Roll the histories of delayed scaling that the next forward would roll; collective.
+
+    One all-reduce of maxima if weights with a history have changed since their last use, which then
+    need none in the forward. Nothing happens where something has no values yet.
+
+    Args:
+        module: A module with units below it, at rest.
+    """
+    units = list(units_below([module]).values())
+    with_history = [g for unit in units for g in unit.groups if g.has_history]
+    if not all(p.is_initialized for unit in units for g in unit.groups for p in g.parameters):
+        return
+    for group in with_history:
+        group.mark_stale_if_written()
+    if any(group.compute_weight.is_stale for group in with_history):
+        # The outermost unit first, which adopts the others: each would else become a root.
+        contexts = dict.fromkeys(unit.require_context() for unit in units)
+        for context in contexts:
+            refresh_with_maxima(context.groups)
+
+
 def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """Check that an optimizer has sharded parameters, and return it unchanged.
 
@@ -228,9 +253,20 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
 
     Raises:
         ValueError: A parameter is the original that ``fully_shard`` has replaced.
+        RuntimeError: A parameter is a quantized one, which no step can write to.
     """
     for index, param_group in enumerate(optimizer.param_groups):
         for parameter in param_group["params"]:
+            if isinstance(parameter, QuantizedTensor):
+                raise RuntimeError(
+                    expected(
+                        f"the sharded parameter '{parameter.fqn}'",
+                        "the quantized one that is made from it",
+                        where=f"param group {index} of {type(optimizer).__name__}",
+                        hint="Build the optimizer, FusedAdam or another one, over "
+                        "model.parameters() outside of forward and of summon_full_params()",
+                    )
+                )
             if group_of(parameter) is None and is_replaced(parameter):
                 raise ValueError(
                     expected(

@@ -162,6 +162,28 @@ class WeightFormat:
         kernels.decode(self.coding, codes, table, tuple(shape), out)
         return out
 
+    def matrix_of(
+        self, codes: torch.Tensor, table: torch.Tensor, shape: Sequence[int], index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and the table of one matrix of a stack.
+
+        Args:
+            codes: 1-D uint8 of the whole stack.
+            table: Its ``(table_nbytes,)`` uint8.
+            shape: ``(matrices, rows, cols)``.
+            index: Which matrix.
+
+        Returns:
+            Its codes, an alias, and a copy of its part of the table.
+        """
+        num_matrices = shape[0]
+        own = table.new_zeros(self.table_nbytes(shape[1:]))
+        found = self.scaling.of_matrix(
+            table[: self.coding.table_nbytes(tuple(shape))], num_matrices, index
+        )
+        own[: found.numel()] = found
+        return codes.view(num_matrices, -1)[index], own
+
     def tile_scales(self, table: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return the scales in a table as ``(rows of tiles, columns of tiles)``; aliases it.
 

@@ -13,7 +13,8 @@ import math
 import torch
 
 from megafsdp.errors import ConfigError, expected
-from megafsdp.fsdp.grouping import find_units, policies_by_module
+from megafsdp.fsdp.grouping import find_units
+from megafsdp.fsdp.policy_names import policies_by_module
 from megafsdp.mesh.parallel_dims import CP, ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.config import ModelConfig
