@@ -40,14 +40,12 @@ class MatrixBuffers:
         codes: One a value, in the order of the values.
         transposed: The same, transposed.
         maximum: Of all values, to scale by; without it each block has its own.
-        raised: A maximum that is raised to that of the values.
         table: The scales of blocks.
     """
 
     codes: Buffer = _NO_BUFFER
     transposed: Buffer = _NO_BUFFER
     maximum: Buffer = _NO_BUFFER
-    raised: Buffer = _NO_BUFFER
     table: Buffer = _NO_BUFFER
 
 

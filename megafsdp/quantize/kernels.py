@@ -210,11 +210,7 @@ def quantize(
         return codes, table
     shape = (rows, cols)
     fragment = Fragment(values.view(-1), shape, 0)
-    if maximum is None:
-        maxima = torch.zeros(coding.grid(shape).num_tiles, dtype=torch.int32, device=device)
-        add_maxima(coding, [fragment], [maxima], None)
-    else:
-        maxima = maximum.reshape(1).view(torch.int32)
+    maxima = _maxima_of(coding, values, maximum)
     fill_tables(coding, [shape], [maxima], [table])
     encode(coding, [fragment], [maxima], [codes.view(-1)], None, noise)
     return codes, table
@@ -226,45 +222,74 @@ def quantize_transposed(
     values: torch.Tensor,
     maximum: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`quantize`, but return the codes transposed, ``(cols, rows / codes_per_byte)``.
+    *,
+    has_codes: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Return codes, their transpose and the table of a matrix; allocates them.
 
-    On a GPU 8-bit codes with one level are transposed on their way, in one pass over the values.
+    On a GPU 8-bit codes are transposed on their way, in one pass over the values, if they have one
+    scale a matrix or blocks along columns.
+
+    Args:
+        coding: As of :func:`quantize`, like the next three.
+        values: ``(rows, cols)`` contiguous.
+        maximum: In place of that of the values.
+        noise: To round stochastically by.
+        has_codes: Whether codes in the order of the values are wanted too; else they are None.
+
+    Returns:
+        Codes ``(rows, cols / codes_per_byte)``, ``(cols, rows / codes_per_byte)``, and the table.
     """
-    rows, cols = values.shape
-    module = _module_for(values)
-    is_one_pass = maximum is not None if coding.tile is None else coding.tile[1] == 1
-    if not (
-        isinstance(module, CudaKernels)
-        and noise is None
-        and values.numel()
-        and is_one_pass
-        and (coding.tile is None or module.module.is_one_pass(_native_coding(coding)))
+    module, shape = _module_for(values), (values.shape[0], values.shape[1])
+    if (
+        not isinstance(module, CudaKernels)
+        or noise is not None
+        or not values.numel()
+        or not _is_transposed_on_its_way(coding, module)
     ):
-        codes, table = quantize(coding, values, maximum, noise)
-        return transpose_codes(codes, coding.element), table
+        plain, table = quantize(coding, values, maximum, noise)
+        return plain if has_codes else None, transpose_codes(plain, coding.element), table
     device = values.device
-    transposed = torch.empty((cols, rows), dtype=torch.uint8, device=device)
-    table = torch.empty(coding.table_nbytes((rows, cols)), dtype=torch.uint8, device=device)
-    target = _buffer("transposed", transposed, torch.uint8, device)
-    if maximum is None:
-        beside = MatrixBuffers(
-            transposed=target, table=_buffer("table", table, torch.uint8, device)
-        )
-    else:
-        bits = maximum.reshape(1).view(torch.int32)
-        fill_tables(coding, [(rows, cols)], [bits], [table])
-        beside = MatrixBuffers(
-            transposed=target, maximum=_buffer("maximum", bits, torch.int32, device)
-        )
+    transposed = torch.empty(shape[::-1], dtype=torch.uint8, device=device)
+    codes = torch.empty(shape, dtype=torch.uint8, device=device) if has_codes else None
+    table = torch.empty(coding.table_nbytes(shape), dtype=torch.uint8, device=device)
+    bits = None
+    if coding.tile is None:
+        bits = _maxima_of(coding, values, maximum)
+        fill_tables(coding, [shape], [bits], [table])
     module.encode_matrix(
         coding=_native_coding(coding),
-        shape=(1, rows, cols),
+        shape=(1, *shape),
         values=_buffer("values", values, values.dtype, device),
         dtype=_DTYPE_NAMES[values.dtype],
-        beside=beside,
+        beside=MatrixBuffers(
+            codes=_NO_BUFFER if codes is None else (codes.data_ptr(), codes.numel()),
+            transposed=(transposed.data_ptr(), transposed.numel()),
+            maximum=_NO_BUFFER if bits is None else (bits.data_ptr(), 1),
+            table=(table.data_ptr(), table.numel()) if bits is None else _NO_BUFFER,
+        ),
     )
-    return transposed, table
+    return codes, transposed, table
+
+
+def _is_transposed_on_its_way(coding: TileCoding, module: CudaKernels) -> bool:
+    if coding.tile is None:
+        return coding.element.codes_per_byte == 1 and not isinstance(
+            coding.scaling, TwoLevelScaling
+        )
+    return coding.tile[1] == 1 and bool(module.module.is_one_pass(_native_coding(coding)))
+
+
+def _maxima_of(
+    coding: TileCoding, values: torch.Tensor, maximum: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the maxima of a whole matrix, or the given one, as int32 bits."""
+    if maximum is not None:
+        return maximum.reshape(1).view(torch.int32)
+    shape = tuple(values.shape)
+    maxima = torch.zeros(coding.grid(shape).num_tiles, dtype=torch.int32, device=values.device)
+    add_maxima(coding, [Fragment(values.view(-1), shape, 0)], [maxima], None)
+    return maxima
 
 
 @torch.no_grad()

@@ -219,14 +219,13 @@ int64_t emulate_decode(const CodingNames* names, const int64_t* numbers, const c
   });
 }
 
-// numbers has shape, values, codes, transposed codes, given and raised maximum, and table.
+// numbers has shape, values, codes, transposed codes, maximum and table.
 int64_t emulate_matrix(const CodingNames* names, const int64_t* numbers, const char* dtype) {
   return guarded([&]() -> int64_t {
     const MatrixArguments arguments{coding_of(*names),      shape_at(numbers),
                                     buffer_at(numbers + 3), dtype,
                                     buffer_at(numbers + 5), buffer_at(numbers + 7),
-                                    buffer_at(numbers + 9), buffer_at(numbers + 11),
-                                    buffer_at(numbers + 13)};
+                                    buffer_at(numbers + 9), buffer_at(numbers + 11)};
     const CudaMatrixLaunch launch = checked_matrix(arguments, {0, nullptr});
     visit_float8(launch.element, [&](auto element) {
       visit_stored(launch.dtype, [&](auto source) {

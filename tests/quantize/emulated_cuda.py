@@ -73,7 +73,7 @@ class EmulatedCuda:
 
     def encode_matrix(self, **given: Any) -> None:
         """Write codes of a matrix in one pass."""
-        names = ("shape", "values", "codes", "transposed", "maximum", "raised", "table")
+        names = ("shape", "values", "codes", "transposed", "maximum", "table")
         numbers = _numbers(given[name] for name in names)
         dtype = given["dtype"].encode()
         self._call("encode_matrix", "emulate_matrix", _names(given["coding"]), numbers, dtype)

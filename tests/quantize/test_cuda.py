@@ -23,7 +23,7 @@ import torch
 from megafsdp import _native
 from megafsdp._native import cuda_module
 from megafsdp.quantize import input_formats, kernels
-from megafsdp.quantize.cuda_kernels import CudaKernels, MatrixBuffers, kernels_on
+from megafsdp.quantize.cuda_kernels import kernels_on
 from megafsdp.quantize.elements import E2M1, E4M3, E5M2, Element, pack, unpack
 from megafsdp.quantize.formats import WeightFormat
 from megafsdp.quantize.input_formats import ALONG_FEATURES, ALONG_TOKENS, InputFormat
@@ -430,9 +430,12 @@ def test_codes_are_transposed(place: Place, element: Element, matrices: tuple[in
             assert place.were_aligned[-1] == is_aligned
 
 
+@pytest.mark.parametrize("has_both", [False, True], ids=["transposed", "both ways"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_codes_are_transposed_on_their_way(place: Place, dtype: torch.dtype) -> None:
-    """Of blocks along tokens, and by a given maximum: one pass, the codes of two."""
+def test_codes_are_transposed_on_their_way(
+    place: Place, dtype: torch.dtype, has_both: bool
+) -> None:
+    """Of blocks along tokens, and of one scale a tensor: the codes of two passes in one."""
     codings = [
         input_formats.BLOCK_E4M3.coding(along=ALONG_TOKENS),
         input_formats.MX_E4M3.coding(along=ALONG_TOKENS),
@@ -443,52 +446,35 @@ def test_codes_are_transposed_on_their_way(place: Place, dtype: torch.dtype) -> 
         codings, TRANSPOSED_SHAPES, (ALIGNED, MISALIGNED)
     ):
         values = values_of((rows, cols), dtype)
-        maximum = values.abs().amax().float().reshape(1) if coding.tile is None else None
         wanted = formula(coding, values)
         there = place.put(values, guard).view(rows, cols)
         if place.launches is not None:
             place.launches.clear()
-        codes, table = kernels.quantize_transposed(
-            coding, there, None if maximum is None else maximum.to(place.device)
-        )
+        codes, transposed, table = kernels.quantize_transposed(coding, there, has_codes=has_both)
         plain = wanted.codes.view(rows, cols // coding.element.codes_per_byte)
-        assert same_bits(codes, _transposed(plain, coding.element))
+        assert same_bits(transposed, _transposed(plain, coding.element))
         assert same_bits(table, wanted.table[: table.numel()])
+        assert (codes is not None) == has_both
+        if codes is not None:
+            assert same_bits(codes, plain)
         if place.launches is not None and coding.element is not E2M1:
-            given = [] if maximum is None else [("fill_scale_tables", 1)]
-            assert place.launches == [*given, ("encode_matrix", 1)]
+            before = ["add_tile_maxima", "fill_scale_tables"] if coding.tile is None else []
+            functions = [function for function, _ in place.launches]
+            assert functions == [*before, "encode_matrix"]
 
 
-def test_one_pass_writes_both_ways_and_raises_a_maximum(place: Place) -> None:
-    """Codes as they are and transposed, and the maximum of the next step, of one reading."""
+def test_codes_are_transposed_by_a_given_maximum(place: Place) -> None:
+    """That of earlier steps: larger values are clamped."""
     coding, shape = input_formats.TENSOR_E4M3.coding(along=ALONG_TOKENS), (144, 80)
-    values = values_of(shape, BF16)
-    bits = torch.tensor([1.5]).view(torch.int32)
+    values, maximum = values_of(shape, BF16), torch.tensor([1.5])
     wanted = torch.empty(values.numel(), dtype=torch.uint8)
+    bits = maximum.view(torch.int32)
     encode_in_torch(coding, Fragment(values.flatten(), shape, 0), bits, wanted, None)
-    kernels_there = kernels._module_for(torch.empty(0, device=place.device))
-    assert isinstance(kernels_there, CudaKernels)
-    for before in (0.0, 1e6):
-        raised = place.put(torch.tensor([before]).view(torch.int32))
-        buffers = [place.put(torch.zeros_like(wanted)) for _ in range(2)]
-        there, maximum = place.put(values), place.put(bits)
-        kernels_there.encode_matrix(
-            coding=("e4m3", "fp32", 0, 0),
-            shape=(1, *shape),
-            values=(there.data_ptr(), there.numel()),
-            dtype="bfloat16",
-            beside=MatrixBuffers(
-                codes=(buffers[0].data_ptr(), wanted.numel()),
-                transposed=(buffers[1].data_ptr(), wanted.numel()),
-                maximum=(maximum.data_ptr(), 1),
-                raised=(raised.data_ptr(), 1),
-            ),
-        )
-        assert same_bits(buffers[0], wanted)
-        assert same_bits(buffers[1], _transposed(wanted.view(shape), E4M3))
-        assert raised.view(FP32).item() == max(before, values.abs().max().item())
-        for buffer in (*buffers, raised):
-            assert_guards_hold(buffer)
+    there = place.put(values).view(shape)
+    _, transposed, table = kernels.quantize_transposed(coding, there, place.put(maximum))
+    assert same_bits(transposed, _transposed(wanted.view(shape), E4M3))
+    assert table.view(FP32).item() == 1 / (torch.tensor(448.0) / 1.5)
+    assert (wanted == 0x7E).any()
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -608,7 +594,6 @@ def _arguments(function: str) -> dict[str, Any]:
                 "codes": buffers["c"],
                 "transposed": buffers["t"],
                 "maximum": (0, 0),
-                "raised": (0, 0),
                 "table": (address * 8, 32),
             },
             "transpose_codes": {

@@ -17,7 +17,7 @@ inline bool is_block_height(int64_t height) {
 using EncodedCodes = SharedCodes<kNeighbours>;
 constexpr uint32_t kEncodedCols = EncodedCodes::kCols;
 
-// codes or transposed, and raised, may be null. maximum is null for blocks: then entries has one
+// codes or transposed may be null. maximum is null for blocks: then entries has one
 // for each block of block_rows, which divide kTransposeRows, and column.
 struct EncodeTransposedTask {
   TransposeGrid grid;
@@ -25,7 +25,6 @@ struct EncodeTransposedTask {
   uint8_t* codes;
   uint8_t* transposed;
   const int32_t* maximum;
-  int32_t* raised;
   void* entries;
   uint32_t block_rows;
   Dtype dtype;
@@ -55,11 +54,11 @@ class EncodeTransposedThread {
     for (uint32_t i = 0; i < kRowsOfWord; ++i) load_row(task, i);
   }
 
-  // Raises the maxima of the thread's columns, or the task's own.
+  // Raises the maxima of the thread's columns.
   MEGAFSDP_INLINE void note_maxima(const EncodeTransposedTask& task,
                                    EncodeTransposedShared& shared) const {
-    if (task.maximum != nullptr && task.raised == nullptr) return;
-    uint32_t largest[kNeighbours] = {}, of_all = 0;
+    if (task.maximum != nullptr) return;
+    uint32_t largest[kNeighbours] = {};
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kRowsOfWord; ++i) {
       const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
@@ -67,11 +66,8 @@ class EncodeTransposedThread {
       for (int k = 0; k < kNeighbours; ++k) {
         const uint32_t bits = bits_of(values.at[k]) & kMagnitudeMask;
         largest[k] = bits > largest[k] ? bits : largest[k];
-        of_all = bits > of_all ? bits : of_all;
       }
     }
-    if (task.raised != nullptr) raise(task.raised, of_all);
-    if (task.maximum != nullptr) return;
     uint32_t* const maxima = shared.maxima + first_factor(task);
     MEGAFSDP_UNROLL
     for (int k = 0; k < kNeighbours; ++k) raise_shared(maxima + k, largest[k]);

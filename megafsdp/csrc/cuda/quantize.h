@@ -56,15 +56,13 @@ struct CudaDecodeLaunch {
 
 // A matrix in 8-bit codes and one level, in one pass. Its tiles are parts of rows or of columns,
 // whose scales are written to entries; or maximum is given, for all of the matrix. codes or
-// transposed, which has the columns as rows, may be null, and so may raised, a maximum that is
-// raised to the values' own. Parts of rows have codes alone.
+// transposed, which has the columns as rows, may be null. Parts of rows have codes alone.
 struct CudaMatrixLaunch {
   TileGrid grid;
   const void* values;
   uint8_t* codes;
   uint8_t* transposed;
   const int32_t* maximum;
-  int32_t* raised;
   void* entries;
   ElementKind element;
   ScalingKind scaling;

@@ -24,7 +24,6 @@ struct MatrixArguments {
   BufferArguments codes;
   BufferArguments transposed;
   BufferArguments maximum;
-  BufferArguments raised;
   BufferArguments table;
 };
 
@@ -108,8 +107,8 @@ inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const C
           "tile: expected 8 to 256 columns of a row or 16 to 128 rows of a column, a power of two");
   }
   check(is_row || grid.num_matrices == 1, "shape: expected one matrix");
-  check(!is_row || (is_null(arguments.transposed) && is_null(arguments.raised)),
-        "transposed, raised: expected null beside tiles of one row");
+  check(!is_row || is_null(arguments.transposed),
+        "transposed: expected null beside tiles of one row");
   check(!is_null(arguments.codes) || !is_null(arguments.transposed),
         "codes, transposed: expected one or both");
   const int64_t numel = grid.num_matrices * grid.rows * grid.cols;
@@ -123,7 +122,6 @@ inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const C
   add("codes", arguments.codes, numel, 1, true);
   add("transposed", arguments.transposed, numel, 1, true);
   add("maximum", arguments.maximum, 1, 4, false);
-  add("raised", arguments.raised, 1, 4, true);
   void* entries = nullptr;
   if (!is_given) {
     entries = scale_table_of(scaling, grid, 0, arguments.table).entries;
@@ -135,7 +133,6 @@ inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const C
           reinterpret_cast<uint8_t*>(std::get<0>(arguments.codes)),
           reinterpret_cast<uint8_t*>(std::get<0>(arguments.transposed)),
           reinterpret_cast<const int32_t*>(std::get<0>(arguments.maximum)),
-          reinterpret_cast<int32_t*>(std::get<0>(arguments.raised)),
           entries,
           element,
           scaling,

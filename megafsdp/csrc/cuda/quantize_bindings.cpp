@@ -90,7 +90,7 @@ void decode_tiles(Coding coding, StackShape shape, BufferArguments codes, Buffer
 
 void encode_matrix(Coding coding, StackShape shape, BufferArguments values, std::string dtype,
                    BufferArguments codes, BufferArguments transposed, BufferArguments maximum,
-                   BufferArguments raised, BufferArguments table, int device, uintptr_t stream) {
+                   BufferArguments table, int device, uintptr_t stream) {
   const MatrixArguments arguments{coding_of(std::move(coding)),
                                   shape,
                                   values,
@@ -98,7 +98,6 @@ void encode_matrix(Coding coding, StackShape shape, BufferArguments values, std:
                                   codes,
                                   transposed,
                                   maximum,
-                                  raised,
                                   table};
   const CudaMatrixLaunch launch = checked_matrix(arguments, target_of(device, stream));
   py::gil_scoped_release unlocked;
@@ -140,9 +139,9 @@ void bind_quantize(py::module_& module) {
   module.def(
       "encode_matrix", &encode_matrix, py::kw_only(), py::arg("coding"), py::arg("shape"),
       py::arg("values"), py::arg("dtype"), py::arg("codes"), py::arg("transposed"),
-      py::arg("maximum"), py::arg("raised"), py::arg("table"), py::arg("device"), py::arg("stream"),
+      py::arg("maximum"), py::arg("table"), py::arg("device"), py::arg("stream"),
       "Write a matrix's codes, transposed too or only, and the scales of its blocks unless a "
-      "maximum is given; raise another to that of the values; releases the GIL.");
+      "maximum is given; releases the GIL.");
   module.def("transpose_codes", &transpose_codes, py::kw_only(), py::arg("element"),
              py::arg("shape"), py::arg("codes"), py::arg("transposed"), py::arg("device"),
              py::arg("stream"), "Write the codes of matrices transposed; releases the GIL.");

@@ -113,7 +113,6 @@ inline EncodeTransposedTask transposed_task_of(const CudaMatrixLaunch& launch) {
   task.codes = launch.codes;
   task.transposed = launch.transposed;
   task.maximum = launch.maximum;
-  task.raised = launch.raised;
   task.entries = launch.entries;
   task.block_rows =
       launch.maximum == nullptr ? static_cast<uint32_t>(grid.tile_rows) : kTransposeRows;
