@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from megafsdp.device.torch_private import scaled_product
 from megafsdp.errors import expected
 from megafsdp.quantize.input_formats import InputFormat, QuantizedInput
+from megafsdp.quantize.kernels import transpose_codes
 from megafsdp.quantize.recipes import QuantizationRecipe
 
 _LOGGER = logging.getLogger("megafsdp.quantize")
@@ -119,7 +120,8 @@ def _by_tokens(values: QuantizedInput) -> _Operand:
 
 def _by_features(values: QuantizedInput) -> _Operand:
     """Return an operand that is summed over tokens; allocates the transposed codes."""
-    codes = values.codes.t().contiguous().view(_FLOAT8[values.format.element.name])
+    element = values.format.element
+    codes = transpose_codes(values.codes, element).view(_FLOAT8[element.name])
     return _Operand(codes, values.tile_scales().t())
 
 
@@ -129,7 +131,7 @@ def _of_weight(weight: CodedMatrix, *, is_transposed: bool = False) -> _Operand:
     codes, scales = weight.codes.view(weight.stored_shape), weight.table.view(torch.uint8)
     scales = form.tile_scales(scales, weight.stored_shape)
     if is_transposed:
-        codes, scales = codes.t().contiguous(), scales.t()
+        codes, scales = transpose_codes(codes, form.element), scales.t()
     codes = codes.view(_FLOAT8[form.element.name])
     if form.is_per_tensor:
         return _Operand(codes, scales)
