@@ -71,8 +71,8 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         # torch says what is wrong with operands of two dtypes.
         return F.linear(x, weight.decode(), bias)
     is_quantized = weight.recipe.input is not None and x.numel() > 0
-    if is_quantized and weight.recipe.history:
-        # A graph would record nothing. A seed ends it by itself.
+    if is_quantized and (weight.recipe.history or weight.recipe.has_stochastic_rounding):
+        # A graph would have neither histories nor a seed that is new in each step.
         refuse_graphs(x)
     if not torch.is_grad_enabled():
         if is_quantized:
@@ -112,7 +112,7 @@ class _Quantized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         by_features = _quantize(rows, weight, INPUT, ALONG_FEATURES, is_recorded=True)
         y = output(by_features, weight, bias, x.dtype)
         ctx.weight, ctx.x_shape, ctx.meaning = weight, x.shape, None
@@ -122,9 +122,6 @@ class _Quantized(torch.autograd.Function):
                 saved = _quantize(rows, weight, INPUT, ALONG_TOKENS)
             ctx.save_for_backward(saved.codes, saved.scales)
             ctx.meaning = saved.format, saved.shape, saved.along
-        # In forward, so that backward draws nothing: a layer that runs again within backward is
-        # given the random state of its forward.
-        ctx.seed = draw_seed() if weight.recipe.has_stochastic_rounding else None
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
@@ -132,14 +129,17 @@ class _Quantized(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight: LinearWeight = ctx.weight
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = grad.reshape(-1, grad.shape[-1]).contiguous()
         grad_x = grad_weight = coded = None
+        # Here and not in forward: a layer that runs forward twice, the first time without a graph,
+        # finds one random state both times, and an evaluation draws nothing.
+        seed = draw_seed() if weight.recipe.has_stochastic_rounding else None
         if needs_x:
-            coded = _quantize(rows, weight, GRAD, ALONG_FEATURES, is_recorded=True, seed=ctx.seed)
+            coded = _quantize(rows, weight, GRAD, ALONG_FEATURES, is_recorded=True, seed=seed)
             grad_x = input_grad(coded, weight, grad.dtype).view(ctx.x_shape)
         if needs_weight:
             if coded is None or not _serves_both(weight, GRAD):
-                coded = _quantize(rows, weight, GRAD, ALONG_TOKENS, is_recorded=True, seed=ctx.seed)
+                coded = _quantize(rows, weight, GRAD, ALONG_TOKENS, is_recorded=True, seed=seed)
             x = QuantizedInput(*ctx.saved_tensors, *ctx.meaning)
             grad_weight = weight_grad(coded, x, grad.dtype).to(weight.value_dtype)
         return grad_x, grad_weight, rows.sum(0) if needs_bias else None
@@ -147,7 +147,8 @@ class _Quantized(torch.autograd.Function):
 
 def _quantized_output(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """Return a quantized linear of which nothing is saved or recorded."""
-    coded = _quantize(x.reshape(-1, x.shape[-1]), weight, INPUT, ALONG_FEATURES)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    coded = _quantize(rows, weight, INPUT, ALONG_FEATURES)
     y = output(coded, weight, bias, x.dtype)
     return y.view(*x.shape[:-1], y.shape[1])
 
@@ -175,7 +176,7 @@ def _quantize(
     """Quantize inputs, or gradients of outputs, for one product.
 
     Args:
-        rows: ``(tokens, features)``.
+        rows: ``(tokens, features)``, contiguous.
         weight: Has the recipe, and the histories of delayed scaling.
         operand: ``INPUT`` or ``GRAD``.
         along: The dimension that blocks lie along, which is the one that the product sums over.

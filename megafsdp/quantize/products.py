@@ -57,7 +57,7 @@ def output(
     x: QuantizedInput, weight: CodedMatrix, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return ``(tokens, outputs)`` in a dtype."""
-    if x.codes.is_cuda and _takes_codes(x, dtype, (*x.shape, weight.stored_shape[0])):
+    if _is_on_gpu(x) and _takes_codes(x, dtype, (*x.shape, weight.stored_shape[0])):
         y = _multiply(_by_tokens(x), _of_weight(weight), dtype, is_forward=True)
         return y if bias is None else y.add_(bias)
     return F.linear(x.dequantize(dtype), weight.decode(dtype), bias)
@@ -65,14 +65,14 @@ def output(
 
 def input_grad(grad: QuantizedInput, weight: CodedMatrix, dtype: torch.dtype) -> Tensor:
     """Return ``(tokens, inputs)`` in a dtype."""
-    if grad.codes.is_cuda and _takes_codes(grad, dtype, (*grad.shape, weight.stored_shape[1])):
+    if _is_on_gpu(grad) and _takes_codes(grad, dtype, (*grad.shape, weight.stored_shape[1])):
         return _multiply(_by_tokens(grad), _of_weight(weight, is_transposed=True), dtype)
     return grad.dequantize(dtype).mm(weight.decode(dtype))
 
 
 def weight_grad(grad: QuantizedInput, x: QuantizedInput, dtype: torch.dtype) -> Tensor:
     """Return ``(outputs, inputs)`` in a dtype."""
-    if grad.codes.is_cuda and _takes_codes(grad, dtype, (*grad.shape, x.shape[1])):
+    if _is_on_gpu(grad) and _takes_codes(grad, dtype, (*grad.shape, x.shape[1])):
         return _multiply(_by_features(grad), _by_features(x), dtype)
     return grad.dequantize(dtype).t().mm(x.dequantize(dtype))
 
@@ -137,6 +137,10 @@ def _of_weight(weight: CodedMatrix, *, is_transposed: bool = False) -> _Operand:
         return _Operand(codes, scales)
     padded = F.pad(scales, (0, -scales.shape[1] % _TILE_ROW_SCALES))
     return _Operand(codes, padded.contiguous().t(), has_tiles=True)
+
+
+def _is_on_gpu(values: QuantizedInput) -> bool:
+    return values.codes.is_cuda
 
 
 def _takes_codes(values: QuantizedInput, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:

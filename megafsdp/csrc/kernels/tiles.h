@@ -202,7 +202,11 @@ MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const fl
       for (int64_t i = 0; i < num_cols; ++i) {
         const uint32_t magnitude = magnitude_of<Through>(from[i]);
         const uint32_t scaled = bits_of(float_of(magnitude) * factors[i]);
-        finish(i, magnitude, E2M1::stochastic_code(scaled, noise[i]));
+        const uint32_t code = E2M1::stochastic_code(scaled, noise[i]);
+        // A mask in place of finish(): behind its choice the compiler leaves the conversion to an
+        // integer where it cannot be vectorised.
+        const uint32_t is_finite = 0u - static_cast<uint32_t>(magnitude < kInfinityBits);
+        codes[i] = static_cast<uint8_t>((code | sign_of_code<E2M1>(any_bits_of(from[i]))) & is_finite);
       }
       return;
     }
