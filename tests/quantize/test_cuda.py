@@ -674,6 +674,18 @@ def test_without_a_gpu_launches_say_so(function: str) -> None:
         getattr(cuda_module(), function)(**_arguments(function))
 
 
+@needs_module
+@needs_no_gpu
+def test_a_run_may_be_longer_than_rows_may_be() -> None:
+    """A matrix that is one tile is laid out anew: only CUDA refuses it here."""
+    shape, numel = (1, 1, 1 << 33), 1 << 33
+    given = _arguments("add_tile_maxima")
+    given["coding"] = ("e4m3", "fp32", 0, 0)
+    given["fragments"] = [((1 << 20, numel), 0, shape, (1 << 50, 1), (0, 0))]
+    with pytest.raises(RuntimeError, match="CUDA"):
+        cuda_module().add_tile_maxima(**given)  # type: ignore[union-attr]
+
+
 def test_kernels_that_are_not_built_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

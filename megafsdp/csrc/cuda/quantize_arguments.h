@@ -34,6 +34,12 @@ struct TransposeArguments {
   BufferArguments transposed;
 };
 
+// Of kernels that take rows and columns as they are.
+inline void check_matrix_lines(const TileGrid& grid) {
+  check(grid.num_matrices * grid.rows < kMostLines && grid.cols < kMostLines,
+        "shape: expected fewer than 2**31 rows and columns");
+}
+
 inline void check_lines(const TileGrid& grid) {
   check(has_lines_in_range(grid), "shape: expected fewer than 2**31 rows and columns, got " +
                                       std::to_string(grid.num_matrices * grid.rows) + ", " +
@@ -93,7 +99,7 @@ inline bool is_null(const BufferArguments& buffer) { return std::get<0>(buffer) 
 
 inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const CudaTarget& target) {
   const TileGrid grid = grid_of(arguments.coding, arguments.shape);
-  check_lines(grid);
+  check_matrix_lines(grid);
   const ElementKind element = element_of(arguments.coding.element);
   const ScalingKind scaling = scaling_of(arguments.coding.scaling);
   check(element != ElementKind::kE2M1, "element: expected one of 8 bits, got e2m1");
@@ -143,7 +149,7 @@ inline CudaMatrixLaunch checked_matrix(const MatrixArguments& arguments, const C
 inline CudaTransposeLaunch checked_transpose(const TransposeArguments& arguments,
                                              const CudaTarget& target) {
   const TileGrid grid = grid_of({arguments.element, "", 0, 0}, arguments.shape);
-  check_lines(grid);
+  check_matrix_lines(grid);
   const int64_t per_byte = codes_per_byte(element_of(arguments.element));
   check(grid.rows % per_byte == 0,
         "shape: expected an even number of rows beside e2m1, got " + std::to_string(grid.rows));

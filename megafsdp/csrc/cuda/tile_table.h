@@ -65,7 +65,13 @@ struct FragmentTable {
   int64_t num_items = 0;
 };
 
+// Whether a matrix is one tile, whose rows mean nothing.
+inline bool is_run(const TileGrid& grid) {
+  return grid.num_matrices == 1 && grid.tile_rows >= grid.rows && grid.is_one_across();
+}
+
 inline bool has_lines_in_range(const TileGrid& grid) {
+  if (is_run(grid)) return grid.rows * grid.cols / kRunCols < kMostLines;
   return grid.num_matrices * grid.rows < kMostLines && grid.cols < kMostLines;
 }
 
@@ -73,18 +79,18 @@ inline bool has_lines_in_range(const TileGrid& grid) {
 inline FragmentRow laid_out(const TileGrid& grid, int64_t first_row, int64_t num_rows) {
   FragmentRow row{};
   row.numel = num_rows * grid.cols;
-  const bool is_run = grid.num_matrices == 1 && grid.tile_rows >= grid.rows && grid.is_one_across();
+  const bool is_laid_anew = is_run(grid);
   const int64_t whole = (row.numel + kNeighbours - 1) / kNeighbours * kNeighbours;
-  const int64_t cols = !is_run ? grid.cols : (whole < kRunCols ? whole : kRunCols);
-  const int64_t rows = is_run ? (row.numel + cols - 1) / cols : grid.rows;
+  const int64_t cols = !is_laid_anew ? grid.cols : (whole < kRunCols ? whole : kRunCols);
+  const int64_t rows = is_laid_anew ? (row.numel + cols - 1) / cols : grid.rows;
   const auto narrow = [](int64_t value) { return static_cast<uint32_t>(value); };
   row.tiles_per_matrix = grid.tiles_per_matrix();
-  row.first_row = narrow(is_run ? 0 : first_row);
-  row.num_rows = narrow(is_run ? rows : num_rows);
+  row.first_row = narrow(is_laid_anew ? 0 : first_row);
+  row.num_rows = narrow(is_laid_anew ? rows : num_rows);
   row.rows = narrow(rows);
   row.cols = narrow(cols);
-  row.tile_rows = narrow(is_run || grid.tile_rows > rows ? rows : grid.tile_rows);
-  row.tile_cols = narrow(is_run || grid.tile_cols > cols ? cols : grid.tile_cols);
+  row.tile_rows = narrow(is_laid_anew || grid.tile_rows > rows ? rows : grid.tile_rows);
+  row.tile_cols = narrow(is_laid_anew || grid.tile_cols > cols ? cols : grid.tile_cols);
   row.tiles_across = narrow(grid.tiles_across());
   const int64_t vectors = (cols + kNeighbours - 1) / kNeighbours;
   row.num_panels = narrow((vectors + kTileThreads - 1) / kTileThreads);
