@@ -65,8 +65,8 @@ def describe(results: dict[str, Any]) -> str:
         lines.append(
             f"{name}: hooks {figures['hooks_us']['median']:.1f} us a parameter, gathered "
             f"{figures['gathered_ratio']:.3f} of bf16, step of {results['parameters']} "
-            f"{figures['step_ms']['median']:.1f} ms, of bf16 {figures['bf16_step_ms']['median']:.1f}"
-            f" ms: {figures['step_ratio']:.2f} x"
+            f"{figures['step_ms']['median']:.1f} ms, of bf16 "
+            f"{figures['bf16_step_ms']['median']:.1f} ms: {figures['step_ratio']:.2f} x"
         )
     return "\n".join(lines)
 
