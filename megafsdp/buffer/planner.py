@@ -280,7 +280,7 @@ class _Packer:
         self.fillers.sort(key=lambda i: (-specs[i].numel, i))
 
     def candidates(self) -> list[_Packed]:
-        """Pack every partition that pairwise merging visits, with 1-D tensors filled in or apart."""
+        """Pack each partition that pairwise merging visits, with 1-D tensors filled in or apart."""
         partition: list[tuple[int, ...]] = [(granule,) for granule in sorted(self.classes)]
         found = []
         while True:

@@ -65,6 +65,11 @@ from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
+from megafsdp.fsdp.runtime.torch_fsdp import (
+    encode_main_weights,
+    quantized_parameters,
+    shard_of,
+)
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
 
@@ -419,6 +424,9 @@ def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
         parameters.update(plan.requests.weights)
         loaded = {parameters[key]: None for key in plan.match.sources if key in parameters}
         mark_main_weights_changed(model, list(loaded))
+        # Under torch's FSDP2 nothing else makes codes before the next forward. Collective.
+        shards = map(shard_of, quantized_parameters(model).values())
+        encode_main_weights([shard for shard in shards if shard is not None])
 
 
 def _restore_rng(plan: _Plan) -> None:

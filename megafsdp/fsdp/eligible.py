@@ -97,7 +97,7 @@ def check_quantization(
     recipe = policy.quantization
     if recipe is None:
         return
-    # Dtypes are no reason to leave a weight as it is: a model in fp64 would train unquantized.
+    # A dtype is no reason to keep a weight as it is: a model in fp64 would train unquantized.
     chosen = [item for item in found if quantization_of(item, policy) is not None]
     odd = [item for item in chosen if not _is_quantizable(item, policy)]
     where = f"the recipe '{recipe.name}' in fully_shard()"

@@ -3,8 +3,8 @@
 Philox 4x32-10 turns the index of four neighbours and a seed into four words of 32 bits, so each
 element has its number whatever computes it, in which order and on which device. The seed comes from
 torch's generator of the CPU, whose state checkpoints have: a resumed run rounds as one that was
-never stopped. A seed is drawn in forward, once a linear. A layer that runs again in backward finds
-the generator as it was, so a checkpointed layer rounds as one that is not.
+never stopped. A seed is drawn in backward, once a linear. A forward that runs again in backward
+puts the generator's state back, so a checkpointed layer rounds as one that is not.
 
     element   0    1    2    3  |  4    5    6    7
     counter  (0, 0, stream, 0)  | (1, 0, stream, 0)          key (seed % 2**32, seed // 2**32)

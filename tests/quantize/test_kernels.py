@@ -257,12 +257,8 @@ def _calls(memory: dict[str, torch.Tensor], **changes: Any) -> dict[str, dict[st
         "decode_tiles": {"shape": shape, "out_dtype": "float32"}
         | {name: buffers[name] for name in ("codes", "table", "out")},
         "encode_blocks": {"shape": shape, "dtype": "float32", "coding": ("e4m3", "e8m0", 32, 1)}
-        | {name: buffers[name] for name in ("values", "codes")}
-        | {
-            "table": (buffers["codes"][0], 64)
-            if "table" in changes
-            else (memory["out"].data_ptr(), 64)
-        },
+        | {"table": (memory["out"].data_ptr(), 64)}
+        | {name: buffers[name] for name in ("values", "codes")},
     }
     return {
         name: usual | own | {k: v for k, v in changes.items() if k in usual | own}
@@ -405,8 +401,20 @@ def test_wrong_buffers_are_named(change: dict[str, torch.Tensor], argument: str)
 @pytest.mark.parametrize("name", list(_calls(_memory())))
 def test_kernels_let_other_python_threads_run(name: str) -> None:
     """A thread that waits for the interpreter's lock gets it from a call, and from nothing else."""
-    native, memory = native_module(), _memory()
-    call = functools.partial(getattr(native, name), **_calls(memory)[name])
+    native = native_module()
+    # A tile an element, so that tables take long too: a short call ends before a thread wakes.
+    numel = 1 << 18
+    memory = {
+        "values": torch.zeros(numel),
+        "maxima": torch.zeros(numel, dtype=torch.int32),
+        "table": torch.zeros(numel, dtype=torch.uint8),
+        "codes": torch.zeros(numel, dtype=torch.uint8),
+        "out": torch.zeros(numel),
+    }
+    arguments = _calls(memory, shape=(1, 256, 1024), coding=("e4m3", "e8m0", 1, 1))[name]
+    if name == "encode_blocks":
+        arguments["table"] = (memory["table"].data_ptr(), numel)
+    call = functools.partial(getattr(native, name), **arguments)
     gate, has_run = threading.Lock(), list[bool]()
     gate.acquire()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megafsdp._native import native_module
 from megafsdp.quantize.elements import E2M1
+from megafsdp.quantize.hadamard import transform_tokens
 from megafsdp.quantize.rounding import Noise, draw_seed, philox
 
 _ONES = 0xFFFF_FFFF
@@ -53,6 +55,69 @@ def test_an_elements_number_is_a_word_of_its_counter() -> None:
     for index in range(35):
         words = _words((index // 4, 0, 1, 0), (seed & _ONES, seed >> 32))
         assert found[index].item() == (words[index % 4] >> 8) / 2**24
+
+
+@pytest.mark.native
+def test_compiled_numbers_and_transforms_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At every instruction set, with threads, and where a range ends within a counter or block."""
+    module = native_module()
+    if module is None:
+        pytest.skip("native: not built")
+    shapes = [(1,), (7,), (511, 3), (300, 301)]
+    values = [torch.randn(t, c) for t, c in ((1, 3), (37, 65), (160, 600))]
+    values += [v.to(dtype) for v in values for dtype in (torch.bfloat16, torch.float16)]
+
+    def made() -> list[torch.Tensor]:
+        noise = Noise(0x7234_5678_9ABC_DEF0, 1)
+        uniform = [noise.uniform(shape, _CPU) for shape in shapes]
+        return uniform + [transform_tokens(v) for v in values]
+
+    monkeypatch.setenv("MEGAFSDP_NATIVE", "0")
+    wanted = made()
+    monkeypatch.delenv("MEGAFSDP_NATIVE")
+    num_threads = torch.get_num_threads()
+    for level in module.simd_levels():
+        monkeypatch.setenv("MEGAFSDP_SIMD", level)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            try:
+                found = made()
+            finally:
+                torch.set_num_threads(num_threads)
+            assert all(map(torch.equal, found, wanted)), (level, threads)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("fill_uniform", {"out": 0}, "out: expected an address"),
+        ("fill_uniform", {"out": 6}, "out: expected an address aligned"),
+        ("fill_uniform", {"numel": 0}, "numel: expected a positive number"),
+        ("fill_uniform", {"stream": 2**32}, "stream: expected a number of 32 bits"),
+        ("fill_uniform", {"num_threads": 0}, "num_threads: expected a positive number"),
+        ("transform_rows", {"values": 0}, "values: expected an address"),
+        ("transform_rows", {"values": 65}, "values: expected an address aligned"),
+        ("transform_rows", {"out": 64}, "out: expected memory apart"),
+        ("transform_rows", {"num_rows": 0}, "num_rows: expected a positive number"),
+        ("transform_rows", {"num_cols": -1}, "num_cols: expected a positive number"),
+        ("transform_rows", {"dtype": "float64"}, "dtype: expected float32"),
+    ],
+)
+def test_arguments_of_the_kernels_are_checked(
+    name: str, changes: dict[str, object], match: str
+) -> None:
+    """Each error names the argument, before anything is read or written."""
+    module = native_module()
+    if module is None:
+        pytest.skip("native: not built")
+    uniform = {"out": 4096, "numel": 4, "seed": 1, "stream": 0, "num_threads": 1}
+    rows = {"values": 64, "dtype": "bfloat16", "num_rows": 3, "num_cols": 5, "out": 4096}
+    arguments = uniform if name == "fill_uniform" else {**rows, "num_threads": 1}
+    with pytest.raises(ValueError, match=match):
+        getattr(module, name)(**{**arguments, **changes})
 
 
 def test_numbers_do_not_depend_on_the_shape() -> None:

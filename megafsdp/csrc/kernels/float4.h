@@ -21,10 +21,11 @@ struct E2M1 {
 
   MEGAFSDP_INLINE static uint32_t encode(float value) { return encode_value<E2M1>(value); }
 
-  // Returns the code of a magnitude, rounded up where noise, in [0, 1), is less than the distance
-  // from the code below in steps of the codes there; steps are powers of two, so that nothing but
-  // the result is rounded.
-  MEGAFSDP_INLINE static uint32_t stochastic_code(uint32_t magnitude, float noise) {
+  // Returns the code of a magnitude and of the sign bit of any number, rounded up where noise, in
+  // [0, 1), is less than the distance from the code below in steps of the codes there. Steps are
+  // powers of two, so that nothing but the result is rounded.
+  MEGAFSDP_INLINE static uint32_t encode_parts_stochastically(uint32_t magnitude, uint32_t sign,
+                                                              float noise, bool is_nan) {
     const float clamped = float_of(magnitude > kLargestBits ? kLargestBits : magnitude);
     const bool is_above_2 = clamped >= 2.0f, is_above_4 = clamped >= 4.0f;
     const float steps_per_one = is_above_4 ? 0.5f : (is_above_2 ? 1.0f : 2.0f);
@@ -32,13 +33,14 @@ struct E2M1 {
     const float in_steps = clamped * steps_per_one;
     const int32_t below = static_cast<int32_t>(in_steps);
     const int32_t is_up = noise < in_steps - static_cast<float>(below) ? 1 : 0;
-    return static_cast<uint32_t>(below + is_up + offset);
+    const uint32_t code =
+        static_cast<uint32_t>(below + is_up + offset) | (sign >> 31 << 3);
+    return is_nan ? kNanCode : code;
   }
 
   MEGAFSDP_INLINE static uint32_t encode_stochastically(float value, float noise) {
     const uint32_t bits = bits_of(value), magnitude = bits & kMagnitudeMask;
-    const uint32_t code = stochastic_code(magnitude, noise) | sign_of_code<E2M1>(bits);
-    return magnitude > kInfinityBits ? kNanCode : code;
+    return encode_parts_stochastically(magnitude, bits, noise, magnitude > kInfinityBits);
   }
 
   MEGAFSDP_INLINE static float decode(uint32_t code) {

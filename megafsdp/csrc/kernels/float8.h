@@ -29,16 +29,22 @@ struct SmallFloat {
   // What makes code 0 of zero: an even number, so that it does not move ties.
   static constexpr uint32_t kFirstCode = (0u - (kSmallestNormal >> kShift)) & 0xff;
 
-  // Returns a number whose low byte is the code of a magnitude not above the largest value.
+  // From here on up lies a code that is made at the top of a number, its sign bit the highest.
+  static constexpr int kTop = 31 - kExponent - kMantissa;
+
+  // Returns, at the top of a number, the code of a magnitude not above the largest value.
   //
   // A float that is 2**kShift times a power of two is as far from its neighbours as codes are from
   // theirs in the binade of that power, so adding it rounds to codes, and counts them in its low
-  // bits. Below the smallest normal value codes are as far apart as above it.
+  // bits. Below the smallest normal value codes are as far apart as above it. At the top the parts
+  // of a code are joined before a vector is narrowed, once, and what lies above a code is shifted
+  // out.
   MEGAFSDP_INLINE static uint32_t encode_magnitude(uint32_t magnitude) {
     const uint32_t binade = magnitude & kInfinityBits;
     const uint32_t exponent = binade > kSmallestNormal ? binade : kSmallestNormal;
     const uint32_t anchor = exponent + (static_cast<uint32_t>(kShift) << 23) + kFirstCode;
-    return bits_of(float_of(magnitude) + float_of(anchor)) + (exponent >> kShift);
+    const uint32_t sum = bits_of(float_of(magnitude) + float_of(anchor));
+    return (sum << kTop) + (exponent << (kTop - kShift));
   }
 
   // Returns the bits of the magnitude of a finite code, its sign bit cleared.
@@ -50,26 +56,21 @@ struct SmallFloat {
   }
 };
 
-// Returns the code of |x|, x not a NaN, in the low byte; the sign bit of a code must be added.
+// Returns the code of a magnitude and of the sign bit of any number. is_nan replaces it by that of
+// NaN; a magnitude of NaN alone does not.
 template <typename Element>
-MEGAFSDP_INLINE uint32_t encode_clamped(uint32_t magnitude) {
-  return Element::Bits::encode_magnitude(magnitude > Element::kLargestBits ? Element::kLargestBits
-                                                                           : magnitude);
-}
-
-// Returns the sign bit of a code, given any number whose highest bit is the sign.
-template <typename Element>
-MEGAFSDP_INLINE uint32_t sign_of_code(uint32_t bits) {
-  constexpr int kDown = Element::Bits::kSignBit == 0x80 ? 24 : 28;
-  return bits >> kDown & Element::Bits::kSignBit;
+MEGAFSDP_INLINE uint32_t encode_parts(uint32_t magnitude, uint32_t sign, bool is_nan) {
+  constexpr uint32_t kLargestBits = Element::kLargestBits;
+  const uint32_t clamped = magnitude > kLargestBits ? kLargestBits : magnitude;
+  const uint32_t code = Element::Bits::encode_magnitude(clamped) | (sign & ~kMagnitudeMask);
+  return (is_nan ? Element::kNanCode << Element::Bits::kTop : code) >> Element::Bits::kTop;
 }
 
 // Returns the code of a value.
 template <typename Element>
 MEGAFSDP_INLINE uint32_t encode_value(float value) {
   const uint32_t bits = bits_of(value), magnitude = bits & kMagnitudeMask;
-  const uint32_t code = (encode_clamped<Element>(magnitude) & 0xff) | sign_of_code<Element>(bits);
-  return magnitude > kInfinityBits ? Element::kNanCode : code;
+  return encode_parts<Element>(magnitude, bits, magnitude > kInfinityBits);
 }
 
 struct E4M3 {
@@ -78,7 +79,6 @@ struct E4M3 {
   // Rounded once from double, as the naive formula's.
   static constexpr float kReciprocal = static_cast<float>(1.0 / 448.0);
   static constexpr int kCodesPerByte = 1;
-
   static constexpr uint32_t kLargestBits = 0x43e00000;
   static constexpr uint32_t kNanCode = 0x7f;
 
@@ -96,7 +96,6 @@ struct E5M2 {
   static constexpr float kLargest = 57344.0f;
   static constexpr float kReciprocal = static_cast<float>(1.0 / 57344.0);
   static constexpr int kCodesPerByte = 1;
-
   static constexpr uint32_t kLargestBits = 0x47600000;
   static constexpr uint32_t kNanCode = 0x7f;
 

@@ -22,6 +22,13 @@
 #define MEGAFSDP_AVX512
 #endif
 
+// Before a loop whose turns do not depend on each other, whatever the compiler can prove.
+#if defined(__clang__)
+#define MEGAFSDP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define MEGAFSDP_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace megafsdp {
 
 enum class Simd { kScalar, kAvx2, kAvx512 };

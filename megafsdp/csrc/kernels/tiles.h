@@ -32,6 +32,13 @@ namespace megafsdp {
 // as many as leave room for their factors in the first-level cache. Rows of most matrices are one
 // panel then, and memory is read in order: jumping from row to row takes up to three times as long.
 constexpr int64_t kPanelCols = 4096;
+// Columns of a panel that is cut out of a run: fewer, as one factor is spread over them.
+constexpr int64_t kRunCols = 1024;
+// Rows that are worked on side by side: memory gives more to several readers than to one, and factors
+// are read once for all of them. Rows that are no wider than this are encoded one after the other:
+// their factors stay in the first-level cache, and memory is read in order.
+constexpr int64_t kRowsAtOnce = 4;
+constexpr int64_t kNarrowCols = 2048;
 // What is read twice must stay in the second-level cache: so many elements.
 constexpr int64_t kCachedNumel = 1 << 16;
 
@@ -70,7 +77,7 @@ struct FragmentRows {
 };
 
 // Part of a strip: some columns of all its rows. Where the elements of a row share a tile, so do all
-// of a strip, which is cut into rows of kPanelCols instead.
+// of a strip: a run, which is cut into rows of kRunCols instead.
 struct Panel {
   // Of the first element, in elements from the first of the fragment.
   int64_t offset;
@@ -96,19 +103,19 @@ MEGAFSDP_INLINE void for_each_panel(const FragmentRows& rows, int64_t panel_cols
     const int64_t offset = (row - rows.begin_row) * grid.cols;
     const int64_t run = strip.num_rows * grid.cols;
     const bool is_run = grid.is_one_across();
-    const int64_t num_whole = is_run ? run / panel_cols : 0;
+    const int64_t num_whole = is_run ? run / kRunCols : 0;
     if (num_whole > 0) {
-      work(Panel{offset, num_whole, panel_cols, panel_cols, strip.first_tile, panel_cols,
-                 strip.matrix});
+      work(Panel{offset, num_whole, kRunCols, kRunCols, strip.first_tile, kRunCols, strip.matrix});
     }
     // The rest of a run is one row.
     const int64_t num_rows = is_run ? 1 : strip.num_rows;
     const int64_t num_cols = is_run ? run : grid.cols;
-    for (int64_t col = num_whole * panel_cols; col < num_cols; col += panel_cols) {
+    const int64_t width = is_run ? kRunCols : panel_cols;
+    for (int64_t col = num_whole * kRunCols; col < num_cols; col += width) {
       const int64_t left = num_cols - col;
       const int64_t tile = is_run ? 0 : col / grid.tile_cols;
-      work(Panel{offset + col, num_rows, grid.cols, left < panel_cols ? left : panel_cols,
-                 strip.first_tile + tile, is_run ? panel_cols : grid.tile_cols, strip.matrix});
+      work(Panel{offset + col, num_rows, grid.cols, left < width ? left : width,
+                 strip.first_tile + tile, is_run ? kRunCols : grid.tile_cols, strip.matrix});
     }
     row += strip.num_rows;
   }
@@ -162,12 +169,26 @@ MEGAFSDP_INLINE void visit_tiles_of(const Panel& panel, const uint32_t* of_cols,
 // Writes the largest magnitude of each column of a panel.
 template <typename Through, typename Source>
 MEGAFSDP_INLINE void maxima_of_cols(const Source* values, const Panel& panel, uint32_t* of_cols) {
-  for (int64_t i = 0; i < panel.num_cols; ++i) of_cols[i] = magnitude_of<Through>(values[i]);
-  for (int64_t row = 1; row < panel.num_rows; ++row) {
-    const Source* from = values + row * panel.stride;
+  const auto larger = [](uint32_t a, uint32_t b) __attribute__((always_inline)) {
+    return a > b ? a : b;
+  };
+  for (int64_t i = 0; i < panel.num_cols; ++i) of_cols[i] = 0;
+  int64_t row = 0;
+  for (; row + kRowsAtOnce <= panel.num_rows; row += kRowsAtOnce) {
+    const Source* from[kRowsAtOnce];
+    for (int64_t k = 0; k < kRowsAtOnce; ++k) from[k] = values + (row + k) * panel.stride;
     for (int64_t i = 0; i < panel.num_cols; ++i) {
-      const uint32_t bits = magnitude_of<Through>(from[i]);
-      of_cols[i] = bits > of_cols[i] ? bits : of_cols[i];
+      const uint32_t first = larger(magnitude_of<Through>(from[0][i]),
+                                    magnitude_of<Through>(from[1][i]));
+      const uint32_t last = larger(magnitude_of<Through>(from[2][i]),
+                                   magnitude_of<Through>(from[3][i]));
+      of_cols[i] = larger(of_cols[i], larger(first, last));
+    }
+  }
+  for (; row < panel.num_rows; ++row) {
+    const Source* const from = values + row * panel.stride;
+    for (int64_t i = 0; i < panel.num_cols; ++i) {
+      of_cols[i] = larger(of_cols[i], magnitude_of<Through>(from[i]));
     }
   }
 }
@@ -186,30 +207,64 @@ MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of
   }
 }
 
-// Writes the codes of a row, each in a byte; noise is null to round to nearest. Factors are not
-// negative; where they are NaN the codes are not written right.
+// Returns the code of a value times a factor that is not negative; of a factor that is NaN the code is
+// not right.
 template <typename Element, typename Through, typename Source>
-MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const float* factors,
-                                int64_t num_cols, uint8_t* codes) {
-  const auto finish = [&](int64_t i, uint32_t magnitude, uint32_t code)
-      __attribute__((always_inline)) {
-    const uint32_t signed_code = code | sign_of_code<Element>(any_bits_of(from[i]));
-    codes[i] =
-        static_cast<uint8_t>(magnitude >= kInfinityBits ? Element::kNanCode : signed_code);
-  };
-  if constexpr (std::is_same_v<Element, E2M1>) {
-    if (noise != nullptr) {
-      for (int64_t i = 0; i < num_cols; ++i) {
-        const uint32_t magnitude = magnitude_of<Through>(from[i]);
-        const uint32_t scaled = bits_of(float_of(magnitude) * factors[i]);
-        finish(i, magnitude, E2M1::stochastic_code(scaled, noise[i]));
-      }
-      return;
+MEGAFSDP_INLINE uint8_t encode_one(Source value, float factor) {
+  const uint32_t magnitude = magnitude_of<Through>(value);
+  const uint32_t scaled = bits_of(float_of(magnitude) * factor);
+  return static_cast<uint8_t>(
+      encode_parts<Element>(scaled, any_bits_of(value), magnitude >= kInfinityBits));
+}
+
+template <typename Through, typename Source>
+MEGAFSDP_INLINE uint8_t encode_one_stochastically(Source value, float factor, float noise) {
+  const uint32_t magnitude = magnitude_of<Through>(value);
+  const uint32_t scaled = bits_of(float_of(magnitude) * factor);
+  return static_cast<uint8_t>(E2M1::encode_parts_stochastically(scaled, any_bits_of(value), noise,
+                                                                magnitude >= kInfinityBits));
+}
+
+// Writes the codes of some rows side by side, each code in a byte.
+template <int64_t kRows, typename Element, typename Through, typename Source>
+MEGAFSDP_INLINE void encode_rows(const Source* from, int64_t stride, const float* factors,
+                                 int64_t num_cols, uint8_t* codes, int64_t codes_stride) {
+  MEGAFSDP_INDEPENDENT
+  for (int64_t i = 0; i < num_cols; ++i) {
+    for (int64_t k = 0; k < kRows; ++k) {
+      codes[k * codes_stride + i] =
+          encode_one<Element, Through>(from[k * stride + i], factors[i]);
     }
   }
-  for (int64_t i = 0; i < num_cols; ++i) {
-    const uint32_t magnitude = magnitude_of<Through>(from[i]);
-    finish(i, magnitude, encode_clamped<Element>(bits_of(float_of(magnitude) * factors[i])));
+}
+
+// Writes the codes of some rows, of which there are factors.
+template <int64_t kRows, typename Element, typename Through, typename Source>
+MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, const Panel& panel,
+                                  const float* factors, bool has_nan, uint8_t* codes) {
+  constexpr bool is_packed = Element::kCodesPerByte == 2;
+  uint8_t apart[is_packed ? kRows * kPanelCols : 1];
+  uint8_t* const target = is_packed ? apart : codes;
+  const int64_t stride = is_packed ? kPanelCols : panel.stride;
+  if (is_packed && noise != nullptr) {
+    for (int64_t k = 0; k < kRows; ++k) {
+      for (int64_t i = 0; i < panel.num_cols; ++i) {
+        const int64_t at = k * panel.stride + i;
+        target[k * stride + i] =
+            encode_one_stochastically<Through>(values[at], factors[i], noise[at]);
+      }
+    }
+  } else {
+    encode_rows<kRows, Element, Through>(values, panel.stride, factors, panel.num_cols, target,
+                                         stride);
+  }
+  for (int64_t k = 0; k < kRows; ++k) {
+    for (int64_t i = 0; has_nan && i < panel.num_cols; ++i) {
+      if (factors[i] != factors[i]) {
+        target[k * stride + i] = static_cast<uint8_t>(Element::kNanCode);
+      }
+    }
+    if (is_packed) pack(target + k * stride, codes + k * panel.stride / 2, panel.num_cols);
   }
 }
 
@@ -221,19 +276,29 @@ MEGAFSDP_INLINE void encode_panel(const Source* values, const float* noise, cons
   spread(of_tiles, panel, factors);
   bool has_nan = false;
   for (int64_t i = 0; i < panel.num_tiles(); ++i) has_nan |= of_tiles[i] != of_tiles[i];
-  for (int64_t row = 0; row < panel.num_rows; ++row) {
+  const auto group = [&](auto rows, int64_t row) __attribute__((always_inline)) {
     const int64_t offset = row * panel.stride;
-    uint8_t apart[kPanelCols];
-    uint8_t* const to = codes + offset / Element::kCodesPerByte;
-    uint8_t* const target = Element::kCodesPerByte == 1 ? to : apart;
-    encode_row<Element, Through>(values + offset, noise == nullptr ? nullptr : noise + offset,
-                                 factors, panel.num_cols, target);
-    if (has_nan) {
-      for (int64_t i = 0; i < panel.num_cols; ++i) {
-        if (factors[i] != factors[i]) target[i] = static_cast<uint8_t>(Element::kNanCode);
-      }
-    }
-    if constexpr (Element::kCodesPerByte == 2) pack(apart, to, panel.num_cols);
+    encode_group<decltype(rows)::value, Element, Through>(
+        values + offset, noise == nullptr ? nullptr : noise + offset, panel, factors, has_nan,
+        codes + offset / Element::kCodesPerByte);
+  };
+  int64_t row = 0;
+  const bool is_wide = panel.stride > kNarrowCols;
+  for (; is_wide && row + kRowsAtOnce <= panel.num_rows; row += kRowsAtOnce) {
+    group(std::integral_constant<int64_t, kRowsAtOnce>{}, row);
+  }
+  for (; row < panel.num_rows; ++row) group(std::integral_constant<int64_t, 1>{}, row);
+}
+
+// Rounds a product of a code and a factor. Its NaN have no bits in their low halves, so that adding
+// to them, as to other values, leaves them NaN.
+template <typename Out>
+MEGAFSDP_INLINE Out round_product(float value) {
+  if constexpr (std::is_same_v<Out, BFloat16>) {
+    const uint32_t bits = bits_of(value);
+    return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+  } else {
+    return FromFloat<Out>::convert(value);
   }
 }
 
@@ -252,7 +317,7 @@ MEGAFSDP_INLINE void decode_panel(const uint8_t* codes, const Panel& panel, cons
     }
     Out* const to = out + row * panel.stride;
     for (int64_t i = 0; i < panel.num_cols; ++i) {
-      to[i] = FromFloat<Out>::convert(Element::decode(from[i]) * factors[i]);
+      to[i] = round_product<Out>(Element::decode(from[i]) * factors[i]);
     }
   }
 }
@@ -340,7 +405,8 @@ struct DecodeJob {
       using Entry = typename Scaling::Entry;
       const Entry* const of_panel = static_cast<const Entry*>(entries) + panel.first_tile;
       for (int64_t i = 0; i < num_tiles; ++i) {
-        of_tiles[i] = Scaling::decode_factor(of_panel[i], of_matrix);
+        const float factor = Scaling::decode_factor(of_panel[i], of_matrix);
+        of_tiles[i] = factor == factor ? factor : float_of(kNanBits);
       }
     });
   }

@@ -37,7 +37,7 @@ class CastWeight(GatheredWeight):
         dtype: The compute dtype.
         main_weight: The group's main weight, a shard or the whole.
         axes: Ranks that divide or replicate the group.
-        is_persistent: Whether the full buffer stays between uses.
+        is_persistent: Whether the strategy keeps the full buffer between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
         host_weight: The cast and the copies of a main weight that lives on the host.
@@ -56,11 +56,14 @@ class CastWeight(GatheredWeight):
     ) -> None:
         self._main = main_weight
         self._host_weight = host_weight
-        is_persistent = is_persistent or not axes.is_sharded
-        buffers = WeightBuffers(main_weight, axes, dtype, device=device, ledger=ledger)
+        self.stays_gathered = is_persistent
         is_same = dtype == main_weight.flat.dtype and host_weight is None
-        if is_same and not axes.is_sharded:
-            # Forward reads what the optimizer writes: one buffer less.
+        # Forward may read what the optimizer writes where that is the whole: one buffer less.
+        is_main = is_same and (axes.is_alone or not axes.is_sharded)
+        is_gathered = axes.is_sharded and not is_main
+        is_persistent = is_persistent or not is_gathered
+        buffers = WeightBuffers(main_weight, axes, dtype, device=device, ledger=ledger)
+        if is_main:
             full = main_weight
         else:
             full = buffers.new_full(
@@ -89,6 +92,7 @@ class CastWeight(GatheredWeight):
             buffers,
             axes=axes,
             is_persistent=is_persistent,
+            is_gathered=is_gathered,
             on_copy_stream=on_copy_stream,
         )
         self._before_move: tuple[DBuffer, GatherSource] | None = None
@@ -133,7 +137,7 @@ class CastWeight(GatheredWeight):
         self._before_move = before, source = self._main, self._source
         self._main = main_weight
         encode = functools.partial(cast_main_weight, main_weight)
-        if not self._axes.is_sharded:
+        if not self._is_gathered:
             self._source = PersistentSource(self._full, encode)
         else:
             copy = PersistentSource(self._buffers.new_piece(), encode)

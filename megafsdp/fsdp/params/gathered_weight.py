@@ -111,13 +111,18 @@ class GatheredWeight:
         buffers: Makes the slices that a unit may save between forward and backward.
         axes: Ranks that divide or replicate the group.
         is_persistent: Whether the full buffer stays between uses.
+        is_gathered: Whether a gather fills it; else it is read as its source leaves it.
         on_copy_stream: Returns the context in which collectives read a copy from the host: they run
             on the stream of the copy.
 
     Attributes:
         is_stale: Whether the main weight has changed since the last refresh.
         label: FQN of the unit, for counters and profilers.
+        stays_gathered: Whether the strategy keeps the weight in full between uses; set by
+            subclasses.
     """
+
+    stays_gathered: bool
 
     def __init__(
         self,
@@ -127,6 +132,7 @@ class GatheredWeight:
         *,
         axes: DataParallelAxes,
         is_persistent: bool,
+        is_gathered: bool,
         on_copy_stream: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         # Before the first use there is nothing to read.
@@ -134,7 +140,7 @@ class GatheredWeight:
         self.label = ""
         self._full, self._source, self._buffers = full, source, buffers
         self._axes = axes
-        self._is_persistent = is_persistent
+        self._is_persistent, self._is_gathered = is_persistent, is_gathered
         self._on_copy_stream = on_copy_stream
         # Whether the full buffer was not gathered since the last refresh.
         self._is_outdated = True
@@ -220,7 +226,7 @@ class GatheredWeight:
         if self.is_stale:
             self.refresh()
         full, source, group = self._full, self._source, self._axes.group
-        if not self._axes.is_sharded or not (self._is_outdated or not full.storage.is_allocated):
+        if not self._is_gathered or not (self._is_outdated or not full.storage.is_allocated):
             return
         # Before the full buffer takes memory: this frees the piece that a join has read.
         self._source.finish_refresh()

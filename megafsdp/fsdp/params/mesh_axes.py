@@ -67,6 +67,11 @@ class DataParallelAxes:
         return self.shard >= 0
 
     @property
+    def is_alone(self) -> bool:
+        """Return whether this rank has all that its group gathers: nothing is exchanged for it."""
+        return self.group.size() == 1 and not self.is_divided
+
+    @property
     def num_pieces(self) -> int:
         """Return how many pieces of the main weight one gathered shard consists of."""
         return self.num_shards // self.group.size() if self.is_divided else 1

@@ -160,7 +160,7 @@ class QuantizedWeight(GatheredWeight):
         shapes: Of the weights, as this rank of a model axis has them.
         dtype: What codes are decoded to.
         axes: Ranks that divide or replicate the group.
-        is_persistent: Whether the full codes stay between uses.
+        is_persistent: Whether the strategy keeps the full codes between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
 
@@ -182,6 +182,7 @@ class QuantizedWeight(GatheredWeight):
     ) -> None:
         self._quantization, self._dtype = quantization, dtype
         self.scales = WeightScales(quantization, main_weight, shapes, device=device, ledger=ledger)
+        self.stays_gathered = is_persistent
         is_persistent = is_persistent or not axes.is_sharded
         buffers = WeightBuffers(
             main_weight,
@@ -205,7 +206,12 @@ class QuantizedWeight(GatheredWeight):
             # Encoded once a step and gathered in every microbatch: 1/N of the codes are kept.
             source = PersistentSource(buffers.new_piece(), encode)
         super().__init__(
-            full, joined(source, buffers, axes), buffers, axes=axes, is_persistent=is_persistent
+            full,
+            joined(source, buffers, axes),
+            buffers,
+            axes=axes,
+            is_persistent=is_persistent,
+            is_gathered=axes.is_sharded,
         )
 
     @property

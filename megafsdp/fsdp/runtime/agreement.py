@@ -72,18 +72,19 @@ def _refresh_together(
     for weight, part in zip(every, parts, strict=True):
         weight.add_maxima(part)
     for process_group in first:
-        _take_largest(combined, process_group)
+        take_largest(combined, process_group)
     numels = [sum(w.scales.num_maxima for w in found) for found in weights.values()]
     for ranks, part in zip(weights, combined.split(numels), strict=True):
         # A maximum may be taken one axis after the other.
         for process_group in ranks[1:]:
-            _take_largest(part, process_group)
+            take_largest(part, process_group)
     for weight, part in zip(every, parts, strict=True):
         weight.refresh_from(part)
     storage.release()
 
 
-def _take_largest(maxima: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+def take_largest(maxima: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    """Take the largest of int32 bits over ranks, in place, in pieces; collective."""
     for piece in maxima.split(MAX_PIECE_NBYTES // maxima.itemsize):
         all_reduce(piece, op="max", group=process_group, label="maxima")
 

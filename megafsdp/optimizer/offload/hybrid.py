@@ -211,6 +211,11 @@ class HybridDeviceOptimizer(FusedAdam):
         return [p for param_group in self.param_groups for p in param_group["params"]]
 
     @property
+    def steps_quantized_parameters(self) -> bool:
+        """Return False: their main weights stay beside them, and so may all states."""
+        return False
+
+    @property
     def offloaded_fraction(self) -> float:
         """Return the part of the local elements of sharded parameters that is on the host."""
         numels = {g: g.main_weight.flat.numel() for g in groups_of(self._parameters())}
