@@ -46,7 +46,9 @@ PROMISED = {
     "microbatch",
     "num_zero_grads",
     "param_group_norms",
+    "quantize_",
     "register_fsdp_forward_method",
+    "requantize_",
     "summon_full_params",
 }
 # Methods of a unit beside those of torch's.
@@ -120,6 +122,15 @@ IMPORT_PATHS = {
         "register_fsdp_forward_method",
         "summon_full_params",
     },
+    "megafsdp.megatron": {
+        "DistributedDataParallelConfig",
+        "MegatronKeywords",
+        "MixedPrecisionPolicy",
+        "ShardingStrategy",
+        "fully_shard",
+        "fully_shard_model",
+        "fully_shard_optimizer",
+    },
     "megafsdp.models": {
         "ActivationCheckpointing",
         "Architecture",
@@ -148,10 +159,12 @@ IMPORT_PATHS = {
         "localized",
         "parallelize",
     },
+    "megafsdp.quantize": {"RECIPE_NAMES", "QuantizationRecipe", "recipe_of"},
     "megafsdp.training": {
         "Config",
         "ConfigError",
         "RunSummary",
+        "Tracker",
         "config_from_dict",
         "parse_config",
         "to_yaml",

@@ -29,9 +29,11 @@ def _run(root: Path, checkpoints: Path | None = None) -> list[Path]:
     for step in (2, 4):
         checkpoint.save(folder, step=step, model=torch.nn.Linear(2, 2))
     root.mkdir(exist_ok=True)
-    (root / "metrics.jsonl").touch()
+    logs = [root / name for name in ("metrics.jsonl", "events.jsonl")]
+    for path in logs:
+        path.touch()
     (folder / "notes.txt").touch()
-    return [root / "metrics.jsonl", *(p for p in folder.rglob("*") if p.name != "notes.txt")]
+    return [*logs, *(p for p in folder.rglob("*") if p.name != "notes.txt")]
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
@@ -55,7 +57,7 @@ def test_the_run_that_options_name_is_removed(
     ("options", "message"),
     [
         (["--optimizer.knd", "muon"], "optimizer.kind"),
-        (["--optimizer.lr", "-1"], "to be greater than 0, got -1"),
+        (["--optimizer.lr", "-1"], "a number above 0, got -1"),
         (
             ["--train.global_batch_size", "7"],
             "a multiple of the 2 data-parallel ranks (dp_outer x dp_shard), got 7",

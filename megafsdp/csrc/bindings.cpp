@@ -5,6 +5,8 @@
 #include "kernels/simd.h"
 #include "ops/adam.h"
 #include "ops/arguments.h"
+#include "ops/noise.h"
+#include "ops/quantize.h"
 #include "ops/shard_sum.h"
 
 namespace py = pybind11;
@@ -61,6 +63,91 @@ double sum_of_squares(uintptr_t values, int64_t numel, std::string dtype, int64_
   return megafsdp::run_square_sum(arguments, num_threads, level);
 }
 
+// Element, family of scales, rows and columns of a tile.
+using Coding = std::tuple<std::string, std::string, int64_t, int64_t>;
+
+megafsdp::TileCodingArguments coding_of(Coding coding) {
+  auto& [element, scaling, tile_rows, tile_cols] = coding;
+  return {std::move(element), std::move(scaling), tile_rows, tile_cols};
+}
+
+void add_tile_maxima(Coding coding, std::vector<megafsdp::FragmentArguments> fragments,
+                     std::string dtype, std::string through, int64_t num_threads) {
+  const megafsdp::TileArguments arguments{coding_of(std::move(coding)), std::move(fragments),
+                                          std::move(dtype), std::move(through), {0, 0}};
+  megafsdp::check_positive("num_threads", num_threads);
+  const auto checked = megafsdp::tile_fragments_of(arguments, false);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_tile_maxima(arguments, checked, num_threads, level);
+}
+
+void encode_tiles(Coding coding, std::vector<megafsdp::FragmentArguments> fragments,
+                  std::string dtype, std::string through, megafsdp::BufferArguments noise,
+                  int64_t num_threads) {
+  const megafsdp::TileArguments arguments{coding_of(std::move(coding)), std::move(fragments),
+                                          std::move(dtype), std::move(through), noise};
+  megafsdp::check_positive("num_threads", num_threads);
+  const auto checked = megafsdp::tile_fragments_of(arguments, true);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_encode(arguments, checked, num_threads, level);
+}
+
+void fill_scale_tables(Coding coding, std::vector<megafsdp::TableArguments> tables,
+                       int64_t num_threads) {
+  const megafsdp::TileCodingArguments checked_coding = coding_of(std::move(coding));
+  megafsdp::check_positive("num_threads", num_threads);
+  const auto checked = megafsdp::scale_tables_of(checked_coding, tables);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_scale_tables(checked_coding, checked, num_threads, level);
+}
+
+void decode_tiles(Coding coding, megafsdp::StackShape shape, megafsdp::BufferArguments codes,
+                  megafsdp::BufferArguments table, megafsdp::BufferArguments out,
+                  std::string out_dtype, int64_t num_threads) {
+  const megafsdp::DecodeArguments arguments{coding_of(std::move(coding)), shape, codes, table, out,
+                                            std::move(out_dtype)};
+  megafsdp::check_positive("num_threads", num_threads);
+  const megafsdp::ScaleTable checked = megafsdp::check_decode(arguments);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_decode(arguments, checked, num_threads, level);
+}
+
+void encode_blocks(Coding coding, megafsdp::StackShape shape, megafsdp::BufferArguments values,
+                   std::string dtype, megafsdp::BufferArguments table,
+                   megafsdp::BufferArguments codes, int64_t num_threads) {
+  const megafsdp::BlockArguments arguments{coding_of(std::move(coding)), shape, values,
+                                           std::move(dtype), table, codes};
+  megafsdp::check_positive("num_threads", num_threads);
+  const megafsdp::ScaleTable checked = megafsdp::check_blocks(arguments);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_blocks(arguments, checked, num_threads, level);
+}
+
+void fill_uniform(uintptr_t out, int64_t numel, uint64_t seed, int64_t stream,
+                  int64_t num_threads) {
+  const megafsdp::UniformArguments arguments{out, numel, seed, stream};
+  megafsdp::check_uniform(arguments);
+  megafsdp::check_positive("num_threads", num_threads);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_uniform(arguments, num_threads, level);
+}
+
+void transform_rows(uintptr_t values, std::string dtype, int64_t num_rows, int64_t num_cols,
+                    uintptr_t out, int64_t num_threads) {
+  const megafsdp::HadamardArguments arguments{values, std::move(dtype), num_rows, num_cols, out};
+  megafsdp::check_hadamard(arguments);
+  megafsdp::check_positive("num_threads", num_threads);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_hadamard(arguments, num_threads, level);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_csrc, module) {
@@ -83,4 +170,26 @@ PYBIND11_MODULE(_csrc, module) {
   module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
              py::arg("dtype"), py::arg("num_threads"),
              "Return the sum of squares in double, in a fixed order; releases the GIL.");
+  module.def("add_tile_maxima", &add_tile_maxima, py::kw_only(), py::arg("coding"),
+             py::arg("fragments"), py::arg("dtype"), py::arg("through"), py::arg("num_threads"),
+             "Raise the maxima of tiles to those of a batch of fragments; releases the GIL.");
+  module.def("encode_tiles", &encode_tiles, py::kw_only(), py::arg("coding"), py::arg("fragments"),
+             py::arg("dtype"), py::arg("through"), py::arg("noise"), py::arg("num_threads"),
+             "Write the codes of a batch of fragments; releases the GIL.");
+  module.def("fill_scale_tables", &fill_scale_tables, py::kw_only(), py::arg("coding"),
+             py::arg("tables"), py::arg("num_threads"),
+             "Write a batch of tables of scales from maxima; releases the GIL.");
+  module.def("decode_tiles", &decode_tiles, py::kw_only(), py::arg("coding"), py::arg("shape"),
+             py::arg("codes"), py::arg("table"), py::arg("out"), py::arg("out_dtype"),
+             py::arg("num_threads"), "Write the values of a tensor's codes; releases the GIL.");
+  module.def("encode_blocks", &encode_blocks, py::kw_only(), py::arg("coding"), py::arg("shape"),
+             py::arg("values"), py::arg("dtype"), py::arg("table"), py::arg("codes"),
+             py::arg("num_threads"),
+             "Write scales of blocks and codes of a tensor in one pass; releases the GIL.");
+  module.def("fill_uniform", &fill_uniform, py::kw_only(), py::arg("out"), py::arg("numel"),
+             py::arg("seed"), py::arg("stream"), py::arg("num_threads"),
+             "Write uniform fp32 numbers in [0, 1) by Philox 4x32-10; releases the GIL.");
+  module.def("transform_rows", &transform_rows, py::kw_only(), py::arg("values"), py::arg("dtype"),
+             py::arg("num_rows"), py::arg("num_cols"), py::arg("out"), py::arg("num_threads"),
+             "Write the Hadamard transform of blocks of 16 rows; releases the GIL.");
 }

@@ -274,10 +274,9 @@ class FSDPModule(_Mixin):
         """
         unit = self._fsdp_unit()
         where = "set_allocate_memory_from_process_group_for_comm()"
-        # A root may own no parameter, or some that are replicated; one rank need not gather.
-        groups = [group for group in unit.groups if not group.axes.is_alone]
-        gathered = [s for group in groups for s in group.compute_weight.gathered_storages]
-        if enable and groups and not gathered:
+        # A root may own no parameter, or some that are replicated.
+        kept = [group.compute_weight.stays_gathered for group in unit.groups]
+        if enable and kept and all(kept):
             raise _not_built(
                 "registered memory for weights that are gathered at most once a step",
                 where=where,

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adam, checkpoint, exits, fsdp_step, host, optimizer_step, scale
+from benchmarks import (
+    adam,
+    checkpoint,
+    exits,
+    fsdp_step,
+    host,
+    optimizer_step,
+    quantize,
+    quantize_rivals,
+    scale,
+)
 from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.record import CheckError
@@ -314,6 +324,42 @@ def test_adam_is_timed_against_torch(
     with pytest.raises(CheckError, match="differ from those of torch's fused AdamW by"):
         main(["--records", str(tmp_path), *arguments])
     assert "ours over theirs" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@pytest.mark.matrix("benchmarks")
+def test_quantization_is_timed_against_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every job has its ratios and its bandwidth at each level; wrong bits give none."""
+    arguments = ["quantize", "--side", "256", "--threads", "1", "--repeats", "2"]
+    main(["--records", str(tmp_path), *arguments])
+    assert "x torchao" in capsys.readouterr().out
+    results = _only_record(tmp_path)["results"]
+    jobs = results["65536 elements, threads 1"]
+    assert len(jobs) == 4 * 4 + 4 * 2 + 4
+    for name, case in jobs.items():
+        for level in results["levels"]:
+            assert case["ms"][level]["count"] == 2
+            assert case["share_of_probe"][level] > 0
+            if not name.endswith((" maxima", ", encode")):
+                assert all(ratio > 0 for ratio in case["times_faster"][level].values())
+                assert case["times_faster"][level]
+    assert jobs["mx32_e4m3, along features"]["times_faster"]["avx2"]["torchao"] > 0
+    usual = quantize_rivals.eager
+    monkeypatch.setattr(quantize, "eager", lambda *of: _with_another_bit(usual(*of)))
+    with pytest.raises(CheckError, match="codes differ from those of torch's formula"):
+        main(["--records", str(tmp_path), *arguments])
+    assert "x torchao" not in capsys.readouterr().out
+
+
+def _with_another_bit(rival: quantize_rivals.Rival) -> quantize_rivals.Rival:
+    def wrong(values: torch.Tensor) -> quantize_rivals.Tensors:
+        codes, table = rival.quantize(values)
+        codes[0, 0] ^= 1
+        return codes, table
+
+    return quantize_rivals.Rival(wrong, rival.decode)
 
 
 @pytest.mark.matrix("benchmarks")

@@ -22,6 +22,13 @@
 #define MEGAFSDP_AVX512
 #endif
 
+// Before a loop whose turns do not depend on each other, whatever the compiler can prove.
+#if defined(__clang__)
+#define MEGAFSDP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define MEGAFSDP_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace megafsdp {
 
 enum class Simd { kScalar, kAvx2, kAvx512 };
@@ -54,6 +61,34 @@ inline Simd simd_level() {
   throw std::invalid_argument("Expected one of " + known + ", got '" + forced +
                               "'. In the environment variable MEGAFSDP_SIMD. Unset it, or name a "
                               "level that this processor has.");
+}
+
+template <typename Job>
+void run_scalar(const Job& job) {
+  job();
+}
+
+template <typename Job>
+MEGAFSDP_AVX2 void run_avx2(const Job& job) {
+  job();
+}
+
+template <typename Job>
+MEGAFSDP_AVX512 void run_avx512(const Job& job) {
+  job();
+}
+
+// Calls a job whose operator() is forced inline, compiled for a level.
+template <typename Job>
+void run_at(Simd level, const Job& job) {
+  switch (level) {
+    case Simd::kScalar:
+      return run_scalar(job);
+    case Simd::kAvx2:
+      return run_avx2(job);
+    case Simd::kAvx512:
+      return run_avx512(job);
+  }
 }
 
 }  // namespace megafsdp

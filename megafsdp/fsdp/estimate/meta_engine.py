@@ -25,13 +25,17 @@ from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.host_memory import HostArena
 from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
+from megafsdp.fsdp.estimate.step_recorder import BACKWARD, FORWARD, StepRecorder
 from megafsdp.fsdp.fully_shard import fully_shard_model, microbatch
+from megafsdp.fsdp.params.kept_weights import describe_kept
 from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
 from megafsdp.fsdp.params.unit_ledger import HostMemory
+from megafsdp.fsdp.runtime.root import reasons_to_keep
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.mesh.dtensor import joined_mesh
 from megafsdp.mesh.parallel_dims import TP, Meshes, flat_group
 from megafsdp.mesh.torch_private import forget_dtensor_meshes
+from megafsdp.quantize.tensor import QuantizedTensor
 
 _META = "meta"
 _TIMES = " x "
@@ -48,6 +52,7 @@ class PlannedGroup:
         is_trainable: Whether its parameters require gradients.
         is_offloaded: Whether the optimizer keeps its main weight and states on the host.
         is_expert: Whether it is divided over the mesh of experts.
+        recipe: Name of the recipe that quantizes it; None for none.
     """
 
     layout: FlatLayout
@@ -56,6 +61,7 @@ class PlannedGroup:
     is_trainable: bool
     is_offloaded: bool = False
     is_expert: bool = False
+    recipe: str | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,7 @@ class MetaEngine:
     Attributes:
         units: The units, the root first, then the others in the order of ``modules()``.
         axes: Names of the process groups of the mesh.
+        recorder: Notes when a unit is computed; None for nothing.
 
     Raises:
         Exception: Whatever ``fully_shard_model`` raises.
@@ -176,14 +183,15 @@ class MetaEngine:
         **options: Any,
     ) -> None:
         self.axes = AxisNames.of(meshes)
+        self.recorder: StepRecorder | None = None
         self._model = fully_shard_model(
             model, fsdp_unit_modules, mesh=meshes.data, expert_mesh=meshes.experts, **options
         )
         self.units = list(units_below([model]).values())
         root, *others = self.units
         for unit in others:
-            unit.modules[0].forward = _stand_in(unit)
-        model.forward = _stand_in(root, others)
+            unit.modules[0].forward = self._stand_in(unit)
+        model.forward = self._stand_in(root, others)
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.sums_in_library = sums_in_library
@@ -198,6 +206,10 @@ class MetaEngine:
     def plan(self) -> list[PlannedUnit]:
         """Return what a report says of the units, in their order."""
         return [PlannedUnit(unit.name, tuple(map(_plan, unit.groups))) for unit in self.units]
+
+    def describe_kept(self) -> list[str]:
+        """Return what a recipe leaves as it is, a line for each reason; none without a recipe."""
+        return describe_kept(reasons_to_keep(units_below([self._model])))
 
     def offload(self, chosen: Collection[tuple[int, int]]) -> None:
         """Move main weights to the host, as an offloaded optimizer does.
@@ -216,6 +228,26 @@ class MetaEngine:
             output = self._model(torch.empty((), device=_META))
             output.backward(torch.empty_like(output))
 
+    def _stand_in(
+        self, unit: FSDPUnit, below: Sequence[FSDPUnit] = ()
+    ) -> Callable[[torch.Tensor], Any]:
+        """Return a forward that uses a unit's trainable parameters, then runs the units below."""
+
+        def note(kind: str) -> None:
+            if self.recorder is not None:
+                self.recorder.note(kind, unit.name)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            unsharded = [p.unsharded for group in unit.groups for p in group.parameters]
+            x = _UseParameters.apply(note, x, *(p for p in unsharded if p.requires_grad))
+            for each in below:
+                x = each.modules[0](x)
+            # An operator of its own after them, as an output layer or a loss: its backward comes
+            # before the last unit's, and gathers are issued ahead of that.
+            return x.clone() if below else x
+
+        return forward
+
     def step(self, casts_from: torch.dtype | None) -> None:
         """Do to the units what an optimizer's step and ``zero_grad()`` do.
 
@@ -229,7 +261,7 @@ class MetaEngine:
                 if group.is_trainable:
                     group.mark_stale()
                     if group.is_moved:
-                        group.compute_weight.start_copy()
+                        group.start_copy()
                         group.compute_weight.mark_encoded()
                     elif group.dtypes.main == casts_from:
                         is_written = group.compute_weight.start_encoding() is not None
@@ -243,27 +275,24 @@ class _UseParameters(torch.autograd.Function):
     """Stand-in for a unit's operators: it reads parameters and returns a gradient for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = parameters
+    def forward(
+        ctx: Any, note: Callable[[str], None], x: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        note(FORWARD)
+        ctx.note, ctx.parameters = note, parameters
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # On the meta device an alias costs less than a new tensor.
-        return grad, *(p.detach() for p in ctx.parameters)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.note(BACKWARD)
+        return None, grad, *map(_gradient_of, ctx.parameters)
 
 
-def _stand_in(unit: FSDPUnit, below: Sequence[FSDPUnit] = ()) -> Callable[[torch.Tensor], Any]:
-    """Return a forward that uses a unit's trainable parameters, then runs the units below it."""
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        unsharded = [p.unsharded for group in unit.groups for p in group.parameters]
-        x = _UseParameters.apply(x, *(p for p in unsharded if p.requires_grad))
-        for each in below:
-            x = each.modules[0](x)
-        return x
-
-    return forward
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    # On the meta device an alias costs less than a new tensor. One of codes would be codes.
+    if isinstance(parameter, QuantizedTensor):
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=_META)
+    return parameter.detach()
 
 
 def _plan(group: ParameterGroup) -> PlannedGroup:
@@ -274,4 +303,5 @@ def _plan(group: ParameterGroup) -> PlannedGroup:
         is_trainable=group.is_trainable,
         is_offloaded=group.is_moved,
         is_expert=group.axes.is_expert,
+        recipe=None if group.quantization is None else group.quantization.recipe.name,
     )

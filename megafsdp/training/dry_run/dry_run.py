@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ from megafsdp.training.dry_run.bytes import (
 from megafsdp.training.process.world import launch_number, uses_cuda
 
 _OPTION = "--dry-run"
-_JSON_OPTION = "--json"
+_JSON_OPTION, _HTML_OPTION = "--json", "--html"
 # The loss, the number of ranks, the wish to stop and gradients that are not finite, in fp64.
 _LOSS_NBYTES = 32
 _FOUND_INF_NBYTES = 4  # One fp32 number.
@@ -54,10 +53,12 @@ class DryRunOptions:
     Attributes:
         world_size: Number of ranks; None takes it from the configuration or the environment.
         as_json: Whether to print JSON in place of a table.
+        html_path: File to draw it in; None for none.
     """
 
     world_size: int | None
     as_json: bool
+    html_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,22 @@ class DistinctUnit:
     """Units that have the same groups.
 
     Attributes:
-        name: FQN of the first.
-        count: How many there are.
+        members: Their FQNs, in order.
         groups: Their groups.
     """
 
-    name: str
-    count: int
+    members: tuple[str, ...]
     groups: tuple[PlannedGroup, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the FQN of the first."""
+        return self.members[0]
+
+    @property
+    def count(self) -> int:
+        """Return how many there are."""
+        return len(self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,7 @@ class DryRunReport:
         host_threads: Threads that step the host's part of a rank, by the cores of this machine
             where the configuration does not say it.
         duration_s: How long the answer took.
+        kept: What a recipe leaves as it is, a line for each reason.
     """
 
     config: Config
@@ -101,6 +111,7 @@ class DryRunReport:
     host: HostFootprint
     host_threads: int
     duration_s: float
+    kept: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -125,7 +136,7 @@ class DryRunReport:
         """Return everything as JSON, sizes in elements and bytes."""
         dims, footprint, parallel = self.dims, self.footprint, self.config.parallel
         content = {
-            "model": self.config.model.preset,
+            "model": self.config.model.name,
             "num_parameters": self.num_parameters,
             "num_ranks": self.num_ranks,
             "dp_outer_size": dims.dp_outer,
@@ -144,6 +155,7 @@ class DryRunReport:
                 for unit in self.units
             ],
             "padding_numel": self.padding_numel,
+            "unquantized": list(self.kept),
             "memory": {
                 category.value: {
                     "resting_nbytes": footprint.resting[category],
@@ -169,7 +181,7 @@ class DryRunReport:
         """Return everything as a table for people."""
         return "\n".join(
             [
-                *self._head_lines(),
+                *self.head_lines(),
                 "",
                 *self._unit_lines(),
                 "",
@@ -178,18 +190,20 @@ class DryRunReport:
                 *self._host_lines(),
                 *self._traffic_lines(),
                 "",
-                f"took {self.duration_s:.2f} s; {self._left_out} not counted",
+                f"took {self.duration_s:.2f} s; {self.left_out} not counted",
             ]
         )
 
     @property
-    def _left_out(self) -> str:
+    def left_out(self) -> str:
+        """Return what takes memory or time and is not counted."""
         exchange = ", Muon's all-to-alls" if self.config.optimizer.kind == "muon" else ""
         has_parts = self.dims.tp > 1 or self.dims.ep > 1
         parts = ", collectives of layers that ranks share out" if has_parts else ""
         return f"activations{parts}{exchange} and buffers of the backend"
 
-    def _head_lines(self) -> list[str]:
+    def head_lines(self) -> list[str]:
+        """Return what is trained on what, and with which batch: two lines."""
         dims, parallel = self.dims, self.config.parallel
         precision, train = self.config.precision, self.config.train
         outer = f", outer {parallel.outer_strategy}" if dims.dp_outer > 1 else ""
@@ -198,7 +212,7 @@ class DryRunReport:
         num_idle = num_idle_parameters(self.config.model.resolve())
         active = f" ({self.num_parameters - num_idle:,} active)" if num_idle else ""
         return [
-            f"{self.config.model.preset}: {self.num_parameters:,} parameters{active} on "
+            f"{self.config.model.name}: {self.num_parameters:,} parameters{active} on "
             f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{tp}{ep}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
             f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
@@ -213,7 +227,8 @@ class DryRunReport:
             lines += [f"    {_describe_group(group)}" for group in unit.groups]
         # Not of the model's parameters: norms are there once for each rank of tp.
         share = _percent(self.padding_numel, self._sum(_numel))
-        return [*lines, f"  padding of all units: {self.padding_numel:,} elements ({share})"]
+        lines.append(f"  padding of all units: {self.padding_numel:,} elements ({share})")
+        return lines + [f"  unquantized, {line}" for line in self.kept]
 
     def _memory_lines(self) -> list[str]:
         resting, peak = self.footprint.resting, self.footprint.peak
@@ -248,7 +263,7 @@ class DryRunReport:
 
 
 def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]]:
-    """Take ``--dry-run [RANKS]`` and its ``--json`` out of a command line.
+    """Take ``--dry-run [RANKS]``, its ``--json`` and its ``--html FILE`` out of a command line.
 
     Args:
         words: The words after ``megafsdp train``.
@@ -257,24 +272,11 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
         What they say, None without ``--dry-run``, and the other words.
 
     Raises:
-        ConfigError: The number of ranks is none.
+        ConfigError: The number of ranks is none, or the file has no name.
     """
-    rest: list[str] = []
-    values: list[str | None] = []
-    is_value_next = False
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == _OPTION:
-            values.append(value if equals else None)
-        elif is_value_next and not word.startswith("-"):
-            values[-1] = word
-        else:
-            rest.append(word)
-        is_value_next = word == _OPTION
-    if not values:
+    is_found, ranks, rest = _take(words, _OPTION)
+    if not is_found:
         return None, rest
-    as_json = _JSON_OPTION in rest
-    ranks = values[-1]
     if ranks is not None and not (ranks.isdecimal() and int(ranks)):
         raise ConfigError(
             expected(
@@ -284,8 +286,36 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
                 hint=f"Write it like {_OPTION} 1024, or leave it out",
             )
         )
+    is_drawn, html_path, rest = _take(rest, _HTML_OPTION)
+    if is_drawn and not html_path:
+        raise ConfigError(
+            expected(
+                "the name of a file",
+                "none",
+                where=f"the option {_HTML_OPTION}",
+                hint=f"Write it like {_HTML_OPTION} dry-run.html",
+            )
+        )
     world_size = None if ranks is None else int(ranks)
-    return DryRunOptions(world_size, as_json), [w for w in rest if w != _JSON_OPTION]
+    others = [word for word in rest if word != _JSON_OPTION]
+    return DryRunOptions(world_size, _JSON_OPTION in rest, html_path), others
+
+
+def _take(words: Sequence[str], option: str) -> tuple[bool, str | None, list[str]]:
+    """Return whether an option is there, its last value if it has one, and the other words."""
+    rest: list[str] = []
+    values: list[str | None] = []
+    is_value_next = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == option:
+            values.append(value if equals else None)
+        elif is_value_next and not word.startswith("-"):
+            values[-1] = word
+        else:
+            rest.append(word)
+        is_value_next = word == option
+    return bool(values), values[-1] if values else None, rest
 
 
 def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
@@ -338,7 +368,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         if fraction:
             most = MOST_OF_AUTO if fraction == "auto" else fraction
             engine.offload(groups_to_offload(engine.plan(), order, most))
-        units = engine.plan()
+        units, kept = engine.plan(), engine.describe_kept()
         step = StepPlan(
             num_microbatches=num_microbatches,
             state_nbytes=state_nbytes(units, config.optimizer, config.muon),
@@ -361,6 +391,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         host,
         host_threads,
         duration_s,
+        tuple(kept),
     )
 
 
@@ -389,9 +420,10 @@ def _loop_all_reduces(config: Config, model: ModelConfig) -> tuple[int, ...]:
 
 
 def _distinct(units: Sequence[PlannedUnit]) -> tuple[DistinctUnit, ...]:
-    counts = Counter(unit.groups for unit in units)
-    first = {unit.groups: unit.name for unit in reversed(units)}
-    return tuple(DistinctUnit(first[groups], count, groups) for groups, count in counts.items())
+    members: dict[tuple[PlannedGroup, ...], list[str]] = {}
+    for unit in units:
+        members.setdefault(unit.groups, []).append(unit.name)
+    return tuple(DistinctUnit(tuple(names), groups) for groups, names in members.items())
 
 
 def _numel(group: PlannedGroup) -> int:
@@ -411,6 +443,7 @@ def _group_as_dict(group: PlannedGroup, strategy: str) -> dict[str, object]:
         "is_trainable": group.is_trainable,
         "is_expert": group.is_expert,
         "is_offloaded": group.is_offloaded,
+        "recipe": group.recipe,
         "compute_dtype": _name(dtypes.compute),
         "main_dtype": _name(dtypes.main),
         "grad_dtype": _name(dtypes.grad),
@@ -428,7 +461,7 @@ def _describe_group(group: PlannedGroup) -> str:
     padding = f"{layout.padding_numel:,} ({_percent(layout.padding_numel, _numel(group))})"
     return (
         f"{_count(len(layout.slots), 'tensor')}, {_count(_numel(group), 'element')}, "
-        f"{_name(group.dtypes.compute)}: {_count(layout.num_shards, 'shard')} of "
+        f"{group.recipe or _name(group.dtypes.compute)}: {_count(layout.num_shards, 'shard')} of "
         f"{layout.shard_numel:,}{pieces}, padding {padding}{where}"
     )
 

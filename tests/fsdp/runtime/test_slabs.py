@@ -23,8 +23,6 @@ from tests.ranks import Ranks
 
 WIDTH, NUM_STEPS = 8, 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_fp32=("LayerNorm",))
-# One rank computes with an fp32 main weight itself, and fills no storage.
-CAST = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
 
 
 class Turns:
@@ -182,6 +180,8 @@ def _loss_of_nested(net: nn.Module, step: int) -> None:
     net(_x(step)).square().mean().backward()
 
 
+# In groups of one rank forward reads the main weight, unless it computes in another dtype.
+NARROW = MixedPrecisionPolicy(torch.bfloat16)
 Run = Callable[[nn.Module, int], None]
 Case = tuple[Run, dict[str, object], bool]
 # What runs in a step, options, and whether some storages find all slabs in use.
@@ -195,8 +195,8 @@ CASES: dict[str, Case] = {
     "frozen": (_frozen, {}, False),
     "kept after forward": (_one_forward, {"reshard_after_forward": False}, False),
     "all summoned": (_summoned, {}, True),
-    "bf16": (_one_forward, CAST, False),
-    "hsdp": (_two_forwards, {"mesh": (2, 1), **CAST}, False),
+    "bf16": (_one_forward, {"mp_policy": NARROW}, False),
+    "hsdp": (_two_forwards, {"mesh": (2, 1), "mp_policy": NARROW}, False),
     "hfsdp": (_other_order, {"mesh": (1, 2), "outer_strategy": "optim"}, False),
     "nested": (_loss_of_nested, {"prefetch": 0}, True),
 }
@@ -260,17 +260,11 @@ def test_gradients_are_those_of_plain_memory(ranks: Ranks, name: str) -> None:
 
 def _compare_some() -> None:
     for name in ("two forwards", "recomputation", "other orders", "all summoned", "nested"):
-        _compare(name, **CAST)
-    # Without a cast there is nothing to register, and nothing to refuse.
-    net = fully_shard(Chain())
-    net.set_allocate_memory_from_process_group_for_comm(True)
-    with registering() as turns:
-        _one_forward(net, 0)
-    assert not turns.taken
+        _compare(name, mp_policy=NARROW)
 
 
 def test_one_rank_has_slabs_too(ranks: Ranks) -> None:
-    """Gradients are those of plain memory; what is not cast takes none."""
+    """Gradients are those of plain memory."""
     ranks(1).run(_compare_some)
 
 
@@ -333,8 +327,8 @@ def _of_classes() -> list[int]:
     net = Pyramid((64, 60, 48, 40, 34, 32, 20, 18, 16, 10))
     with registering():
         for layer in net.layers:
-            fully_shard(layer, nccl_user_buffers=True, prefetch=0, **CAST)
-        fully_shard(net, nccl_user_buffers=True, prefetch=0, **CAST)
+            fully_shard(layer, nccl_user_buffers=True, prefetch=0, mp_policy=NARROW)
+        fully_shard(net, nccl_user_buffers=True, prefetch=0, mp_policy=NARROW)
         for _ in range(3):
             # Without gradients of inputs no unit would end before the whole backward.
             net(torch.ones(1, 16, requires_grad=True)).backward()
@@ -377,7 +371,7 @@ def test_another_backend_leaves_memory_plain_with_one_warning(ranks: Ranks) -> N
 
 
 def _by_torchs_name() -> None:
-    net = shard(Net(2))
+    net = shard(Net(2), mp_policy=NARROW)
     for module in (net, *net.blocks):
         module.set_allocate_memory_from_process_group_for_comm(True)
     net.blocks[0].set_allocate_memory_from_process_group_for_comm(False)
@@ -391,7 +385,7 @@ def _by_torchs_name() -> None:
 
 def test_torchs_name_of_the_option_works_until_the_first_forward(ranks: Ranks) -> None:
     """For each unit by itself."""
-    ranks(2).run(_by_torchs_name)
+    ranks(1).run(_by_torchs_name)
 
 
 def _refused() -> None:

@@ -23,7 +23,7 @@ from tests.training.runs import numbers_read_late, rows, stored_tensors, tiny, w
 
 NUM_STEPS = 6
 # Numbers that a clock or the machine gives.
-_MEASURED = {"tokens_per_s", "tflops", "mfu", "memory_nbytes"}
+_MEASURED = {"time", "elapsed_s", "step_s", "tokens_per_s", "tflops", "mfu", "memory_nbytes"}
 Accumulate = Callable[..., torch.Tensor]
 
 
@@ -44,7 +44,7 @@ def _spoiling(steps: frozenset[int]) -> Accumulate:
 
 def _lines_of(printed: str) -> list[str]:
     """Return what was printed, without what a clock or the machine gives."""
-    lines = [re.sub(r"  [\d,]+ tokens/s.*ETA [\d:]+", "", line) for line in printed.splitlines()]
+    lines = [re.sub(r"  [\d,]+ ms/step.*ETA [\d:]+", "", line) for line in printed.splitlines()]
     return [line for line in lines if not line.startswith(("finished", "saved"))]
 
 

@@ -1,0 +1,496 @@
+// Maxima, codes and values of tiles, over rows of a stack of matrices.
+//
+// For every tile t and every element x of it, x rounded to another type first if asked:
+//   maxima[t] = max over x of the bits of |x|
+//   code(x)   = encode(x * encode_factor(maxima[t])), NaN's code if x is not finite
+//   value(x)  = decode(code) * decode_factor(entry[t]), rounded once to the type of the result
+// where scales.h has the factors. The naive formulas are those of quantize/tiles.py.
+//
+// A strip, the rows of one row of tiles, is worked on in panels of columns. A panel's maxima or
+// factors are spread over its columns first, into the first-level cache; then every row is one loop
+// over columns, whatever the tile's width:
+//
+//   factors of tiles  | a           | b           |     tile (2, 4), two tiles in a panel
+//   spread            | a  a  a  a  | b  b  b  b  |
+//   row 0             | x  x  x  x  | x  x  x  x  |
+//   row 1             | x  x  x  x  | x  x  x  x  |
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "float16.h"
+#include "float4.h"
+#include "float8.h"
+#include "scales.h"
+#include "simd.h"
+#include "tile_grid.h"
+
+namespace megafsdp {
+
+// Columns of a panel at most: a multiple of the width of every tile that is narrower than a row, and
+// as many as leave room for their factors in the first-level cache. Rows of most matrices are one
+// panel then, and memory is read in order: jumping from row to row takes up to three times as long.
+constexpr int64_t kPanelCols = 4096;
+// Columns of a panel that is cut out of a run: fewer, as one factor is spread over them.
+constexpr int64_t kRunCols = 1024;
+// Rows that are worked on side by side: memory gives more to several readers than to one, and factors
+// are read once for all of them. Rows that are no wider than this are encoded one after the other:
+// their factors stay in the first-level cache, and memory is read in order.
+constexpr int64_t kRowsAtOnce = 4;
+constexpr int64_t kNarrowCols = 2048;
+// What is read twice must stay in the second-level cache: so many elements.
+constexpr int64_t kCachedNumel = 1 << 16;
+
+struct NoRounding {};
+
+MEGAFSDP_INLINE uint32_t any_bits_of(float value) { return bits_of(value); }
+MEGAFSDP_INLINE uint32_t any_bits_of(BFloat16 value) {
+  return static_cast<uint32_t>(value.bits) << 16;
+}
+MEGAFSDP_INLINE uint32_t any_bits_of(Float16 value) {
+  return static_cast<uint32_t>(value.bits) << 16;
+}
+
+// Returns the bits of |value| as a float, rounded to another type first. A NaN may have any that are
+// above infinity's.
+template <typename Through, typename Source>
+MEGAFSDP_INLINE uint32_t magnitude_of(Source value) {
+  if constexpr (std::is_same_v<Through, BFloat16>) {
+    // As FromFloat does, in fewer steps: what is above infinity stays above it.
+    const uint32_t bits = bits_of(value) & kMagnitudeMask;
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+    return bits > kInfinityBits ? bits : rounded;
+  } else if constexpr (std::is_same_v<Through, Float16>) {
+    return bits_of(to_float(FromFloat<Float16>::convert(value))) & kMagnitudeMask;
+  } else {
+    return bits_of(to_float(value)) & kMagnitudeMask;
+  }
+}
+
+// Rows of a stack, of a fragment whose buffers begin at begin_row.
+struct FragmentRows {
+  TileGrid grid;
+  int64_t begin_row;
+  int64_t first_row;
+  int64_t end_row;
+};
+
+// Part of a strip: some columns of all its rows. Where the elements of a row share a tile, so do all
+// of a strip: a run, which is cut into rows of kRunCols instead.
+struct Panel {
+  // Of the first element, in elements from the first of the fragment.
+  int64_t offset;
+  int64_t num_rows;
+  // Elements from a row to the next.
+  int64_t stride;
+  int64_t num_cols;
+  // The first tile that the panel touches, and the width of tiles in it.
+  int64_t first_tile;
+  int64_t tile_cols;
+  int64_t matrix;
+
+  MEGAFSDP_INLINE int64_t num_tiles() const { return (num_cols + tile_cols - 1) / tile_cols; }
+};
+
+// Calls work(panel) on panels that cover the rows, each of so many columns at most.
+template <typename Work>
+MEGAFSDP_INLINE void for_each_panel(const FragmentRows& rows, int64_t panel_cols,
+                                    const Work& work) {
+  const TileGrid& grid = rows.grid;
+  for (int64_t row = rows.first_row; row < rows.end_row;) {
+    const Strip strip = strip_at(grid, row, rows.end_row);
+    const int64_t offset = (row - rows.begin_row) * grid.cols;
+    const int64_t run = strip.num_rows * grid.cols;
+    const bool is_run = grid.is_one_across();
+    const int64_t num_whole = is_run ? run / kRunCols : 0;
+    if (num_whole > 0) {
+      work(Panel{offset, num_whole, kRunCols, kRunCols, strip.first_tile, kRunCols, strip.matrix});
+    }
+    // The rest of a run is one row.
+    const int64_t num_rows = is_run ? 1 : strip.num_rows;
+    const int64_t num_cols = is_run ? run : grid.cols;
+    const int64_t width = is_run ? kRunCols : panel_cols;
+    for (int64_t col = num_whole * kRunCols; col < num_cols; col += width) {
+      const int64_t left = num_cols - col;
+      const int64_t tile = is_run ? 0 : col / grid.tile_cols;
+      work(Panel{offset + col, num_rows, grid.cols, left < width ? left : width,
+                 strip.first_tile + tile, is_run ? kRunCols : grid.tile_cols, strip.matrix});
+    }
+    row += strip.num_rows;
+  }
+}
+
+// Raises a maximum that other threads may raise too; all NaN are one pattern.
+MEGAFSDP_INLINE void raise(int32_t* maximum, uint32_t bits) {
+  const int32_t wanted = static_cast<int32_t>(bits > kInfinityBits ? kNanBits : bits);
+  int32_t found = __atomic_load_n(maximum, __ATOMIC_RELAXED);
+  while (found < wanted && !__atomic_compare_exchange_n(maximum, &found, wanted, true,
+                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+// Calls visit(tile, maximum) with the largest of every kWidth columns, or of width if kWidth is 0.
+template <int64_t kWidth, typename Visit>
+MEGAFSDP_INLINE void visit_tiles(const uint32_t* of_cols, int64_t num_cols, int64_t width,
+                                 const Visit& visit) {
+  const int64_t cols = kWidth == 0 ? width : kWidth;
+  int64_t tile = 0;
+  for (; (tile + 1) * cols <= num_cols; ++tile) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < cols; ++i) {
+      const uint32_t bits = of_cols[tile * cols + i];
+      largest = bits > largest ? bits : largest;
+    }
+    visit(tile, largest);
+  }
+  if (tile * cols < num_cols) {
+    uint32_t largest = 0;
+    for (int64_t i = tile * cols; i < num_cols; ++i) {
+      largest = of_cols[i] > largest ? of_cols[i] : largest;
+    }
+    visit(tile, largest);
+  }
+}
+
+template <typename Visit>
+MEGAFSDP_INLINE void visit_tiles_of(const Panel& panel, const uint32_t* of_cols,
+                                    const Visit& visit) {
+  switch (panel.tile_cols) {
+    case 16:
+      return visit_tiles<16>(of_cols, panel.num_cols, 16, visit);
+    case 32:
+      return visit_tiles<32>(of_cols, panel.num_cols, 32, visit);
+    default:
+      return visit_tiles<0>(of_cols, panel.num_cols, panel.tile_cols, visit);
+  }
+}
+
+// Writes the largest magnitude of each column of a panel.
+template <typename Through, typename Source>
+MEGAFSDP_INLINE void maxima_of_cols(const Source* values, const Panel& panel, uint32_t* of_cols) {
+  const auto larger = [](uint32_t a, uint32_t b) __attribute__((always_inline)) {
+    return a > b ? a : b;
+  };
+  for (int64_t i = 0; i < panel.num_cols; ++i) of_cols[i] = 0;
+  int64_t row = 0;
+  for (; row + kRowsAtOnce <= panel.num_rows; row += kRowsAtOnce) {
+    const Source* from[kRowsAtOnce];
+    for (int64_t k = 0; k < kRowsAtOnce; ++k) from[k] = values + (row + k) * panel.stride;
+    for (int64_t i = 0; i < panel.num_cols; ++i) {
+      const uint32_t first = larger(magnitude_of<Through>(from[0][i]),
+                                    magnitude_of<Through>(from[1][i]));
+      const uint32_t last = larger(magnitude_of<Through>(from[2][i]),
+                                   magnitude_of<Through>(from[3][i]));
+      of_cols[i] = larger(of_cols[i], larger(first, last));
+    }
+  }
+  for (; row < panel.num_rows; ++row) {
+    const Source* const from = values + row * panel.stride;
+    for (int64_t i = 0; i < panel.num_cols; ++i) {
+      of_cols[i] = larger(of_cols[i], magnitude_of<Through>(from[i]));
+    }
+  }
+}
+
+// Writes the factor of each column's tile.
+MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of_cols) {
+  if (panel.tile_cols == 1) {
+    for (int64_t i = 0; i < panel.num_tiles(); ++i) of_cols[i] = of_tiles[i];
+    return;
+  }
+  for (int64_t tile = 0; tile < panel.num_tiles(); ++tile) {
+    const int64_t col = tile * panel.tile_cols, left = panel.num_cols - col;
+    const int64_t count = left < panel.tile_cols ? left : panel.tile_cols;
+    const float factor = of_tiles[tile];
+    for (int64_t i = 0; i < count; ++i) of_cols[col + i] = factor;
+  }
+}
+
+// Returns the code of a value times a factor that is not negative; of a factor that is NaN the code is
+// not right.
+template <typename Element, typename Through, typename Source>
+MEGAFSDP_INLINE uint8_t encode_one(Source value, float factor) {
+  const uint32_t magnitude = magnitude_of<Through>(value);
+  const uint32_t scaled = bits_of(float_of(magnitude) * factor);
+  return static_cast<uint8_t>(
+      encode_parts<Element>(scaled, any_bits_of(value), magnitude >= kInfinityBits));
+}
+
+template <typename Through, typename Source>
+MEGAFSDP_INLINE uint8_t encode_one_stochastically(Source value, float factor, float noise) {
+  const uint32_t magnitude = magnitude_of<Through>(value);
+  const uint32_t scaled = bits_of(float_of(magnitude) * factor);
+  return static_cast<uint8_t>(E2M1::encode_parts_stochastically(scaled, any_bits_of(value), noise,
+                                                                magnitude >= kInfinityBits));
+}
+
+// Writes the codes of some rows side by side, each code in a byte.
+template <int64_t kRows, typename Element, typename Through, typename Source>
+MEGAFSDP_INLINE void encode_rows(const Source* from, int64_t stride, const float* factors,
+                                 int64_t num_cols, uint8_t* codes, int64_t codes_stride) {
+  MEGAFSDP_INDEPENDENT
+  for (int64_t i = 0; i < num_cols; ++i) {
+    for (int64_t k = 0; k < kRows; ++k) {
+      codes[k * codes_stride + i] =
+          encode_one<Element, Through>(from[k * stride + i], factors[i]);
+    }
+  }
+}
+
+// Writes the codes of some rows, of which there are factors.
+template <int64_t kRows, typename Element, typename Through, typename Source>
+MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, const Panel& panel,
+                                  const float* factors, bool has_nan, uint8_t* codes) {
+  constexpr bool is_packed = Element::kCodesPerByte == 2;
+  uint8_t apart[is_packed ? kRows * kPanelCols : 1];
+  uint8_t* const target = is_packed ? apart : codes;
+  const int64_t stride = is_packed ? kPanelCols : panel.stride;
+  if (is_packed && noise != nullptr) {
+    for (int64_t k = 0; k < kRows; ++k) {
+      for (int64_t i = 0; i < panel.num_cols; ++i) {
+        const int64_t at = k * panel.stride + i;
+        target[k * stride + i] =
+            encode_one_stochastically<Through>(values[at], factors[i], noise[at]);
+      }
+    }
+  } else {
+    encode_rows<kRows, Element, Through>(values, panel.stride, factors, panel.num_cols, target,
+                                         stride);
+  }
+  for (int64_t k = 0; k < kRows; ++k) {
+    for (int64_t i = 0; has_nan && i < panel.num_cols; ++i) {
+      if (factors[i] != factors[i]) {
+        target[k * stride + i] = static_cast<uint8_t>(Element::kNanCode);
+      }
+    }
+    if (is_packed) pack(target + k * stride, codes + k * panel.stride / 2, panel.num_cols);
+  }
+}
+
+// Writes the codes of a panel's rows.
+template <typename Element, typename Through, typename Source>
+MEGAFSDP_INLINE void encode_panel(const Source* values, const float* noise, const Panel& panel,
+                                  const float* of_tiles, uint8_t* codes) {
+  float factors[kPanelCols];
+  spread(of_tiles, panel, factors);
+  bool has_nan = false;
+  for (int64_t i = 0; i < panel.num_tiles(); ++i) has_nan |= of_tiles[i] != of_tiles[i];
+  const auto group = [&](auto rows, int64_t row) __attribute__((always_inline)) {
+    const int64_t offset = row * panel.stride;
+    encode_group<decltype(rows)::value, Element, Through>(
+        values + offset, noise == nullptr ? nullptr : noise + offset, panel, factors, has_nan,
+        codes + offset / Element::kCodesPerByte);
+  };
+  int64_t row = 0;
+  const bool is_wide = panel.stride > kNarrowCols;
+  for (; is_wide && row + kRowsAtOnce <= panel.num_rows; row += kRowsAtOnce) {
+    group(std::integral_constant<int64_t, kRowsAtOnce>{}, row);
+  }
+  for (; row < panel.num_rows; ++row) group(std::integral_constant<int64_t, 1>{}, row);
+}
+
+// Rounds a product of a code and a factor. Its NaN have no bits in their low halves, so that adding
+// to them, as to other values, leaves them NaN.
+template <typename Out>
+MEGAFSDP_INLINE Out round_product(float value) {
+  if constexpr (std::is_same_v<Out, BFloat16>) {
+    const uint32_t bits = bits_of(value);
+    return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+  } else {
+    return FromFloat<Out>::convert(value);
+  }
+}
+
+// Writes the values of a panel's rows.
+template <typename Element, typename Out>
+MEGAFSDP_INLINE void decode_panel(const uint8_t* codes, const Panel& panel, const float* of_tiles,
+                                  Out* out) {
+  float factors[kPanelCols];
+  spread(of_tiles, panel, factors);
+  for (int64_t row = 0; row < panel.num_rows; ++row) {
+    const uint8_t* from = codes + row * panel.stride / Element::kCodesPerByte;
+    uint8_t apart[kPanelCols];
+    if constexpr (Element::kCodesPerByte == 2) {
+      unpack(from, apart, panel.num_cols);
+      from = apart;
+    }
+    Out* const to = out + row * panel.stride;
+    for (int64_t i = 0; i < panel.num_cols; ++i) {
+      to[i] = round_product<Out>(Element::decode(from[i]) * factors[i]);
+    }
+  }
+}
+
+// Raises maxima to those of the rows.
+template <typename Source, typename Through>
+struct MaximaJob {
+  FragmentRows rows;
+  const Source* values;
+  int32_t* maxima;
+
+  MEGAFSDP_INLINE void operator()() const {
+    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
+      uint32_t of_cols[kPanelCols];
+      maxima_of_cols<Through>(values + panel.offset, panel, of_cols);
+      visit_tiles_of(panel, of_cols,
+                     [&](int64_t tile, uint32_t bits) __attribute__((always_inline)) {
+                       raise(maxima + panel.first_tile + tile, bits);
+                     });
+    });
+  }
+};
+
+// Writes the codes of the rows. of_matrices has the factor of each matrix of the stack, and is null
+// where the family has none.
+template <typename Element, typename Source, typename Through>
+struct EncodeJob {
+  FragmentRows rows;
+  const Source* values;
+  const float* noise;
+  const int32_t* maxima;
+  const float* of_matrices;
+  ScalingKind scaling;
+  uint8_t* codes;
+
+  MEGAFSDP_INLINE void operator()() const {
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
+      fill_factors(panel, of_tiles);
+      encode_panel<Element, Through>(values + panel.offset,
+                                     noise == nullptr ? nullptr : noise + panel.offset, panel,
+                                     of_tiles, codes + panel.offset / Element::kCodesPerByte);
+    });
+  }
+
+  MEGAFSDP_INLINE void fill_factors(const Panel& panel, float* of_tiles) const {
+    const int32_t* const of_panel = maxima + panel.first_tile;
+    const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
+    const int64_t num_tiles = panel.num_tiles();
+    visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
+      using Scaling = decltype(family);
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        const uint32_t maximum = static_cast<uint32_t>(of_panel[i]);
+        of_tiles[i] = Scaling::template encode_factor<Element>(maximum, of_matrix);
+      }
+    });
+  }
+};
+
+// Writes the values of the rows, whose codes and values begin with those of the stack. of_matrices
+// has the maximum of each matrix, and is null where the family has none.
+template <typename Element, typename Out>
+struct DecodeJob {
+  FragmentRows rows;
+  const uint8_t* codes;
+  const void* entries;
+  const float* of_matrices;
+  ScalingKind scaling;
+  Out* out;
+
+  MEGAFSDP_INLINE void operator()() const {
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
+      fill_factors(panel, of_tiles);
+      decode_panel<Element>(codes + panel.offset / Element::kCodesPerByte, panel, of_tiles,
+                            out + panel.offset);
+    });
+  }
+
+  MEGAFSDP_INLINE void fill_factors(const Panel& panel, float* of_tiles) const {
+    const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
+    const int64_t num_tiles = panel.num_tiles();
+    visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
+      using Scaling = decltype(family);
+      using Entry = typename Scaling::Entry;
+      const Entry* const of_panel = static_cast<const Entry*>(entries) + panel.first_tile;
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        const float factor = Scaling::decode_factor(of_panel[i], of_matrix);
+        of_tiles[i] = factor == factor ? factor : float_of(kNanBits);
+      }
+    });
+  }
+};
+
+// Writes the entries and the codes of the rows in one pass: each panel is read for its maxima, then
+// from the cache for its codes. The rows must have all of their tiles, and the family one level.
+template <typename Element, typename Source>
+struct BlockJob {
+  FragmentRows rows;
+  const Source* values;
+  void* entries;
+  ScalingKind scaling;
+  uint8_t* codes;
+
+  MEGAFSDP_INLINE void operator()() const {
+    // Between tiles of one column a panel may end anywhere.
+    const int64_t cached_cols = kCachedNumel / rows.grid.tile_rows;
+    const int64_t panel_cols =
+        rows.grid.tile_cols > 1 || cached_cols > kPanelCols ? kPanelCols : cached_cols;
+    uint32_t maxima_of_panel[kPanelCols], of_tiles_in_bits[kPanelCols];
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, panel_cols, [&](const Panel& panel) __attribute__((always_inline)) {
+      maxima_of_cols<NoRounding>(values + panel.offset, panel, maxima_of_panel);
+      visit_tiles_of(panel, maxima_of_panel,
+                     [&](int64_t tile, uint32_t bits) __attribute__((always_inline)) {
+                       of_tiles_in_bits[tile] = bits;
+                     });
+      fill_factors(panel, of_tiles_in_bits, of_tiles);
+      encode_panel<Element, NoRounding>(values + panel.offset, nullptr, panel, of_tiles,
+                                        codes + panel.offset / Element::kCodesPerByte);
+    });
+  }
+
+  MEGAFSDP_INLINE void fill_factors(const Panel& panel, const uint32_t* maxima,
+                                    float* of_tiles) const {
+    const int64_t num_tiles = panel.num_tiles();
+    visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
+      using Scaling = decltype(family);
+      using Entry = typename Scaling::Entry;
+      Entry* const of_panel = static_cast<Entry*>(entries) + panel.first_tile;
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        of_tiles[i] = Scaling::template encode_factor<Element>(maxima[i], 0.0f);
+        of_panel[i] = Scaling::template entry<Element>(maxima[i], 0.0f);
+      }
+    });
+  }
+};
+
+// Writes the entries of some tiles of one matrix.
+template <typename Element>
+struct EntriesJob {
+  const int32_t* maxima;
+  int64_t num_tiles;
+  float of_matrix;
+  ScalingKind scaling;
+  void* entries;
+
+  MEGAFSDP_INLINE void operator()() const {
+    visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
+      using Scaling = decltype(family);
+      auto* const to = static_cast<typename Scaling::Entry*>(entries);
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        const uint32_t maximum = static_cast<uint32_t>(maxima[i]);
+        to[i] = Scaling::template entry<Element>(maximum, of_matrix);
+      }
+    });
+  }
+};
+
+// Finds the largest of some maxima.
+struct LargestJob {
+  const int32_t* maxima;
+  int64_t num_tiles;
+  uint32_t* largest;
+
+  MEGAFSDP_INLINE void operator()() const {
+    uint32_t found = 0;
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(maxima[i]);
+      found = bits > found ? bits : found;
+    }
+    *largest = found;
+  }
+};
+
+}  // namespace megafsdp

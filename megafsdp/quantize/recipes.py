@@ -1,0 +1,99 @@
+"""Recipes: which formats the weights, inputs and gradients of linears have."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megafsdp.errors import expected
+from megafsdp.quantize import formats, input_formats
+from megafsdp.quantize.formats import WeightFormat
+from megafsdp.quantize.input_formats import InputFormat
+
+_DELAYED_HISTORY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationRecipe:
+    """What is quantized, and how; a frozen value without state.
+
+    Attributes:
+        name: One of ``RECIPE_NAMES``.
+        weight: The format of weights.
+        input: The format of inputs; None: they stay as they are, and weights are decoded.
+        grad: The format of output gradients, given or not as ``input``.
+        has_hadamard: Transform both operands of the weight gradient before they are quantized.
+        has_stochastic_rounding: Round gradients up or down by chance.
+        history: Maxima of earlier steps that scales are made from; 0: of the values themselves.
+    """
+
+    name: str
+    weight: WeightFormat
+    input: InputFormat | None
+    grad: InputFormat | None
+    has_hadamard: bool = False
+    has_stochastic_rounding: bool = False
+    history: int = 0
+
+
+_RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        QuantizationRecipe(
+            "fp8_current",
+            formats.FP8_CURRENT,
+            input_formats.TENSOR_E4M3,
+            input_formats.TENSOR_E5M2,
+        ),
+        QuantizationRecipe(
+            "fp8_delayed",
+            formats.FP8_DELAYED,
+            input_formats.TENSOR_E4M3,
+            input_formats.TENSOR_E5M2,
+            history=_DELAYED_HISTORY,
+        ),
+        QuantizationRecipe(
+            "fp8_block", formats.FP8_BLOCK, input_formats.BLOCK_E4M3, input_formats.BLOCK_E4M3
+        ),
+        QuantizationRecipe("mxfp8", formats.MXFP8, input_formats.MX_E4M3, input_formats.MX_E4M3),
+        QuantizationRecipe(
+            "nvfp4",
+            formats.NVFP4,
+            input_formats.NV_E2M1,
+            input_formats.NV_E2M1,
+            has_hadamard=True,
+            has_stochastic_rounding=True,
+        ),
+    )
+}
+RECIPE_NAMES = tuple(_RECIPES)
+
+
+def recipe_of(
+    recipe: str | QuantizationRecipe, *, quantize_activations: bool = True
+) -> QuantizationRecipe:
+    """Return a recipe by name, or the one given.
+
+    Args:
+        recipe: A name of ``RECIPE_NAMES``, or a recipe.
+        quantize_activations: False: only weights, whatever the recipe says of the others.
+
+    Raises:
+        ValueError: There is no recipe of this name; lists those there are.
+    """
+    if isinstance(recipe, str):
+        if recipe not in _RECIPES:
+            raise ValueError(
+                expected(
+                    f"one of the recipes {', '.join(RECIPE_NAMES)}",
+                    f"'{recipe}'",
+                    where="the recipe of quantized weights",
+                    hint="Name one of these, or give a QuantizationRecipe",
+                )
+            )
+        recipe = _RECIPES[recipe]
+    if quantize_activations:
+        return recipe
+    return dataclasses.replace(
+        recipe, input=None, grad=None, has_hadamard=False, has_stochastic_rounding=False
+    )
