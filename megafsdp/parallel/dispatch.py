@@ -21,7 +21,7 @@ experts, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -168,7 +168,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x_NH: Tensor, plan: DispatchPlan) -> Tensor:
         ctx.plan = plan  # type: ignore[attr-defined]
         rows_CH = x_NH.index_select(0, plan.token_C)
-        return _to_experts(rows_CH, plan, "tokens to experts")
+        return _start_to_experts(rows_CH, plan, "tokens to experts")()
 
     @staticmethod
     @once_differentiable
@@ -196,20 +196,27 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_NH: Tensor) -> tuple[Tensor, Tensor, None]:
         plan: DispatchPlan = ctx.plan  # type: ignore[attr-defined]
         copies_NKH, weights_NK = ctx.saved_tensors  # type: ignore[attr-defined]
-        weight_grads_NK = torch.bmm(copies_NKH, grad_NH.unsqueeze(2)).squeeze(2)
         weight_C1 = weights_NK.reshape(-1, 1).index_select(0, plan.copy_C)
         grad_CH = grad_NH.index_select(0, plan.token_C).mul_(weight_C1)
-        return _to_experts(grad_CH, plan, "tokens from experts grads"), weight_grads_NK, None
+        end = _start_to_experts(grad_CH, plan, "tokens from experts grads")
+        # Beside the exchange.
+        weight_grads_NK = torch.bmm(copies_NKH, grad_NH.unsqueeze(2)).squeeze(2)
+        return end(), weight_grads_NK, None
 
 
-def _to_experts(rows_CH: Tensor, plan: DispatchPlan, label: str) -> Tensor:
-    """Bring sorted copies to the ranks of their experts, into the order of these."""
+def _start_to_experts(rows_CH: Tensor, plan: DispatchPlan, label: str) -> Callable[[], Tensor]:
+    """Send sorted copies to the ranks of their experts; return what waits and sorts the rows."""
     if (exchange := plan.exchange) is None:
-        return rows_CH
-    arrived_RH = exchange_rows(
+        return lambda: rows_CH
+    arrived_RH, pending = start_exchange(
         rows_CH, exchange.received, exchange.sent, group=exchange.group, label=label
     )
-    return arrived_RH.index_select(0, exchange.arrival_R)
+
+    def end() -> Tensor:
+        pending.wait()
+        return arrived_RH.index_select(0, exchange.arrival_R)
+
+    return end
 
 
 def _from_experts(rows_RH: Tensor, plan: DispatchPlan, label: str) -> Tensor:

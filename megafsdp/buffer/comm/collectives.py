@@ -211,8 +211,9 @@ def _gather_on_gloo(
 
 
 def _swap(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    splits = [0 if r == group.rank() else received.numel() for r in range(2)]
-    return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+    other = 1 - group.rank()
+    splits = [[numel * (r == other) for r in range(2)] for numel in (received.numel(), sent.numel())]
+    return dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)
 
 
 def reduce_scatter(
@@ -290,7 +291,14 @@ def start_all_to_all(
         return Pending()
     _count(_UNEVEN, label, source.numel() * source.element_size(), group)
     received, sent = map(list, splits)
-    work = dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+    if group.size() == 2 and is_gloo(group, output.device):
+        rank = group.rank()
+        outs, pieces = output.split(received), source.split(sent)
+        work = _swap(outs[1 - rank], pieces[1 - rank], group)
+        # Copied here while the other piece travels: gloo would copy it first.
+        outs[rank].copy_(pieces[rank])
+    else:
+        work = dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
     return Pending([work])
 
 
