@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pretrain the quick start model, setting up everything first; started again it resumes.
+# Pretrain the quick start model, setting up everything first, and draw its report; started again it
+# resumes.
 #   ./run.sh [--fresh] [--section.field value ...]
 # --fresh starts over; the rest overrides examples/configs/quickstart.yaml. One rank a GPU, or 2 on
 # CPU; NPROC=n chooses. SIGTERM and SIGINT make the job save a checkpoint and exit 0.
@@ -8,9 +9,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/setup_env.sh
 
 run=runs/quickstart
+directory=$run
 options=(--config examples/configs/quickstart.yaml)
 is_fresh=
+previous=
 for argument in "$@"; do
+  # The report is drawn where the options say that the run lies.
+  if [ "$previous" = --run.directory ]; then
+    directory=$argument
+  fi
+  case "$argument" in
+    --run.directory=*) directory=${argument#--run.directory=} ;;
+  esac
+  previous=$argument
   if [ "$argument" = --fresh ]; then
     is_fresh=1
   else
@@ -43,8 +54,10 @@ set -m
 launcher=$!
 
 is_interrupted=
+was_interrupted=
 interrupt() {
   is_interrupted=1
+  was_interrupted=1
   pkill -TERM -P "$launcher" || kill -TERM "$launcher"
 }
 trap interrupt TERM INT
@@ -55,4 +68,10 @@ while :; do
   wait "$launcher" && status=0 || status=$?
   [ -n "$is_interrupted" ] || break
 done
+
+trap - TERM INT
+# A run that was told to stop ends at once; the next start draws it.
+if [ "$status" -eq 0 ] && [ -z "$was_interrupted" ]; then
+  "$PYTHON" -m megafsdp report "$directory" || status=$?
+fi
 exit "$status"

@@ -18,6 +18,8 @@ from megafsdp.errors import ConfigError
 from megafsdp.training.config.parse import parse_config
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate
+from megafsdp.training.metrics.events import EVENTS_FILE
+from megafsdp.training.metrics.tracker import METRICS_FILE
 from megafsdp.training.process.run_lock import sole_job
 from megafsdp.training.process.world import World, launch_number
 
@@ -42,7 +44,8 @@ def _remove(config: Config) -> None:
     (root / TRACKER_FILE).unlink(missing_ok=True)
     for step in published_steps(root):
         shutil.rmtree(step_directory(root, step))
-    (config.run_directory / "metrics.jsonl").unlink(missing_ok=True)
+    for name in (METRICS_FILE, EVENTS_FILE):
+        (config.run_directory / name).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

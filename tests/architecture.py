@@ -39,6 +39,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         # megafsdp doctor says whether the compiled kernels are there.
         | {"checkpoint", "_native"}
     ),
+    # On top of all others: bridges to other libraries, and the keywords of one.
+    "integrations": frozenset({"checkpoint", "fsdp", "optimizer"}),
+    "megatron": frozenset({"fsdp", "mesh"}),
     # python -m megafsdp.
     "__main__": frozenset({"training"}),
 }
@@ -82,13 +85,18 @@ SUB_PACKAGES: dict[str, frozenset[str]] = {
     "training.step": frozenset({"training.config", "training.process"}),
     "training.metrics": frozenset({"training.config", "training.process", "training.step"}),
     "training.dry_run": frozenset({"training.config", "training.process", "training.step"}),
+    "training.pictures": frozenset(
+        {"training.config", "training.process", "training.metrics", "training.dry_run"}
+    ),
     "training.cli": frozenset(
         {"training", "training.config", "training.process", "training.dry_run"}
+        | {"training.pictures"}
     ),
 }
 # Packages whose __init__ exports the names of files above it in the table.
 PUBLIC_ROOMS = frozenset(
-    {"", "checkpoint", "data", "fsdp", "models", "optimizer", "parallel", "quantize", "training"}
+    {"", "checkpoint", "data", "fsdp", "megatron", "models", "optimizer", "parallel", "quantize"}
+    | {"training"}
 )
 
 MAX_FILE_LINES = 600
@@ -101,7 +109,7 @@ MANY_PARAMETERS = frozenset({"fully_shard", "fully_shard_model", "save", "async_
 CONSTRUCTORS_OF_MANY = frozenset({"optimizer", "parallel"})
 
 # Where classes are lists of settings or parts of a network: as many fields as there are facts.
-MANY_ATTRIBUTES = ("models", "training.config")
+MANY_ATTRIBUTES = ("megatron", "models", "training.config")
 
 # Rooms in which a reader stops often, and how many own-line comments a code line they have.
 COMMENTED_ROOMS = ("fsdp", "buffer", "optimizer")
@@ -140,6 +148,8 @@ LAZY_PACKAGES = frozenset(
     | {"torch.utils.tensorboard"}
     # Imports triton, which is there on CUDA at most.
     | {"megafsdp.models.loss_kernel"}
+    # The bundle of the plotting library.
+    | {"vl_convert"}
     # Kernels of linear attention on CUDA.
     | {"fla", "causal_conv1d"}
 )

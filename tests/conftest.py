@@ -25,7 +25,13 @@ hypothesis.settings.load_profile("ci")
 
 _NURSERY = pytest.StashKey[Nursery]()
 _NUM_DESELECTED = pytest.StashKey[dict[str, int]]()
-_HOW_TO_RUN = {"ecosystem": "./test.sh -m ecosystem", "matrix": "./test.sh --full"}
+_HOW_TO_RUN = {
+    "browser": "./test.sh -m browser",
+    "ecosystem": "./test.sh -m ecosystem",
+    "matrix": "./test.sh --full",
+}
+# Run only if they are named after -m: they need more than the suite installs.
+_NAMED_MARKS = ("browser", "ecosystem")
 _ALL_PRODUCTS = "all"
 
 
@@ -50,7 +56,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select by ``--full`` and ``-m ecosystem``; skip ``gpu`` tests without a GPU."""
+    """Select by ``--full`` and by marks after ``-m``; skip ``gpu`` tests without a GPU."""
     chosen = config.getoption("--full")
     left_out = config.stash[_NUM_DESELECTED] = dict.fromkeys(_HOW_TO_RUN, 0)
     products = {id(i): m.args[0] for i in items if (m := i.get_closest_marker("matrix"))}
@@ -64,10 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not selected:
             names = ", ".join(sorted(set(products.values())))
             raise pytest.UsageError(f"--full {chosen}: no such product of cases; there are {names}")
-    if "ecosystem" not in config.option.markexpr:
-        own = [item for item in selected if not item.get_closest_marker("ecosystem")]
-        left_out["ecosystem"] = len(selected) - len(own)
-        selected = own
+    for mark in _NAMED_MARKS:
+        if mark not in config.option.markexpr:
+            own = [item for item in selected if not item.get_closest_marker(mark)]
+            left_out[mark] = len(selected) - len(own)
+            selected = own
     kept = set(map(id, selected))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = selected

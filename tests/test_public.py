@@ -120,6 +120,15 @@ IMPORT_PATHS = {
         "register_fsdp_forward_method",
         "summon_full_params",
     },
+    "megafsdp.megatron": {
+        "DistributedDataParallelConfig",
+        "MegatronKeywords",
+        "MixedPrecisionPolicy",
+        "ShardingStrategy",
+        "fully_shard",
+        "fully_shard_model",
+        "fully_shard_optimizer",
+    },
     "megafsdp.models": {
         "ActivationCheckpointing",
         "Architecture",

@@ -29,9 +29,11 @@ def _run(root: Path, checkpoints: Path | None = None) -> list[Path]:
     for step in (2, 4):
         checkpoint.save(folder, step=step, model=torch.nn.Linear(2, 2))
     root.mkdir(exist_ok=True)
-    (root / "metrics.jsonl").touch()
+    logs = [root / name for name in ("metrics.jsonl", "events.jsonl")]
+    for path in logs:
+        path.touch()
     (folder / "notes.txt").touch()
-    return [root / "metrics.jsonl", *(p for p in folder.rglob("*") if p.name != "notes.txt")]
+    return [*logs, *(p for p in folder.rglob("*") if p.name != "notes.txt")]
 
 
 @pytest.mark.parametrize("is_apart", [False, True])

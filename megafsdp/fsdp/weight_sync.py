@@ -11,8 +11,9 @@ Only marks are made here. The next unshard of a group refreshes its compute weig
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -241,3 +242,34 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
                     )
                 )
     return optimizer
+
+
+@contextlib.contextmanager
+def optimizers_follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Give optimizers the parameters that take the place of a module's while the context is open.
+
+    For libraries that build optimizers before they shard. Groups and their options stay; local.
+
+    Args:
+        module: What is given to ``fully_shard`` inside.
+        optimizers: Optimizers of its parameters, or of some of them.
+
+    Raises:
+        ValueError: An optimizer has stepped, or has a parameter that is not the module's.
+    """
+    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    listed = [parameter for group in groups for parameter in group["params"]]
+    has_stepped = any(optimizer.state for optimizer in optimizers)
+    if has_stepped or any(id(parameter) not in names for parameter in listed):
+        raise ValueError(
+            expected(
+                "new optimizers of the model's parameters",
+                "states of steps" if has_stepped else "parameters of another model",
+                where=f"the optimizers given with {type(module).__name__} to be sharded",
+                hint="Build them from model.parameters(), before or after it is sharded",
+            )
+        )
+    yield
+    for group in groups:
+        group["params"] = [module.get_parameter(names[id(p)]) for p in group["params"]]

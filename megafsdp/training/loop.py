@@ -220,7 +220,7 @@ class _Run:
             self.state,
             self.targets,
             order=datasets.order,
-            print_line=self.report.print_line,
+            on_saved=self.report.log_saved,
         )
 
     @property
@@ -306,9 +306,12 @@ class _Run:
         self.meter.end_step()
         state.step += 1
         state.consumed_samples += size
+        state.consumed_tokens += size * self.config.data.sequence_length
         state.num_skipped += result.is_skipped
         state.skipped_samples += size * result.is_skipped
         state.num_skips_in_a_row = self.train_step.num_skips_in_a_row
+        if result.is_skipped:
+            self.report.log_skipped(state.step)
         if is_logged or (is_last and self.stop.is_agreed):
             position = Position(
                 state.step, self.last_step, state.consumed_samples, size, state.num_skipped
@@ -347,7 +350,7 @@ class _Run:
             device=self.world.device,
             seed=self.config.run.seed,
         )
-        self.report.print_line(f"---- sample ----\n{text}\n----------------")
+        self.report.log_text(text)
         return text
 
 

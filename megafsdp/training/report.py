@@ -9,21 +9,22 @@ import logging
 import os
 import shlex
 import sys
+import time
 
 from megafsdp.buffer.comm.agreement import attempt, raise_together
 from megafsdp.models import num_idle_parameters
 from megafsdp.training.config.parse import to_yaml
 from megafsdp.training.config.sections import Config
+from megafsdp.training.metrics.events import Event
 from megafsdp.training.metrics.metrics import Meter, Position, megatron_line, progress_line
-from megafsdp.training.metrics.tracker import EVALUATION_KEY, Trackers
+from megafsdp.training.metrics.tracker import CONFIG_FILE, EVALUATION_KEY, Trackers
+from megafsdp.training.process.machine import describe_machine, versions
 from megafsdp.training.process.world import World
 from megafsdp.training.resume import RunState
 from megafsdp.training.step.evaluation import EvaluationResult
 from megafsdp.training.step.train_step import StepResult
 
 _LOGGER = logging.getLogger("megafsdp.training")
-
-CONFIG_FILE = "config.yaml"
 
 
 class Report:
@@ -37,13 +38,15 @@ class Report:
         config: The run.
         world: Its processes.
         meter: Times the steps.
-        state: Where the run stands now; its wandb_id is set.
+        state: Where the run stands, read at each row; its wandb_id is set.
     """
 
     def __init__(self, config: Config, world: World, *, meter: Meter, state: RunState) -> None:
         self._config = config
         self._world = world
         self._meter = meter
+        self._state = state
+        self._started_s = time.perf_counter()
         self._trackers: Trackers | None = None
         self._is_output_lost = False
         error = None
@@ -52,6 +55,8 @@ class Report:
         raise_together(error)
         if self._trackers is not None:
             state.wandb_id = self._trackers.wandb_id
+            # Pauses between jobs are left out.
+            self._started_s -= self._trackers.elapsed_s
 
     def _open(self, state: RunState) -> Trackers:
         folder = self._config.run_directory
@@ -92,6 +97,39 @@ class Report:
         )
         if state.step:
             self.print_line(f"resumed from step {state.step} of {last_step}")
+        self._log_event(
+            Event.STARTED,
+            state.step,
+            num_steps=last_step,
+            num_ranks=world.size,
+            ranks_a_machine=world.local_size,
+            num_parameters=num_parameters,
+            num_active_parameters=num_parameters - num_idle,
+            machine=describe_machine(world.device),
+            versions=versions(),
+        )
+
+    def _now(self) -> dict[str, float]:
+        """Return the time of a row or an event: of the clock, and since the run began."""
+        return {"time": time.time(), "elapsed_s": time.perf_counter() - self._started_s}
+
+    def _log_event(self, event: Event, step: int, **values: object) -> None:
+        if self._trackers is not None:
+            self._trackers.log_event(event, {"step": step, **self._now(), **values})
+
+    def log_saved(self, step: int) -> None:
+        """Print that a checkpoint is published, and log it."""
+        self.print_line(f"saved step {step} in {self._config.checkpoint_directory}")
+        self._log_event(Event.SAVED, step)
+
+    def log_skipped(self, step: int) -> None:
+        """Log that a step was skipped; its progress line says so if it has one."""
+        self._log_event(Event.SKIPPED, step)
+
+    def log_text(self, text: str) -> None:
+        """Print what the model goes on with from the prompt, and log it."""
+        self.print_line(f"---- sample ----\n{text}\n----------------")
+        self._log_event(Event.TEXT, self._state.step, text=text)
 
     def log_step(self, position: Position, result: StepResult, lr: float) -> None:
         """Print a step's progress line and log its row."""
@@ -103,15 +141,18 @@ class Report:
             self._trackers.log(
                 {
                     "step": position.step,
+                    **self._now(),
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
                     "loss_scale": result.loss_scale,
                     "lr": lr,
+                    "step_s": rates.step_s,
                     "tokens_per_s": rates.tokens_per_s,
                     "tflops": rates.tflops,
                     "mfu": rates.mfu,
                     "memory_nbytes": rates.memory_nbytes,
                     "consumed_samples": position.consumed_samples,
+                    "consumed_tokens": self._state.consumed_tokens,
                     "num_skipped": position.num_skipped,
                     "num_zero_grads": result.statistics.num_zeros,
                     "expert_max_load": result.statistics.max_load,
@@ -128,12 +169,20 @@ class Report:
             f"  ({result.num_tokens:,} tokens)"
         )
         if self._trackers is not None:
-            row = {"step": step, EVALUATION_KEY: result.loss, "bits_per_byte": result.bits_per_byte}
-            self._trackers.log(row)
+            self._trackers.log(
+                {
+                    "step": step,
+                    **self._now(),
+                    "consumed_tokens": self._state.consumed_tokens,
+                    EVALUATION_KEY: result.loss,
+                    "bits_per_byte": result.bits_per_byte,
+                }
+            )
 
     def end(self, *, is_finished: bool) -> None:
         """Print how the run ended and which command resumes it."""
         config, world = self._config, self._world
+        self._log_event(Event.ENDED, self._state.step, is_finished=is_finished)
         words = ["-m", "megafsdp", "train", "--config", str(config.run_directory / CONFIG_FILE)]
         is_one_machine = world.size == world.local_size
         if world.size > 1:

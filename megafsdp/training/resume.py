@@ -44,6 +44,7 @@ class RunState:
     Attributes:
         step: Steps taken, skipped ones included.
         consumed_samples: Samples of these steps.
+        consumed_tokens: Tokens of these samples, whatever their length was.
         evaluated_step: Step of the last evaluation; -1 before the first.
         num_skipped: Steps skipped since the run began.
         num_skips_in_a_row: Steps skipped since the last one that was taken, but for overflows that
@@ -54,6 +55,7 @@ class RunState:
 
     step: int = 0
     consumed_samples: int = 0
+    consumed_tokens: int = 0
     evaluated_step: int = -1
     num_skipped: int = 0
     num_skips_in_a_row: int = 0
@@ -98,7 +100,7 @@ class Saver:
         state: Where it stands; it changes with every step.
         targets: What to store.
         order: What decides the order of samples.
-        print_line: Prints a line of progress.
+        on_saved: Called with a step when its checkpoint is published.
     """
 
     def __init__(
@@ -108,13 +110,13 @@ class Saver:
         targets: Restorable,
         *,
         order: Mapping[str, object],
-        print_line: Callable[[str], None],
+        on_saved: Callable[[int], None],
     ) -> None:
         self._config = config
         self._state = state
         self._targets = targets
         self._order = order
-        self._print_line = print_line
+        self._on_saved = on_saved
         self._saved_step = state.step
         self._pending: checkpoint.PendingSave | None = None
 
@@ -164,7 +166,7 @@ class Saver:
             except CheckpointError:
                 self._begin(in_background=False)
                 raise
-            self._report_saved()
+            self._on_saved(self._saved_step)
 
     def _begin(self, *, in_background: bool) -> None:
         config, targets = self._config, self._targets
@@ -187,10 +189,7 @@ class Saver:
         if isinstance(begun, checkpoint.PendingSave):
             self._pending = begun
         else:
-            self._report_saved()
-
-    def _report_saved(self) -> None:
-        self._print_line(f"saved step {self._saved_step} in {self._config.checkpoint_directory}")
+            self._on_saved(self._saved_step)
 
 
 def require_writable(config: Config) -> None:
@@ -261,10 +260,16 @@ def find_stored(config: Config) -> StoredRun | None:
                 hint="Choose another run.directory",
             )
         )
+    stored_config = _mapping(extra.get("config"))
+    restored = RunState(**{f.name: state[f.name] for f in fields(RunState) if f.name in state})
+    if "consumed_tokens" not in state:
+        # Checkpoints of older versions count samples alone.
+        length = _mapping(stored_config.get("data")).get("sequence_length", 0)
+        restored.consumed_tokens = restored.consumed_samples * length
     return StoredRun(
         step=step,
-        state=RunState(**{f.name: state[f.name] for f in fields(RunState) if f.name in state}),
-        config=_mapping(extra.get("config")),
+        state=restored,
+        config=stored_config,
         order=_mapping(extra.get("order")),
         has_groups=has_groups,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -23,3 +24,7 @@ def launcher_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ |= before
+        # accelerate has one state for all that uses it in a process.
+        if state := sys.modules.get("accelerate.state"):
+            state.AcceleratorState._reset_state(reset_partial_state=True)
+            state.GradientState._reset_state()

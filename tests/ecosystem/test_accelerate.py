@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from megafsdp import checkpoint, full_state_dict, full_tensor, fully_shard_model
+from megafsdp.fsdp.runtime.unit import units_below
 from tests.ecosystem.launch import launcher_environment
 from tests.ecosystem.models import ROWS_PER_RANK, adamw, build, global_batch, own_rows
 from tests.fsdp.toy import assert_same_grads, assert_same_parameters
@@ -22,8 +24,10 @@ from tests.ranks import Ranks
 pytest.importorskip("accelerate", reason="ecosystem: accelerate is not installed")
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
+
+from megafsdp.integrations.accelerate import ShardedAccelerator
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("default")]
 
@@ -32,24 +36,32 @@ NUM_MICROBATCHES = 2
 NUM_STEPS = 3
 
 
+def plugin_of(**options: Any) -> FullyShardedDataParallelPlugin:
+    """Return accelerate's FSDP2 plugin, with the classes that the model names."""
+    given = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **options}
+    return FullyShardedDataParallelPlugin(**given)
+
+
 @contextlib.contextmanager
-def accelerator(*, with_plugin: bool = False) -> Iterator[Accelerator]:
-    """Return an accelerator of these ranks, with its FSDP2 plugin or without."""
+def accelerator(kind: str = "alone") -> Iterator[Accelerator]:
+    """Return an accelerator of these ranks: alone, with its FSDP2 plugin, or ours."""
     with launcher_environment():
+        if kind == "ours":
+            yield ShardedAccelerator(
+                cpu=True,
+                gradient_accumulation_steps=NUM_MICROBATCHES,
+                fsdp_plugin=plugin_of(reshard_after_forward=True),
+            )
+            return
         made = Accelerator(cpu=True, gradient_accumulation_steps=NUM_MICROBATCHES)
-        if with_plugin:
+        if kind == "plugin":
             # accelerate ignores its plugin on CPUs, so they get it by hand.
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
             made.state.fsdp_plugin = plugin
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             made.state.distributed_type = DistributedType.FSDP
             assert made.is_fsdp2
-        try:
-            yield made
-        finally:
-            # One state for all accelerators of a process.
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+        yield made
 
 
 def register(accelerated: Accelerator, model: PreTrainedModel) -> None:
@@ -58,20 +70,28 @@ def register(accelerated: Accelerator, model: PreTrainedModel) -> None:
     assert accelerated.prepare_model(model) is model
 
 
-def _train(directory: Path, with_plugin: bool) -> None:
+def _train(directory: Path, kind: str) -> None:
     reference = build("qwen3")
-    model = fully_shard_model(copy.deepcopy(reference))
+    model = copy.deepcopy(reference)
+    if kind != "ours":
+        fully_shard_model(model)
     batches = [global_batch(number) for number in range(NUM_STEPS * NUM_MICROBATCHES)]
     rows = [
         {n: t[i] for n, t in batch.items()}
         for batch in batches
         for i in range(len(batch["labels"]))
     ]
-    with accelerator(with_plugin=with_plugin) as accelerated:
-        if with_plugin:
-            register(accelerated, model)
-        loader = accelerated.prepare(DataLoader(rows, batch_size=ROWS_PER_RANK))
-        optimizer = accelerated.prepare_optimizer(adamw(model))
+    with accelerator(kind) as accelerated:
+        loader = DataLoader(rows, batch_size=ROWS_PER_RANK)
+        if kind == "ours":
+            prepared = accelerated.prepare(adamw(model), model, loader)
+            optimizer, same, loader = prepared
+            assert same is model and len(units_below([model])) > 1
+        else:
+            if kind == "plugin":
+                register(accelerated, model)
+            loader = accelerated.prepare(loader)
+            optimizer = accelerated.prepare_optimizer(adamw(model))
         expected_optimizer = adamw(reference)
         for batch, own in zip(batches, loader, strict=True):
             with accelerated.accumulate(model):
@@ -93,7 +113,7 @@ def _train(directory: Path, with_plugin: bool) -> None:
                 optimizer.zero_grad()
         assert_same_parameters(model, reference, rtol=1e-4, atol=1e-5)
         assert accelerated.unwrap_model(model) is model
-        if with_plugin:
+        if kind != "alone":
             _save_and_load(
                 model,
                 optimizer,
@@ -146,20 +166,83 @@ def copies(model: PreTrainedModel, optimizer: AcceleratedOptimizer) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("with_plugin", [False, True])
-def test_a_model_trains_as_one_process(ranks: Ranks, with_plugin: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["alone", "plugin", "ours"])
+def test_a_model_trains_as_one_process(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     """Two microbatches a step, clipped; the loader divides batches, the optimizer is wrapped."""
-    ranks(2).run(_train, tmp_path, with_plugin)
+    ranks(2).run(_train, tmp_path, kind)
 
 
 def _refused() -> None:
     model = fully_shard_model(build("qwen3"))
     with accelerator() as accelerated, pytest.raises(ValueError, match="DistributedDataParallel"):
         accelerated.prepare(model)
-    with accelerator(with_plugin=True) as accelerated, pytest.raises(KeyError, match="optimizer"):
+    with accelerator("plugin") as accelerated, pytest.raises(KeyError, match="optimizer"):
         accelerated.prepare(model, adamw(model))
 
 
 def test_preparing_the_model_is_refused(ranks: Ranks) -> None:
     """By DDP without the plugin; by accelerate, which looks for memory that torch gave, with it."""
     ranks(2).run(_refused)
+
+
+def _translated() -> None:
+    with launcher_environment():
+        plugin = plugin_of(auto_wrap_policy="NO_WRAP", reshard_after_forward=False)
+        # One of mixed_precision= alone would be set by accelerate, on GPUs.
+        made = ShardedAccelerator(cpu=True, fsdp_plugin=plugin, mixed_precision="bf16")
+        model = build("llama")
+        plugin.ignored_modules = [model.lm_head]
+        model, _, again = made.prepare(model, adamw(model.model), adamw(model.model))
+        (unit,) = units_below([model]).values()
+        assert unit.policy.param_dtype == unit.policy.output_dtype == torch.bfloat16
+        assert unit.options.reshard_after_forward is False
+        assert type(model.lm_head.weight) is torch.nn.Parameter
+        # Both optimizers got the sharded parameters.
+        owned = {id(p) for p in model.model.parameters()}
+        assert {id(p) for group in again.param_groups for p in group["params"]} == owned
+    with launcher_environment():
+        plugin = plugin_of(transformer_cls_names_to_wrap=["LlamaMLP"])
+        made = ShardedAccelerator(cpu=True, fsdp_plugin=plugin)
+        model = build("llama")
+        made.prepare(model, adamw(model))
+        units = [type(unit.modules[0]).__name__ for unit in units_below([model]).values()]
+        assert units == ["FSDPLlamaForCausalLM", "FSDPLlamaMLP", "FSDPLlamaMLP"]
+
+
+def test_the_plugins_settings_are_those_of_the_units(ranks: Ranks) -> None:
+    """Classes, dtypes, resharding, modules to leave alone."""
+    ranks(2).run(_translated)
+
+
+def _refused_plugins() -> None:
+    compiled = {"dynamo_plugin": TorchDynamoPlugin(backend=DynamoBackend.EAGER)}
+    cases: list[tuple[dict[str, Any] | None, type[Exception], str]] = [
+        (None, ValueError, "fsdp_version=2.*got none"),
+        ({"fsdp_version": 1}, ValueError, "got fsdp_version=1"),
+        (
+            {"auto_wrap_policy": "SIZE_BASED_WRAP"},
+            NotImplementedError,
+            "auto_wrap_policy.*NO_WRAP",
+        ),
+        ({"activation_checkpointing": True}, NotImplementedError, "gradient_checkpointing_enable"),
+        ({"cpu_ram_efficient_loading": True}, NotImplementedError, "import_hf"),
+    ]
+    for options, error, text in cases:
+        # A plugin writes into the environment.
+        with launcher_environment(), pytest.raises(error, match=text):
+            plugin = None if options is None else plugin_of(**options)
+            ShardedAccelerator(cpu=True, fsdp_plugin=plugin)
+    with launcher_environment(), pytest.raises(NotImplementedError, match=r"layer\.compile"):
+        ShardedAccelerator(cpu=True, fsdp_plugin=plugin_of(), **compiled)
+    with accelerator("ours") as accelerated:
+        model = build("qwen3")
+        optimizer = adamw(model)
+        model(**own_rows(global_batch(0))).loss.backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="states of steps"):
+            accelerated.prepare(model, optimizer)
+
+
+def test_plugins_that_are_not_translated_are_refused(ranks: Ranks) -> None:
+    """By the setting's name, with what to do; so is an optimizer that has stepped."""
+    ranks(2).run(_refused_plugins)

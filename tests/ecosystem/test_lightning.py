@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from megafsdp import FSDPModule, checkpoint, full_state_dict, fully_shard_model
+from megafsdp.fsdp.runtime.unit import units_below
 from tests.ecosystem.launch import launcher_environment
 from tests.ecosystem.models import (
     ROWS_PER_RANK,
@@ -31,6 +32,8 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
+from megafsdp.integrations.lightning import ShardedModule, ShardedStrategy
+
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("default")]
 
 MAX_NORM = 0.5
@@ -41,6 +44,7 @@ STRATEGIES = {
     # Lightning then knows of no other ranks; units reduce their gradients by themselves.
     "single device": lambda: SingleDeviceStrategy("cpu"),
     "ddp": lambda: DDPStrategy(),
+    "ours": lambda: ShardedStrategy(),
 }
 
 
@@ -93,6 +97,13 @@ class Module(LightningModule):
         return DataLoader(rows, batch_size=ROWS_PER_RANK)
 
 
+class Mixed(ShardedModule, Module):
+    """The same, sharded and clipped by the mix-in."""
+
+
+MODULES: dict[str, type[Module]] = {"ours": Mixed}
+
+
 def trainer(strategy: Strategy, directory: Path) -> Trainer:
     """Return a trainer of one short epoch that writes nothing by itself."""
     return Trainer(
@@ -115,11 +126,12 @@ def trainer(strategy: Strategy, directory: Path) -> Trainer:
 
 def _fit(name: str, directory: Path) -> None:
     with launcher_environment():
-        module = Module()
+        module = MODULES.get(name, Module)()
         fitted = trainer(STRATEGIES[name](), directory)
         fitted.fit(module)
-        if name == "model parallel":
-            _save_and_load(module, fitted, directory)
+        assert len(units_below([module])) > 1
+        if name in ("model parallel", "ours"):
+            _save_and_load(name, module, fitted, directory)
         else:
             (optimizer,) = fitted.optimizers
             # This rank's rows alone would be in its file.
@@ -133,12 +145,12 @@ def _fit(name: str, directory: Path) -> None:
     assert_same_parameters(module.model, module.oracle[0], rtol=1e-4, atol=1e-5)
 
 
-def _save_and_load(module: Module, fitted: Trainer, directory: Path) -> None:
+def _save_and_load(name: str, module: Module, fitted: Trainer, directory: Path) -> None:
     """Save by Lightning, and let another trainer load it into another module."""
     path = directory / "last"
     fitted.save_checkpoint(path)
-    other, saved = Module(), full_state_dict(module.model)
-    resumed = trainer(STRATEGIES["model parallel"](), directory)
+    other, saved = type(module)(), full_state_dict(module.model)
+    resumed = trainer(STRATEGIES[name](), directory)
     # All steps have been made: it loads and ends.
     resumed.fit(other, ckpt_path=path)
     assert resumed.global_step == NUM_STEPS and other.num_compared == 0
@@ -156,7 +168,32 @@ def test_lightnings_ddp_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_refused, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model parallel", "single device"])
+@pytest.mark.parametrize("name", ["model parallel", "single device", "ours"])
 def test_fit_trains_as_one_process(ranks: Ranks, name: str, tmp_path: Path) -> None:
     """Two microbatches a step, clipped by Lightning."""
     ranks(2).run(_fit, name, tmp_path)
+
+
+class _Values(Mixed):
+    """Children of several kinds; clips values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = torch.nn.CrossEntropyLoss()
+        self.norm = torch.nn.LayerNorm(4)
+
+
+def _refused_clipping(directory: Path) -> None:
+    with launcher_environment():
+        module = _Values()
+        fitted = trainer(STRATEGIES["ours"](), directory)
+        fitted.gradient_clip_algorithm = "value"
+        with pytest.raises(NotImplementedError, match="clip_grad_value_"):
+            fitted.fit(module)
+        # A child without classes of units is one; one without parameters is none.
+        assert isinstance(module.norm, FSDPModule) and not isinstance(module.loss, FSDPModule)
+
+
+def test_clipping_by_value_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """By the mix-in, at the first step."""
+    ranks(2).run(_refused_clipping, tmp_path)

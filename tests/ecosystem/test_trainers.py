@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import checkpoint, fully_shard_model
+from megafsdp import FSDPModule, checkpoint, full_state_dict, full_tensor, fully_shard_model
+from megafsdp.errors import CheckpointError
+from megafsdp.fsdp.runtime.unit import units_below
 from tests.ecosystem.launch import launcher_environment
-from tests.ecosystem.models import ROWS_PER_RANK, VOCABULARY, build, global_batch
+from tests.ecosystem.models import MODELS, ROWS_PER_RANK, VOCABULARY, build, global_batch
 from tests.fsdp.toy import assert_same_parameters
 from tests.ranks import Ranks
 
 pytest.importorskip("accelerate", reason="ecosystem: accelerate is not installed")
+pytest.importorskip("peft", reason="ecosystem: peft is not installed")
 pytest.importorskip("trl", reason="ecosystem: trl is not installed")
 from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+
+from megafsdp.integrations.transformers import FOLDER, Sharded
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("default")]
 
@@ -65,40 +73,65 @@ class TuningTrainer(InOrder, SFTTrainer):
     """The trainer of TRL."""
 
 
-def make_trainer(name: str, model: nn.Module, directory: Path) -> Trainer:
-    """Return a trainer of three steps of two microbatches."""
+class MixedTrainer(Sharded, PlainTrainer):
+    """The Trainer of transformers with our mix-in."""
+
+
+class MixedTuningTrainer(Sharded, TuningTrainer):
+    """The trainer of TRL with our mix-in."""
+
+
+CLASSES = {
+    "transformers": {False: PlainTrainer, True: MixedTrainer},
+    "trl": {False: TuningTrainer, True: MixedTuningTrainer},
+}
+
+
+def make_trainer(
+    name: str, model: nn.Module, directory: Path, *, is_mixed: bool = False, **options: Any
+) -> Trainer:
+    """Return a trainer of three steps of two microbatches, with or without our mix-in."""
+    trainer_class = CLASSES[name][is_mixed]
     batches = map(global_batch, range(NUM_STEPS * NUM_MICROBATCHES))
     rows = torch.cat([batch["input_ids"] for batch in batches]).tolist()
     if name == "transformers":
         data = [{"input_ids": row, "labels": row} for row in rows]
-        return PlainTrainer(model, TrainingArguments(directory, **OPTIONS), train_dataset=data)
+        given = TrainingArguments(directory, **OPTIONS | options)
+        return trainer_class(model, given, train_dataset=data, eval_dataset=data[:5])
     words = {f"word{number}": number for number in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="word0")),
         pad_token="word0",
         eos_token="word2",
     )
-    return TuningTrainer(
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.2)
+    return trainer_class(
         model,
-        SFTConfig(directory, **OPTIONS, bf16=False),
+        SFTConfig(directory, **OPTIONS | {"bf16": False} | options),
         train_dataset=Dataset.from_dict({"input_ids": rows}),
+        eval_dataset=Dataset.from_dict({"input_ids": rows[:5]}),
         processing_class=tokenizer,
+        peft_config=adapters if "save_steps" in options else None,
     )
 
 
-def _train(name: str, directory: Path) -> None:
+def _train(name: str, directory: Path, is_mixed: bool) -> None:
     reference = build("qwen3")
-    model = fully_shard_model(copy.deepcopy(reference))
-    with launcher_environment():
+    model = copy.deepcopy(reference)
+    if not is_mixed:
+        fully_shard_model(model)
         # The line of set-up: accelerate is not to wrap the model into DDP.
         model._is_accelerate_prepared = True
-        trainer = make_trainer(name, model, directory)
+    with launcher_environment():
+        trainer = make_trainer(name, model, directory, is_mixed=is_mixed)
+        assert trainer.model is model and isinstance(model, FSDPModule)
         trainer.train()
         assert trainer.accelerator.num_processes == dist.get_world_size()
-        # The first rank saves alone.
-        refusal = pytest.raises(NotImplementedError, match="full_")
-        with refusal if dist.get_rank() == 0 else nullcontext():
-            trainer.save_model(directory / "refused")
+        if not is_mixed:
+            # The first rank saves alone.
+            refusal = pytest.raises(NotImplementedError, match="full_")
+            with refusal if dist.get_rank() == 0 else nullcontext():
+                trainer.save_model(directory / "refused")
         checkpoint.save(directory, step=NUM_STEPS, model=model, optimizer=trainer.optimizer)
         other = fully_shard_model(build("qwen3"))
         checkpoint.load(directory, model=other)
@@ -128,10 +161,13 @@ def _train(name: str, directory: Path) -> None:
     assert_same_parameters(other, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize("name", ["transformers", "trl"])
-def test_a_trainer_trains_as_one_process(ranks: Ranks, name: str, tmp_path: Path) -> None:
+def test_a_trainer_trains_as_one_process(
+    ranks: Ranks, name: str, is_mixed: bool, tmp_path: Path
+) -> None:
     """Losses, norms before clipping, and parameters after three steps are those of one."""
-    ranks(2).run(_train, name, tmp_path)
+    ranks(2).run(_train, name, tmp_path, is_mixed)
 
 
 def _refused(directory: Path) -> None:
@@ -143,3 +179,156 @@ def _refused(directory: Path) -> None:
 def test_a_trainer_without_the_line_of_set_up_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """It would be wrapped into DDP."""
     ranks(2).run(_refused, tmp_path)
+
+
+SAVED_STEP, LAST_STEP = 2, 4
+RESUMABLE = {
+    "max_steps": LAST_STEP,
+    "save_strategy": "steps",
+    "save_steps": SAVED_STEP,
+    "eval_strategy": "steps",
+    "eval_steps": SAVED_STEP,
+    "lr_scheduler_type": "cosine",
+}
+
+
+def _resumable(name: str, directory: Path, **options: Any) -> Trainer:
+    """Return a trainer with dropout, whose random states matter."""
+    model_class, config_class, fields = MODELS["qwen3"]
+    torch.manual_seed(0)
+    model = model_class(config_class(**fields, attention_dropout=0.2))
+    return make_trainer(name, model, directory, is_mixed=True, **RESUMABLE | options)
+
+
+def _everything(trainer: Trainer) -> dict[str, object]:
+    """Return weights, states and what was logged, but for times and counts; collective."""
+    found: dict[str, object] = dict(full_state_dict(trainer.model))
+    for name, parameter in trainer.model.named_parameters():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            found[f"{name}.{key}"] = full_tensor(value).clone()
+    found["scheduler"] = trainer.lr_scheduler.state_dict()
+    # TRL counts the tokens of each call of train() from zero.
+    left_out = ("time", "per_second", "num_tokens")
+    found["log"] = [
+        {key: value for key, value in row.items() if not any(word in key for word in left_out)}
+        for row in trainer.state.log_history
+        # The last row is about this call of train() alone.
+        if "train_loss" not in row
+    ]
+    return found
+
+
+def _assert_equal(found: dict[str, object], expected: dict[str, object]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        got, is_tensor = found[name], isinstance(value, torch.Tensor)
+        assert torch.equal(got, value) if is_tensor else got == value, (name, got, value)
+
+
+def _resume(name: str, directory: Path) -> dict[str, object]:
+    with launcher_environment():
+        whole = _resumable(name, directory)
+        whole.train()
+        expected = _everything(whole)
+        rows = [row for row in expected["log"] if "loss" in row]
+        assert len(rows) == LAST_STEP and len({row["loss"] for row in rows}) == LAST_STEP
+        assert [row["step"] for row in expected["log"] if "eval_loss" in row] == [2, 4]
+        # In the same folder: the checkpoint of the last step is written again.
+        resumed = _resumable(name, directory)
+        saved = directory / f"checkpoint-{SAVED_STEP}"
+        resumed._load_from_checkpoint(saved)
+        assert any(
+            not torch.equal(tensor, expected[key])
+            for key, tensor in full_state_dict(resumed.model).items()
+        )
+        resumed.train(resume_from_checkpoint=str(saved))
+        _assert_equal(_everything(resumed), expected)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(saved / FOLDER)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=FOLDER):
+            resumed.train(resume_from_checkpoint=str(saved))
+    return {key: value for key, value in expected.items() if key != "log"}
+
+
+def _end(name: str, directory: Path) -> dict[str, object]:
+    with launcher_environment():
+        trainer = _resumable(name, directory)
+        trainer.create_optimizer_and_scheduler(LAST_STEP)
+        # What train() calls; it would make a step more.
+        trainer._load_optimizer_and_scheduler(str(directory / f"checkpoint-{LAST_STEP}"))
+        return {key: value for key, value in _everything(trainer).items() if key != "log"}
+
+
+@pytest.mark.parametrize("name", ["transformers", "trl"])
+def test_a_resumed_run_equals_an_unbroken_one(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    """Bit for bit: weights, states, schedule, losses, norms and evaluations; with TRL, adapters.
+
+    Another number of ranks begins with the same bits, and the library reads the weights.
+    """
+    expected = ranks(2).run(_resume, name, tmp_path)[0]
+    for found in ranks(3).run(_end, name, tmp_path):
+        _assert_equal(found, expected)
+    last = tmp_path / f"checkpoint-{LAST_STEP}"
+    if name == "trl":
+        loaded = PeftModel.from_pretrained(build("qwen3"), last)
+    else:
+        loaded = MODELS["qwen3"][0].from_pretrained(last)
+    state = loaded.state_dict()
+    assert state and all(torch.equal(expected[key], tensor) for key, tensor in state.items())
+
+
+def _best(directory: Path) -> None:
+    with launcher_environment():
+        options = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+        # The loss falls, so the first evaluation's is the greatest.
+        options |= {"greater_is_better": True}
+        trainer = _resumable("transformers", directory, **options)
+        trainer.train()
+        assert trainer.state.best_global_step == SAVED_STEP
+        best = full_state_dict(trainer.model)
+        trainer._load_from_checkpoint(directory / f"checkpoint-{SAVED_STEP}")
+        _assert_equal(best, full_state_dict(trainer.model))
+
+
+def test_the_best_model_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
+    """From its checkpoint's folder."""
+    ranks(2).run(_best, tmp_path)
+
+
+def _choices(directory: Path) -> None:
+    reference = build("qwen3")
+    with launcher_environment():
+        given = TrainingArguments(directory, **OPTIONS | {"bf16": True, "max_steps": 1})
+        rows = global_batch(0)["input_ids"].tolist()
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        trainer = MixedTrainer(
+            args=given,
+            model_init=lambda: build("qwen3"),
+            train_dataset=data * 2,
+            eval_dataset=data,
+        )
+        # Evaluated before training, by compute weights in bf16.
+        loss = trainer.evaluate()["eval_loss"]
+        tokens = torch.tensor(rows)
+        with torch.no_grad():
+            expected = reference.bfloat16()(input_ids=tokens, labels=tokens).loss.item()
+        assert loss == pytest.approx(expected, rel=1e-2)
+        before = trainer.model
+        trainer.train()
+        # model_init makes a model for each training.
+        assert trainer.model is not before
+        for unit in units_below([trainer.model]).values():
+            assert unit.policy.param_dtype == torch.bfloat16
+        given.fp16 = True
+        with pytest.raises(NotImplementedError, match=r"fp16.*bf16=True"):
+            trainer._sharded(build("qwen3"))
+        given.fp16, trainer.is_fsdp_enabled = False, True
+        with pytest.raises(ValueError, match="one engine that shards"):
+            trainer._sharded(build("qwen3"))
+
+
+def test_arguments_of_the_trainer_choose_dtypes(ranks: Ranks, tmp_path: Path) -> None:
+    """bf16 over fp32 main weights, also of models from model_init; fp16 and fsdp are refused."""
+    ranks(2).run(_choices, tmp_path)

@@ -50,7 +50,12 @@ def test_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert summary.text.startswith("ab")
     steps = [row for row in rows(tmp_path) if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    assert {"step", "loss", "grad_norm", "lr", "tokens_per_s"} <= steps[0].keys()
+    assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s"} <= steps[0].keys()
+    assert [row["consumed_tokens"] for row in steps] == [72 // 6 * 16 * s for s in range(1, 7)]
+    for name in ("time", "elapsed_s"):
+        assert sorted({row[name] for row in rows(tmp_path)}) == [
+            row[name] for row in rows(tmp_path)
+        ]
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[1]["lr"] == 1e-2
     evaluations = [row for row in rows(tmp_path) if "validation_loss" in row]

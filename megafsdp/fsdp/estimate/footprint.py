@@ -35,6 +35,7 @@ from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collective
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedUnit
+from megafsdp.fsdp.estimate.step_recorder import OPTIMIZER_STEP, Moment, StepRecorder
 from megafsdp.mesh.parallel_dims import DP_SHARD
 
 NEIGHBOURS = "neighbours"  # Ranks of the inner axis among which a unit's slices lie.
@@ -88,12 +89,14 @@ class Footprint:
         peak: Largest bytes by category during a step.
         peak_total: Largest sum over categories.
         traffic: Collectives of a step by (mesh axis, kind).
+        moments: What happens in a step, in order, of the first and the last microbatch.
     """
 
     resting: dict[Category, int]
     peak: dict[Category, int]
     peak_total: int
     traffic: dict[tuple[str, str], Traffic]
+    moments: tuple[Moment, ...] = ()
 
 
 def footprint_of(engine: MetaEngine, plan: StepPlan = StepPlan()) -> Footprint:
@@ -109,15 +112,39 @@ def footprint_of(engine: MetaEngine, plan: StepPlan = StepPlan()) -> Footprint:
         states = plan.num_states * _most_owned_nbytes(units)
     ledger.debit(Category.OPTIMIZER_STATE, states)
     # One step records the order of units, the next begins to follow it.
-    for num_microbatches in (1, 1, plan.num_microbatches):
-        ledger.reset_peak()
-        with record_collectives() as record:
-            for index in range(num_microbatches):
-                is_last = not plan.in_microbatch or index == num_microbatches - 1
-                engine.run_microbatch(is_last=is_last)
-        engine.step(plan.casts_from)
+    for _ in range(2):
+        with record_collectives():
+            _run_step(engine, plan, num_microbatches=1)
+    ledger.reset_peak()
+    with record_collectives() as record:
+        recorder = StepRecorder(record=record)
+        ledger.merge_into(recorder)
+        _run_step(engine, plan, num_microbatches=plan.num_microbatches, recorder=recorder)
     traffic = _traffic(engine, record, plan)
-    return Footprint(dict(ledger.live), dict(ledger.peak), ledger.peak_total, traffic)
+    moments = tuple(recorder.moments)
+    return Footprint(dict(ledger.live), dict(ledger.peak), ledger.peak_total, traffic, moments)
+
+
+def _run_step(
+    engine: MetaEngine,
+    plan: StepPlan,
+    *,
+    num_microbatches: int,
+    recorder: StepRecorder | None = None,
+) -> None:
+    """Run the microbatches of a step and what an optimizer does to the units."""
+    engine.recorder = recorder
+    for index in range(num_microbatches):
+        is_last = index == num_microbatches - 1
+        if recorder is not None:
+            # Those between are like the first; there may be hundreds.
+            recorder.microbatch, recorder.is_recording = index, index == 0 or is_last
+        engine.run_microbatch(is_last=not plan.in_microbatch or is_last)
+        if recorder is not None:
+            recorder.take_collectives()
+    if recorder is not None:
+        recorder.note(OPTIMIZER_STEP, "")
+    engine.step(plan.casts_from)
 
 
 def _traffic(

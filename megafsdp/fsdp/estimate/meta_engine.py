@@ -25,6 +25,7 @@ from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.host_memory import HostArena
 from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
+from megafsdp.fsdp.estimate.step_recorder import BACKWARD, FORWARD, StepRecorder
 from megafsdp.fsdp.fully_shard import fully_shard_model, microbatch
 from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
 from megafsdp.fsdp.params.unit_ledger import HostMemory
@@ -161,6 +162,7 @@ class MetaEngine:
     Attributes:
         units: The units, the root first, then the others in the order of ``modules()``.
         axes: Names of the process groups of the mesh.
+        recorder: Notes when a unit is computed; None for nothing.
 
     Raises:
         Exception: Whatever ``fully_shard_model`` raises.
@@ -176,14 +178,15 @@ class MetaEngine:
         **options: Any,
     ) -> None:
         self.axes = AxisNames.of(meshes)
+        self.recorder: StepRecorder | None = None
         self._model = fully_shard_model(
             model, fsdp_unit_modules, mesh=meshes.data, expert_mesh=meshes.experts, **options
         )
         self.units = list(units_below([model]).values())
         root, *others = self.units
         for unit in others:
-            unit.modules[0].forward = _stand_in(unit)
-        model.forward = _stand_in(root, others)
+            unit.modules[0].forward = self._stand_in(unit)
+        model.forward = self._stand_in(root, others)
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.sums_in_library = sums_in_library
@@ -216,6 +219,26 @@ class MetaEngine:
             output = self._model(torch.empty((), device=_META))
             output.backward(torch.empty_like(output))
 
+    def _stand_in(
+        self, unit: FSDPUnit, below: Sequence[FSDPUnit] = ()
+    ) -> Callable[[torch.Tensor], Any]:
+        """Return a forward that uses a unit's trainable parameters, then runs the units below."""
+
+        def note(kind: str) -> None:
+            if self.recorder is not None:
+                self.recorder.note(kind, unit.name)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            unsharded = [p.unsharded for group in unit.groups for p in group.parameters]
+            x = _UseParameters.apply(note, x, *(p for p in unsharded if p.requires_grad))
+            for each in below:
+                x = each.modules[0](x)
+            # An operator of its own after them, as an output layer or a loss: its backward comes
+            # before the last unit's, and gathers are issued ahead of that.
+            return x.clone() if below else x
+
+        return forward
+
     def step(self, casts_from: torch.dtype | None) -> None:
         """Do to the units what an optimizer's step and ``zero_grad()`` do.
 
@@ -243,27 +266,18 @@ class _UseParameters(torch.autograd.Function):
     """Stand-in for a unit's operators: it reads parameters and returns a gradient for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = parameters
+    def forward(
+        ctx: Any, note: Callable[[str], None], x: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        note(FORWARD)
+        ctx.note, ctx.parameters = note, parameters
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.note(BACKWARD)
         # On the meta device an alias costs less than a new tensor.
-        return grad, *(p.detach() for p in ctx.parameters)
-
-
-def _stand_in(unit: FSDPUnit, below: Sequence[FSDPUnit] = ()) -> Callable[[torch.Tensor], Any]:
-    """Return a forward that uses a unit's trainable parameters, then runs the units below it."""
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        unsharded = [p.unsharded for group in unit.groups for p in group.parameters]
-        x = _UseParameters.apply(x, *(p for p in unsharded if p.requires_grad))
-        for each in below:
-            x = each.modules[0](x)
-        return x
-
-    return forward
+        return None, grad, *(p.detach() for p in ctx.parameters)
 
 
 def _plan(group: ParameterGroup) -> PlannedGroup:

@@ -1,4 +1,4 @@
-"""The console entry ``megafsdp``: train, prep, doctor, ckpt.
+"""The console entry ``megafsdp``: train, prep, report, doctor, ckpt.
 
 Errors of the caller's configuration, data and checkpoints end as one message and a code that is not
 0; other errors keep their traceback.
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from megafsdp.data import PrepOptions, prepare
 from megafsdp.errors import CheckpointError, ConfigError, DataError
@@ -19,6 +20,9 @@ from megafsdp.training.cli.checkpoint_tools import add_ckpt_commands
 from megafsdp.training.config.parse import parse_config
 from megafsdp.training.dry_run.dry_run import dry_run, split_options
 from megafsdp.training.loop import train
+from megafsdp.training.pictures.dry_run_page import write_dry_run
+from megafsdp.training.pictures.page import require_library
+from megafsdp.training.pictures.run_report import write_report
 from megafsdp.training.process.doctor import examine
 
 _CONFIG_EXIT_CODE = 2
@@ -54,8 +58,14 @@ def _train(words: Sequence[str]) -> None:
     if wanted is None:
         train(config)
         return
+    if wanted.html_path is not None:
+        require_library()
     report = dry_run(config, wanted.world_size)
     print(report.to_json() if wanted.as_json else report.describe())
+    if wanted.html_path is not None:
+        nbytes = write_dry_run(report, Path(wanted.html_path))
+        # Standard output may be read as JSON.
+        print(f"wrote {wanted.html_path} ({nbytes / 1e6:.1f} MB)", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="pretrain a model; see megafsdp train --help", add_help=False)
     _add_prep(commands.add_parser("prep", help="turn text into token files"))
+    _add_report(commands.add_parser("report", help="draw runs as one HTML file"))
     doctor = commands.add_parser("doctor", help="list what works on this machine and what is lost")
     doctor.set_defaults(run=_doctor)
     add_ckpt_commands(commands.add_parser("ckpt", help="look at checkpoints and convert them"))
@@ -103,6 +114,24 @@ def _prep(options: argparse.Namespace) -> None:
     lists = {name: tuple(given[name]) for name in ("inputs", "suffixes")}
     record = prepare(PrepOptions(**{**given, **lists}))
     print(f"{options.output}: {record.describe()}")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder of a run; several are overlaid"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="HTML file; report.html in the first run's folder by default",
+    )
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> None:
+    path, nbytes = write_report(options.runs, options.output)
+    print(f"wrote {path} ({nbytes / 1e6:.1f} MB)")
 
 
 def _doctor(options: argparse.Namespace) -> None:

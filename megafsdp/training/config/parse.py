@@ -23,13 +23,15 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megafsdp.errors import ConfigError, expected
+from megafsdp.training.config.blend import separate_weights, words_of
 from megafsdp.training.config.sections import Config
 
 _NUM_SUGGESTIONS = 3
 _DESCRIPTION = (
     "Pretrain a model. Every value of the configuration can stand in a YAML file (--config) and be "
     "overridden on the command line (--section.field value). With --dry-run [RANKS] nothing is "
-    "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON). "
+    "trained: layouts, memory and collectives of that many ranks are printed (--json for JSON), "
+    "and drawn with --html FILE. "
     "Text arrives as it is written; the bare word null on the command line stands for no value; "
     "--section.field+=value appends to a list."
 )
@@ -100,7 +102,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
         section, _, name = option.strip("-+").partition(".")
         into = values.setdefault(section, {})
         if option.endswith("+"):
-            before = into.get(name, _known_names()[f"{section}.{name}"]) or []
+            before: Any = words_of(into.get(name, _known_names()[f"{section}.{name}"])) or []
             value = [*before, *(value if isinstance(value, list) else [value])]
         into[name] = value
     config = _checked(values, _COMMAND_LINE)
@@ -208,6 +210,8 @@ def _read_file(path: str) -> dict[str, dict[str, Any]]:
 
 def _checked(values: object, where: str) -> Config:
     """Return the configuration of nested dicts, each value by itself within its bounds."""
+    if isinstance(values, Mapping) and isinstance(data := values.get("data"), Mapping):
+        values = {**values, "data": separate_weights(data)}
     try:
         return _adapter().validate_json(json.dumps(values))
     except ValidationError as error:

@@ -284,7 +284,8 @@ class DataSection:
     """Token files, as ``megafsdp prep`` or Megatron-LM write them.
 
     Attributes:
-        train: Prefixes (paths without .bin and .idx) to train on.
+        train: Prefixes (paths without .bin and .idx) to train on; or Megatron-LM's blend, weights
+            and prefixes in turns, as a list or as one string such as "0.3 a 0.7 b".
         weights: One weight a training prefix; null weighs by number of tokens.
         validation: Prefixes to evaluate on, each read once from end to end.
         split: Instead of validation prefixes, shares of each training prefix, such as "99,1".

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ from megafsdp.training.dry_run.bytes import (
 from megafsdp.training.process.world import launch_number, uses_cuda
 
 _OPTION = "--dry-run"
-_JSON_OPTION = "--json"
+_JSON_OPTION, _HTML_OPTION = "--json", "--html"
 # The loss, the number of ranks, the wish to stop and gradients that are not finite, in fp64.
 _LOSS_NBYTES = 32
 _FOUND_INF_NBYTES = 4  # One fp32 number.
@@ -54,10 +53,12 @@ class DryRunOptions:
     Attributes:
         world_size: Number of ranks; None takes it from the configuration or the environment.
         as_json: Whether to print JSON in place of a table.
+        html_path: File to draw it in; None for none.
     """
 
     world_size: int | None
     as_json: bool
+    html_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,22 @@ class DistinctUnit:
     """Units that have the same groups.
 
     Attributes:
-        name: FQN of the first.
-        count: How many there are.
+        members: Their FQNs, in order.
         groups: Their groups.
     """
 
-    name: str
-    count: int
+    members: tuple[str, ...]
     groups: tuple[PlannedGroup, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the FQN of the first."""
+        return self.members[0]
+
+    @property
+    def count(self) -> int:
+        """Return how many there are."""
+        return len(self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +178,7 @@ class DryRunReport:
         """Return everything as a table for people."""
         return "\n".join(
             [
-                *self._head_lines(),
+                *self.head_lines(),
                 "",
                 *self._unit_lines(),
                 "",
@@ -178,18 +187,20 @@ class DryRunReport:
                 *self._host_lines(),
                 *self._traffic_lines(),
                 "",
-                f"took {self.duration_s:.2f} s; {self._left_out} not counted",
+                f"took {self.duration_s:.2f} s; {self.left_out} not counted",
             ]
         )
 
     @property
-    def _left_out(self) -> str:
+    def left_out(self) -> str:
+        """Return what takes memory or time and is not counted."""
         exchange = ", Muon's all-to-alls" if self.config.optimizer.kind == "muon" else ""
         has_parts = self.dims.tp > 1 or self.dims.ep > 1
         parts = ", collectives of layers that ranks share out" if has_parts else ""
         return f"activations{parts}{exchange} and buffers of the backend"
 
-    def _head_lines(self) -> list[str]:
+    def head_lines(self) -> list[str]:
+        """Return what is trained on what, and with which batch: two lines."""
         dims, parallel = self.dims, self.config.parallel
         precision, train = self.config.precision, self.config.train
         outer = f", outer {parallel.outer_strategy}" if dims.dp_outer > 1 else ""
@@ -248,7 +259,7 @@ class DryRunReport:
 
 
 def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]]:
-    """Take ``--dry-run [RANKS]`` and its ``--json`` out of a command line.
+    """Take ``--dry-run [RANKS]``, its ``--json`` and its ``--html FILE`` out of a command line.
 
     Args:
         words: The words after ``megafsdp train``.
@@ -257,24 +268,11 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
         What they say, None without ``--dry-run``, and the other words.
 
     Raises:
-        ConfigError: The number of ranks is none.
+        ConfigError: The number of ranks is none, or the file has no name.
     """
-    rest: list[str] = []
-    values: list[str | None] = []
-    is_value_next = False
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == _OPTION:
-            values.append(value if equals else None)
-        elif is_value_next and not word.startswith("-"):
-            values[-1] = word
-        else:
-            rest.append(word)
-        is_value_next = word == _OPTION
-    if not values:
+    is_found, ranks, rest = _take(words, _OPTION)
+    if not is_found:
         return None, rest
-    as_json = _JSON_OPTION in rest
-    ranks = values[-1]
     if ranks is not None and not (ranks.isdecimal() and int(ranks)):
         raise ConfigError(
             expected(
@@ -284,8 +282,36 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
                 hint=f"Write it like {_OPTION} 1024, or leave it out",
             )
         )
+    is_drawn, html_path, rest = _take(rest, _HTML_OPTION)
+    if is_drawn and not html_path:
+        raise ConfigError(
+            expected(
+                "the name of a file",
+                "none",
+                where=f"the option {_HTML_OPTION}",
+                hint=f"Write it like {_HTML_OPTION} dry-run.html",
+            )
+        )
     world_size = None if ranks is None else int(ranks)
-    return DryRunOptions(world_size, as_json), [w for w in rest if w != _JSON_OPTION]
+    others = [word for word in rest if word != _JSON_OPTION]
+    return DryRunOptions(world_size, _JSON_OPTION in rest, html_path), others
+
+
+def _take(words: Sequence[str], option: str) -> tuple[bool, str | None, list[str]]:
+    """Return whether an option is there, its last value if it has one, and the other words."""
+    rest: list[str] = []
+    values: list[str | None] = []
+    is_value_next = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == option:
+            values.append(value if equals else None)
+        elif is_value_next and not word.startswith("-"):
+            values[-1] = word
+        else:
+            rest.append(word)
+        is_value_next = word == option
+    return bool(values), values[-1] if values else None, rest
 
 
 def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
@@ -389,9 +415,10 @@ def _loop_all_reduces(config: Config, model: ModelConfig) -> tuple[int, ...]:
 
 
 def _distinct(units: Sequence[PlannedUnit]) -> tuple[DistinctUnit, ...]:
-    counts = Counter(unit.groups for unit in units)
-    first = {unit.groups: unit.name for unit in reversed(units)}
-    return tuple(DistinctUnit(first[groups], count, groups) for groups, count in counts.items())
+    members: dict[tuple[PlannedGroup, ...], list[str]] = {}
+    for unit in units:
+        members.setdefault(unit.groups, []).append(unit.name)
+    return tuple(DistinctUnit(tuple(names), groups) for groups, names in members.items())
 
 
 def _numel(group: PlannedGroup) -> int:

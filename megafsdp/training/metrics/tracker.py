@@ -1,6 +1,7 @@
 """Write a run's metrics to ``metrics.jsonl``, and to W&B and TensorBoard if configured.
 
-Only the first rank has trackers. A row is a flat dict of numbers with its ``step``.
+Only the first rank has trackers. A row is a flat dict of numbers with its ``step``. What is no
+number goes to the log of events beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megafsdp.training.config.sections import Config, require
+from megafsdp.training.metrics.events import EVENTS_FILE, Event, EventLog
 from megafsdp.training.process.doctor import is_installed
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("megafsdp.training")
 
 METRICS_FILE = "metrics.jsonl"
+# Beside the metrics: what the run was configured with.
+CONFIG_FILE = "config.yaml"
 EVALUATION_KEY = "validation_loss"
 
 Row = Mapping[str, float | int | None]
@@ -46,13 +50,21 @@ class JsonlTracker:
         path: The file; its folder is there.
         last_step: Rows of later steps are removed: the run resumes after this step and writes them
             anew. An evaluation of this very step replaces the one in the file. 0 starts a new file.
+
+    Attributes:
+        elapsed_s: Seconds that the run took up to the last row that was there; 0 without one.
     """
 
     def __init__(self, path: Path, *, last_step: int) -> None:
         self._path = path
         self._last_step = last_step
+        self.elapsed_s = 0.0
         if path.exists():
-            self._rewrite(self._kept())
+            kept = self._kept()
+            self._rewrite(kept)
+            self.elapsed_s = max(
+                (json.loads(line).get("elapsed_s", 0.0) for line in kept), default=0.0
+            )
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, row: Row) -> None:
@@ -166,14 +178,20 @@ class Trackers:
         config: The run; its folder is there.
         last_step: Step that the run goes on from.
         wandb_id: Identity of the run in W&B, from a checkpoint.
+
+    Attributes:
+        wandb_id: Identity of the run in W&B; None without it.
+        elapsed_s: Seconds that the run's earlier jobs took, up to their last row.
     """
 
     def __init__(self, config: Config, *, last_step: int, wandb_id: str | None) -> None:
         folder = config.run_directory
         self.wandb_id = wandb_id
         jsonl = JsonlTracker(folder / METRICS_FILE, last_step=last_step)
+        self.elapsed_s = jsonl.elapsed_s
+        self._events = EventLog(folder / EVENTS_FILE, last_step=last_step)
         self._trackers: list[Tracker] = [jsonl]
-        self._failed: list[Tracker] = []
+        self._failed: list[Tracker | EventLog] = []
         if config.logging.tensorboard:
             self._trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
         if config.logging.wandb:
@@ -186,12 +204,17 @@ class Trackers:
         for tracker in self._trackers:
             self._attempt(tracker, functools.partial(tracker.log, row))
 
+    def log_event(self, event: Event, values: Mapping[str, object]) -> None:
+        """Log an event; one that cannot be written is lost."""
+        self._attempt(self._events, functools.partial(self._events.log, event, values))
+
     def close(self) -> None:
         """Close every tracker, also when one fails."""
-        for tracker in self._trackers:
+        everything: list[Tracker | EventLog] = [*self._trackers, self._events]
+        for tracker in everything:
             self._attempt(tracker, tracker.close)
 
-    def _attempt(self, tracker: Tracker, action: Callable[[], None]) -> None:
+    def _attempt(self, tracker: Tracker | EventLog, action: Callable[[], None]) -> None:
         """Run an action of a tracker; warn of its first failure.
 
         No row is worth the run: an error here would end this rank alone, without a checkpoint,

@@ -31,8 +31,12 @@ _OPTIONAL = (
     ("tokenizers", "only the byte tokenizer can be used"),
     ("safetensors", "Hugging Face weight files cannot be read or written"),
     ("huggingface_hub", "models cannot be exported to Hugging Face files"),
+    ("vl_convert", "megafsdp report and --html cannot draw; pip install 'megafsdp[report]'"),
     ("transformers", "models are not compared with Hugging Face's in the tests"),
 )
+
+# What is installed under another name than it is imported by.
+_DISTRIBUTIONS = {"vl_convert": "vl-convert-python"}
 
 # By their names where they are imported and where they are installed.
 _OPTIONAL_ON_GPUS = (
@@ -143,7 +147,7 @@ def _native_cuda() -> Finding:
 def _packages() -> Iterator[Finding]:
     for package, loss in _OPTIONAL:
         if is_installed(package):
-            yield Finding(package, importlib.metadata.version(package))
+            yield Finding(package, importlib.metadata.version(_DISTRIBUTIONS.get(package, package)))
         else:
             yield Finding(package, "not installed", loss)
     for package, distribution, loss in _OPTIONAL_ON_GPUS:

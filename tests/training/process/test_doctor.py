@@ -21,7 +21,7 @@ def _state() -> dict[str, str]:
 def test_everything_is_looked_at() -> None:
     """torch, backends, GPUs, compiler, native modules, numba and the optional packages."""
     found = set(_state())
-    assert {"python", "torch", "gloo", "nccl", "compiler", "numba", "wandb"} <= found
+    assert {"python", "torch", "gloo", "nccl", "compiler", "numba", "wandb", "vl_convert"} <= found
     assert {"native", "native CUDA"} <= found
     assert any(name.startswith("GPU") for name in found)
 

@@ -23,7 +23,7 @@ from tests.training.runs import numbers_read_late, rows, stored_tensors, tiny, w
 
 NUM_STEPS = 6
 # Numbers that a clock or the machine gives.
-_MEASURED = {"tokens_per_s", "tflops", "mfu", "memory_nbytes"}
+_MEASURED = {"time", "elapsed_s", "step_s", "tokens_per_s", "tflops", "mfu", "memory_nbytes"}
 Accumulate = Callable[..., torch.Tensor]
 
 

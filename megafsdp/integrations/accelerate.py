@@ -1,0 +1,121 @@
+"""accelerate's ``Accelerator``, whose FSDP2 plugin shards by this engine, on CPUs too.
+
+``prepare(model, optimizer)`` shards the model as the plugin says and gives the optimizer the
+sharded parameters. All else is accelerate's own: ``accumulate``, ``clip_grad_norm_``,
+``save_state``, ``load_state`` and ``get_state_dict`` take units of megafsdp as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from megafsdp.errors import expected
+from megafsdp.fsdp.fsdp_module import FSDPModule
+from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
+from megafsdp.fsdp.weight_sync import optimizers_follow
+
+_ON_CPU_OR_ALONE = (DistributedType.MULTI_CPU, DistributedType.NO)
+
+
+class ShardedAccelerator(Accelerator):
+    """An accelerator that shards; arguments are accelerate's, ``fsdp_plugin`` among them.
+
+    Raises:
+        ValueError: There is no plugin, or it is not one of ``fsdp_version=2``.
+        NotImplementedError: The plugin asks for what is not translated.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plugin = kwargs.get("fsdp_plugin") or getattr(self.state, "fsdp_plugin", None)
+        if plugin is None or plugin.fsdp_version != 2:
+            raise ValueError(
+                expected(
+                    "a FullyShardedDataParallelPlugin of fsdp_version=2",
+                    "none" if plugin is None else f"fsdp_version={plugin.fsdp_version}",
+                    where="fsdp_plugin of ShardedAccelerator()",
+                    hint="Give FullyShardedDataParallelPlugin(fsdp_version=2), or set it by "
+                    "accelerate config",
+                )
+            )
+        if self.distributed_type in _ON_CPU_OR_ALONE and dist.is_initialized():
+            # accelerate has an FSDP of several GPUs alone.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.state.distributed_type, self.state.fsdp_plugin = DistributedType.FSDP, plugin
+            if self.mixed_precision != "no":
+                plugin.set_mixed_precision(self.mixed_precision)
+        _check_plugin(plugin, self.state.dynamo_plugin)
+
+    def shard_model(self, model: nn.Module) -> nn.Module:
+        """Shard a model as the plugin says; override it to choose more. Called on all ranks."""
+        plugin, mesh = self.state.fsdp_plugin, self.torch_device_mesh
+        ignored = plugin.ignored_modules or ()
+        options: dict[str, Any] = {
+            "mesh": mesh and mesh[tuple(self.parallelism_config.fsdp_dim_names)],
+            "reshard_after_forward": plugin.reshard_after_forward,
+            "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+            "offload_policy": plugin.cpu_offload or OffloadPolicy(),
+            "ignored_params": [p for module in ignored for p in module.parameters()],
+        }
+        if plugin.auto_wrap_policy is None:
+            return fully_shard(model, **options)
+        return fully_shard_model(model, plugin.transformer_cls_names_to_wrap, **options)
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        others = [each for each in args if not isinstance(each, nn.Module)]
+        optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
+        for model in (each for each in args if isinstance(each, nn.Module)):
+            if not isinstance(model, FSDPModule):
+                with optimizers_follow(model, optimizers):
+                    self.shard_model(model.to(self.device))
+            if not any(model is known for known in self._models):
+                self._models.append(model)
+        prepared = iter(super()._prepare_fsdp2(*others))
+        return tuple(x if isinstance(x, nn.Module) else next(prepared) for x in args)
+
+
+def _check_plugin(plugin: Any, dynamo_plugin: Any) -> None:
+    policy = plugin.auto_wrap_policy
+    policy = policy.func if isinstance(policy, functools.partial) else policy
+    for name, is_asked, hint in (
+        (
+            "auto_wrap_policy",
+            policy not in (None, transformer_auto_wrap_policy),
+            "Use TRANSFORMER_BASED_WRAP with transformer_cls_names_to_wrap, or NO_WRAP",
+        ),
+        (
+            "activation_checkpointing",
+            plugin.activation_checkpointing,
+            "Call model.gradient_checkpointing_enable() before prepare()",
+        ),
+        (
+            "cpu_ram_efficient_loading",
+            plugin.cpu_ram_efficient_loading,
+            "Build the model on the meta device, and after prepare() call "
+            "megafsdp.checkpoint.import_hf(), in which each rank reads its own rows",
+        ),
+        (
+            "dynamo_plugin",
+            dynamo_plugin.backend != DynamoBackend.NO,
+            "Compile the layers by layer.compile() before prepare()",
+        ),
+    ):
+        if is_asked:
+            raise NotImplementedError(
+                expected(
+                    f"a plugin without {name}",
+                    "one that asks for it",
+                    where="ShardedAccelerator()",
+                    hint=hint,
+                )
+            )

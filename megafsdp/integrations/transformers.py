@@ -1,0 +1,118 @@
+"""A mix-in for transformers' ``Trainer``, and for trainers made from it such as TRL's.
+
+    class ShardedTrainer(Sharded, Trainer): ...
+
+The trainer shards its model when it is built, clips with one collective, saves weights as
+``from_pretrained`` reads them and, beside them in each of its checkpoints, a checkpoint of
+megafsdp, from which any number of ranks resumes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from megafsdp.checkpoint.load import load
+from megafsdp.checkpoint.save import save
+from megafsdp.errors import expected
+from megafsdp.fsdp.fsdp_module import FSDPModule
+from megafsdp.fsdp.full_params import full_state_dict
+from megafsdp.fsdp.fully_shard import fully_shard_model
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
+from megafsdp.optimizer.grads.clip import clip_grad_norm_
+
+FOLDER = "megafsdp"
+
+if TYPE_CHECKING:
+
+    class _Base(Trainer):
+        """What every instance is once it is mixed in, for type checkers."""
+
+        model: nn.Module
+
+else:
+    _Base = object
+
+
+class Sharded(_Base):
+    """Mix-in that stands before a trainer class; arguments are the trainer's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # After all that trainers do to a model, such as adding adapters.
+        self.model = self.model_wrapped = self._sharded(self.model)
+
+    def shard_model(self, model: nn.Module) -> nn.Module:
+        """Shard a model; override it to choose units, strategy or dtypes. Called on all ranks."""
+        dtype = torch.bfloat16 if self.args.bf16 else None
+        return fully_shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Shard what ``model_init`` makes, which each training starts anew from."""
+        return self._sharded(super().call_model_init(trial).to(self.args.device))
+
+    def _sharded(self, model: nn.Module) -> nn.Module:
+        """Return a model as it is, or sharded, that accelerate does not wrap.
+
+        Raises:
+            NotImplementedError: Half precision with a loss scale is asked for.
+            ValueError: Another engine is to shard the model.
+        """
+        where = "TrainingArguments of a sharded trainer"
+        if self.args.fp16:
+            raise NotImplementedError(
+                expected(
+                    "bf16 or fp32",
+                    "fp16, whose loss scale torch's GradScaler keeps",
+                    where=where,
+                    hint="Use bf16=True, or a loop of your own with megafsdp.LossScaler",
+                )
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                expected(
+                    "one engine that shards",
+                    "fsdp or deepspeed besides",
+                    where=where,
+                    hint="Leave the argument out, and start by torchrun or a plain accelerate "
+                    "launch",
+                )
+            )
+        if not isinstance(model, FSDPModule):
+            model = self.shard_model(model)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return model
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return clip_grad_norm_(model, self.args.max_grad_norm)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        # The trainer calls it on all ranks, of which one writes.
+        super()._save(output_dir, full_state_dict(self.model) if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir, FOLDER)
+        if self.is_world_process_zero() and folder.exists():
+            # A run that went back and came by again. Other ranks wait in the save for this one.
+            shutil.rmtree(folder)
+        save(folder, step=self.state.global_step, **self._states())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load(Path(resume_from_checkpoint, FOLDER), model=self.model)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None, "the trainer has looked"
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load(Path(checkpoint, FOLDER), **self._states())
+
+    def _states(self) -> dict[str, Any]:
+        scheduler = self.lr_scheduler
+        return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": scheduler}

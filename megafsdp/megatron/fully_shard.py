@@ -1,0 +1,231 @@
+"""Entry points of Megatron-FSDP: its keywords become those of ``megafsdp.fully_shard_model``.
+
+A keyword that means something here is translated. Each of the others may have the values that ask
+for what happens anyway, and is refused otherwise (:mod:`megafsdp.megatron.refusals`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megafsdp.errors import expected
+from megafsdp.fsdp.fsdp_module import FSDPModule
+from megafsdp.fsdp.fully_shard import fully_shard as shard_unit
+from megafsdp.fsdp.fully_shard import fully_shard_model as shard_units
+from megafsdp.fsdp.materialize import materialize
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy as OwnPolicy
+from megafsdp.fsdp.weight_sync import fully_shard_optimizer as check_optimizer
+from megafsdp.fsdp.weight_sync import optimizers_follow
+from megafsdp.megatron.keywords import MegatronKeywords, MixedPrecisionPolicy
+from megafsdp.megatron.refusals import check_names, check_values, refuse_methods
+from megafsdp.mesh.annotation import annotate, annotation_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_GROUPS = ("hybrid_fsdp_group", "hybrid_fsdp_expt_group")
+
+
+def fully_shard_model(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    **keywords: Unpack[MegatronKeywords],
+) -> FSDPModule:
+    """Shard a model by Megatron-FSDP's keywords; called on all ranks alike.
+
+    Args:
+        module: The model, changed in place.
+        device_mesh: A mesh that has the axes named by ``dp_shard_dim`` and ``dp_outer_dim``, and
+            perhaps others; None means one axis of all ranks.
+        **keywords: Those of :class:`~megafsdp.megatron.keywords.MegatronKeywords`.
+
+    Returns:
+        ``module``, whose class is now also an :class:`megafsdp.FSDPModule`.
+
+    Raises:
+        TypeError: A keyword is not one of Megatron-FSDP's.
+        NotImplementedError: A keyword asks for what is not built; the error says what to do.
+        ValueError: Axes or groups do not fit the mesh, or as :func:`megafsdp.fully_shard_model`.
+    """
+    where = "fully_shard_model() of megafsdp.megatron"
+    check_names(keywords, MegatronKeywords.__annotations__, where)
+    check_values(keywords, where)
+    mesh, expert_mesh = _meshes(device_mesh, keywords)
+    policy = _policy_of(keywords.get("mixed_precision_policy", MixedPrecisionPolicy()), module)
+    outer = keywords.get("outer_dp_sharding_strategy", 0)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "expert_mesh": expert_mesh,
+        "mp_policy": policy,
+        "strategy": keywords.get("zero_dp_strategy", 3),
+        "outer_strategy": {0: "no_shard", 1: "optim"}.get(cast(int, outer), outer),
+        "average": "token" if keywords.get("calculate_per_token_loss") else "rank",
+        "prefetch": int(keywords.get("overlap_param_gather", True)),
+        "nccl_user_buffers": keywords.get("nccl_ub", False),
+    }
+    _prepare(module, device_mesh, keywords)
+    units = keywords.get("fsdp_unit_modules")
+    if units:
+        shard_units(module, units, **options)
+    else:
+        shard_unit(module, **options)
+    if keywords.get("init_model_with_meta_device"):
+        materialize(module)
+    refuse_methods(module)
+    return cast(FSDPModule, module)
+
+
+def fully_shard_optimizer(
+    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
+) -> torch.optim.Optimizer:
+    """Check that an optimizer has sharded parameters, and return it unchanged.
+
+    Args:
+        optimizer: Any optimizer over the parameters of a sharded model. Its ``step`` and
+            ``zero_grad`` stay its own, without Megatron-FSDP's further arguments.
+        preproc_state_dict_for_dcp_ckpt: Either value: state dicts need no preparation.
+
+    Raises:
+        ValueError: A parameter is the original that sharding has replaced.
+    """
+    return check_optimizer(optimizer)
+
+
+def fully_shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device_mesh: DeviceMesh | None = None,
+    **keywords: Unpack[MegatronKeywords],
+) -> tuple[FSDPModule, torch.optim.Optimizer]:
+    """Shard a model and give its optimizer the sharded parameters; called on all ranks alike.
+
+    Args:
+        module: The model, changed in place.
+        optimizer: An optimizer of its parameters that has not stepped. Its groups stay as they are,
+            where Megatron-FSDP makes one of all parameters.
+        device_mesh: As for :func:`fully_shard_model`.
+        **keywords: Likewise.
+
+    Returns:
+        ``module`` and ``optimizer``.
+
+    Raises:
+        ValueError: The optimizer has stepped, or has parameters that are not the model's.
+        Exception: Whatever :func:`fully_shard_model` raises.
+    """
+    with optimizers_follow(module, [optimizer]):
+        model = fully_shard_model(module, device_mesh, **keywords)
+    return model, fully_shard_optimizer(optimizer)
+
+
+def _meshes(
+    device_mesh: DeviceMesh | None, keywords: MegatronKeywords
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the data-parallel meshes of all parameters and of experts.
+
+    Raises:
+        ValueError: An axis is not of its mesh, or a group is not one of the axes' ranks.
+    """
+    inner, outer = keywords.get("dp_shard_dim"), keywords.get("dp_outer_dim")
+    expert_mesh = keywords.get("expt_device_mesh")
+    mesh = _data_mesh(device_mesh, inner, outer, "device_mesh")
+    experts = _data_mesh(expert_mesh, inner, outer, "expt_device_mesh")
+    groups = (keywords.get("hybrid_fsdp_group"), keywords.get("hybrid_fsdp_expt_group"))
+    for name, group, of in zip(_GROUPS, groups, (mesh, experts), strict=True):
+        if group is not None and (outer is None or of is None or group.size() != of.size()):
+            size = "no" if of is None or outer is None else of.size()
+            raise ValueError(
+                expected(
+                    "a group of all ranks of the outer and the inner axis",
+                    f"one of {group.size()} ranks, where the axes have {size} ranks",
+                    where=f"{name} of fully_shard_model(), with dp_outer_dim={outer!r}",
+                    hint="Leave it out: the group is made from the mesh",
+                )
+            )
+    return mesh, experts
+
+
+def _data_mesh(
+    mesh: DeviceMesh | None, inner: str | None, outer: str | None, keyword: str
+) -> DeviceMesh | None:
+    """Return the part of a mesh that has the named axes; None if there is no mesh to name them."""
+    names = tuple(name for name in (outer, inner) if name is not None)
+    if mesh is None and (outer is None or keyword == "expt_device_mesh"):
+        return None
+    if mesh is not None and mesh.ndim == 1 and not names:
+        return mesh
+    if mesh is not None and inner is not None:
+        # torch finds flattened axes too, and says which axes there are.
+        return mesh[names]
+    axes = None if mesh is None else mesh.mesh_dim_names
+    raise ValueError(
+        expected(
+            "the axes that divide and replicate parameters",
+            f"dp_shard_dim={inner!r}, dp_outer_dim={outer!r} and a mesh of axes {axes}",
+            where=f"{keyword} of fully_shard_model()",
+            hint="Name the axes of device_mesh by dp_shard_dim and, for HSDP, dp_outer_dim",
+        )
+    )
+
+
+def _policy_of(policy: object, module: nn.Module) -> Any:
+    """Translate a policy of this module; others are checked by ``megafsdp.fully_shard``.
+
+    Raises:
+        ValueError: Main weights are to have the model's dtype, and it has several.
+    """
+    if not isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    main = policy.main_params_dtype
+    if main is None:
+        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        if len(dtypes) != 1:
+            raise ValueError(
+                expected(
+                    "a model of one dtype",
+                    sorted(map(str, dtypes)),
+                    where="MixedPrecisionPolicy(main_params_dtype=None) of fully_shard_model()",
+                    hint="Give a dtype, or shard the parts by fully_shard() of megafsdp",
+                )
+            )
+        main = dtypes.pop()
+    return OwnPolicy(
+        reduce_dtype=policy.grad_comm_dtype,
+        main_params_dtype=main,
+        main_grads_dtype=policy.main_grads_dtype,
+    )
+
+
+def _prepare(module: nn.Module, device_mesh: DeviceMesh | None, keywords: MegatronKeywords) -> None:
+    """Move a model, and declare its experts, as Megatron-core marks them.
+
+    Raises:
+        NotImplementedError: Megatron-core's tensor parallelism has cut a parameter.
+    """
+    tp_dim, device = keywords.get("tp_dim"), keywords.get("device")
+    if device_mesh is not None and tp_dim is not None and device_mesh[tp_dim].size() > 1:
+        for name, parameter in module.named_parameters():
+            if getattr(parameter, "tensor_model_parallel", False) and not isinstance(
+                parameter, DTensor
+            ):
+                raise NotImplementedError(
+                    expected(
+                        "DTensors over the axis of tensor parallelism",
+                        f"Megatron-core's own part of '{name}'",
+                        where=f"fully_shard_model() with tp_dim={tp_dim!r}",
+                        hint="Use layers of megafsdp.parallel or torch's parallelize_module()",
+                    )
+                )
+    if device is not None and not keywords.get("init_model_with_meta_device"):
+        module.to(device)
+    for parameter in module.parameters():
+        if not getattr(parameter, "allreduce", True):
+            known = annotation_of(parameter)
+            facts = {field.name: getattr(known, field.name) for field in fields(known)}
+            annotate(parameter, **facts | {"is_expert": True})

@@ -1,0 +1,206 @@
+"""Megatron-FSDP's names for choices: strategies, dtypes, keywords, and its configuration class.
+
+Values alone; :mod:`megafsdp.megatron.fully_shard` translates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy as OwnPolicy
+from megafsdp.megatron.refusals import check_values, refusal
+
+
+class ShardingStrategy(IntEnum):
+    """Megatron-FSDP's numbers of its strategies: the stages of ZeRO."""
+
+    NO_SHARD = 0
+    OPTIM = 1
+    OPTIM_GRADS = 2
+    OPTIM_GRADS_PARAMS = 3
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of weights and gradients, under Megatron-FSDP's names.
+
+    Attributes:
+        main_params_dtype: Main weights, which the optimizer sees; None takes the model's dtype.
+        main_grads_dtype: Accumulated gradients; None takes the dtype of main weights.
+        grad_comm_dtype: The sum of gradients over ranks; None takes ``main_grads_dtype``.
+        grad_accum_dtype: Refused unless it is None or ``main_grads_dtype``.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    grad_accum_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Check that sums are accumulated in the dtype in which they are stored.
+
+        Raises:
+            NotImplementedError: They are to be accumulated in another one.
+        """
+        if self.grad_accum_dtype not in (None, self.main_grads_dtype):
+            raise refusal(
+                "grad_accum_dtype",
+                "None or main_grads_dtype",
+                self.grad_accum_dtype,
+                where="MixedPrecisionPolicy()",
+                hint="Give that dtype as main_grads_dtype: gradients are accumulated as stored",
+            )
+
+
+class MegatronKeywords(TypedDict, total=False):
+    """Keywords of Megatron-FSDP's ``fully_shard_model``, those of earlier releases included.
+
+    Attributes:
+        dp_shard_dim: The axis of ``device_mesh`` that divides; not needed for a mesh of one axis.
+        dp_outer_dim: The axis of replicas (HSDP, HFSDP).
+        tp_dim: The axis of tensor parallelism, whose parameters are DTensors over it.
+        hybrid_fsdp_group: Not needed; a group of another size than the two axes is refused.
+        hybrid_fsdp_expt_group: Likewise for experts.
+        expt_device_mesh: The mesh of experts' parameters, with axes of the same names.
+        fsdp_group_ag: Refused unless None.
+        expt_fsdp_group_ag: Refused unless None.
+        fsdp_unit_modules: Classes of units, or their names; None makes the model one unit.
+        zero_dp_strategy: What is divided, by name or stage of ZeRO.
+        outer_dp_sharding_strategy: What the outer axis divides: "no_shard" or 0, "optim" or 1.
+        device: Where the model is moved before it is sharded.
+        init_model_with_meta_device: Initialise by ``reset_parameters`` what is on the meta device.
+        mixed_precision_policy: A policy of this module, of megafsdp or of torch.
+        grad_reduce_in_fp32: Refused if False.
+        preserve_fp32_weights: Refused if False.
+        overlap_grad_reduce: Refused if False.
+        overlap_param_gather: False gathers each unit when it runs.
+        sync_model_each_microbatch: Refused if False.
+        preproc_state_dict_for_dcp_ckpt: Either value: state dicts need no preparation.
+        check_for_nan_in_grad: Refused if True.
+        report_nan_in_param_grad: Refused if True.
+        average_in_collective: Either value: gradients are the mean.
+        disable_bucketing: Refused if True.
+        calculate_per_token_loss: True sums gradients instead of averaging them.
+        keep_fp8_transpose_cache: Refused if True.
+        nccl_ub: Gather into memory that is registered with NCCL.
+        fsdp_double_buffer: Refused if True, unless ``nccl_ub`` asks for it too.
+        fsdp_db_use_persist_buf_on_alloc_fail: Refused if True.
+        disable_symmetric_registration: Either value: registration is never symmetric.
+        enable_fine_grained_param_gather: Refused if True.
+        use_decoupled_grad: Refused if True.
+    """
+
+    dp_shard_dim: str | None
+    dp_outer_dim: str | None
+    tp_dim: str | None
+    hybrid_fsdp_group: dist.ProcessGroup | None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None
+    expt_device_mesh: DeviceMesh | None
+    fsdp_group_ag: dist.ProcessGroup | None
+    expt_fsdp_group_ag: dist.ProcessGroup | None
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None
+    zero_dp_strategy: str | int
+    outer_dp_sharding_strategy: str | int
+    device: torch.device | str | None
+    init_model_with_meta_device: bool
+    mixed_precision_policy: MixedPrecisionPolicy | OwnPolicy
+    grad_reduce_in_fp32: bool
+    preserve_fp32_weights: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    sync_model_each_microbatch: bool
+    preproc_state_dict_for_dcp_ckpt: bool
+    check_for_nan_in_grad: bool
+    report_nan_in_param_grad: bool
+    average_in_collective: bool
+    disable_bucketing: bool
+    calculate_per_token_loss: bool
+    keep_fp8_transpose_cache: bool
+    nccl_ub: bool
+    fsdp_double_buffer: bool
+    fsdp_db_use_persist_buf_on_alloc_fail: bool
+    disable_symmetric_registration: bool
+    enable_fine_grained_param_gather: bool
+    use_decoupled_grad: bool
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelConfig:
+    """The fields of Megatron's configuration that concern FSDP, checked when it is made.
+
+    ``fully_shard_model(model, **config.keywords())`` shards by it. Fields that ask for something
+    else than what happens anyway are refused by name.
+
+    Attributes:
+        data_parallel_sharding_strategy: The keyword ``zero_dp_strategy``.
+        outer_dp_sharding_strategy: Its namesake there.
+        overlap_param_gather: Its namesake; None leaves the overlap on.
+        average_in_collective: Its namesake.
+        nccl_ub: Its namesake.
+        main_params_dtype: Its namesake in :class:`MixedPrecisionPolicy`; so are the next two.
+        main_grads_dtype: Accumulated gradients.
+        grad_comm_dtype: The sum of gradients over ranks.
+        gradient_reduce_div_fusion: Either value: gradients are divided where that is cheapest.
+        fsdp_all_gather_in_start_param_sync: Either value: the first forward gathers.
+        disable_symmetric_registration: Either value: registration is never symmetric.
+        use_megatron_fsdp: Refused if False; all other fields as the keywords of their names.
+    """
+
+    data_parallel_sharding_strategy: str | int = "no_shard"
+    outer_dp_sharding_strategy: str | int = "no_shard"
+    overlap_param_gather: bool | None = None
+    average_in_collective: bool = False
+    nccl_ub: bool = False
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    gradient_reduce_div_fusion: bool = True
+    fsdp_all_gather_in_start_param_sync: bool = True
+    disable_symmetric_registration: bool = False
+    use_megatron_fsdp: bool = True
+    use_distributed_optimizer: bool = True
+    grad_reduce_in_fp32: bool | None = None
+    preserve_fp32_weights: bool = True
+    overlap_grad_reduce: bool | None = None
+    check_for_nan_in_grad: bool = False
+    bucket_size: int | None = None
+    suggested_communication_unit_size: int | None = None
+    num_distributed_optimizer_instances: int = 1
+    fp8_param_gather: bool = False
+    keep_fp8_transpose_cache: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    fsdp_manual_registration: bool = False
+    delay_wgrad_compute: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            NotImplementedError: One asks for what is not built.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_values(given, where="DistributedDataParallelConfig()")
+
+    def keywords(self) -> MegatronKeywords:
+        """Return what :func:`~megafsdp.megatron.fully_shard.fully_shard_model` takes."""
+        policy = MixedPrecisionPolicy(
+            self.main_params_dtype, self.main_grads_dtype, self.grad_comm_dtype
+        )
+        return {
+            "zero_dp_strategy": self.data_parallel_sharding_strategy,
+            "outer_dp_sharding_strategy": self.outer_dp_sharding_strategy,
+            "overlap_param_gather": self.overlap_param_gather is not False,
+            "average_in_collective": self.average_in_collective,
+            "nccl_ub": self.nccl_ub,
+            "mixed_precision_policy": policy,
+        }

@@ -1,0 +1,226 @@
+"""What of Megatron-FSDP's interface is refused, and the errors that say what to do instead.
+
+Keywords and configuration fields, methods of its wrapper, and names of its package. The tables are
+all there is: docs/from-megatron-fsdp.md has a row for each entry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
+
+from torch import nn
+
+from megafsdp.errors import expected
+
+_SEPARATE_GROUPS = (
+    "Leave it out: on CUDA gathers and reductions have communicators of their own, and "
+    "set_separate_reduce_scatter_group() of the model chooses"
+)
+_NAN_CHECK = (
+    "Leave it out, and clip by megafsdp.clip_grad_norm_(model, max_norm, error_if_nonfinite=True), "
+    "which raises on all ranks"
+)
+_NO_DOUBLE_BUFFER = (
+    "Leave it out: torch's allocator gives the memory of one unit to the next; nccl_ub=True keeps "
+    "registered memory"
+)
+_NO_BUCKETS = "Leave it out: a unit is a bucket, so fsdp_unit_modules chooses their sizes"
+_NO_FP8 = "Leave it out: parameters in 8 bits are not built yet"
+
+# The values that ask for what happens anyway, and what to do instead of the others. Keywords that
+# are not here are translated; fields of the configuration have the same names.
+ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "fsdp_group_ag": ((None,), _SEPARATE_GROUPS),
+    "expt_fsdp_group_ag": ((None,), _SEPARATE_GROUPS),
+    "grad_reduce_in_fp32": (
+        (True, None),
+        "Leave it out: gradients are summed in fp32; another dtype is mixed_precision_policy="
+        "MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)",
+    ),
+    "preserve_fp32_weights": (
+        (True,),
+        "Give mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None), which keeps the "
+        "model's dtype",
+    ),
+    "overlap_grad_reduce": (
+        (True, None),
+        "Leave it out: a unit's reduction always runs beside the next unit's backward",
+    ),
+    "sync_model_each_microbatch": (
+        (True,),
+        "Leave it out, and run each microbatch within megafsdp.microbatch(model, is_last=...): "
+        "reductions that can wait then do",
+    ),
+    "check_for_nan_in_grad": ((False,), _NAN_CHECK),
+    "report_nan_in_param_grad": ((False,), _NAN_CHECK),
+    "disable_bucketing": ((False,), _NO_BUCKETS),
+    "keep_fp8_transpose_cache": ((False,), _NO_FP8),
+    "fsdp_double_buffer": ((False,), _NO_DOUBLE_BUFFER),
+    "fsdp_db_use_persist_buf_on_alloc_fail": ((False,), _NO_DOUBLE_BUFFER),
+    "enable_fine_grained_param_gather": (
+        (False,),
+        "Name the smaller modules in fsdp_unit_modules: each unit is gathered by itself",
+    ),
+    "use_decoupled_grad": (
+        (False,),
+        "Leave it out: .grad of the sharded parameters is the gradient, and "
+        "MixedPrecisionPolicy(main_grads_dtype=...) its dtype",
+    ),
+    # Of the configuration alone.
+    "bucket_size": ((None,), _NO_BUCKETS),
+    "suggested_communication_unit_size": (
+        (None,),
+        "Leave it out: prefetch of megafsdp.fully_shard_model() says how many units are gathered "
+        "ahead",
+    ),
+    "fp8_param_gather": ((False,), _NO_FP8),
+    "fsdp_manual_registration": (
+        (False,),
+        "Leave it out: with nccl_ub=True memory is registered once, before the first forward",
+    ),
+    "delay_wgrad_compute": (
+        (False,),
+        "Leave it out: a unit's backward computes all its gradients",
+    ),
+    "reduce_scatter_with_fp32_accumulation": (
+        (False,),
+        "Leave it out: gradients are summed in fp32, or in grad_comm_dtype",
+    ),
+    "num_distributed_optimizer_instances": (
+        (1,),
+        "Give a mesh of two axes to fully_shard_model(), and the outer one's name as dp_outer_dim",
+    ),
+    "use_megatron_fsdp": (
+        (True,),
+        "Leave it out, or use torch's DistributedDataParallel for DDP without this engine",
+    ),
+    "use_distributed_optimizer": (
+        (True,),
+        "Leave it out: data_parallel_sharding_strategy says what is divided",
+    ),
+}
+
+# Methods of Megatron-FSDP's wrapper, and what a loop does here instead.
+METHODS: dict[str, str] = {
+    "sync": "Leave it out: gradients are complete when backward returns; is_last of "
+    "megafsdp.microbatch() says which microbatch ends a step",
+    "set_model_auto_sync": "Leave it out, and run each microbatch within "
+    "megafsdp.microbatch(model, is_last=...)",
+    "start_param_sync": "Leave it out: the next forward gathers what has changed",
+    "synchronize_param_gather": "Leave it out: each unit waits for its own gather",
+    "start_grad_sync": "Leave it out: backward reduces gradients",
+    "finish_grad_sync": "Leave it out: gradients are complete when backward returns",
+    "synchronize_gradient_reduce": "Leave it out: gradients are complete when backward returns",
+    "attach_grad_to_optimizer_state": "Leave it out: .grad of the model's parameters is the "
+    "gradient",
+    "zero_grad_buffer": "Call optimizer.zero_grad() or model.zero_grad()",
+    "install_optimized_model_weights": "Leave it out after an optimizer's step; after edits by "
+    "hand call megafsdp.mark_main_weights_changed(model)",
+    "scale_gradients": "Multiply .grad of each parameter, or call set_gradient_divide_factor() of "
+    "each unit",
+    "broadcast_params": "Build the same model on all ranks, from one seed or one checkpoint",
+    "get_distributed_index": "Use the mesh that was given as device_mesh",
+}
+
+# Other names of Megatron-FSDP's package.
+NAMES: dict[str, str] = {
+    "MegatronFSDP": "Call fully_shard_model(), which changes the model in place; "
+    "isinstance(model, megafsdp.FSDPModule) finds units",
+    "FSDPDistributedIndex": "Give device_mesh and the names of its axes to fully_shard_model()",
+}
+
+
+def refuse_name(name: str, known: Iterable[str], module: str) -> NoReturn:
+    """Raise for a name that a module has not.
+
+    Raises:
+        ImportError: It is one of Megatron-FSDP's.
+        AttributeError: It is not.
+    """
+    if name in NAMES:
+        # No AttributeError, of which an import statement shows the name alone.
+        raise ImportError(
+            expected(
+                f"one of {', '.join(known)}",
+                repr(name),
+                where=f"an import from {module}",
+                hint=NAMES[name],
+            )
+        )
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Check that keywords are Megatron-FSDP's.
+
+    Raises:
+        TypeError: One is not; the nearest are named.
+    """
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=2)
+            advice = f"Did you mean {' or '.join(nearest)}" if nearest else "Leave it out"
+            raise TypeError(
+                expected(
+                    "keywords of Megatron-FSDP",
+                    repr(name),
+                    where=where,
+                    hint=f"{advice}; megafsdp.fully_shard_model() has keywords of its own",
+                )
+            )
+
+
+def check_values(given: Mapping[str, object], where: str) -> None:
+    """Check that keywords, or fields of the configuration, ask for nothing that is not built.
+
+    Raises:
+        NotImplementedError: One does; the error says what to do.
+    """
+    for name, value in given.items():
+        accepted, hint = ONLY.get(name, ((value,), ""))
+        # Registered memory is several buffers that stay, so the two ask for one thing.
+        is_implied = name == "fsdp_double_buffer" and given.get("nccl_ub")
+        if value not in accepted and not is_implied:
+            raise refusal(name, " or ".join(map(repr, accepted)), value, where=where, hint=hint)
+
+
+def refusal(name: str, what: str, value: object, *, where: str, hint: str) -> NotImplementedError:
+    """Return the error of a keyword that asks for what is not built."""
+    return NotImplementedError(
+        expected(f"{name} to be {what}", repr(value), where=where, hint=hint)
+    )
+
+
+def refuse_methods(module: nn.Module) -> None:
+    """Give a model the methods of Megatron-FSDP's wrapper that say what to do instead.
+
+    A method of the same name of the model's own stays.
+    """
+    names = tuple(name for name in METHODS if not hasattr(module, name))
+    # mypy takes the hash of the class for that of its instances.
+    module.__class__ = _class_with(type(module), names)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _class_with(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return a class with refused methods: one for a class, since torch compiles each anew."""
+    refused = {name: _refused_method(name) for name in names}
+    return type(cls.__name__, (cls,), refused | {"__doc__": cls.__doc__})
+
+
+def _refused_method(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: nn.Module, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse a method of Megatron-FSDP's wrapper, and say what to do."""
+        raise NotImplementedError(
+            expected(
+                "methods of megafsdp.FSDPModule",
+                f"{name}()",
+                where="a model sharded by megafsdp.megatron",
+                hint=METHODS[name],
+            )
+        )
+
+    return refuse
