@@ -5,6 +5,7 @@
 #include "kernels/simd.h"
 #include "ops/adam.h"
 #include "ops/arguments.h"
+#include "ops/noise.h"
 #include "ops/quantize.h"
 #include "ops/shard_sum.h"
 
@@ -127,6 +128,26 @@ void encode_blocks(Coding coding, megafsdp::StackShape shape, megafsdp::BufferAr
   megafsdp::run_blocks(arguments, checked, num_threads, level);
 }
 
+void fill_uniform(uintptr_t out, int64_t numel, uint64_t seed, int64_t stream,
+                  int64_t num_threads) {
+  const megafsdp::UniformArguments arguments{out, numel, seed, stream};
+  megafsdp::check_uniform(arguments);
+  megafsdp::check_positive("num_threads", num_threads);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_uniform(arguments, num_threads, level);
+}
+
+void transform_rows(uintptr_t values, std::string dtype, int64_t num_rows, int64_t num_cols,
+                    uintptr_t out, int64_t num_threads) {
+  const megafsdp::HadamardArguments arguments{values, std::move(dtype), num_rows, num_cols, out};
+  megafsdp::check_hadamard(arguments);
+  megafsdp::check_positive("num_threads", num_threads);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_hadamard(arguments, num_threads, level);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_csrc, module) {
@@ -165,4 +186,10 @@ PYBIND11_MODULE(_csrc, module) {
              py::arg("values"), py::arg("dtype"), py::arg("table"), py::arg("codes"),
              py::arg("num_threads"),
              "Write scales of blocks and codes of a tensor in one pass; releases the GIL.");
+  module.def("fill_uniform", &fill_uniform, py::kw_only(), py::arg("out"), py::arg("numel"),
+             py::arg("seed"), py::arg("stream"), py::arg("num_threads"),
+             "Write uniform fp32 numbers in [0, 1) by Philox 4x32-10; releases the GIL.");
+  module.def("transform_rows", &transform_rows, py::kw_only(), py::arg("values"), py::arg("dtype"),
+             py::arg("num_rows"), py::arg("num_cols"), py::arg("out"), py::arg("num_threads"),
+             "Write the Hadamard transform of blocks of 16 rows; releases the GIL.");
 }

@@ -140,6 +140,60 @@ def wrapper_like(cls: type[T], tensor: torch.Tensor) -> T:
     )
 
 
+def empty_wrapper(
+    cls: type[T],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> T:
+    """Make a tensor of a class without memory; its storage has no bytes.
+
+    Public: none. 2.11 to 2.13.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls, tuple(shape), strides=tuple(stride), dtype=dtype, device=device, storage_size=0
+    )
+
+
+def replace_tensor(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give a tensor the class and memory of another one, and the other those of it.
+
+    What users wrote on the tensor, and its gradient, stay on it. Public: ``torch.utils``, of which
+    ``swap_tensors`` exchanges these too. 2.11 to 2.13.
+    """
+    written, grad = dict(vars(tensor)), tensor.grad
+    torch.utils.swap_tensors(tensor, other)
+    vars(tensor).update(written)
+    tensor.grad = grad
+
+
+# What torch.nn.functional.grouped_mm calls, and overrides of tensor subclasses see. Public: the
+# function itself, which they do not see. 2.11 to 2.13; None where it is not there.
+grouped_product: Callable[..., torch.Tensor] | None = getattr(torch, "_grouped_mm", None)
+
+
+def scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """Multiply matrices of 8-bit floats that have one scale each, on CUDA.
+
+    On CPUs it works too, hundreds to thousands of times slower than a product of decoded values.
+
+    Public: ``torch.nn.functional.scaled_mm``, not in 2.9; this one is in all. 2.11 to 2.13.
+    """
+    return torch._scaled_mm(
+        a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    )
+
+
 def unscale_and_check(
     tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
@@ -246,6 +300,17 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     return untraced_frame(run)
 
 
+def refuse_graphs(tensor: torch.Tensor) -> None:
+    """Have ``torch.compile`` end its graph before the operator that it tries on this tensor.
+
+    For operators of tensor subclasses, which the compiler runs once without values and then puts
+    into the graph: a read of a value makes it give up. ``fullgraph=True`` raises. Public: none; a
+    graph break of ``torch.compiler`` works in traced code alone. 2.11 to 2.13.
+    """
+    if torch.compiler.is_compiling() and type(tensor) is not torch.Tensor:
+        tensor.new_zeros(()).item()
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of the own buffers that a state dict leaves out.
 
@@ -292,3 +357,19 @@ def tensor_rebuilder() -> Callable[..., torch.Tensor]:
     """
     rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v2
     return rebuild
+
+
+def record_memory_history(*, is_wanted: bool) -> None:
+    """Begin, or end, to record the allocations of the GPU with their stacks.
+
+    Public: none; ``torch.profiler`` records sizes alone. 2.11 to 2.13.
+    """
+    torch.cuda.memory._record_memory_history("all" if is_wanted else None, max_entries=1_000_000)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what was recorded, as torch's page pytorch.org/memory_viz reads it.
+
+    Public: ``torch.cuda.memory_snapshot`` lacks the history. 2.11 to 2.13.
+    """
+    torch.cuda.memory._dump_snapshot(path)

@@ -76,6 +76,10 @@ class Fp32Scaling:
         """Return fp32 factors, ``(num_matrices, num_tiles)``."""
         return self.tile_scales(table, num_matrices)
 
+    def of_matrix(self, table: torch.Tensor, num_matrices: int, index: int) -> torch.Tensor:
+        """Return the bytes of one matrix, as a table of it alone has them; aliases."""
+        return self.tile_scales(table, num_matrices)[index].view(torch.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class E8M0Scaling:
@@ -109,6 +113,10 @@ class E8M0Scaling:
     def decode_factors(self, table: torch.Tensor, num_matrices: int) -> torch.Tensor:
         """Return fp32 factors, ``(num_matrices, num_tiles)``."""
         return decode_e8m0(self.tile_scales(table, num_matrices))
+
+    def of_matrix(self, table: torch.Tensor, num_matrices: int, index: int) -> torch.Tensor:
+        """Return the bytes of one matrix, as a table of it alone has them; aliases."""
+        return self.tile_scales(table, num_matrices)[index]
 
     def _codes(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
         # The scalar is rounded to fp32 before the product is, which is then rounded up.
@@ -161,6 +169,11 @@ class TwoLevelScaling:
         """Return fp32 factors, ``(num_matrices, num_tiles)``."""
         scales = E4M3.decode(self.tile_scales(table, num_matrices))
         return scales * self.matrix_maxima(table, num_matrices) * (1 / _TWO_LEVEL_MAX)
+
+    def of_matrix(self, table: torch.Tensor, num_matrices: int, index: int) -> torch.Tensor:
+        """Return the bytes of one matrix, as a table of it alone has them; allocates."""
+        maximum = self.matrix_maxima(table, num_matrices)[index].view(torch.uint8)
+        return torch.cat((maximum, self.tile_scales(table, num_matrices)[index]))
 
     def _of_matrices(self, maxima: torch.Tensor) -> torch.Tensor:
         """Return the factor of each matrix, ``(num_matrices, 1)`` fp32."""

@@ -1,0 +1,219 @@
+"""Delayed scaling: histories of maxima, from which the scales of the next step are made.
+
+A scale of a whole tensor needs its maximum first. Delayed scaling takes the maximum from steps
+before, so that values can be quantized in one pass. Each parameter has three histories: of its
+own values, of its layer's inputs, and of the gradients of its layer's outputs. The newest maximum
+stands last, zeros are steps that have not been:
+
+    history 4, after steps with maxima 3, 5, 4      0 3 5 4
+    inputs and gradients are scaled by              5          the largest; by most_recent 4
+    weights are scaled by                           5          the same of 0 3 5, the steps before
+    after one more step, with maximum 2             3 5 4 2
+
+Layers record the maxima of their inputs and gradients on each rank. Once a step, what was recorded
+and the maxima of the weights are combined over ranks, together with those of other formats, and
+rolled into the histories. The collective is the engine's.
+
+Rules, all of which hold for each history by itself:
+
+- The first maximum is used at once. Until it is known, an input is scaled by its own maximum.
+- A maximum of zero is not recorded: nothing has run, or every value was zero.
+- One that is not finite is not recorded either, or every later step would be lost. What has it
+  becomes NaN, for that step.
+- A weight's maximum that equals the newest is not recorded again. So it makes no difference how
+  often unchanged weights are encoded, and a load needs no more than the histories.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megafsdp.errors import expected
+
+Choice = Literal["max", "most_recent"]
+
+INPUT, GRAD = 0, 1
+_INFINITE_BITS = 0x7F80_0000
+_NAN_BITS = 0x7FC0_0000
+
+
+class DelayedState:
+    """Histories of one parameter; tensors of fixed sizes, written in place and never replaced.
+
+    Args:
+        history: Number of steps.
+        num_matrices: Experts of a stack, each of which has a history and a scale; else 1.
+        choice: Which maximum of a history makes the scale.
+        device: Where the tensors lie.
+
+    Attributes:
+        weight_history: ``(num_matrices, history)`` fp32.
+        input_history: ``(history,)`` fp32; of a stack, whose inputs are not quantized, all zeros.
+        grad_history: ``(history,)`` fp32.
+    """
+
+    def __init__(
+        self,
+        history: int,
+        *,
+        num_matrices: int = 1,
+        choice: Choice = "max",
+        device: torch.device | str | None = None,
+    ) -> None:
+        if history < 1 or choice not in ("max", "most_recent"):
+            raise ValueError(
+                expected(
+                    "a history of at least 1 step, of which 'max' or 'most_recent' is taken",
+                    f"{history} steps and {choice!r}",
+                    where="DelayedState",
+                    hint="Use 1024 and 'max'",
+                )
+            )
+        self._choice = choice
+        self.weight_history = torch.zeros(num_matrices, history, device=device)
+        self._operands = torch.zeros(2, history, device=device)
+        self._pending = torch.zeros(2, dtype=torch.int32, device=device)
+        self._weight_bits = torch.zeros(num_matrices, dtype=torch.int32, device=device)
+        self._operand_bits = torch.zeros(2, dtype=torch.int32, device=device)
+        # A maximum above it is used in place of the history's.
+        self._limits = torch.full((2,), -1, dtype=torch.int32, device=device)
+
+    @property
+    def input_history(self) -> Tensor:
+        """Return the maxima of inputs; aliases."""
+        return self._operands[INPUT]
+
+    @property
+    def grad_history(self) -> Tensor:
+        """Return the maxima of gradients of outputs; aliases."""
+        return self._operands[GRAD]
+
+    def pending(self) -> Tensor:
+        """Return what this rank has recorded of inputs and gradients since the last roll.
+
+        ``(2,)`` int32, bits of fp32 magnitudes; aliases, and :meth:`roll` sets it to zero.
+        """
+        return self._pending
+
+    def record(self, operand: int, bits: Tensor) -> None:
+        """Raise the maximum of ``INPUT`` or ``GRAD`` that the next roll takes; local.
+
+        Args:
+            operand: Which.
+            bits: ``(1,)`` int32 bits of a magnitude.
+        """
+        recorded = self._pending[operand : operand + 1]
+        torch.maximum(recorded, bits, out=recorded)
+
+    def maximum_for(self, operand: int, bits: Tensor) -> Tensor:
+        """Return the maximum that an ``INPUT`` or ``GRAD`` is to be scaled by.
+
+        Args:
+            operand: Which.
+            bits: ``(1,)`` int32 bits of its own largest magnitude.
+
+        Returns:
+            Bits of the history's, or its own where there is no history yet, or it is not finite.
+        """
+        chosen = slice(operand, operand + 1)
+        return torch.where(bits > self._limits[chosen], bits, self._operand_bits[chosen])
+
+    def weight_maximum(self) -> Tensor:
+        """Return what the weight is encoded by, ``(num_matrices,)`` int32 bits; aliases.
+
+        The largest of the steps before the newest, so it is known before the newest weight is. NaN
+        of a weight that was not finite at the last roll.
+        """
+        return self._weight_bits
+
+    @property
+    def input_maximum(self) -> Tensor:
+        """Return the bits that inputs are scaled by, ``(1,)`` int32; 0 before the first roll."""
+        return self._operand_bits[INPUT : INPUT + 1]
+
+    @property
+    def grad_maximum(self) -> Tensor:
+        """Return the bits that gradients are scaled by, ``(1,)`` int32; 0 before there is one."""
+        return self._operand_bits[GRAD : GRAD + 1]
+
+    @torch.no_grad()
+    def roll(self, weight_bits: Tensor, pending_bits: Tensor) -> None:
+        """Append maxima to the histories, and choose what the next step is scaled by; local.
+
+        All ranks must give the same bits. What was recorded is forgotten.
+
+        Args:
+            weight_bits: ``(num_matrices,)`` int32, over all ranks that have rows of the weight.
+            pending_bits: ``(2,)`` int32, :meth:`pending` over all ranks.
+        """
+        weights, operands = weight_bits.view(torch.float32), pending_bits.view(torch.float32)
+        is_new = weights != self.weight_history[:, -1]
+        _append(self.weight_history, weights, is_new & _is_recorded(weight_bits))
+        _append(self._operands, operands, _is_recorded(pending_bits))
+        self._pending.zero_()
+        self._choose(weight_bits)
+
+    @torch.no_grad()
+    def load(self, weight: Tensor, input: Tensor, grad: Tensor) -> None:
+        """Copy histories of a checkpoint; local. The weight's maximum counts after a roll.
+
+        Args:
+            weight: Like ``weight_history``, or ``(history,)`` for one matrix. A longer or shorter
+                history keeps its newest steps.
+            input: ``(any history,)``.
+            grad: ``(any history,)``.
+        """
+        for target, source in (
+            (self.weight_history, weight.view(self.weight_history.shape[0], -1)),
+            (self._operands, torch.stack((input, grad))),
+        ):
+            kept = min(target.shape[1], source.shape[1])
+            target.zero_()
+            target[:, target.shape[1] - kept :] = source[:, source.shape[1] - kept :]
+        self._pending.zero_()
+        self._choose(torch.zeros_like(self._weight_bits))
+
+    def histories(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the histories as :meth:`load` takes them; aliases."""
+        return self.weight_history, self.input_history, self.grad_history
+
+    @staticmethod
+    def of_histories(weight: Tensor, input: Tensor, grad: Tensor) -> DelayedState:
+        """Make a state that begins from copies of histories, where these lie."""
+        made = DelayedState(weight.shape[1], num_matrices=weight.shape[0], device=weight.device)
+        made.load(weight, input, grad)
+        return made
+
+    def copy(self, device: torch.device) -> DelayedState:
+        """Return a state with the same histories, and nothing recorded, on a device."""
+        moved = (history.to(device) for history in self.histories())
+        made = DelayedState.of_histories(*moved)
+        made._choice = self._choice
+        return made
+
+    def _choose(self, weight_bits: Tensor) -> None:
+        """Set the maxima that scales are made of, a function of the histories."""
+        before, newest = self.weight_history[:, :-1], self.weight_history[:, -1]
+        if before.shape[1] > 0:
+            chosen = self._chosen(before)
+            newest = torch.where(chosen > 0, chosen, newest)
+        is_finite = weight_bits < _INFINITE_BITS
+        self._weight_bits.copy_(torch.where(is_finite, newest.view(torch.int32), _NAN_BITS))
+        self._operand_bits.copy_(self._chosen(self._operands).view(torch.int32))
+        self._limits.copy_(torch.where(self._operand_bits > 0, _INFINITE_BITS - 1, -1))
+
+    def _chosen(self, history: Tensor) -> Tensor:
+        return history[:, -1].clone() if self._choice == "most_recent" else history.amax(dim=1)
+
+
+def _is_recorded(bits: Tensor) -> Tensor:
+    return (bits > 0) & (bits < _INFINITE_BITS)
+
+
+def _append(history: Tensor, maxima: Tensor, is_recorded: Tensor) -> None:
+    """Append maxima to the rows of histories for which it is said, in place."""
+    rolled = torch.cat((history[:, 1:], maxima[:, None]), dim=1)
+    history.copy_(torch.where(is_recorded[:, None], rolled, history))

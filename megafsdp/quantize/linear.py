@@ -1,0 +1,310 @@
+"""Linears on quantized weights: what is quantized for which product, and what backward reads.
+
+With Q for a quantization along features, and Qc for one along tokens:
+
+    output         y  = Q(x) w^T + bias
+    input grad     gx = Q(g) w
+    weight grad    gw = Qc(g)^T Qc(x)         saved: the codes of Qc(x), a byte an element or half
+    bias grad      gb = the sum of g, which is not quantized
+
+Formats with one scale a tensor have one quantization for both. A recipe that quantizes weights
+alone decodes them in forward and again in backward, and saves x as it is. Either way what is kept
+of a weight is the object itself, whose codes may be gathered anew before backward: no decoded copy
+outlives the product that it was made for.
+
+NVFP4 transforms both operands of the weight gradient (hadamard.py) and rounds both quantizations of
+g by chance (rounding.py). Tokens that lack to a whole block make a shorter block, and to a whole
+transform they count as zeros.
+
+A graph of ``torch.compile`` has the plain formulas of formats in it, which give the same bits.
+Recipes that keep state from step to step, histories or a generator's, end the graph at each linear.
+
+The products themselves are in products.py. Experts, whose products are grouped by rows, decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from megafsdp.device.torch_private import refuse_graphs, without_dynamo
+from megafsdp.quantize.delayed import GRAD, INPUT, DelayedState
+from megafsdp.quantize.hadamard import transform_tokens
+from megafsdp.quantize.input_formats import (
+    ALONG_FEATURES,
+    ALONG_TOKENS,
+    InputFormat,
+    QuantizedInput,
+    add_maximum,
+)
+from megafsdp.quantize.products import (
+    CodedMatrix,
+    input_grad,
+    output,
+    takes_transposed,
+    weight_grad,
+)
+from megafsdp.quantize.rounding import Noise, draw_seed
+
+
+class LinearWeight(CodedMatrix, Protocol):
+    """What a linear reads of a quantized weight, and needs to make its gradient."""
+
+    state: DelayedState | None
+    value_dtype: torch.dtype
+
+
+@without_dynamo
+def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    """Return ``x w^T + bias`` by the recipe of the weight, differentiable once.
+
+    Under autocast x and bias are cast as torch casts them for its own linear.
+
+    Args:
+        x: ``(..., inputs)``.
+        weight: ``(outputs, inputs)``, its gradient is dense and of its dtype.
+        bias: ``(outputs,)`` or None.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    elif x.dtype != weight.value_dtype:
+        # torch says what is wrong with operands of two dtypes.
+        return F.linear(x, weight.decode(), bias)
+    is_quantized = weight.recipe.input is not None and x.numel() > 0
+    if is_quantized and (weight.recipe.history or weight.recipe.has_stochastic_rounding):
+        # A graph would have neither histories nor a seed that is new in each step.
+        refuse_graphs(x)
+    if not torch.is_grad_enabled():
+        if is_quantized:
+            return _quantized_output(x, weight, bias)
+        return F.linear(x, weight.decode(x.dtype), bias)
+    function = _Quantized if is_quantized else _Decoded
+    result: Tensor = function.apply(x, weight, bias)
+    return result
+
+
+class _Decoded(torch.autograd.Function):
+    """A linear that decodes its weight for each product and quantizes nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        return F.linear(x, weight.decode(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = None
+        if needs_x:
+            weight = ctx.weight.decode(grad.dtype)
+            grad_x = rows.mm(weight).view(*grad.shape[:-1], weight.shape[1])
+        if needs_weight:
+            grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1])).to(ctx.weight.value_dtype)
+        return grad_x, grad_weight, rows.sum(0) if needs_bias else None
+
+
+class _Quantized(torch.autograd.Function):
+    """A linear of which every operand of every product is quantized."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        sizes = (rows.shape[0], *weight.stored_shape)
+        is_transposed = ctx.needs_input_grad[1] and takes_transposed(
+            rows, _format_of(weight, GRAD), sizes
+        )
+        by_features, saved = _quantize_for_both(
+            rows, weight, INPUT, is_recorded=True, is_transposed=is_transposed
+        )
+        y = output(by_features, weight, bias, x.dtype)
+        ctx.weight, ctx.x_shape, ctx.meaning = weight, x.shape, None
+        if ctx.needs_input_grad[1]:
+            if saved is None:
+                saved = _quantize(rows, weight, INPUT, ALONG_TOKENS, is_transposed=is_transposed)
+            ctx.save_for_backward(saved.codes, saved.scales)
+            ctx.meaning = saved.format, saved.shape, saved.along, saved.is_transposed
+        return _as_output(y, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight: LinearWeight = ctx.weight
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1]).contiguous()
+        grad_x = grad_weight = for_weight = None
+        # Here and not in forward: a layer that runs forward twice, the first time without a graph,
+        # finds one random state both times, and an evaluation draws nothing.
+        seed = draw_seed() if weight.recipe.has_stochastic_rounding else None
+        x = QuantizedInput(*ctx.saved_tensors, *ctx.meaning) if needs_weight else None
+        # As the input was, so that what is transposed for one product is so for both operands.
+        given: dict[str, Any] = {"is_recorded": True, "seed": seed}
+        given["is_transposed"] = x is not None and x.is_transposed
+        if needs_x:
+            coded, for_weight = _quantize_for_both(rows, weight, GRAD, **given)
+            grad_x = input_grad(coded, weight, grad.dtype).view(ctx.x_shape)
+        if x is not None:
+            if for_weight is None:
+                for_weight = _quantize(rows, weight, GRAD, ALONG_TOKENS, **given)
+            grad_weight = weight_grad(for_weight, x, grad.dtype).to(weight.value_dtype)
+        return grad_x, grad_weight, rows.sum(0) if needs_bias else None
+
+
+def _quantized_output(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    """Return a quantized linear of which nothing is saved or recorded."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    coded = _quantize(rows, weight, INPUT, ALONG_FEATURES)
+    y = output(coded, weight, bias, x.dtype)
+    return _as_output(y, x)
+
+
+def _as_output(rows: Tensor, x: Tensor) -> Tensor:
+    """Return the rows of an output in the shape of the input; an alias, but to autograd no view.
+
+    As torch's own linear: FSDP2 warns of views, on which it loses its hooks for backward.
+    """
+    if x.dim() == 2:
+        return rows
+    output: Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[1]))
+    return output
+
+
+def _format_of(weight: LinearWeight, operand: int) -> InputFormat:
+    form = weight.recipe.input if operand == INPUT else weight.recipe.grad
+    assert form is not None, "the recipe quantizes inputs and gradients"
+    return form
+
+
+def _serves_both(weight: LinearWeight, operand: int) -> bool:
+    """Return whether the codes along features are also those along tokens."""
+    return _format_of(weight, operand).block is None and not weight.recipe.has_hadamard
+
+
+def _quantize_for_both(
+    rows: Tensor,
+    weight: LinearWeight,
+    operand: int,
+    *,
+    is_recorded: bool,
+    seed: int | None = None,
+    is_transposed: bool,
+) -> tuple[QuantizedInput, QuantizedInput | None]:
+    """Quantize for the product over features, and for that over tokens if one quantization does.
+
+    Args:
+        rows: As of :func:`_quantize`, like the others.
+        weight: Has the recipe.
+        operand: ``INPUT`` or ``GRAD``.
+        is_recorded: Whether delayed scaling notes the maximum.
+        seed: Round by chance with this seed.
+        is_transposed: Whether the product over tokens takes transposed codes.
+    """
+    serves_both = _serves_both(weight, operand)
+    if serves_both and is_transposed:
+        maximum = _maximum_for(rows, weight, operand, is_recorded=is_recorded)
+        return _format_of(weight, operand).quantize_both_ways(rows, maximum=maximum)
+    coded = _quantize(rows, weight, operand, ALONG_FEATURES, is_recorded=is_recorded, seed=seed)
+    return coded, coded if serves_both else None
+
+
+def _quantize(
+    rows: Tensor,
+    weight: LinearWeight,
+    operand: int,
+    along: int,
+    *,
+    is_recorded: bool = False,
+    seed: int | None = None,
+    is_transposed: bool = False,
+) -> QuantizedInput:
+    """Quantize inputs, or gradients of outputs, for one product.
+
+    Args:
+        rows: ``(tokens, features)``, contiguous.
+        weight: Has the recipe, and the histories of delayed scaling.
+        operand: ``INPUT`` or ``GRAD``.
+        along: The dimension that blocks lie along, which is the one that the product sums over.
+        is_recorded: Whether delayed scaling notes the maximum.
+        seed: Round by chance with this seed; None: to nearest.
+        is_transposed: Whether codes are those of the transpose.
+    """
+    noise = None
+    form = _format_of(weight, operand)
+    if along == ALONG_TOKENS and weight.recipe.has_hadamard:
+        rows = transform_tokens(rows)
+    maximum = _maximum_for(rows, weight, operand, is_recorded=is_recorded)
+    # The two quantizations of a gradient are rounded independently. Inputs are rounded to nearest.
+    if seed is not None and operand == GRAD:
+        noise = Noise(seed, along).uniform(rows.shape, rows.device)
+    return form.quantize(
+        rows, along=along, maximum=maximum, noise=noise, is_transposed=is_transposed
+    )
+
+
+def _maximum_for(
+    rows: Tensor, weight: LinearWeight, operand: int, *, is_recorded: bool
+) -> Tensor | None:
+    """Return what delayed scaling scales by, and note the rows' own maximum; None without it."""
+    state = weight.state
+    if state is None or _format_of(weight, operand).block is not None:
+        return None
+    own = torch.zeros(1, dtype=torch.int32, device=rows.device)
+    add_maximum(rows, own)
+    if is_recorded:
+        state.record(operand, own)
+    return state.maximum_for(operand, own)
+
+
+@without_dynamo
+def grouped_product(
+    multiply: Callable[..., Tensor], x: Tensor, weight: LinearWeight, ends: Tensor
+) -> Tensor:
+    """Return the product of each expert's rows with its matrix, ``(rows, outputs)``.
+
+    The stack is decoded in forward and again in backward; x and the gradient stay as they are.
+
+    Args:
+        multiply: torch's grouped product.
+        x: ``(rows, inputs)``, sorted by expert.
+        weight: A stack as the product takes it, ``(experts, inputs, outputs)``.
+        ends: ``(experts,)`` int32, where the rows of each end.
+    """
+    if not torch.is_grad_enabled():
+        return multiply(x, weight.decode(x.dtype), offs=ends)
+    result: Tensor = _Grouped.apply(x, weight, ends, multiply)
+    return result
+
+
+class _Grouped(torch.autograd.Function):
+    """A grouped product with a stack that is decoded for each product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: LinearWeight, ends: Tensor, multiply: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.weight, ctx.multiply = weight, multiply
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, ends)
+        return multiply(x, weight.decode(x.dtype), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends = ctx.saved_tensors
+        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            weight = ctx.weight.decode(grad.dtype)
+            grad_x = ctx.multiply(grad, weight.transpose(1, 2), offs=ends)
+        if ctx.needs_input_grad[1]:
+            # As the stack lies, (experts, outputs, inputs).
+            grad_weight = ctx.multiply(grad.t(), x, offs=ends).transpose(1, 2)
+            grad_weight = grad_weight.to(ctx.weight.value_dtype)
+        return grad_x, grad_weight, None, None

@@ -1,0 +1,102 @@
+"""Stochastic rounding by a counter: numbers that depend on a seed and on the place alone.
+
+Philox 4x32-10 turns the index of four neighbours and a seed into four words of 32 bits, so each
+element has its number whatever computes it, in which order and on which device. The seed comes from
+torch's generator of the CPU, whose state checkpoints have: a resumed run rounds as one that was
+never stopped. A seed is drawn in backward, once a linear. A forward that runs again in backward
+puts the generator's state back, so a checkpointed layer rounds as one that is not.
+
+    element   0    1    2    3  |  4    5    6    7
+    counter  (0, 0, stream, 0)  | (1, 0, stream, 0)          key (seed % 2**32, seed // 2**32)
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), sections 3.2 and 4.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafsdp._native import native_module
+
+_WORD = 0xFFFF_FFFF
+_MULTIPLIERS = (0xD251_1F53, 0xCD9E_8D57)
+_KEY_STEPS = (0x9E37_79B9, 0xBB67_AE85)
+_NUM_ROUNDS = 10
+_WORDS_A_COUNTER = 4
+# The bits of a fraction that fp32 has without rounding.
+_FRACTION_BITS = 24
+
+
+class Noise(NamedTuple):
+    """Which uniform numbers to round by.
+
+    Attributes:
+        seed: Of 63 bits, as :func:`draw_seed` returns it.
+        stream: Another one for each use of a seed.
+    """
+
+    seed: int
+    stream: int
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return numbers in ``[0, 1)``, multiples of 2**-24, fp32; allocates.
+
+        Element ``i``, counted by rows, has the same number in every shape and on every device.
+        """
+        numel, module = math.prod(shape), native_module()
+        is_native = device.type == "cpu" and not torch.compiler.is_compiling()
+        if module is not None and is_native and numel > 0:
+            out = torch.empty(tuple(shape), dtype=torch.float32)
+            module.fill_uniform(
+                out=out.data_ptr(),
+                numel=numel,
+                seed=self.seed,
+                stream=self.stream,
+                num_threads=torch.get_num_threads(),
+            )
+            return out
+        num_counters = -(-numel // _WORDS_A_COUNTER)
+        index = torch.arange(num_counters, dtype=torch.int64, device=device)
+        counter = (index & _WORD, index >> 32, self.stream, 0)
+        words = philox(counter, (self.seed & _WORD, self.seed >> 32))
+        fractions = torch.stack(words, dim=-1).flatten()[:numel] >> (32 - _FRACTION_BITS)
+        return fractions.float().mul_(2.0**-_FRACTION_BITS).view(tuple(shape))
+
+
+def draw_seed() -> int:
+    """Return a seed from torch's default generator of the CPU, whatever the device."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def philox(
+    counter: tuple[Tensor, Tensor | int, Tensor | int, Tensor | int], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words of Philox 4x32-10 of each counter.
+
+    Args:
+        counter: Four words, as int64 tensors of one shape or numbers, each below 2**32.
+        key: Two words.
+
+    Returns:
+        int64 tensors of that shape, below 2**32.
+    """
+    c0, c1, c2, c3 = (torch.as_tensor(c, device=counter[0].device) for c in counter)
+    k0, k1 = key
+    for _ in range(_NUM_ROUNDS):
+        # The product of two words may not fit into int64, but its bits are the right ones; the
+        # shift keeps the sign, which the mask removes.
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (second >> 32 & _WORD) ^ c1 ^ k0,
+            second & _WORD,
+            (first >> 32 & _WORD) ^ c3 ^ k1,
+            first & _WORD,
+        )
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    shape = counter[0].shape
+    return c0.expand(shape), c1.expand(shape), c2.expand(shape), c3.expand(shape)

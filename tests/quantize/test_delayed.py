@@ -1,0 +1,163 @@
+"""Histories of maxima against a list that is written down step by step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafsdp.quantize.delayed import GRAD, INPUT, DelayedState
+
+
+def _bits(*values: float) -> Tensor:
+    return torch.tensor(values).view(torch.int32)
+
+
+def _values(bits: Tensor) -> list[float]:
+    return bits.view(torch.float32).tolist()
+
+
+class _Written:
+    """One history as a list, the newest last."""
+
+    def __init__(self, length: int, choice: str, is_weight: bool) -> None:
+        self.steps, self.choice, self.is_weight = [0.0] * length, choice, is_weight
+
+    def roll(self, value: float) -> None:
+        is_again = self.is_weight and value == self.steps[-1]
+        if value > 0 and math.isfinite(value) and not is_again:
+            self.steps = [*self.steps[1:], value]
+
+    def used(self) -> float:
+        steps = self.steps[:-1] if self.is_weight else self.steps
+        chosen = max(steps, default=0.0) if self.choice == "max" else [0.0, *steps][-1]
+        return chosen or self.steps[-1]
+
+
+@pytest.mark.parametrize("choice", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_histories_equal_lists_of_steps(choice: str, length: int) -> None:
+    """Twenty steps with zeros, repeated maxima and maxima that are not finite."""
+    state = DelayedState(length, num_matrices=2, choice=choice)
+    weights = [_Written(length, choice, True) for _ in range(2)]
+    operands = [_Written(length, choice, False) for _ in range(2)]
+    generator = torch.Generator().manual_seed(length)
+    for step in range(20):
+        values = (torch.randint(0, 6, (4,), generator=generator) / 2).tolist()
+        if step in (7, 8):
+            values = [math.inf, math.nan, math.nan, math.inf]
+        state.roll(_bits(*values[:2]), _bits(*values[2:]))
+        for written, value in zip([*weights, *operands], values, strict=True):
+            written.roll(value)
+        assert state.weight_history.tolist() == [w.steps for w in weights]
+        assert [state.input_history.tolist(), state.grad_history.tolist()] == [
+            o.steps for o in operands
+        ]
+        found = _values(state.weight_maximum())
+        for used, written, value in zip(found, weights, values[:2], strict=True):
+            assert used == written.used() if math.isfinite(value) else math.isnan(used)
+        assert _values(state.input_maximum) == [operands[0].used()]
+        assert _values(state.grad_maximum) == [operands[1].used()]
+
+
+def test_the_first_maximum_is_used_at_once_and_the_next_a_step_later() -> None:
+    """A weight is encoded by the steps before its newest, an input by all that were rolled in."""
+    state = DelayedState(4)
+    state.roll(_bits(3.0), _bits(0.0, 0.0))
+    assert _values(state.weight_maximum()) == [3.0]
+    state.roll(_bits(5.0), _bits(2.0, 0.0))
+    assert _values(state.weight_maximum()) == [3.0] and _values(state.input_maximum) == [2.0]
+    state.roll(_bits(4.0), _bits(7.0, 0.0))
+    assert _values(state.weight_maximum()) == [5.0] and _values(state.input_maximum) == [7.0]
+    assert _values(state.grad_maximum) == [0.0], "nothing has been recorded"
+
+
+def test_unchanged_weights_are_recorded_once() -> None:
+    """Encoding them again, as after a load, changes neither the history nor the scale."""
+    state = DelayedState(4)
+    for maximum in (3.0, 5.0):
+        state.roll(_bits(maximum), _bits(1.0, 1.0))
+    before = state.weight_history.clone(), state.weight_maximum().clone()
+    state.roll(_bits(5.0), _bits(0.0, 0.0))
+    assert torch.equal(state.weight_history, before[0])
+    assert torch.equal(state.weight_maximum(), before[1])
+    assert state.input_history.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_recorded_maxima_wait_for_the_roll() -> None:
+    """The largest of all is pending, scales do not move before, and a roll forgets it."""
+    state = DelayedState(4)
+    for value in (2.0, 5.0, 3.0):
+        state.record(INPUT, _bits(value))
+    state.record(GRAD, _bits(0.5))
+    assert _values(state.pending()) == [5.0, 0.5]
+    assert _values(state.input_maximum) == [0.0]
+    state.roll(_bits(1.0), state.pending().clone())
+    assert _values(state.pending()) == [0.0, 0.0]
+    assert _values(state.input_maximum) == [5.0] and _values(state.grad_maximum) == [0.5]
+    state.record(GRAD, _bits(math.nan))
+    state.record(GRAD, _bits(1.0))
+    assert math.isnan(_values(state.pending())[GRAD]), "NaN is above all"
+
+
+def test_an_own_maximum_is_used_only_where_the_historys_cannot_be() -> None:
+    """Before there is a history, and where it is not finite: then everything becomes NaN."""
+    state = DelayedState(4)
+    assert _values(state.maximum_for(INPUT, _bits(3.0))) == [3.0]
+    state.roll(_bits(1.0), _bits(2.0, 0.0))
+    assert _values(state.maximum_for(INPUT, _bits(3.0))) == [2.0]
+    assert _values(state.maximum_for(INPUT, _bits(0.0))) == [2.0]
+    assert _values(state.maximum_for(INPUT, _bits(math.inf))) == [math.inf]
+    assert math.isnan(_values(state.maximum_for(INPUT, _bits(math.nan)))[0])
+    assert _values(state.maximum_for(GRAD, _bits(3.0))) == [3.0], "gradients have none yet"
+
+
+def test_a_load_needs_the_histories_alone() -> None:
+    """A state that is loaded goes on as the one that was saved, after the same weights."""
+    saved, loaded = DelayedState(4), DelayedState(4)
+    for step in range(6):
+        saved.roll(_bits(1.0 + step % 3), _bits(2.0 + step, 0.25))
+    loaded.load(saved.weight_history[0], saved.input_history, saved.grad_history)
+    last = _bits(1.0 + 5 % 3)
+    for state in (saved, loaded):
+        state.roll(last, _bits(0.0, 0.0))
+    for _ in range(3):
+        for name in ("weight_history", "input_history", "grad_history"):
+            assert torch.equal(getattr(loaded, name), getattr(saved, name))
+        assert torch.equal(loaded.weight_maximum(), saved.weight_maximum())
+        assert torch.equal(loaded.input_maximum, saved.input_maximum)
+        for state in (saved, loaded):
+            state.roll(_bits(9.0), _bits(0.5, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("length", "wanted"), [(2, [3.0, 4.0]), (6, [0.0, 0.0, 1.0, 2.0, 3.0, 4.0])]
+)
+def test_a_load_of_another_length_keeps_the_newest(length: int, wanted: list[float]) -> None:
+    """A longer history is cut at its old end, a shorter one filled with steps that were not."""
+    state = DelayedState(length)
+    history = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    state.load(history, history, history)
+    assert state.weight_history.tolist() == [wanted] and state.input_history.tolist() == wanted
+    assert _values(state.grad_maximum) == [4.0]
+
+
+def test_histories_stay_the_same_tensors() -> None:
+    """They are written in place, so checkpoints and engines may keep them."""
+    state = DelayedState(3)
+    kept = [state.weight_history, state.input_history, state.pending(), state.weight_maximum()]
+    addresses = [tensor.data_ptr() for tensor in kept]
+    state.record(INPUT, _bits(2.0))
+    state.roll(_bits(1.0), state.pending().clone())
+    now = [state.weight_history, state.input_history, state.pending(), state.weight_maximum()]
+    assert [tensor.data_ptr() for tensor in now] == addresses
+    assert kept[1].tolist() == [0.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize(("history", "choice"), [(0, "max"), (4, "mean")])
+def test_a_history_that_cannot_be_is_refused(history: int, choice: str) -> None:
+    """No steps, or an unknown choice among them."""
+    with pytest.raises(ValueError, match="a history of at least 1 step"):
+        DelayedState(history, choice=choice)
