@@ -11,6 +11,7 @@ from megafsdp.fsdp.full_params import (
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model, microbatch
 from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
+from megafsdp.fsdp.quantized_model import quantize_, requantize_
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer, mark_main_weights_changed
 from megafsdp.mesh.annotation import ExpertRange, annotate
 from megafsdp.mesh.fused_parts import FusedParts
@@ -53,6 +54,8 @@ __all__ = [
     "microbatch",
     "num_zero_grads",
     "param_group_norms",
+    "quantize_",
     "register_fsdp_forward_method",
+    "requantize_",
     "summon_full_params",
 ]

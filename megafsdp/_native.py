@@ -7,9 +7,15 @@ Setting ``MEGAFSDP_NATIVE=0`` turns the kernels off; it is read at every call, a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import logging
 import os
+from collections.abc import Iterator
 from types import ModuleType
+
+import torch
 
 from megafsdp.errors import expected
 
@@ -75,3 +81,66 @@ def why_cuda_missing() -> str:
     if _CUDA is None:
         return _WHY_CUDA_MISSING
     return "MEGAFSDP_NATIVE=0" if cuda_module() is None else ""
+
+
+def usable_cuda_module(device: torch.device, logger: str, cost: str) -> ModuleType | None:
+    """Return the CUDA kernels if they are built and run on a device; else None.
+
+    For a device of CUDA it is reported once that they are not built, or cannot run there, for an
+    old driver or an architecture that they were not compiled for.
+
+    Args:
+        device: Where they are to run; not on a GPU: None.
+        logger: Name of the logger that reports.
+        cost: What is lost without them, a clause.
+    """
+    if device.type != "cuda":
+        return None
+    module = cuda_module()
+    if module is None:
+        _report_missing(why_cuda_missing(), logger, cost)
+        return None
+    return None if _why_not_on(device.index, logger, cost) else module
+
+
+@contextlib.contextmanager
+def current_stream(device: torch.device) -> Iterator[int]:
+    """Make a device the current one, which another may be, and give the handle of its stream."""
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
+
+
+# Cached: it is called before each launch, and the warning must come once.
+@functools.cache
+def _report_missing(why: str, logger: str, cost: str) -> None:
+    # Whoever turns native code off knows.
+    if why == "MEGAFSDP_NATIVE=0":
+        return
+    logging.getLogger(logger).warning(
+        expected(
+            "compiled CUDA kernels",
+            why,
+            where=f"this installation of megafsdp; {cost}",
+            hint="Install nvcc, then run 'MEGAFSDP_CUDA=1 pip install --no-build-isolation -e .'",
+        )
+    )
+
+
+# Cached for the same reasons.
+@functools.cache
+def _why_not_on(index: int, logger: str, cost: str) -> str:
+    module = cuda_module()
+    assert module is not None, "asked for a device of kernels that are there"
+    # The probe makes the device it asks the thread's; without a driver there is none to restore.
+    with torch.cuda.device(index) if torch.cuda.is_available() else contextlib.nullcontext():
+        why = str(module.why_not_on(index))
+    if why:
+        logging.getLogger(logger).warning(
+            expected(
+                f"CUDA kernels that run on this device, built for {module.ARCHS}",
+                why,
+                where=f"cuda:{index}; {cost}",
+                hint="Update the driver, or set MEGAFSDP_CUDA_ARCHS and build megafsdp again",
+            )
+        )
+    return why

@@ -89,8 +89,8 @@ SUB_PACKAGES: dict[str, frozenset[str]] = {
         {"training.config", "training.process", "training.metrics", "training.dry_run"}
     ),
     "training.cli": frozenset(
-        {"training", "training.config", "training.process", "training.dry_run"}
-        | {"training.pictures"}
+        {"training", "training.config", "training.process", "training.metrics"}
+        | {"training.dry_run", "training.pictures"}
     ),
 }
 # Packages whose __init__ exports the names of files above it in the table.
@@ -146,6 +146,8 @@ LAZY_PACKAGES = frozenset(
     # By name, by megafsdp.checkpoint.huggingface.
     | {"safetensors", "huggingface_hub"}
     | {"torch.utils.tensorboard"}
+    # Compressed files and tables, by megafsdp.data.
+    | {"zstandard", "pyarrow", "datasets"}
     # Imports triton, which is there on CUDA at most.
     | {"megafsdp.models.loss_kernel"}
     # The bundle of the plotting library.

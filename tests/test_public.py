@@ -46,7 +46,9 @@ PROMISED = {
     "microbatch",
     "num_zero_grads",
     "param_group_norms",
+    "quantize_",
     "register_fsdp_forward_method",
+    "requantize_",
     "summon_full_params",
 }
 # Methods of a unit beside those of torch's.
@@ -162,6 +164,7 @@ IMPORT_PATHS = {
         "Config",
         "ConfigError",
         "RunSummary",
+        "Tracker",
         "config_from_dict",
         "parse_config",
         "to_yaml",

@@ -32,8 +32,10 @@ def test_modules_share_no_binding(setup_py: dict[str, Any]) -> None:
     """The module for CPUs takes nothing of cuda/, and the one for CUDA its bindings alone."""
     csrc, cuda = setup_py["extensions"]()
     assert csrc.sources and not any("cuda" in source for source in csrc.sources)
-    assert cuda.sources == ["megafsdp/csrc/cuda/bindings.cpp"]
-    assert [Path(source).name for source in cuda.cuda_sources] == ["adam.cu", "square_sum.cu"]
+    folder = "megafsdp/csrc/cuda"
+    assert cuda.sources == [f"{folder}/bindings.cpp", f"{folder}/quantize_bindings.cpp"]
+    names = [Path(source).name for source in cuda.cuda_sources]
+    assert names == ["adam.cu", "quantize.cu", "square_sum.cu"]
     assert csrc.optional and cuda.optional
 
 

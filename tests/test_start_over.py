@@ -57,7 +57,7 @@ def test_the_run_that_options_name_is_removed(
     ("options", "message"),
     [
         (["--optimizer.knd", "muon"], "optimizer.kind"),
-        (["--optimizer.lr", "-1"], "to be greater than 0, got -1"),
+        (["--optimizer.lr", "-1"], "a number above 0, got -1"),
         (
             ["--train.global_batch_size", "7"],
             "a multiple of the 2 data-parallel ranks (dp_outer x dp_shard), got 7",

@@ -112,7 +112,7 @@ class FlatLayout:
     def __post_init__(self) -> None:
         """Assert the invariants: disjoint, inside, granules never cut."""
         # A wrong layout would mix the rows of tensors on some ranks without an error. So every
-        # layout is checked, those made by merged() and with_block() too.
+        # layout is checked, those made by merged() and packed() too.
         ends = [0] * len(self.sub_buffers)
         tensors = [slot for slot in self.slots if slot.spec.numel]
         for slot in sorted(tensors, key=lambda s: (s.sub_buffer, s.offset)):
@@ -214,48 +214,29 @@ class FlatLayout:
         )
         return FlatLayout(self.num_shards // factor, sub_buffers, self.slots)
 
-    def with_block(self, block: int) -> FlatLayout:
-        """Return the layout of a buffer with one element for ``block`` consecutive ones of this.
+    def packed(self, factor: int) -> FlatLayout:
+        """Return the layout of a buffer with one element for ``factor`` consecutive ones of this.
 
-        Every cut falls between the same rows. ``block`` 0 stands for one element a row.
-
-        Raises:
-            ValueError: A row, an offset or a shard is no multiple of the block.
+        Every cut falls between the same rows. Rows are multiples of the factor.
         """
-        if block == 1:
+        if factor == 1:
             return self
-        # One divisor a sub-buffer: its shards stay equal, which collectives need.
-        divisors = [block] * len(self.sub_buffers)
-        for slot in self.slots if block == 0 else ():
-            divisors[slot.sub_buffer] = math.lcm(divisors[slot.sub_buffer] or 1, slot.spec.granule)
         slots = []
         for slot in self.slots:
-            spec, divisor = slot.spec, divisors[slot.sub_buffer]
-            self._require_multiple(spec.name, spec.granule, divisor)
-            self._require_multiple(spec.name, slot.offset, divisor)
-            # The granules become the rows, with one element for each block.
-            shape = (spec.numel // spec.granule, spec.granule // divisor)
-            slots.append(
-                Slot(TensorSpec(spec.name, shape), slot.sub_buffer, slot.offset // divisor)
+            spec = slot.spec
+            assert spec.granule % factor == 0, f"{spec.name} has rows of whole elements"
+            assert slot.offset % factor == 0, f"{spec.name} starts with a whole element"
+            # The granules become the rows.
+            shape = (spec.numel // spec.granule, spec.granule // factor)
+            slots.append(Slot(TensorSpec(spec.name, shape), slot.sub_buffer, slot.offset // factor))
+        # Shards are multiples of SHARD_MULTIPLE, hence of the factor.
+        sub_buffers = tuple(
+            SubBuffer(
+                s.gathered_offset // factor, s.local_offset // factor, s.shard_numel // factor
             )
-        sub_buffers, local = [], 0
-        for sub, divisor in zip(self.sub_buffers, divisors, strict=True):
-            self._require_multiple("a shard", sub.shard_numel, divisor)
-            shard_numel = sub.shard_numel // divisor
-            sub_buffers.append(SubBuffer(local * self.num_shards, local, shard_numel))
-            local += shard_numel
-        return FlatLayout(self.num_shards, tuple(sub_buffers), tuple(slots))
-
-    def _require_multiple(self, name: str, numel: int, divisor: int) -> None:
-        if numel % divisor:
-            raise ValueError(
-                expected(
-                    f"a multiple of {divisor} elements",
-                    numel,
-                    where=f"the row, offset or shard of '{name}'",
-                    hint="Plan with merge_classes=False, or keep the parameter unquantized",
-                )
-            )
+            for s in self.sub_buffers
+        )
+        return FlatLayout(self.num_shards, sub_buffers, tuple(slots))
 
     def fingerprint(self) -> str:
         """Return a hash of the whole layout; equal on all ranks that agree."""

@@ -34,8 +34,7 @@ def plan_layout(
     specs: Sequence[TensorSpec],
     num_shards: int,
     *,
-    itemsize: int = 4,
-    merge_classes: bool = True,
+    itemsize: float = 4,
 ) -> FlatLayout:
     """Pack tensors into the fewest sub-buffers whose padding is small.
 
@@ -51,8 +50,8 @@ def plan_layout(
         specs: The tensors; if there are several shards, each has at least one dimension and one
             element.
         num_shards: Number of equal shards.
-        itemsize: Bytes of an element of the gathered (compute weight) buffer, for the alignment.
-        merge_classes: False gives every row class a sub-buffer of its own, as scales of rows need.
+        itemsize: Bytes of an element of the gathered (compute weight) buffer, for the alignment;
+            0.5 for two codes a byte.
 
     Returns:
         The layout, its slots in the order of ``specs``.
@@ -80,21 +79,16 @@ def plan_layout(
                 hint="Leave out parameter groups without tensors",
             )
         )
-    return _plan(tuple(specs), num_shards, itemsize, merge_classes)
+    return _plan(tuple(specs), num_shards, itemsize)
 
 
 # Units of one kind have equal specs, as names are relative to the unit: they share one layout.
 @functools.lru_cache(maxsize=64)
-def _plan(
-    specs: tuple[TensorSpec, ...], num_shards: int, itemsize: int, merge_classes: bool
-) -> FlatLayout:
+def _plan(specs: tuple[TensorSpec, ...], num_shards: int, itemsize: float) -> FlatLayout:
     numel = sum(spec.numel for spec in specs)
     # Alignment is that of the gathered buffer, because kernels and matrix products read its views.
-    steps = [max(nbytes // itemsize, 1) for nbytes in _ALIGNMENTS]
-    tried = {
-        step: _Packer(specs, num_shards, step).candidates(merge_classes=merge_classes)
-        for step in dict.fromkeys(steps)
-    }
+    steps = [max(int(nbytes / itemsize), 1) for nbytes in _ALIGNMENTS]
+    tried = {step: _Packer(specs, num_shards, step).candidates() for step in dict.fromkeys(steps)}
     # Even the best candidate may pad more than the aim, because shards are equal and of whole rows.
     # Then 1.25 times its padding is accepted, if that saves collectives.
     totals = [packed.total(num_shards) - numel for found in tried.values() for packed in found]
@@ -111,16 +105,14 @@ def _plan(
     chosen = [packed for step in steps for packed in fewest(tried[step])]
     # A finer alignment must not cost another collective.
     chosen = [packed for packed in chosen if len(packed.bins) <= len(chosen[0].bins)]
-    # Row scales need shards that are multiples of the row, and shortened shards may not be.
-    if merge_classes:
-        chosen = [_Packed([b.tightened(specs) for b in packed.bins]) for packed in chosen]
+    chosen = [_Packed([b.tightened(specs) for b in packed.bins]) for packed in chosen]
     least = min(packed.total(num_shards) for packed in chosen)
     aim = max((1 + _RELATIVE_AIM) * numel, least)
     best = next(packed for packed in chosen if packed.total(num_shards) <= aim)
     return best.freeze(specs, num_shards)
 
 
-def padding_bound(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: int = 4) -> float:
+def padding_bound(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: float = 4) -> float:
     """Return the padding, in elements, that a planned layout never exceeds.
 
     The larger of 0.5 % of the elements and what equal row-aligned shards cost at least: for each
@@ -128,7 +120,7 @@ def padding_bound(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: int
     alignment step. For tensor-atomic tensors ``num_shards`` times their elements are added, because
     one shard may contain them all.
     """
-    fine = max(16 // itemsize, 1)
+    fine = max(int(16 / itemsize), 1)
     numel = sum(spec.numel for spec in specs)
     atomic = [s for s in specs if isinstance(s.placement, TensorAtomic)]
     if atomic:
@@ -287,20 +279,15 @@ class _Packer:
         # The longest first, while there is slack for them. Ties go by index, alike on all ranks.
         self.fillers.sort(key=lambda i: (-specs[i].numel, i))
 
-    def candidates(self, *, merge_classes: bool) -> list[_Packed]:
-        """Pack every partition that pairwise merging visits, with 1-D tensors filled in or apart.
-
-        Args:
-            merge_classes: False packs only the first partition, and nothing is filled in.
-        """
+    def candidates(self) -> list[_Packed]:
+        """Pack each partition that pairwise merging visits, with 1-D tensors filled in or apart."""
         partition: list[tuple[int, ...]] = [(granule,) for granule in sorted(self.classes)]
         found = []
         while True:
             # Vectors in a sub-buffer of their own may shorten the matrices' shards; vectors in the
             # slack of others save that sub-buffer. Neither is always better.
-            fillings = (True, False) if merge_classes else (False,)
-            found += [self.complete(partition, is_filled=is_filled) for is_filled in fillings]
-            if len(partition) < 2 or not merge_classes:
+            found += [self.complete(partition, is_filled=is_filled) for is_filled in (True, False)]
+            if len(partition) < 2:
                 return found
             partition = _merge_cheapest(partition, lambda granules: self.pack(granules).shard)
 

@@ -51,6 +51,7 @@ from megafsdp.checkpoint.state.canonical import (
     parameter_names,
 )
 from megafsdp.checkpoint.state.fused import wholes_by_part
+from megafsdp.checkpoint.state.histories import HistoryLoad
 from megafsdp.checkpoint.state.matching import Match, Rules, as_patterns, match
 from megafsdp.checkpoint.state.merge import model_degrees
 from megafsdp.checkpoint.state.optimizer_load import (
@@ -64,6 +65,11 @@ from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
+from megafsdp.fsdp.runtime.torch_fsdp import (
+    encode_main_weights,
+    quantized_parameters,
+    shard_of,
+)
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
 
@@ -96,6 +102,7 @@ class _Requests:
         ranks_of: Keys that only some ranks request -> these ranks.
         whole_of: Key of a part of a fused tensor -> key of the whole.
         elsewhere: Names of parameters that other ranks have and this one has not.
+        histories: Those of delayed scaling; None without a model.
     """
 
     tensors: dict[str, Stored]
@@ -106,6 +113,7 @@ class _Requests:
     ranks_of: dict[str, tuple[int, ...]]
     whole_of: dict[str, str]
     elsewhere: set[str]
+    histories: HistoryLoad | None = None
 
 
 @dataclass(slots=True)
@@ -262,6 +270,10 @@ def _requests(targets: TrainingState, manifest: Manifest, rules: Rules) -> _Requ
         whole_of=wholes_by_part(state.fused_into) | wholes_by_part(manifest.fused_into),
         elsewhere=state.elsewhere,
     )
+    if targets.model is not None:
+        requests.histories = histories = HistoryLoad(targets.model, manifest.tensors)
+        requests.tensors.update(histories.tensors)
+        requests.ranks_of.update(histories.ranks_of)
     if targets.optimizer is not None:
         planned = plan_optimizer_load(targets.optimizer, names, manifest, rules.is_ignored)
         requests.optimizer = planned
@@ -334,6 +346,8 @@ def _verify_and_read_objects(plan: _Plan, rules: Rules) -> None:
 def _commit(plan: _Plan, targets: TrainingState) -> None:
     """Write into the targets; every check has passed on every rank."""
     _copy_tensors(plan, targets.model)
+    if plan.requests.histories is not None:
+        plan.requests.histories.commit(plan.match.sources)
     if targets.model is not None:
         for key, module in modules_with_extra_state(targets.model):
             if key in plan.objects:
@@ -410,6 +424,9 @@ def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
         parameters.update(plan.requests.weights)
         loaded = {parameters[key]: None for key in plan.match.sources if key in parameters}
         mark_main_weights_changed(model, list(loaded))
+        # Under torch's FSDP2 nothing else makes codes before the next forward. Collective.
+        shards = map(shard_of, quantized_parameters(model).values())
+        encode_main_weights([shard for shard in shards if shard is not None])
 
 
 def _restore_rng(plan: _Plan) -> None:

@@ -10,8 +10,10 @@ A save has two halves, so that a background thread can do the second one::
                                tracker; remove old steps
 
 These three small collectives are all, whatever the number of tensors: what a rank writes is
-arithmetic. No file is visible under its final name before all files are on the disk. An error of
-any rank is raised on all, and then nothing is published.
+arithmetic. Under delayed scaling the all-reduce of maxima, which the next forward would begin with,
+comes first, so that histories are stored as they are then. No file is visible under its final name
+before all files are on the disk. An error of any rank is raised on all, and then nothing is
+published.
 
 How a model becomes tensors by key is in state/canonical.py, the format of the files in
 format/manifest.py and format/records.py, the order of file-system steps in format/save_root.py.
@@ -56,6 +58,7 @@ from megafsdp.checkpoint.state.canonical import (
     optimizer_state,
     parameter_names,
 )
+from megafsdp.checkpoint.state.histories import history_state
 from megafsdp.checkpoint.state.merge import (
     Written,
     checksum_of_common,
@@ -66,6 +69,7 @@ from megafsdp.checkpoint.state.merge import (
 )
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.params.meta import require_initialized
+from megafsdp.fsdp.weight_sync import roll_histories
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
 
@@ -210,6 +214,8 @@ def begin_save(
 ) -> BegunSave:
     """List what to save and make the temporary directory; one collective over all ranks.
 
+    Under delayed scaling there is one more.
+
     Values that are no tensors, random states and buffers are copied. Other tensors are not: they
     must not change until :func:`finish_save` has written them, or the caller has put copies in
     their place.
@@ -229,6 +235,8 @@ def begin_save(
     # The rest of a save may come after a change of the working directory.
     root = Path(directory).absolute()
     rank, _ = rank_and_world_size()
+    if given.model is not None:
+        roll_histories(given.model)
     state, error = attempt(lambda: _collect(given, step))
     tensors: list[OwnTensor] | None = None
     objects: dict[str, object] = {}
@@ -309,6 +317,7 @@ def _collect(given: TrainingState, step: int) -> CanonicalState:
     assert given.model is not None, "a save has a model"
     require_initialized([given.model], where="checkpoint.save()")
     state = model_state(given.model)
+    state.update(history_state(given.model))
     if given.optimizer is not None:
         names = parameter_names(given.model)
         state.update(optimizer_state(given.optimizer, names))

@@ -2,9 +2,10 @@
 
 Files are sorted and shuffled by the seed; every ``validation_every``-th document goes to the
 validation set; each document ends with the tokenizer's end-of-document token. The corpus streams
-through: one document is in memory at a time. Output files replace older ones only when they are
-complete, and ``meta.json`` comes last, so an interrupted preparation starts over and a finished one
-is not repeated.
+through: one document is in memory at a time, or a few batches of them where several processes
+tokenize (``megafsdp.data.prep_workers``), which changes no bit of the results. Output files replace
+older ones only when they are complete, and ``meta.json`` comes last, so an interrupted preparation
+starts over and a finished one is not repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,7 @@ from tqdm import tqdm
 
 from megafsdp.data.indexed import IndexedDataset
 from megafsdp.data.indexed_writer import IndexedDatasetWriter, token_dtype
+from megafsdp.data.prep_workers import tokenize
 from megafsdp.data.text_sources import (
     Documents,
     TextFile,
@@ -52,16 +54,18 @@ class PrepOptions:
     Attributes:
         output: Folder of the results: train.bin, train.idx, validation.bin, validation.idx,
             meta.json.
-        inputs: Text files, JSON-lines files (.jsonl), folders, or glob patterns.
+        inputs: Text files, JSON lines (.jsonl), both also compressed by gzip, xz or zstd, Parquet
+            files, folders of such files or of ``datasets``, or glob patterns.
         stdlib: Read the sources of Python's standard library instead of inputs.
         docstrings: Take only the docstrings of the Python files, one document a file.
         suffixes: Endings of the files to read in folders.
-        json_key: Key of the text in a JSON line.
+        json_key: Key of the text in a JSON line, or name of its column in a table.
         encoding_errors: What to do with text that is not UTF-8.
         tokenizer: "byte", or the path of a tokenizers JSON file.
         append_eod: End each document with the end-of-document token.
         validation_every: Every how many documents one goes to validation; 0 for none.
         seed: Seed of the order of files.
+        workers: Processes that tokenize.
         no_progress: Draw no progress bar; there is none either when stderr is not a terminal.
         force: Prepare again even if the results are there.
     """
@@ -70,13 +74,14 @@ class PrepOptions:
     inputs: tuple[str, ...] = ()
     stdlib: bool = False
     docstrings: bool = False
-    suffixes: tuple[str, ...] = (".txt", ".md", ".jsonl")
+    suffixes: tuple[str, ...] = (".txt", ".md", ".jsonl", ".parquet")
     json_key: str = "text"
     encoding_errors: Literal["strict", "replace"] = "strict"
     tokenizer: str = BYTE_SPEC
     append_eod: bool = True
     validation_every: int = 20
     seed: int = 1234
+    workers: int = 1
     no_progress: bool = False
     force: bool = False
 
@@ -143,7 +148,7 @@ def prepare(options: PrepOptions) -> PrepRecord:
 
     Raises:
         ConfigError: An option is wrong, an input leads to no file, or the output cannot be written.
-        DataError: A file is not text, or the corpus has no training document.
+        DataError: A file is not text, the corpus has no training document, or a worker was killed.
     """
     _check(options)
     tokenizer = load_tokenizer(options.tokenizer)
@@ -193,7 +198,11 @@ def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokeni
             )
             for split in _SPLITS
         }
-        for number, text in enumerate(_documents(options, files), start=1):
+        texts = _texts(options, files)
+        tokenized = stack.enter_context(
+            closing(tokenize(texts, tokenizer, options.tokenizer, num_workers=options.workers))
+        )
+        for number, (text, tokens) in enumerate(tokenized, start=1):
             if not text:
                 # Counted all the same, so that sources and docstrings of the standard library
                 # hold out the same files and can be blended.
@@ -203,7 +212,6 @@ def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokeni
             data = text.encode("utf-8")
             written.nbytes[split] += len(data)
             written.content.update(f"{split} {len(data)}\n".encode() + data)
-            tokens = tokenizer.encode_array(text)
             ends = [tokenizer.eod] if options.append_eod else []
             document = np.empty(len(tokens) + len(ends), dtype=writers[split].dtype)
             document[: len(tokens)] = tokens
@@ -219,7 +227,7 @@ def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokeni
     return written
 
 
-def _documents(options: PrepOptions, files: list[TextFile]) -> Iterator[str]:
+def _texts(options: PrepOptions, files: list[TextFile]) -> Iterator[str]:
     in_file: Documents = file_documents(options.json_key, options.encoding_errors)
     if options.docstrings:
         in_file = docstring_documents
@@ -235,14 +243,12 @@ def _documents(options: PrepOptions, files: list[TextFile]) -> Iterator[str]:
         disable=True if options.no_progress else None,
     ) as bar:
         for file in shuffled:
-            num_left = file.nbytes
-            for text in in_file(file):
-                yield text
-                # The text of a JSON line is shorter than the line; the rest is counted at the end.
-                num_shown = min(len(text), num_left)
-                bar.update(num_shown)
-                num_left -= num_shown
-            bar.update(num_left)
+            position_nbytes = 0
+            for document in in_file(file):
+                yield document.text
+                bar.update(document.position_nbytes - position_nbytes)
+                position_nbytes = document.position_nbytes
+            bar.update(file.nbytes - position_nbytes)
 
 
 def _check(options: PrepOptions) -> None:
@@ -255,6 +261,9 @@ def _check(options: PrepOptions) -> None:
         what = "validation_every of 0 (none), or 2 and more"
         hint = "20 holds out 5 % of the documents"
         raise ConfigError(expected(what, options.validation_every, where=where, hint=hint))
+    if options.workers < 1:
+        hint = "Use at most one for each core of the machine"
+        raise ConfigError(expected("at least 1 worker", options.workers, where=where, hint=hint))
 
 
 def _require_writable(folder: Path) -> None:
@@ -273,7 +282,7 @@ def _require_writable(folder: Path) -> None:
 
 def _deciding_options(options: PrepOptions) -> dict[str, object]:
     values = asdict(options)
-    for name in ("output", "no_progress", "force"):
+    for name in ("output", "workers", "no_progress", "force"):
         del values[name]
     # As JSON would give them back: lists in place of tuples.
     decided: dict[str, object] = json.loads(json.dumps(values))
@@ -285,7 +294,8 @@ def _input_sha256(files: list[TextFile], tokenizer: Tokenizer) -> str:
     for file in files:
         digest.update(f"{file.name} {file.nbytes} {file.mtime_ns}\n".encode())
     if isinstance(tokenizer, JsonTokenizer):
-        digest.update(Path(tokenizer.path).read_bytes())
+        # The token may be named in a file beside it.
+        digest.update(f"{tokenizer.eod} ".encode() + Path(tokenizer.path).read_bytes())
     return digest.hexdigest()
 
 

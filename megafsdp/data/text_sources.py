@@ -1,14 +1,14 @@
-"""Sources of text: files, folders, JSON lines, and Python's own standard library.
+"""Sources of text: files, folders, JSON lines, tables, and Python's own standard library.
 
 A source is a sorted list of files plus a rule that turns each file into documents, so a corpus
-never has to fit in memory. Tokens and splits are made in ``megafsdp.data.prep``.
+never has to fit in memory. Tokens and splits are made in ``megafsdp.data.prep``; compressed files
+are opened in ``megafsdp.data.compression``, tables read in ``megafsdp.data.tables``.
 """
 
 from __future__ import annotations
 
 import ast
 import glob
-import io
 import json
 import os
 import sysconfig
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megafsdp.data.compression import open_stream, without_compression_suffix
+from megafsdp.data.tables import PARQUET_SUFFIX, is_dataset_folder, table_rows
 from megafsdp.errors import ConfigError, DataError, expected
 
 # Tables and generated data that a model learns by heart, which would make the losses flattering,
@@ -35,8 +37,6 @@ _NOT_STDLIB = frozenset(
     }
 )
 _JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-# What compressed files begin with, which no UTF-8 text does.
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TextFile:
     """One file of a corpus and the documents in it.
 
     Attributes:
-        path: Where the file lies.
+        path: Where the file lies; a folder that ``datasets`` has saved counts as one file.
         name: What it is sorted by and hashed as; the same on machines that keep it elsewhere.
         nbytes: Its size.
         mtime_ns: When it was changed.
@@ -56,7 +56,20 @@ class TextFile:
     mtime_ns: int
 
 
-Documents = Callable[[TextFile], Iterator[str]]
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document of a file.
+
+    Attributes:
+        text: Its text.
+        position_nbytes: How much of the file was read with it, for progress bars.
+    """
+
+    text: str
+    position_nbytes: int
+
+
+Documents = Callable[[TextFile], Iterator[Document]]
 
 
 def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]:
@@ -64,20 +77,22 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]
 
     Args:
         inputs: Files are taken as they are, folders searched for ``suffixes``, patterns expanded
-            (``**`` crosses folders).
-        suffixes: File name endings that count inside folders.
+            (``**`` crosses folders). A folder that ``datasets`` has saved is taken as it is.
+        suffixes: File name endings that count inside folders; .gz, .xz and .zst may follow them.
 
     Returns:
         Each file once.
 
     Raises:
-        ConfigError: An input leads to no file.
+        ConfigError: An input leads to no file, or to several datasets.
     """
     found: set[Path] = set()
     for entry in inputs:
         path = Path(entry)
-        if path.is_dir():
-            paths = [p for p in path.rglob("*") if p.is_file() and p.name.endswith(tuple(suffixes))]
+        if path.is_dir() and is_dataset_folder(path):
+            paths = [path]
+        elif path.is_dir():
+            paths = [p for p in path.rglob("*") if p.is_file() and _is_wanted(p.name, suffixes)]
         elif path.is_file():
             paths = [path]
         else:
@@ -96,6 +111,10 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]
     return [_text_file(path, path.as_posix()) for path in sorted(found, key=Path.as_posix)]
 
 
+def _is_wanted(name: str, suffixes: Sequence[str]) -> bool:
+    return any(n.endswith(tuple(suffixes)) for n in (name, without_compression_suffix(name)))
+
+
 def find_stdlib_files() -> list[TextFile]:
     """List the sources of Python's standard library (about 500 files, 9 MB), sorted by path.
 
@@ -112,15 +131,16 @@ def find_stdlib_files() -> list[TextFile]:
 
 
 def _text_file(path: Path, name: str) -> TextFile:
-    state = path.stat()
-    return TextFile(path, name, state.st_size, state.st_mtime_ns)
+    states = [file.stat() for file in (path.iterdir() if path.is_dir() else (path,))]
+    nbytes, mtime_ns = sum(s.st_size for s in states), max(s.st_mtime_ns for s in states)
+    return TextFile(path, name, nbytes, mtime_ns)
 
 
 def file_documents(json_key: str, encoding_errors: str) -> Documents:
-    """Return the rule for text files: each line of JSON lines is a document, or else the file.
+    """Return the rule for text files: a line of JSON lines, a row of a table, or else the file.
 
     Args:
-        json_key: Key of the text in a JSON line.
+        json_key: Key of the text in a JSON line; name of its column in a table.
         encoding_errors: ``"strict"`` refuses a file that is not UTF-8, ``"replace"`` reads broken
             characters as U+FFFD.
 
@@ -129,33 +149,34 @@ def file_documents(json_key: str, encoding_errors: str) -> Documents:
         should be.
     """
 
-    def documents(file: TextFile) -> Iterator[str]:
-        with file.path.open("rb") as lines:
-            _check_uncompressed(lines, file.path)
-            if file.path.suffix.lower() not in _JSONL_SUFFIXES:
-                yield _decoded(lines.read(), f"file '{file.path}'", encoding_errors)
+    def documents(file: TextFile) -> Iterator[Document]:
+        path = file.path
+        if path.is_dir() or path.suffix.lower() == PARQUET_SUFFIX:
+            for text, share in table_rows(path, json_key):
+                where = f"'{path}'"
+                yield Document(_encodable(text, where, encoding_errors), int(share * file.nbytes))
+            return
+        with open_stream(path) as stream:
+            if Path(without_compression_suffix(path.name)).suffix.lower() not in _JSONL_SUFFIXES:
+                text = _decoded(stream.lines.read(), f"file '{path}'", encoding_errors)
+                yield Document(text, file.nbytes)
                 return
-            for number, line in enumerate(lines, start=1):
-                where = f"file '{file.path}', line {number}"
+            for number, line in enumerate(stream.lines, start=1):
+                where = f"file '{path}', line {number}"
                 if line.strip():
                     text = _json_text(_decoded(line, where, encoding_errors), json_key, where)
-                    # JSON can spell half of a surrogate pair, which no UTF-8 text has.
-                    data = text.encode("utf-8", "surrogatepass")
-                    yield _decoded(data, where, encoding_errors)
+                    text = _encodable(text, where, encoding_errors)
+                    yield Document(text, stream.position())
 
     return documents
 
 
-def _check_uncompressed(file: io.BufferedReader, path: Path) -> None:
-    """Refuse a compressed file, whose bytes would pass as broken characters."""
-    start = file.peek()
-    for magic, name in _COMPRESSED.items():
-        if start.startswith(magic):
-            hint = "Decompress the file first"
-            raise DataError(expected("text", f"{name} data", where=f"file '{path}'", hint=hint))
+def _encodable(text: str, where: str, encoding_errors: str) -> str:
+    """Check a text that came out of JSON or a table, which can have half of a surrogate pair."""
+    return _decoded(text.encode("utf-8", "surrogatepass"), where, encoding_errors)
 
 
-def docstring_documents(file: TextFile) -> Iterator[str]:
+def docstring_documents(file: TextFile) -> Iterator[Document]:
     """Yield one document, all docstrings of a Python file; an empty one if it has none.
 
     Raises:
@@ -172,7 +193,7 @@ def docstring_documents(file: TextFile) -> Iterator[str]:
         raise DataError(expected(what, error, where=f"file '{file.path}'", hint=hint)) from error
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-    yield "\n\n".join(text for text in texts if text)
+    yield Document("\n\n".join(text for text in texts if text), file.nbytes)
 
 
 def _decoded(data: bytes, where: str, encoding_errors: str) -> str:

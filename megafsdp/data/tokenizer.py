@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 BYTE_SPEC = "byte"
+TOKENIZER_FILE = "tokenizer.json"
 _EOD_TEXTS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -31,6 +32,7 @@ _EOD_TEXTS = (
     "[EOS]",
     "[SEP]",
 )
+_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Rows of an embedding come in multiples of this, which tensor cores and shards like.
 _VOCAB_MULTIPLE = 64
 
@@ -94,22 +96,25 @@ class JsonTokenizer:
     or after a space.
 
     Args:
-        path: The JSON file.
-        eod: Text of the token that ends a document; None looks for a usual one.
+        path: The JSON file. The files of transformers beside it say how documents end.
+        eod: Text of the token that ends a document; None takes the ``eos_token`` of
+            ``tokenizer_config.json`` or ``special_tokens_map.json``, else looks for a usual one.
 
     Raises:
-        ConfigError: The library is missing, the file cannot be read, or has no such token.
+        ConfigError: The library is missing, a file cannot be read, or there is no such token.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, eod: str | None = None) -> None:
         self.path = os.fspath(path)
         self._tokenizer = _load_json(self.path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        candidates = _EOD_TEXTS if eod is None else (eod,)
+        chosen = _configured_eod(Path(self.path).parent) if eod is None else eod
+        candidates = _EOD_TEXTS if chosen is None else (chosen,)
         found = [vocabulary[text] for text in candidates if text in vocabulary]
         if not found:
             what = f"a token that ends a document among {', '.join(candidates)}"
-            hint = "Name the file's own with load_tokenizer(spec, eod=...)"
+            hint = "Name the file's own as eos_token in a tokenizer_config.json beside it, or with"
+            hint += " load_tokenizer(spec, eod=...)"
             raise ConfigError(expected(what, "none", where=f"tokenizer '{path}'", hint=hint))
         self.eod = found[0]
         num_tokens = max(vocabulary.values()) + 1
@@ -154,7 +159,8 @@ def load_tokenizer(spec: str, *, eod: str | None = None) -> Tokenizer:
 
     Args:
         spec: ``"byte"``, or the path of a ``tokenizer.json`` file or of a folder that has one.
-        eod: Text of the token that ends a document; None takes the tokenizer's usual one.
+        eod: Text of the token that ends a document; None takes the one that the files beside the
+            tokenizer name, or else its usual one.
 
     Returns:
         The tokenizer.
@@ -165,7 +171,7 @@ def load_tokenizer(spec: str, *, eod: str | None = None) -> Tokenizer:
     if spec == BYTE_SPEC:
         return ByteTokenizer()
     path = Path(spec)
-    return JsonTokenizer(path / "tokenizer.json" if path.is_dir() else path, eod=eod)
+    return JsonTokenizer(path / TOKENIZER_FILE if path.is_dir() else path, eod=eod)
 
 
 def _load_json(path: str) -> tokenizers.Tokenizer:
@@ -189,6 +195,26 @@ def _load_json(path: str) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _configured_eod(folder: Path) -> str | None:
+    """Return the end of a text in the files that transformers saves with a tokenizer, if any."""
+    for name in _CONFIG_FILES:
+        path = folder / name
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            hint = "Mend or remove the file, or name the token with load_tokenizer(spec, eod=...)"
+            what = "the fields of a tokenizer's configuration in JSON"
+            raise ConfigError(expected(what, error, where=f"'{path}'", hint=hint)) from error
+        token = fields.get("eos_token") if isinstance(fields, dict) else None
+        # An added token is spelt with its properties.
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            return text
+    return None
 
 
 def _types_in(node: object) -> set[str]:

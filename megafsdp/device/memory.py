@@ -39,6 +39,8 @@ class Category(Enum):
 
     MAIN_WEIGHT = "main weight"
     COMPUTE_WEIGHT = "compute weight"
+    # Of quantized compute weights: tables of scales, maxima, histories of maxima.
+    SCALES = "scales"
     UNSHARDED = "unsharded"
     MAIN_GRAD = "main grad"
     PARTIAL_GRAD = "partial grad"

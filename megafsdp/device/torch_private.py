@@ -157,6 +157,18 @@ def empty_wrapper(
     )
 
 
+def replace_tensor(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give a tensor the class and memory of another one, and the other those of it.
+
+    What users wrote on the tensor, and its gradient, stay on it. Public: ``torch.utils``, of which
+    ``swap_tensors`` exchanges these too. 2.11 to 2.13.
+    """
+    written, grad = dict(vars(tensor)), tensor.grad
+    torch.utils.swap_tensors(tensor, other)
+    vars(tensor).update(written)
+    tensor.grad = grad
+
+
 # What torch.nn.functional.grouped_mm calls, and overrides of tensor subclasses see. Public: the
 # function itself, which they do not see. 2.11 to 2.13; None where it is not there.
 grouped_product: Callable[..., torch.Tensor] | None = getattr(torch, "_grouped_mm", None)
@@ -345,3 +357,19 @@ def tensor_rebuilder() -> Callable[..., torch.Tensor]:
     """
     rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v2
     return rebuild
+
+
+def record_memory_history(*, is_wanted: bool) -> None:
+    """Begin, or end, to record the allocations of the GPU with their stacks.
+
+    Public: none; ``torch.profiler`` records sizes alone. 2.11 to 2.13.
+    """
+    torch.cuda.memory._record_memory_history("all" if is_wanted else None, max_entries=1_000_000)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what was recorded, as torch's page pytorch.org/memory_viz reads it.
+
+    Public: ``torch.cuda.memory_snapshot`` lacks the history. 2.11 to 2.13.
+    """
+    torch.cuda.memory._dump_snapshot(path)

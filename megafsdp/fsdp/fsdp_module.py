@@ -274,9 +274,9 @@ class FSDPModule(_Mixin):
         """
         unit = self._fsdp_unit()
         where = "set_allocate_memory_from_process_group_for_comm()"
-        gathered = [s for group in unit.groups for s in group.compute_weight.gathered_storages]
         # A root may own no parameter, or some that are replicated.
-        if enable and unit.groups and not gathered:
+        kept = [group.compute_weight.stays_gathered for group in unit.groups]
+        if enable and kept and all(kept):
             raise _not_built(
                 "registered memory for weights that are gathered at most once a step",
                 where=where,

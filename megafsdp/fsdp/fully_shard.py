@@ -24,6 +24,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import division_of, mesh_of, strategy_of
+from megafsdp.fsdp.eligible import check_quantization
 from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
 from megafsdp.fsdp.grouping import (
     FoundParameter,
@@ -34,7 +35,6 @@ from megafsdp.fsdp.grouping import (
     find_units,
     leave_out_tied,
     place_parameters,
-    policies_by_module,
 )
 from megafsdp.fsdp.keywords import (
     AverageChoice,
@@ -44,8 +44,10 @@ from megafsdp.fsdp.keywords import (
     ShardKeywords,
     StrategyChoice,
 )
+from megafsdp.fsdp.params.kept_weights import check_any_is_quantized
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.policy_names import policies_by_module
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
@@ -193,7 +195,7 @@ def fully_shard_model(
 
     Raises:
         ValueError: No class is named, no module below the model is of a named class, or a name in
-            ``mp_policy.keep_fp32`` matches nothing.
+            ``mp_policy`` matches nothing, or its recipe quantizes nothing.
         Exception: Whatever :func:`fully_shard` raises.
     """
     # A list, because each unit reads it.
@@ -217,7 +219,9 @@ def fully_shard_model(
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
-    check_units(policies, ignored, shard_placement_fn, (mesh, expert_mesh))
+    check_units(
+        policies, ignored, shard_placement_fn, (mesh, expert_mesh), offload_of(offload_policy)
+    )
     for module, policy in policies.items():
         fully_shard(module, mp_policy=policy, **options)
     return cast(FSDPModule, model)
@@ -326,27 +330,39 @@ def check_units(
     ignored: Sequence[nn.Parameter],
     placement_fn: Callable[[nn.Parameter], object] | None,
     meshes: tuple[DeviceMesh | None, DeviceMesh | None],
+    offload: OffloadPolicy,
 ) -> None:
     """Check what could refuse one of several units, so that all are made or none.
 
     Args:
-        policies: The modules that will be a unit each, inner ones first, and their policies.
+        policies: The modules that will be a unit each, inner ones first and the model last, and
+            their policies.
         ignored: Parameters to leave alone.
         placement_fn: As for :func:`fully_shard`.
         meshes: Its mesh and its expert_mesh.
+        offload: Its offload_policy.
 
     Raises:
+        ValueError: A recipe quantizes nothing of the model.
         Exception: Whatever :func:`fully_shard` raises for one of the modules.
     """
     check_modules(list(policies))
     taken: dict[nn.Module, list[nn.Parameter]] = {}
+    *_, model = policies
+    fqns = {module: name for name, module in model.named_modules()}
+    reasons: dict[str, str] = {}
     for module, policy in policies.items():
         of_inner = [p for m in module.modules() if m in taken for p in taken[m]]
         found = find_parameters([module], [*ignored, *of_inner], policy)
         check_placements(found, placement_fn)
         place_parameters(found, [module], *meshes)
+        check_quantization(found, policy, offload)
         device_type_of(found)
         taken[module] = [item.parameter for item in found]
+        for record in (item.record for item in found):
+            reasons[f"{fqns[module]}.{record.name}".lstrip(".")] = record.kept_because
+    recipes = [p.quantization for p in policies.values() if p.quantization is not None]
+    check_any_is_quantized(recipes, reasons, where="fully_shard_model()")
 
 
 def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:

@@ -3,9 +3,8 @@
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
 by whether they require a gradient, by the meshes that divide them, and by whether they can be cut
 at all: parameters without dimensions or elements, and frozen integers, are whole on every rank.
-Parameters that ``MixedPrecisionPolicy.keep_fp32`` names compute in fp32, hence are grouped apart. A
-name counts within the module that is made a unit; ``fully_shard_model`` first translates names that
-count in the whole model to each unit's own.
+Parameters that ``MixedPrecisionPolicy.keep_fp32`` names compute in fp32, hence are grouped apart,
+and so are weights that a recipe quantizes.
 
 What would make the engine wrong later is refused here, before anything is changed. Buffers are laid
 out by :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
@@ -13,11 +12,9 @@ out by :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +27,7 @@ from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import Division
+from megafsdp.fsdp.eligible import check_quantization, quantization_of
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.model_parts import (
@@ -40,8 +38,9 @@ from megafsdp.fsdp.params.model_parts import (
     tensor_parallel_mesh,
 )
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
-from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Strategy
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Quantization, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.policy_names import UnitNames
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.dtensor import joined_mesh
@@ -61,8 +60,8 @@ class GroupKey:
         is_whole: Whether they are whole on every rank, whatever the strategy.
         is_expert: Whether they are divided over the mesh of experts.
         model_mesh: The axis that cuts or repeats them besides; None without one.
-        weight_mesh: Ranks that combine a recipe's statistics of them; None for those that divide
-            them.
+        weight_mesh: Ranks that combine a recipe's maxima of them; None for those that divide them.
+        quantization: How their compute weights are quantized; None for a cast.
     """
 
     dtypes: GroupDtypes
@@ -71,6 +70,7 @@ class GroupKey:
     is_expert: bool
     model_mesh: DeviceMesh | None
     weight_mesh: DeviceMesh | None
+    quantization: Quantization | None
 
 
 @dataclass
@@ -81,12 +81,14 @@ class FoundParameter:
         parameter: The parameter as the user made it.
         record: What the engine will record of it.
         computes_in_fp32: Whether ``keep_fp32`` names it, by any of the names of a tie.
+        is_kept_unquantized: Whether ``keep_unquantized`` does.
         is_expert: Whether it is divided over the mesh of experts.
     """
 
     parameter: nn.Parameter
     record: ManagedParameter
-    computes_in_fp32: bool
+    computes_in_fp32: bool = False
+    is_kept_unquantized: bool = False
     is_expert: bool = False
 
 
@@ -193,12 +195,12 @@ def find_parameters(
     Args:
         modules: Modules of one unit.
         ignored: Parameters to leave alone.
-        policy: Names the parameters that compute in fp32.
+        policy: Names the parameters that compute in fp32, and those that stay unquantized.
 
     Raises:
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
             outer unit was made first), or has gradient hooks that its sharded form would not have.
-            Or the policy names in fp32 only parameters of inner units, which compute otherwise.
+            Or a name of the policy has only parameters of inner units, which have another policy.
         NotImplementedError: A parameter is of a subclass other than DTensor, complex, or
             floating-point of 8 bits.
     """
@@ -206,9 +208,8 @@ def find_parameters(
     ignored_ids = {id(parameter) for parameter in ignored}
     owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}
     found: dict[int, FoundParameter] = {}
-    # A name that only parameters of inner units match would be without effect.
-    applied: set[str] = set()
-    missed: dict[str, str] = {}
+    fp32_names = UnitNames("keep_fp32", policy)
+    unquantized_names = UnitNames("keep_unquantized", policy)
     for root in modules:
         for prefix, module in root.named_modules():
             for attribute, parameter in module._parameters.items():
@@ -219,18 +220,21 @@ def find_parameters(
                 if group is not None:
                     _check_owner(name, root, group, is_below=id(group) in owned_below)
                     if parameter.is_floating_point() and group.dtypes.compute != torch.float32:
-                        missed |= dict.fromkeys(matching_names(name, module, policy), name)
+                        fp32_names.miss(name, module)
+                    if group.quantization is not None:
+                        unquantized_names.miss(name, module)
                     continue
                 # A tied parameter is found again under each of its names: one record, all owners.
                 if id(parameter) not in found:
                     _check(name, parameter)
                     record = ManagedParameter(name, [], parameter.shape)
-                    found[id(parameter)] = FoundParameter(parameter, record, computes_in_fp32=False)
-                item, matching = found[id(parameter)], matching_names(name, module, policy)
-                item.computes_in_fp32 |= bool(matching)
-                applied |= matching
+                    found[id(parameter)] = FoundParameter(parameter, record)
+                item = found[id(parameter)]
+                item.computes_in_fp32 |= fp32_names.apply(name, module)
+                item.is_kept_unquantized |= unquantized_names.apply(name, module)
                 item.record.owners.append((weakref.ref(module), attribute))
-    _check_kept_fp32({wanted: name for wanted, name in missed.items() if wanted not in applied})
+    fp32_names.check()
+    unquantized_names.check()
     return list(found.values())
 
 
@@ -342,6 +346,7 @@ def group_parameters(
             item.is_expert,
             item.record.model.mesh,
             annotation_of(parameter).weight_mesh,
+            quantization_of(item, policy),
         )
         groups.setdefault(key, []).append(item)
     return groups
@@ -356,8 +361,11 @@ def build_groups(
     """Make the parameter groups of a unit; local, but for process groups on first use.
 
     Raises:
-        ValueError: A ``weight_mesh`` lacks ranks that divide its parameters.
+        ValueError: A ``weight_mesh`` lacks ranks that divide its parameters, or weights to quantize
+            are of a dtype that no format takes.
+        NotImplementedError: Weights to quantize are to live on the host.
     """
+    check_quantization(found, policy, memory.offload)
     groups = group_parameters(found, policy)
     axes = [_axes_of(key, items[0].record.name, division) for key, items in groups.items()]
     return [
@@ -370,6 +378,7 @@ def build_groups(
             # A whole group is never gathered: its buffers are those of a replica.
             strategy=Strategy.NO_SHARD if key.is_whole else division.strategy,
             gradient_scale=division.gradient_scale,
+            quantization=key.quantization,
         )
         for own_axes, (key, items) in zip(axes, groups.items(), strict=True)
     ]
@@ -391,7 +400,7 @@ def _axes_of(key: GroupKey, name: str, division: Division) -> DataParallelAxes:
                 hint="Give set_device_mesh() the data mesh, or one that contains it, or none",
             )
         )
-    return axes.with_statistics_over(key.weight_mesh)
+    return axes.with_maxima_over(key.weight_mesh)
 
 
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
@@ -405,72 +414,6 @@ def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
 def is_replaced(parameter: torch.Tensor) -> bool:
     """Return whether ``fully_shard`` has replaced this full parameter by a sharded one."""
     return hasattr(parameter, _OWNER_ATTRIBUTE)
-
-
-def matching_names(fqn: str, owner: nn.Module, policy: MixedPrecisionPolicy) -> set[str]:
-    """Return the names of a policy that match a parameter, a module above it, or its class.
-
-    Args:
-        fqn: The parameter's name.
-        owner: The module that it is an attribute of.
-        policy: Its names, or patterns (``fnmatch``) of names.
-    """
-    if not policy.keep_fp32:
-        return set()
-    parts = fqn.split(".")
-    names = {".".join(parts[:k]) for k in range(1, len(parts) + 1)} | {type(owner).__name__}
-    return {
-        wanted
-        for wanted in policy.keep_fp32
-        if wanted in names or any(fnmatch.fnmatchcase(name, wanted) for name in names)
-    }
-
-
-def policies_by_module(
-    model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy
-) -> dict[nn.Module, MixedPrecisionPolicy]:
-    """Return the policies of a model and of units below it, names translated to each one's own.
-
-    A name counts in the model and in each of the units.
-
-    Raises:
-        ValueError: A name matches nothing.
-    """
-    if not policy.keep_fp32:
-        return dict.fromkeys([model, *units], policy)
-    # Names that matched nothing yet, and the ids of the parameters that some name matched.
-    idle, matched = set(policy.keep_fp32), set()
-    for root in (model, *units):
-        for fqn, owner, parameter in _parameters_of(root):
-            matching = matching_names(fqn, owner, policy)
-            idle -= matching
-            if matching:
-                matched.add(id(parameter))
-    if idle:
-        first = next((fqn for fqn, _, _ in _parameters_of(model)), "")
-        raise ValueError(
-            expected(
-                f"names of parameters such as '{first}', of modules or their classes, or patterns",
-                f"{sorted(idle)} that match none",
-                where=f"keep_fp32 for {type(model).__name__}",
-                hint="Correct or remove them",
-            )
-        )
-    return {
-        root: dataclasses.replace(
-            policy,
-            keep_fp32=tuple(fqn for fqn, _, p in _parameters_of(root) if id(p) in matched),
-        )
-        for root in (model, *units)
-    }
-
-
-def _parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield name, owner and parameter, tied ones under each of their names."""
-    for prefix, module in root.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{prefix}.{attribute}" if prefix else attribute, module, parameter
 
 
 def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below: bool) -> None:
@@ -528,20 +471,6 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 f"'{name}' of {parameter.dtype}",
                 where="fully_shard()",
                 hint="Name it in ignored_params, or make it a buffer",
-            )
-        )
-
-
-def _check_kept_fp32(missed: dict[str, str]) -> None:
-    if missed:
-        wanted, name = next(iter(missed.items()))
-        raise ValueError(
-            expected(
-                "names of the unit's own parameters and modules",
-                f"'{wanted}', which is '{name}' of a unit below that computes in another dtype",
-                where="keep_fp32 of fully_shard()",
-                hint="Name it in the inner unit's call as that unit knows it, or use "
-                "fully_shard_model(), where names of the whole model count",
             )
         )
 

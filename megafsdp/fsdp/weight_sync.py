@@ -6,7 +6,8 @@ hook refuses parameters that ``fully_shard`` has replaced. Both are process-wide
 other hook that every optimizer runs. The first ``fully_shard`` registers them. They cache the
 groups of each optimizer, and return at once for one that has no parameter of ours.
 
-Only marks are made here. The next unshard of a group refreshes its compute weight.
+Only marks are made here. The next unshard of a group refreshes its compute weight, or a save of the
+histories that its scales are made from.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import mark_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.runtime.agreement import refresh_with_maxima
+from megafsdp.fsdp.runtime.torch_fsdp import shard_of
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.torch_private import local_of, write_full_states_by
+from megafsdp.quantize.tensor import QuantizedTensor
 
 _before_loads: list[Callable[[], object]] = []
 
@@ -44,13 +48,22 @@ _before_loads: list[Callable[[], object]] = []
 class SelfMarkingOptimizer(Protocol):
     """An optimizer whose step marks the groups that it changes.
 
-    Such a step may fill the cast of a main weight too
-    (:meth:`~megafsdp.fsdp.params.compute_weight.ComputeWeight.start_encoding`), which a second mark
-    would drop. It refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
+    Such a step may fill the cast of a main weight too, by ``start_encoding`` of
+    :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight`. A second mark would drop it. It
+    refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
     """
 
     def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """Mark those of the optimizer's groups that a step has changed and not marked."""
+
+
+@runtime_checkable
+class StepsQuantized(Protocol):
+    """An optimizer that may step main weights of quantized parameters, and makes codes of them."""
+
+    @property
+    def steps_quantized_parameters(self) -> bool:
+        """Return whether it does so, as it was built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +143,7 @@ class _StepHooks:
         ids = tuple(map(id, parameters))
         record = self._records.get(optimizer)
         if record is None or record.ids != ids:
+            _refuse_quantized(optimizer, parameters)
             # Before the step: stepping replaced originals would change nothing that forward reads.
             if not isinstance(optimizer, SelfMarkingOptimizer):
                 fully_shard_optimizer(optimizer)
@@ -139,6 +153,23 @@ class _StepHooks:
             record = _OptimizerRecord(ids, tuple(map(weakref.ref, groups)))
             self._records[optimizer] = record
         return record
+
+
+def _refuse_quantized(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise before a step that would write to codes, or round each update to them."""
+    if isinstance(optimizer, StepsQuantized) and optimizer.steps_quantized_parameters:
+        return
+    shard = next((found for p in parameters if (found := shard_of(p)) is not None), None)
+    if shard is not None:
+        raise RuntimeError(
+            expected(
+                "megafsdp.FusedAdam without capturable and store_param_remainders, which steps "
+                "fp32 main weights of quantized parameters",
+                f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+                where=f"its step, with the quantized parameter '{shard.fqn}'",
+                hint="Build megafsdp.FusedAdam(model.parameters()), or do not quantize the model",
+            )
+        )
 
 
 def _refuse_optimizer(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
@@ -220,6 +251,28 @@ def mark_main_weights_changed(
         mark_initialized(unit.groups, given)
 
 
+def roll_histories(module: nn.Module) -> None:
+    """Roll the histories of delayed scaling that the next forward would roll; collective.
+
+    One all-reduce of maxima if weights with a history have changed since their last use, which then
+    need none in the forward. Nothing happens where something has no values yet.
+
+    Args:
+        module: A module with units below it, at rest.
+    """
+    units = list(units_below([module]).values())
+    with_history = [g for unit in units for g in unit.groups if g.has_history]
+    if not all(p.is_initialized for unit in units for g in unit.groups for p in g.parameters):
+        return
+    for group in with_history:
+        group.mark_stale_if_written()
+    if any(group.compute_weight.is_stale for group in with_history):
+        # The outermost unit first, which adopts the others: each would else become a root.
+        contexts = dict.fromkeys(unit.require_context() for unit in units)
+        for context in contexts:
+            refresh_with_maxima(context.groups)
+
+
 def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """Check that an optimizer has sharded parameters, and return it unchanged.
 
@@ -228,9 +281,21 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
 
     Raises:
         ValueError: A parameter is the original that ``fully_shard`` has replaced.
+        RuntimeError: A parameter is a quantized one, which no step can write to.
     """
     for index, param_group in enumerate(optimizer.param_groups):
         for parameter in param_group["params"]:
+            is_gathered = isinstance(parameter, QuantizedTensor) and shard_of(parameter) is None
+            if is_gathered:
+                raise RuntimeError(
+                    expected(
+                        f"the sharded parameter '{parameter.fqn}'",  # type: ignore[attr-defined]
+                        "the quantized one that is made from it",
+                        where=f"param group {index} of {type(optimizer).__name__}",
+                        hint="Build the optimizer, FusedAdam or another one, over "
+                        "model.parameters() outside of forward and of summon_full_params()",
+                    )
+                )
             if group_of(parameter) is None and is_replaced(parameter):
                 raise ValueError(
                     expected(

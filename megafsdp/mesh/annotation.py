@@ -1,7 +1,8 @@
 """Annotations: what a layer declares about its parameter, beside its values.
 
 A layer writes facts that no other room can find out: which dimension tensor parallelism cuts,
-whether the parameter is an expert's and which one's, and which logical tensors are fused in it.
+whether the parameter is an expert's and which one's, which logical tensors are fused in it, and
+whether it is the matrix of a linear map.
 ``megafsdp.fsdp`` carries the annotation from the original parameter to its sharded one, and
 ``megafsdp.checkpoint`` reads it, so neither matches parameters by name. These are declarations
 only; nothing here moves data.
@@ -78,6 +79,8 @@ class ParameterAnnotation:
             whose ranks have different parts of the sequence.
         weight_mesh: Ranks over which a quantization recipe's statistics of the parameter are
             combined; None means those that divide it, on data axes and a model axis.
+        is_linear_weight: True if the layer uses it in products of matrices alone, as
+            ``F.linear(x, weight)`` or grouped by expert, so that a recipe may quantize it.
     """
 
     tp_dim: int | None = None
@@ -86,6 +89,7 @@ class ParameterAnnotation:
     experts: ExpertRange | None = None
     sums_over_tp: bool = False
     weight_mesh: DeviceMesh | None = None
+    is_linear_weight: bool = False
 
 
 def annotate(
@@ -97,6 +101,7 @@ def annotate(
     experts: ExpertRange | None = None,
     sums_over_tp: bool = False,
     weight_mesh: DeviceMesh | None = None,
+    is_linear_weight: bool = False,
 ) -> None:
     """Write an annotation on a parameter, replacing an earlier one.
 
@@ -108,6 +113,7 @@ def annotate(
         experts: Which experts of the layer it has; implies ``is_expert``.
         sums_over_tp: True if the gradient is a sum over the ranks of tp.
         weight_mesh: Ranks over which statistics of a recipe are combined.
+        is_linear_weight: True if it is used in products of matrices alone.
 
     Raises:
         ValueError: The parts do not add up to the parameter's extent along their dimension.
@@ -124,7 +130,9 @@ def annotate(
             )
         )
     is_expert = is_expert or experts is not None
-    annotation = ParameterAnnotation(tp_dim, is_expert, fused, experts, sums_over_tp, weight_mesh)
+    annotation = ParameterAnnotation(
+        tp_dim, is_expert, fused, experts, sums_over_tp, weight_mesh, is_linear_weight
+    )
     setattr(parameter, _ATTRIBUTE, annotation)
 
 

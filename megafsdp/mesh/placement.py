@@ -1,9 +1,8 @@
 """Placements of a flat buffer among ranks, and the transitions between them.
 
 A placement gives the granule of a tensor that a cut between two ranks must not divide. ``Flat`` is
-the default (whole rows); ``BlockAtomic`` keeps blocks of rows together, for scaling factors that
-span rows; ``TensorAtomic`` keeps whole tensors together, for optimizers that need a matrix in one
-place.
+the default (whole rows); ``TensorAtomic`` keeps whole tensors together, for optimizers that need a
+matrix in one place.
 
 A :class:`Residence` says whether a rank has one shard of a buffer or all of it, and
 :data:`TRANSITIONS` names the collective that turns one residence into another.
@@ -14,8 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-
-from megafsdp.errors import expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,37 +25,6 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockAtomic:
-    """Cut only between blocks of rows.
-
-    Attributes:
-        rows: Rows in a block; a last block may be shorter.
-    """
-
-    rows: int
-
-    def __post_init__(self) -> None:
-        """Check the block height.
-
-        Raises:
-            ValueError: ``rows`` is not positive.
-        """
-        if self.rows < 1:
-            raise ValueError(
-                expected(
-                    "a positive number of rows",
-                    self.rows,
-                    where="BlockAtomic",
-                    hint="Give the height of the scaling block, for example 128",
-                )
-            )
-
-    def granule_numel(self, shape: tuple[int, ...], row_numel: int) -> int:
-        """Return the number of consecutive elements that must stay on one rank."""
-        return self.rows * row_numel if len(shape) > 1 else row_numel
-
-
-@dataclass(frozen=True, slots=True)
 class TensorAtomic:
     """Never cut a tensor."""
 
@@ -67,7 +33,7 @@ class TensorAtomic:
         return max(math.prod(shape), 1)
 
 
-Granularity = Flat | BlockAtomic | TensorAtomic
+Granularity = Flat | TensorAtomic
 
 
 class Residence(Enum):

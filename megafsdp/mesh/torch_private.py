@@ -15,6 +15,7 @@ import io
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import IO, Any, Protocol, TypeVar, cast
 
 import torch
@@ -30,6 +31,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_file
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Partial
 
 # Mesh, placements and shape of a DTensor's global tensor; public: DTensor.from_local() makes them,
@@ -88,6 +91,14 @@ def make_dtensor(
     result = cast(D, cls.__new__(cls, empty, spec, requires_grad=False))
     result._local_tensor = local
     return result
+
+
+def set_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Replace the local tensor of a DTensor, which stays the object that it is.
+
+    Public: none. 2.11 to 2.13.
+    """
+    tensor._local_tensor = local
 
 
 def wrap_part(
@@ -195,6 +206,75 @@ def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
 
     fully_shard_file._get_modules_and_states = checked
     replicate_with_fsdp._get_modules_and_states = checked
+
+
+@dataclass(frozen=True, slots=True)
+class TorchShard:
+    """How torch's ``fully_shard`` has cut one parameter.
+
+    Attributes:
+        shape: What it has cut: the parameter, or the part of it that a model axis gave this rank.
+        dim: The dimension along which it is cut.
+        group: The ranks among which it is divided; None where it is not.
+        rank: This rank's number there.
+        num_ranks: How many there are.
+        model_mesh: The model axes whose ranks have other parts of it or the same; None without.
+        model_placements: How they have.
+        has_inner_mesh: Whether it is kept on fewer ranks between forward and backward.
+        is_on_host: Whether it is offloaded.
+        has_begun: Whether a forward has looked at it.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    group: dist.ProcessGroup | None
+    rank: int
+    num_ranks: int
+    model_mesh: DeviceMesh | None
+    model_placements: tuple[Placement, ...]
+    has_inner_mesh: bool
+    is_on_host: bool
+    has_begun: bool
+
+
+def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
+    """Return the parameters that torch's ``fully_shard`` has cut, while they are sharded; local.
+
+    Public: the DTensors' meshes and placements, which do not say which axes were there before.
+    2.11 to 2.13.
+    """
+    found: dict[nn.Parameter, TorchShard] = {}
+    for module in model.modules():
+        state = _get_module_fsdp_state(module)
+        groups = [] if state is None else _torch_groups(state)
+        for each in (parameter for group in groups for parameter in group.fsdp_params):
+            mesh_info, before = each.mesh_info, each._unsharded_dtensor_spec
+            is_divided = isinstance(mesh_info, FSDPMeshInfo)
+            found[each.sharded_param] = TorchShard(
+                shape=tuple(each._orig_size),
+                dim=each.fsdp_placement.dim,
+                group=mesh_info.shard_process_group if is_divided else None,
+                rank=mesh_info.shard_mesh_rank if is_divided else 0,
+                num_ranks=mesh_info.shard_mesh_size if is_divided else 1,
+                model_mesh=None if before is None else before.mesh,
+                model_placements=() if before is None else tuple(before.placements),
+                has_inner_mesh=each.post_forward_mesh_info is not None
+                and each.post_forward_mesh_info is not mesh_info,
+                is_on_host=each.offload_to_cpu,
+                has_begun=state is not None and state._is_root is not None,
+            )
+    return found
+
+
+def _torch_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of a module of torch's FSDP2; one or none in 2.11.
+
+    Public: none. 2.11 to 2.13.
+    """
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any]:

@@ -27,6 +27,7 @@ def sample(
     num_tokens: int,
     max_context: int,
     temperature: float = 0.0,
+    top_k: int | None = None,
     vocab_size: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -43,6 +44,8 @@ def sample(
         max_context: The model sees at most this many of the last tokens.
         temperature: 0 takes the likeliest token; above 0 the logits are divided by it and a token
             drawn.
+        top_k: Only so many of the likeliest tokens are drawn from; None for all. Tokens that are as
+            likely as the last of them are drawn too.
         vocab_size: Only ids below it are produced; None allows the padding of the vocabulary too.
         generator: Source of the draws, on the tokens' device; None is torch's default one.
 
@@ -50,20 +53,25 @@ def sample(
         (B, T + num_tokens) ids.
 
     Raises:
-        ValueError: The context is empty, or a count or the temperature is out of its range.
+        ValueError: The context is empty, or a number is out of its range.
     """
     smallest = min(tokens_BT.shape[1], max_context)
-    if smallest < 1 or num_tokens < 0 or not 0 <= temperature < math.inf:
+    is_sound = num_tokens >= 0 and 0 <= temperature < math.inf and (top_k is None or top_k > 0)
+    if smallest < 1 or not is_sound:
         raise ValueError(
             expected(
-                "at least 1 token of context, num_tokens >= 0 and a finite temperature >= 0",
-                f"{smallest}, {num_tokens} and {temperature}",
+                "at least 1 token of context, num_tokens >= 0, a finite temperature >= 0 and a"
+                " top_k of None or at least 1",
+                f"{smallest}, {num_tokens}, {temperature} and {top_k}",
                 where="sample()",
                 hint="Begin with one token at least, such as the end-of-document one",
             )
         )
     for _ in range(num_tokens):
         logits_BV = model(tokens_BT[:, -max_context:])[:, -1, :vocab_size].float()
+        if top_k is not None and top_k < logits_BV.shape[-1]:
+            least_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
+            logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
         if temperature > 0:
             probabilities_BV = torch.softmax(
                 logits_BV / max(temperature, _LOWEST_TEMPERATURE), dim=-1

@@ -71,7 +71,10 @@ class GroupedLinear(ParallelModule):
         self.sequence_parallel = sequence_parallel
         self.declarations = {
             "weight": ParameterAnnotation(
-                is_expert=True, fused=fused, sums_over_tp=sequence_parallel
+                is_expert=True,
+                fused=fused,
+                sums_over_tp=sequence_parallel,
+                is_linear_weight=True,
             )
         }
         # A rank's rows of a part would be several pieces of the stack.

@@ -98,6 +98,7 @@ class ParallelModule(nn.Module):
                 fused=declared.fused,
                 sums_over_tp=declared.sums_over_tp,
                 weight_mesh=self.weight_mesh,
+                is_linear_weight=declared.is_linear_weight,
             )
 
     def reset_parameters(self, defer_init: bool = False) -> None:

@@ -90,7 +90,10 @@ class Linear(ParallelModule):
         # rank.
         self.declarations = {
             "weight": ParameterAnnotation(
-                tp_dim, fused=fused, sums_over_tp=sequence_parallel and parallel_mode is None
+                tp_dim,
+                fused=fused,
+                sums_over_tp=sequence_parallel and parallel_mode is None,
+                is_linear_weight=True,
             ),
             "bias": ParameterAnnotation(
                 0 if tp_dim == 0 else None,

@@ -176,6 +176,24 @@ class DelayedState:
         self._pending.zero_()
         self._choose(torch.zeros_like(self._weight_bits))
 
+    def histories(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the histories as :meth:`load` takes them; aliases."""
+        return self.weight_history, self.input_history, self.grad_history
+
+    @staticmethod
+    def of_histories(weight: Tensor, input: Tensor, grad: Tensor) -> DelayedState:
+        """Make a state that begins from copies of histories, where these lie."""
+        made = DelayedState(weight.shape[1], num_matrices=weight.shape[0], device=weight.device)
+        made.load(weight, input, grad)
+        return made
+
+    def copy(self, device: torch.device) -> DelayedState:
+        """Return a state with the same histories, and nothing recorded, on a device."""
+        moved = (history.to(device) for history in self.histories())
+        made = DelayedState.of_histories(*moved)
+        made._choice = self._choice
+        return made
+
     def _choose(self, weight_bits: Tensor) -> None:
         """Set the maxima that scales are made of, a function of the histories."""
         before, newest = self.weight_history[:, :-1], self.weight_history[:, -1]

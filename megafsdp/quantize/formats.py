@@ -30,6 +30,25 @@ _TABLE_ALIGNMENT_NBYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
+class ScalesOfRows:
+    """Parts of a table; they alias it.
+
+    Attributes:
+        own: Scales of these rows alone, ``(rows of tiles, ...)`` or ``(matrices, ...)`` each.
+        shared: Scales that the other rows of the tensor depend on too.
+    """
+
+    own: list[torch.Tensor]
+    shared: list[torch.Tensor]
+
+    def copy_(self, source: ScalesOfRows) -> None:
+        """Copy the bytes of as many rows of another table of the format; in place."""
+        pairs = zip((*self.own, *self.shared), (*source.own, *source.shared), strict=True)
+        for target, values in pairs:
+            target.copy_(values)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFormat:
     """How a weight is quantized: local arithmetic, no collective.
 
@@ -183,6 +202,74 @@ class WeightFormat:
         )
         own[: found.numel()] = found
         return codes.view(num_matrices, -1)[index], own
+
+    def row_multiple(self, shape: Sequence[int]) -> int:
+        """Return what a cut along the first dimension must be a multiple of.
+
+        Matrices of a stack may be cut anywhere between them, and a matrix of one scale at any row.
+        """
+        if len(shape) == 3 or self.tile is None:
+            return 1
+        return self.tile[0]
+
+    def has_shared_scale(self, shape: Sequence[int]) -> bool:
+        """Return whether all rows of a tensor depend on one scale: of a matrix, not of a stack."""
+        return len(shape) == 2 and (self.tile is None or isinstance(self.scaling, TwoLevelScaling))
+
+    def scales_of_rows(
+        self, table: torch.Tensor, shape: Sequence[int], start: int, stop: int
+    ) -> ScalesOfRows:
+        """Return the scales in a table that rows, or matrices of a stack, are decoded by; aliases.
+
+        Args:
+            table: The ``(table_nbytes,)`` uint8 of the whole tensor.
+            shape: Its shape.
+            start: The first index of dimension 0, a multiple of :meth:`row_multiple`.
+            stop: The end, a multiple or the extent of the dimension.
+        """
+        shape = tuple(shape)
+        used = table[: self.coding.table_nbytes(shape)]
+        grid = self.coding.grid(shape)
+        scales = self.scaling.tile_scales(used, grid.num_matrices)
+        levels = []
+        if isinstance(self.scaling, TwoLevelScaling):
+            levels.append(self.scaling.matrix_maxima(used, grid.num_matrices))
+        if len(shape) == 3:
+            return ScalesOfRows([each[start:stop] for each in (*levels, scales)], [])
+        if self.tile is None:
+            return ScalesOfRows([], [*levels, scales])
+        first, end = start // self.tile[0], -(-stop // self.tile[0])
+        return ScalesOfRows([scales.view(-1, grid.tiles_across)[first:end]], levels)
+
+    def rows_of(
+        self,
+        codes: torch.Tensor,
+        table: torch.Tensor,
+        shape: Sequence[int],
+        start: int,
+        stop: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and the table of rows of a matrix, or of matrices of a stack.
+
+        Args:
+            codes: 1-D uint8 of the whole tensor.
+            table: Its ``(table_nbytes,)`` uint8.
+            shape: Its shape.
+            start: As of :meth:`scales_of_rows`.
+            stop: Likewise.
+
+        Returns:
+            Codes, an alias, and a copy of the part of the table, as a tensor of these rows alone
+            has it.
+        """
+        own_shape = (stop - start, *shape[1:])
+        own = table.new_zeros(self.table_nbytes(own_shape))
+        if stop > start:
+            target = self.scales_of_rows(own, own_shape, 0, stop - start)
+            target.copy_(self.scales_of_rows(table, shape, start, stop))
+        elif self.tile is None and len(shape) == 2:
+            own = table.clone()
+        return codes.view(shape[0], -1)[start:stop].reshape(-1), own
 
     def tile_scales(self, table: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return the scales in a table as ``(rows of tiles, columns of tiles)``; aliases it.

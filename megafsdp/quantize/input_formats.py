@@ -50,6 +50,7 @@ class InputFormat:
         along: int,
         maximum: torch.Tensor | None = None,
         noise: torch.Tensor | None = None,
+        is_transposed: bool = False,
     ) -> QuantizedInput:
         """Return codes and scales of values; allocates both, and keeps nothing of the values.
 
@@ -60,6 +61,7 @@ class InputFormat:
             maximum: ``(1,)`` fp32 or int32 bits of one: scale by it, if tensor-wide. None: scale
                 by the largest magnitude there is.
             noise: ``(tokens, features)`` fp32 in ``[0, 1)``: round e2m1 stochastically by it.
+            is_transposed: Write the codes in the order of the transpose; not in a graph.
 
         Raises:
             ValueError: Values are not 2-D or of another dtype, features are odd for e2m1, or a
@@ -77,9 +79,34 @@ class InputFormat:
                 maximum,
                 noise,
             )
+        elif is_transposed:
+            coding = self.coding(along=along)
+            _, codes, scales = kernels.quantize_transposed(coding, values, maximum, noise)
         else:
             codes, scales = kernels.quantize(self.coding(along=along), values, maximum, noise)
-        return QuantizedInput(codes, scales, self, (tokens, features), along)
+        return QuantizedInput(codes, scales, self, (tokens, features), along, is_transposed)
+
+    def quantize_both_ways(
+        self, values: torch.Tensor, *, maximum: torch.Tensor | None = None
+    ) -> tuple[QuantizedInput, QuantizedInput]:
+        """Return what :meth:`quantize` does, as it is and transposed; they share the scale.
+
+        Args:
+            values: As of :meth:`quantize`, as is the maximum. The format has one scale a tensor.
+            maximum: To scale by.
+        """
+        assert self.block is None, "blocks lie along one of both dimensions"
+        self._check(values, maximum)
+        shape = (values.shape[0], values.shape[1])
+        coding = self.coding(along=ALONG_TOKENS)
+        codes, transposed, scales = kernels.quantize_transposed(
+            coding, values.contiguous(), maximum, has_codes=True
+        )
+        assert codes is not None, "they were asked for"
+        return (
+            QuantizedInput(codes, scales, self, shape, ALONG_FEATURES),
+            QuantizedInput(transposed, scales, self, shape, ALONG_TOKENS, is_transposed=True),
+        )
 
     def _check(self, values: torch.Tensor, maximum: torch.Tensor | None) -> None:
         if values.ndim != 2 or values.dtype not in SOURCE_DTYPES:
@@ -106,11 +133,12 @@ class QuantizedInput:
     """Codes and scales of one tensor; what autograd saves of an input.
 
     Attributes:
-        codes: ``(tokens, features / codes_per_byte)`` uint8.
+        codes: ``(tokens, features / codes_per_byte)`` uint8, or of the transpose.
         scales: 1-D uint8, the table of the format's scales.
         format: The format.
         shape: ``(tokens, features)``.
         along: The dimension of blocks.
+        is_transposed: Whether codes are ``(features, tokens / codes_per_byte)``. Scales are not.
     """
 
     codes: torch.Tensor
@@ -118,10 +146,14 @@ class QuantizedInput:
     format: InputFormat
     shape: tuple[int, int]
     along: int
+    is_transposed: bool = False
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return ``(tokens, features)`` values in fp32, bf16 or fp16; allocates."""
-        coding, codes = self.format.coding(along=self.along), self.codes.view(-1)
+        coding, codes = self.format.coding(along=self.along), self.codes
+        if self.is_transposed:
+            codes = kernels.transpose_codes(codes, coding.element)
+        codes = codes.view(-1)
         if torch.compiler.is_compiling():
             found: torch.Tensor = torch.ops.megafsdp.decode_tiles(
                 codes,
@@ -155,7 +187,8 @@ def add_maximum(values: torch.Tensor, maximum: torch.Tensor) -> None:
         maximum: ``(1,)`` int32 bits of fp32, zero at first; a NaN is above all.
     """
     if values.numel():
-        flat = values.detach().reshape(1, -1)
+        # The gradient of a sum is one number under many indices.
+        flat = values.detach().reshape(1, -1).contiguous()
         coding = TENSOR_E4M3.coding(along=ALONG_FEATURES)
         kernels.add_maxima(coding, [Fragment(flat[0], tuple(flat.shape), 0)], [maximum], None)
 

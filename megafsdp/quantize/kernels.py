@@ -14,7 +14,8 @@ import torch
 
 from megafsdp._native import native_module
 from megafsdp.errors import expected
-from megafsdp.quantize.elements import E2M1, E4M3, E5M2
+from megafsdp.quantize.cuda_kernels import CudaKernels, MatrixBuffers, kernels_on
+from megafsdp.quantize.elements import E2M1, E4M3, E5M2, Element, pack, unpack
 from megafsdp.quantize.scales import E8M0Scaling, Fp32Scaling, TwoLevelScaling
 from megafsdp.quantize.tiles import (
     SOURCE_DTYPES,
@@ -35,6 +36,8 @@ _SCALINGS = {
 _NO_BUFFER = (0, 0)
 
 Buffer = tuple[int, int]
+# The compiled module for CPUs has functions of the same names.
+Kernels = ModuleType | CudaKernels
 
 
 @torch.no_grad()
@@ -99,7 +102,9 @@ def encode(
             fragments=batch,
             dtype=_DTYPE_NAMES[dtype],
             through="" if through is None else _DTYPE_NAMES[through],
-            noise=_NO_BUFFER if noise is None else _buffer("noise", noise, torch.float32),
+            noise=_NO_BUFFER
+            if noise is None
+            else _buffer("noise", noise, torch.float32, fragments[0].values.device),
             num_threads=torch.get_num_threads(),
         )
 
@@ -129,8 +134,8 @@ def fill_tables(
             tables=[
                 (
                     _stack(shapes[i]),
-                    _buffer("maxima", maxima[i], torch.int32),
-                    _buffer("table", tables[i], torch.uint8),
+                    _buffer("maxima", maxima[i], torch.int32, maxima[i].device),
+                    _buffer("table", tables[i], torch.uint8, maxima[i].device),
                 )
                 for i in chosen
             ],
@@ -159,9 +164,9 @@ def decode(
     module.decode_tiles(
         coding=_native_coding(coding),
         shape=_stack(shape),
-        codes=_buffer("codes", codes, torch.uint8),
-        table=_buffer("table", table, torch.uint8),
-        out=_buffer("out", out, out.dtype),
+        codes=_buffer("codes", codes, torch.uint8, codes.device),
+        table=_buffer("table", table, torch.uint8, codes.device),
+        out=_buffer("out", out, out.dtype, codes.device),
         out_dtype=_DTYPE_NAMES[out.dtype],
         num_threads=torch.get_num_threads(),
     )
@@ -196,42 +201,145 @@ def quantize(
         module.encode_blocks(
             coding=_native_coding(coding),
             shape=(1, rows, cols),
-            values=_buffer("values", values, values.dtype),
+            values=_buffer("values", values, values.dtype, device),
             dtype=_DTYPE_NAMES[values.dtype],
-            table=_buffer("table", table, torch.uint8),
-            codes=_buffer("codes", codes, torch.uint8),
+            table=_buffer("table", table, torch.uint8, device),
+            codes=_buffer("codes", codes, torch.uint8, device),
             num_threads=torch.get_num_threads(),
         )
         return codes, table
     shape = (rows, cols)
     fragment = Fragment(values.view(-1), shape, 0)
-    if maximum is None:
-        maxima = torch.zeros(coding.grid(shape).num_tiles, dtype=torch.int32, device=device)
-        add_maxima(coding, [fragment], [maxima], None)
-    else:
-        maxima = maximum.reshape(1).view(torch.int32)
+    maxima = _maxima_of(coding, values, maximum)
     fill_tables(coding, [shape], [maxima], [table])
     encode(coding, [fragment], [maxima], [codes.view(-1)], None, noise)
     return codes, table
 
 
+@torch.no_grad()
+def quantize_transposed(
+    coding: TileCoding,
+    values: torch.Tensor,
+    maximum: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+    *,
+    has_codes: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Return codes, their transpose and the table of a matrix; allocates them.
+
+    On a GPU 8-bit codes are transposed on their way, in one pass over the values, if they have one
+    scale a matrix or blocks along columns.
+
+    Args:
+        coding: As of :func:`quantize`, like the next three.
+        values: ``(rows, cols)`` contiguous.
+        maximum: In place of that of the values.
+        noise: To round stochastically by.
+        has_codes: Whether codes in the order of the values are wanted too; else they are None.
+
+    Returns:
+        Codes ``(rows, cols / codes_per_byte)``, ``(cols, rows / codes_per_byte)``, and the table.
+    """
+    module, shape = _module_for(values), (values.shape[0], values.shape[1])
+    if (
+        not isinstance(module, CudaKernels)
+        or noise is not None
+        or not values.numel()
+        or not _is_transposed_on_its_way(coding, module)
+    ):
+        plain, table = quantize(coding, values, maximum, noise)
+        return plain if has_codes else None, transpose_codes(plain, coding.element), table
+    device = values.device
+    transposed = torch.empty(shape[::-1], dtype=torch.uint8, device=device)
+    codes = torch.empty(shape, dtype=torch.uint8, device=device) if has_codes else None
+    table = torch.empty(coding.table_nbytes(shape), dtype=torch.uint8, device=device)
+    bits = None
+    if coding.tile is None:
+        bits = _maxima_of(coding, values, maximum)
+        fill_tables(coding, [shape], [bits], [table])
+    module.encode_matrix(
+        coding=_native_coding(coding),
+        shape=(1, *shape),
+        values=_buffer("values", values, values.dtype, device),
+        dtype=_DTYPE_NAMES[values.dtype],
+        beside=MatrixBuffers(
+            codes=_NO_BUFFER if codes is None else (codes.data_ptr(), codes.numel()),
+            transposed=(transposed.data_ptr(), transposed.numel()),
+            maximum=_NO_BUFFER if bits is None else (bits.data_ptr(), 1),
+            table=(table.data_ptr(), table.numel()) if bits is None else _NO_BUFFER,
+        ),
+    )
+    return codes, transposed, table
+
+
+def _is_transposed_on_its_way(coding: TileCoding, module: CudaKernels) -> bool:
+    if coding.tile is None:
+        return coding.element.codes_per_byte == 1 and not isinstance(
+            coding.scaling, TwoLevelScaling
+        )
+    return coding.tile[1] == 1 and bool(module.module.is_one_pass(_native_coding(coding)))
+
+
+def _maxima_of(
+    coding: TileCoding, values: torch.Tensor, maximum: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the maxima of a whole matrix, or the given one, as int32 bits."""
+    if maximum is not None:
+        return maximum.reshape(1).view(torch.int32)
+    shape = tuple(values.shape)
+    maxima = torch.zeros(coding.grid(shape).num_tiles, dtype=torch.int32, device=values.device)
+    add_maxima(coding, [Fragment(values.view(-1), shape, 0)], [maxima], None)
+    return maxima
+
+
+@torch.no_grad()
+def transpose_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
+    """Return the codes of a matrix, or of each of a stack, transposed; allocates.
+
+    Args:
+        codes: ``(..., rows, cols / codes_per_byte)`` uint8, contiguous, of at most three
+            dimensions; rows are even for e2m1.
+        element: What a code is.
+    """
+    per_byte = element.codes_per_byte
+    *matrices, rows, nbytes = codes.shape
+    module = _module_for(codes)
+    if not isinstance(module, CudaKernels) or codes.numel() == 0:
+        plain = unpack(codes) if per_byte == 2 else codes
+        transposed = plain.transpose(-2, -1).contiguous()
+        return pack(transposed) if per_byte == 2 else transposed
+    cols = nbytes * per_byte
+    transposed = codes.new_empty((*matrices, cols, rows // per_byte))
+    module.transpose_codes(
+        element=element.name,
+        shape=_stack((*matrices, rows, cols)),
+        codes=_buffer("codes", codes, torch.uint8, codes.device),
+        transposed=_buffer("transposed", transposed, torch.uint8, codes.device),
+    )
+    return transposed
+
+
 def _is_one_pass(coding: TileCoding) -> bool:
-    return coding.tile is not None and not isinstance(coding.scaling, TwoLevelScaling)
+    """Return whether the compiled kernels for blocks take a coding."""
+    has_one_level = not isinstance(coding.scaling, TwoLevelScaling)
+    return coding.tile is not None and has_one_level and coding.element.codes_per_byte == 1
 
 
-def _module_for(tensor: torch.Tensor) -> ModuleType | None:
+def _module_for(tensor: torch.Tensor) -> Kernels | None:
     """Return the compiled kernels that take a tensor; None if there are none."""
     # Subclasses have no memory of their own that an address could name.
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+    if type(tensor) is not torch.Tensor:
         return None
-    return native_module()
+    if tensor.device.type == "cuda":
+        return kernels_on(tensor.device)
+    return native_module() if tensor.device.type == "cpu" else None
 
 
 def _batches(
     tensors: Sequence[torch.Tensor], through: torch.dtype | None
-) -> list[tuple[ModuleType | None, torch.dtype, list[int]]]:
+) -> list[tuple[Kernels | None, torch.dtype, list[int]]]:
     """Return the indices of tensors by kernels and dtype: one call for each."""
-    found: dict[tuple[ModuleType | None, torch.dtype], list[int]] = {}
+    found: dict[tuple[Kernels | None, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         module = _module_for(tensor)
         # Only fp32 is rounded to another dtype by the compiled kernels.
@@ -253,8 +361,8 @@ def _native_fragment(
         (values.data_ptr(), values.numel()),
         fragment.first_row,
         _stack(fragment.shape),
-        _buffer("maxima", maxima, torch.int32),
-        _NO_BUFFER if codes is None else _buffer("codes", codes, torch.uint8),
+        _buffer("maxima", maxima, torch.int32, values.device),
+        _NO_BUFFER if codes is None else _buffer("codes", codes, torch.uint8, values.device),
     )
 
 
@@ -263,10 +371,10 @@ def _stack(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return shape if len(shape) == 3 else (1, *shape)  # type: ignore[return-value]
 
 
-def _buffer(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Buffer:
+def _buffer(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Buffer:
     """Return address and size; the kernels get bare addresses and can check no dtype."""
-    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(_wrong_buffer(name, tensor, dtype, torch.device("cpu")))
+    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(_wrong_buffer(name, tensor, dtype, device))
     return tensor.data_ptr(), tensor.numel()
 
 

@@ -42,7 +42,13 @@ from megafsdp.quantize.input_formats import (
     QuantizedInput,
     add_maximum,
 )
-from megafsdp.quantize.products import CodedMatrix, input_grad, output, weight_grad
+from megafsdp.quantize.products import (
+    CodedMatrix,
+    input_grad,
+    output,
+    takes_transposed,
+    weight_grad,
+)
 from megafsdp.quantize.rounding import Noise, draw_seed
 
 
@@ -113,16 +119,21 @@ class _Quantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        by_features = _quantize(rows, weight, INPUT, ALONG_FEATURES, is_recorded=True)
+        sizes = (rows.shape[0], *weight.stored_shape)
+        is_transposed = ctx.needs_input_grad[1] and takes_transposed(
+            rows, _format_of(weight, GRAD), sizes
+        )
+        by_features, saved = _quantize_for_both(
+            rows, weight, INPUT, is_recorded=True, is_transposed=is_transposed
+        )
         y = output(by_features, weight, bias, x.dtype)
         ctx.weight, ctx.x_shape, ctx.meaning = weight, x.shape, None
         if ctx.needs_input_grad[1]:
-            saved = by_features
-            if not _serves_both(weight, INPUT):
-                saved = _quantize(rows, weight, INPUT, ALONG_TOKENS)
+            if saved is None:
+                saved = _quantize(rows, weight, INPUT, ALONG_TOKENS, is_transposed=is_transposed)
             ctx.save_for_backward(saved.codes, saved.scales)
-            ctx.meaning = saved.format, saved.shape, saved.along
-        return y.view(*x.shape[:-1], y.shape[1])
+            ctx.meaning = saved.format, saved.shape, saved.along, saved.is_transposed
+        return _as_output(y, x)
 
     @staticmethod
     @once_differentiable
@@ -130,18 +141,21 @@ class _Quantized(torch.autograd.Function):
         weight: LinearWeight = ctx.weight
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1]).contiguous()
-        grad_x = grad_weight = coded = None
+        grad_x = grad_weight = for_weight = None
         # Here and not in forward: a layer that runs forward twice, the first time without a graph,
         # finds one random state both times, and an evaluation draws nothing.
         seed = draw_seed() if weight.recipe.has_stochastic_rounding else None
+        x = QuantizedInput(*ctx.saved_tensors, *ctx.meaning) if needs_weight else None
+        # As the input was, so that what is transposed for one product is so for both operands.
+        given: dict[str, Any] = {"is_recorded": True, "seed": seed}
+        given["is_transposed"] = x is not None and x.is_transposed
         if needs_x:
-            coded = _quantize(rows, weight, GRAD, ALONG_FEATURES, is_recorded=True, seed=seed)
+            coded, for_weight = _quantize_for_both(rows, weight, GRAD, **given)
             grad_x = input_grad(coded, weight, grad.dtype).view(ctx.x_shape)
-        if needs_weight:
-            if coded is None or not _serves_both(weight, GRAD):
-                coded = _quantize(rows, weight, GRAD, ALONG_TOKENS, is_recorded=True, seed=seed)
-            x = QuantizedInput(*ctx.saved_tensors, *ctx.meaning)
-            grad_weight = weight_grad(coded, x, grad.dtype).to(weight.value_dtype)
+        if x is not None:
+            if for_weight is None:
+                for_weight = _quantize(rows, weight, GRAD, ALONG_TOKENS, **given)
+            grad_weight = weight_grad(for_weight, x, grad.dtype).to(weight.value_dtype)
         return grad_x, grad_weight, rows.sum(0) if needs_bias else None
 
 
@@ -150,7 +164,18 @@ def _quantized_output(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> T
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     coded = _quantize(rows, weight, INPUT, ALONG_FEATURES)
     y = output(coded, weight, bias, x.dtype)
-    return y.view(*x.shape[:-1], y.shape[1])
+    return _as_output(y, x)
+
+
+def _as_output(rows: Tensor, x: Tensor) -> Tensor:
+    """Return the rows of an output in the shape of the input; an alias, but to autograd no view.
+
+    As torch's own linear: FSDP2 warns of views, on which it loses its hooks for backward.
+    """
+    if x.dim() == 2:
+        return rows
+    output: Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[1]))
+    return output
 
 
 def _format_of(weight: LinearWeight, operand: int) -> InputFormat:
@@ -164,6 +189,33 @@ def _serves_both(weight: LinearWeight, operand: int) -> bool:
     return _format_of(weight, operand).block is None and not weight.recipe.has_hadamard
 
 
+def _quantize_for_both(
+    rows: Tensor,
+    weight: LinearWeight,
+    operand: int,
+    *,
+    is_recorded: bool,
+    seed: int | None = None,
+    is_transposed: bool,
+) -> tuple[QuantizedInput, QuantizedInput | None]:
+    """Quantize for the product over features, and for that over tokens if one quantization does.
+
+    Args:
+        rows: As of :func:`_quantize`, like the others.
+        weight: Has the recipe.
+        operand: ``INPUT`` or ``GRAD``.
+        is_recorded: Whether delayed scaling notes the maximum.
+        seed: Round by chance with this seed.
+        is_transposed: Whether the product over tokens takes transposed codes.
+    """
+    serves_both = _serves_both(weight, operand)
+    if serves_both and is_transposed:
+        maximum = _maximum_for(rows, weight, operand, is_recorded=is_recorded)
+        return _format_of(weight, operand).quantize_both_ways(rows, maximum=maximum)
+    coded = _quantize(rows, weight, operand, ALONG_FEATURES, is_recorded=is_recorded, seed=seed)
+    return coded, coded if serves_both else None
+
+
 def _quantize(
     rows: Tensor,
     weight: LinearWeight,
@@ -172,6 +224,7 @@ def _quantize(
     *,
     is_recorded: bool = False,
     seed: int | None = None,
+    is_transposed: bool = False,
 ) -> QuantizedInput:
     """Quantize inputs, or gradients of outputs, for one product.
 
@@ -182,21 +235,33 @@ def _quantize(
         along: The dimension that blocks lie along, which is the one that the product sums over.
         is_recorded: Whether delayed scaling notes the maximum.
         seed: Round by chance with this seed; None: to nearest.
+        is_transposed: Whether codes are those of the transpose.
     """
-    maximum = noise = None
-    form, state = _format_of(weight, operand), weight.state
+    noise = None
+    form = _format_of(weight, operand)
     if along == ALONG_TOKENS and weight.recipe.has_hadamard:
         rows = transform_tokens(rows)
-    if state is not None and form.block is None:
-        own = torch.zeros(1, dtype=torch.int32, device=rows.device)
-        add_maximum(rows, own)
-        if is_recorded:
-            state.record(operand, own)
-        maximum = state.maximum_for(operand, own)
+    maximum = _maximum_for(rows, weight, operand, is_recorded=is_recorded)
     # The two quantizations of a gradient are rounded independently. Inputs are rounded to nearest.
     if seed is not None and operand == GRAD:
         noise = Noise(seed, along).uniform(rows.shape, rows.device)
-    return form.quantize(rows, along=along, maximum=maximum, noise=noise)
+    return form.quantize(
+        rows, along=along, maximum=maximum, noise=noise, is_transposed=is_transposed
+    )
+
+
+def _maximum_for(
+    rows: Tensor, weight: LinearWeight, operand: int, *, is_recorded: bool
+) -> Tensor | None:
+    """Return what delayed scaling scales by, and note the rows' own maximum; None without it."""
+    state = weight.state
+    if state is None or _format_of(weight, operand).block is not None:
+        return None
+    own = torch.zeros(1, dtype=torch.int32, device=rows.device)
+    add_maximum(rows, own)
+    if is_recorded:
+        state.record(operand, own)
+    return state.maximum_for(operand, own)
 
 
 @without_dynamo

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from megafsdp.device.torch_private import scaled_product
 from megafsdp.errors import expected
 from megafsdp.quantize.input_formats import InputFormat, QuantizedInput
+from megafsdp.quantize.kernels import transpose_codes
 from megafsdp.quantize.recipes import QuantizationRecipe
 
 _LOGGER = logging.getLogger("megafsdp.quantize")
@@ -56,7 +57,7 @@ def output(
     x: QuantizedInput, weight: CodedMatrix, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return ``(tokens, outputs)`` in a dtype."""
-    if _is_on_gpu(x) and _takes_codes(x, dtype, (*x.shape, weight.stored_shape[0])):
+    if _is_on_gpu(x.codes) and _takes_codes(x, dtype, (*x.shape, weight.stored_shape[0])):
         y = _multiply(_by_tokens(x), _of_weight(weight), dtype, is_forward=True)
         return y if bias is None else y.add_(bias)
     return F.linear(x.dequantize(dtype), weight.decode(dtype), bias)
@@ -64,16 +65,29 @@ def output(
 
 def input_grad(grad: QuantizedInput, weight: CodedMatrix, dtype: torch.dtype) -> Tensor:
     """Return ``(tokens, inputs)`` in a dtype."""
-    if _is_on_gpu(grad) and _takes_codes(grad, dtype, (*grad.shape, weight.stored_shape[1])):
+    if _is_on_gpu(grad.codes) and _takes_codes(grad, dtype, (*grad.shape, weight.stored_shape[1])):
         return _multiply(_by_tokens(grad), _of_weight(weight, is_transposed=True), dtype)
     return grad.dequantize(dtype).mm(weight.decode(dtype))
 
 
 def weight_grad(grad: QuantizedInput, x: QuantizedInput, dtype: torch.dtype) -> Tensor:
     """Return ``(outputs, inputs)`` in a dtype."""
-    if _is_on_gpu(grad) and _takes_codes(grad, dtype, (*grad.shape, x.shape[1])):
+    if _is_on_gpu(grad.codes) and _takes_codes(grad, dtype, (*grad.shape, x.shape[1])):
         return _multiply(_by_features(grad), _by_features(x), dtype)
     return grad.dequantize(dtype).t().mm(x.dequantize(dtype))
+
+
+def takes_transposed(rows: Tensor, grad_format: InputFormat, sizes: tuple[int, ...]) -> bool:
+    """Return whether the weight gradient takes codes, both operands transposed.
+
+    Args:
+        rows: An operand before it is quantized.
+        grad_format: The format of the other or of both, that of output gradients.
+        sizes: Tokens, outputs and inputs.
+    """
+    if not _is_on_gpu(rows):
+        return False
+    return reason_to_decode(rows.device, grad_format, rows.dtype, sizes) is None
 
 
 class _Operand(NamedTuple):
@@ -118,9 +132,11 @@ def _by_tokens(values: QuantizedInput) -> _Operand:
 
 
 def _by_features(values: QuantizedInput) -> _Operand:
-    """Return an operand that is summed over tokens; allocates the transposed codes."""
-    codes = values.codes.t().contiguous().view(_FLOAT8[values.format.element.name])
-    return _Operand(codes, values.tile_scales().t())
+    """Return an operand that is summed over tokens; transposes codes that are not."""
+    element, codes = values.format.element, values.codes
+    if not values.is_transposed:
+        codes = transpose_codes(codes, element)
+    return _Operand(codes.view(_FLOAT8[element.name]), values.tile_scales().t())
 
 
 def _of_weight(weight: CodedMatrix, *, is_transposed: bool = False) -> _Operand:
@@ -129,7 +145,7 @@ def _of_weight(weight: CodedMatrix, *, is_transposed: bool = False) -> _Operand:
     codes, scales = weight.codes.view(weight.stored_shape), weight.table.view(torch.uint8)
     scales = form.tile_scales(scales, weight.stored_shape)
     if is_transposed:
-        codes, scales = codes.t().contiguous(), scales.t()
+        codes, scales = transpose_codes(codes, form.element), scales.t()
     codes = codes.view(_FLOAT8[form.element.name])
     if form.is_per_tensor:
         return _Operand(codes, scales)
@@ -137,8 +153,8 @@ def _of_weight(weight: CodedMatrix, *, is_transposed: bool = False) -> _Operand:
     return _Operand(codes, padded.contiguous().t(), has_tiles=True)
 
 
-def _is_on_gpu(values: QuantizedInput) -> bool:
-    return values.codes.is_cuda
+def _is_on_gpu(values: Tensor) -> bool:
+    return values.is_cuda
 
 
 def _takes_codes(values: QuantizedInput, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:

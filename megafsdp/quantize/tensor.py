@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,16 +44,18 @@ from megafsdp.quantize.recipes import QuantizationRecipe
 _aten = torch.ops.aten
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What a tensor shows of the weight that its buffers have.
 
     Attributes:
         matrix: One matrix of a stack; None for all.
         is_transposed: Whether the last two dimensions are exchanged.
+        is_flat: Whether all elements are shown in one dimension.
     """
 
     matrix: int | None = None
     is_transposed: bool = False
+    is_flat: bool = False
 
 
 class QuantizedTensor(Tensor):
@@ -87,7 +89,7 @@ class QuantizedTensor(Tensor):
     value_dtype: torch.dtype
     state: DelayedState | None
     fqn: str
-    _part: _Part
+    _part: Part
 
     @staticmethod
     def __new__(
@@ -102,8 +104,9 @@ class QuantizedTensor(Tensor):
         fqn: str = "",
     ) -> QuantizedTensor:
         """Make a tensor without memory over the buffers."""
-        _check(codes, table, recipe, tuple(shape))
-        return _make(codes, table, recipe, tuple(shape), dtype, state, fqn, _Part())
+        check(codes, table, recipe, tuple(shape))
+        source = Fields(codes, table, recipe, tuple(shape), dtype, state, fqn)
+        return make(cls, source, Part())
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values, plain and without history; allocates.
@@ -111,14 +114,20 @@ class QuantizedTensor(Tensor):
         Args:
             dtype: fp32, bf16 or fp16; None for the tensor's own.
         """
-        form, (matrix, is_transposed) = self.recipe.weight, self._part
+        form, (matrix, is_transposed, is_flat) = self.recipe.weight, self._part
         dtype = self.value_dtype if dtype is None else dtype
         if matrix is None:
             values = form.decode(self.codes, self.table, self.stored_shape, dtype)
         else:
             own = form.matrix_of(self.codes, self.table, self.stored_shape, matrix)
             values = form.decode(*own, self.stored_shape[1:], dtype)
+        if is_flat:
+            return values.view(-1)
         return values.transpose(-2, -1) if is_transposed else values
+
+    def with_part(self, part: Part) -> QuantizedTensor:
+        """Make another object over the same buffers, which shows a part of the weight."""
+        return make(QuantizedTensor, self, part)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe shape, dtype and recipe; reading the values would decode them."""
@@ -141,7 +150,8 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         """Make a tensor over other buffers, as the compiler does."""
         recipe, stored_shape, dtype, part = rest
-        return _make(inner["codes"], inner["table"], recipe, stored_shape, dtype, None, "", part)
+        fields = Fields(inner["codes"], inner["table"], recipe, stored_shape, dtype, None, "")
+        return make(QuantizedTensor, fields, part)
 
     @classmethod
     def __torch_function__(
@@ -177,37 +187,72 @@ class QuantizedTensor(Tensor):
             written = args[position] if position < len(args) else kwargs.get(name)
             for tensor in written if isinstance(written, list | tuple) else (written,):
                 if isinstance(tensor, QuantizedTensor):
-                    raise _refusal(tensor, str(func))
+                    raise refusal(tensor, str(func))
         plain = {name: _decoded(value) for name, value in kwargs.items()}
         return func(*map(_decoded, args), **plain)
 
 
-def _make(
-    codes: Tensor,
-    table: Tensor,
-    recipe: QuantizationRecipe,
-    stored_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    state: DelayedState | None,
-    fqn: str,
-    part: _Part,
-) -> QuantizedTensor:
+class Fields(NamedTuple):
+    """What a tensor is made of; the attributes of :class:`QuantizedTensor`."""
+
+    codes: Tensor
+    table: Tensor
+    recipe: QuantizationRecipe
+    stored_shape: tuple[int, ...]
+    value_dtype: torch.dtype
+    state: DelayedState | None
+    fqn: str
+
+
+T = TypeVar("T", bound=QuantizedTensor)
+
+
+def make(cls: type[T], source: Fields | QuantizedTensor, part: Part | None = None) -> T:
+    """Make a tensor of a class over the buffers of another one, which are not checked.
+
+    Args:
+        cls: The class; its own attributes are not set.
+        source: Has the buffers and what they mean.
+        part: What is shown of them; None for all.
+    """
+    stored_shape, part = source.stored_shape, part or Part()
     shape = stored_shape if part.matrix is None else stored_shape[1:]
-    stride = (math.prod(shape[1:]), *(math.prod(shape[d + 1 :]) for d in range(1, len(shape))))
+    if part.is_flat:
+        shape = (math.prod(shape),)
+    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     if part.is_transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
         stride = (*stride[:-2], stride[-1], stride[-2])
-    made = empty_wrapper(QuantizedTensor, shape, stride, dtype=dtype, device=codes.device)
-    made.codes, made.table, made.recipe, made.stored_shape = codes, table, recipe, stored_shape
-    made.value_dtype, made.state, made.fqn, made._part = dtype, state, fqn, part
+    dtype, device = source.value_dtype, source.codes.device
+    made = empty_wrapper(cls, shape, stride, dtype=dtype, device=device)
+    made.codes, made.table, made.recipe = source.codes, source.table, source.recipe
+    made.stored_shape, made.value_dtype = stored_shape, dtype
+    made.state, made.fqn, made._part = source.state, source.fqn, part
     return made
 
 
-def _check(
-    codes: Tensor, table: Tensor, recipe: QuantizationRecipe, shape: tuple[int, ...]
+def check(
+    codes: Tensor,
+    table: Tensor,
+    recipe: QuantizationRecipe,
+    shape: tuple[int, ...],
+    *,
+    is_cut: bool = False,
 ) -> None:
+    """Check that buffers have the sizes that a recipe's format says.
+
+    Args:
+        codes: Of all elements.
+        table: Of their scales.
+        recipe: Has the format.
+        shape: Of the tensor.
+        is_cut: Whether it may be some rows of one that the format takes.
+
+    Raises:
+        ValueError: They have not, or the format takes no such shape.
+    """
     form = recipe.weight
-    reason = form.reason_against(shape)
+    reason = None if is_cut else form.reason_against(shape)
     if reason is not None:
         what, got = "a shape that the format takes", f"{shape}: {reason}"
     elif (codes.dtype, codes.numel()) != (
@@ -231,20 +276,6 @@ def _check(
     )
 
 
-def _like(tensor: QuantizedTensor, part: _Part) -> QuantizedTensor:
-    """Make another object over the same buffers."""
-    return _make(
-        tensor.codes,
-        tensor.table,
-        tensor.recipe,
-        tensor.stored_shape,
-        tensor.value_dtype,
-        tensor.state,
-        tensor.fqn,
-        part,
-    )
-
-
 def _decoded(value: Any) -> Any:
     """Return an operator's argument with the values of quantized tensors in their place."""
     if isinstance(value, list | tuple):
@@ -253,7 +284,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _alias(tensor: QuantizedTensor) -> QuantizedTensor:
-    return _like(tensor, tensor._part)
+    return tensor.with_part(tensor._part)
 
 
 def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor | None:
@@ -264,25 +295,30 @@ def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor | Non
     return _alias(tensor) if tuple(sizes) == shape else None
 
 
+def _as_strided(
+    tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> QuantizedTensor | None:
+    is_same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride()
+    return _alias(tensor) if is_same and not offset else None
+
+
 def _is_stack(tensor: Tensor) -> bool:
-    return (
-        isinstance(tensor, QuantizedTensor)
-        and len(tensor.stored_shape) == 3
-        and tensor._part.matrix is None
-    )
+    if not isinstance(tensor, QuantizedTensor) or len(tensor.stored_shape) != 3:
+        return False
+    return tensor._part.matrix is None and not tensor._part.is_flat
 
 
 def _transpose(tensor: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor | None:
     if not _is_stack(tensor) or {dim0 % 3, dim1 % 3} != {1, 2}:
         return None
-    return _like(tensor, _Part(is_transposed=not tensor._part.is_transposed))
+    return tensor.with_part(Part(is_transposed=not tensor._part.is_transposed))
 
 
 def _select(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor | None:
     if not _is_stack(tensor) or dim % 3 != 0:
         return None
     part = tensor._part
-    made = _like(tensor, _Part(index % tensor.stored_shape[0], part.is_transposed))
+    made = tensor.with_part(Part(index % tensor.stored_shape[0], part.is_transposed))
     # Rows of an expert are few and uneven: a stack's products decode, in whichever form it comes.
     made.recipe = _of_weights_alone(tensor.recipe)
     return made
@@ -313,7 +349,8 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _refusal(tensor: QuantizedTensor, what: str) -> RuntimeError:
+def refusal(tensor: QuantizedTensor, what: str) -> RuntimeError:
+    """Return the error of a write to a quantized weight."""
     name = f"'{tensor.fqn}', " if tensor.fqn else ""
     return RuntimeError(
         expected(
@@ -328,7 +365,7 @@ def _refusal(tensor: QuantizedTensor, what: str) -> RuntimeError:
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
-    is_own = type(weight) is QuantizedTensor and len(weight.shape) == 2
+    is_own = isinstance(weight, QuantizedTensor) and len(weight.shape) == 2
     if is_own and not isinstance(input, QuantizedTensor) and not isinstance(bias, QuantizedTensor):
         return linears.linear(input, weight, bias)
     with without_torch_function():
@@ -347,12 +384,12 @@ def _grouped(
 
 
 def _set_data(tensor: QuantizedTensor, value: Tensor) -> None:
-    raise _refusal(tensor, "an assignment to .data")
+    raise refusal(tensor, "an assignment to .data")
 
 
 def _set_item(tensor: Any, index: Any, value: Any) -> None:
     if isinstance(tensor, QuantizedTensor):
-        raise _refusal(tensor, "an assignment to elements")
+        raise refusal(tensor, "an assignment to elements")
     with without_torch_function():
         tensor[index] = value
 
@@ -366,6 +403,7 @@ _OVERRIDES: Mapping[Any, Callable[..., Any]] = {
 _KEPT: Mapping[OpOverload, Callable[..., Any]] = {
     _aten.detach.default: _alias,
     _aten.alias.default: _alias,
+    _aten.as_strided.default: _as_strided,
     _aten.view.default: _view,
     _aten._unsafe_view.default: _view,
     _aten.transpose.int: _transpose,

@@ -8,11 +8,13 @@ from megafsdp.errors import ConfigError
 from megafsdp.training.config.parse import config_from_dict, parse_config, to_yaml
 from megafsdp.training.config.sections import Config
 from megafsdp.training.loop import RunSummary, train
+from megafsdp.training.metrics.tracker import Tracker
 
 __all__ = [
     "Config",
     "ConfigError",
     "RunSummary",
+    "Tracker",
     "config_from_dict",
     "parse_config",
     "to_yaml",

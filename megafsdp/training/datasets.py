@@ -98,7 +98,7 @@ def _parts(
         indexed = IndexedDataset(prefix)
         check_vocabulary(indexed, vocab_size)
         if tokenizer is not None:
-            _check_tokenizer(indexed, tokenizer, config.data.tokenizer)
+            _check_tokenizer(indexed, tokenizer, config.tokenizer)
         return indexed
 
     data = config.data

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import attempt, raise_together
@@ -22,16 +21,15 @@ from megafsdp.buffer.comm.collectives import all_gather_objects, broadcast_objec
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.device.host_threads import default_host_threads, torch_threads
 from megafsdp.errors import ConfigError, expected
-from megafsdp.fsdp import OffloadPolicy, fully_shard_model, materialize
 from megafsdp.mesh.parallel_dims import Meshes
-from megafsdp.models import ModelConfig, build_model, flops_per_token, unit_classes
+from megafsdp.models import ModelConfig, flops_per_token
 from megafsdp.optimizer.loss_scaler import LossScaler
-from megafsdp.parallel import parallelize
 from megafsdp.training.config.parse import differences
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate, validate_schedule
-from megafsdp.training.datasets import Datasets, build_datasets
+from megafsdp.training.datasets import build_datasets
 from megafsdp.training.metrics.metrics import Meter, Position
+from megafsdp.training.metrics.profile import StepProfiler
 from megafsdp.training.metrics.tracker import check_trackers
 from megafsdp.training.process.run_lock import sole_job
 from megafsdp.training.process.signals import StopRequest
@@ -45,8 +43,10 @@ from megafsdp.training.resume import (
     require_writable,
     restore,
 )
+from megafsdp.training.sharded_model import build_sharded
 from megafsdp.training.step.evaluation import (
     EvaluationResult,
+    TextRequest,
     check_prompt,
     evaluate,
     sample_text,
@@ -60,7 +60,10 @@ from megafsdp.training.step.update import StatisticsRequest
 StepObserver = Callable[[int, StepResult], None]
 
 # Machines may have the same files in folders of other names.
-_MAY_DIFFER = ("run.directory", "data.train", "data.validation", "data.cache", "data.tokenizer")
+_MAY_DIFFER = (
+    *("run.directory", "data.train", "data.validation", "data.cache", "data.tokenizer"),
+    "model.from_hf",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
             be written, or a save failed.
         RuntimeError: A loss is not finite; see ``train.nan_policy``. The step before it is saved.
     """
+    config = config.with_filled_model()
     world = find_world(config.run.device)
     validate(config, world_size=world.size)
     check_trackers(config)
@@ -120,6 +124,7 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
             finally:
                 # Its collectives need the process groups, which end with the outer block.
                 checkpoint.wait_for_saves()
+                run.profiler.close()
                 run.report.close()
 
 
@@ -164,6 +169,16 @@ def _seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+@dataclass(frozen=True, slots=True)
+class _RunData:
+    """What a run reads: its batches, those held out, and the tokenizer of their text."""
+
+    train: Loader
+    held_out: Loader | None
+    tokenizer: Tokenizer | None
+    order: dict[str, object]
+
+
 class _Run:
     """A job whose parts are built and whose checkpoint is loaded."""
 
@@ -185,15 +200,13 @@ class _Run:
             validate_schedule(config, num_samples=num_samples)
         self.last_step = step + num_left
         model_config = config.model.resolve()
-        datasets, self.tokenizer = _read_data(config, model_config, num_samples)
-        self.loader = _loader(config, world, meshes, datasets.train)
-        self.held_out: Loader | None = None
-        if datasets.validation is not None:
-            self.held_out = _loader(config, world, meshes, datasets.validation, pad_last=True)
-        model = _build_sharded(config, model_config, world.device, meshes)
+        self.data = _read_data(config, model_config, num_samples, world, meshes)
+        model = build_sharded(config, model_config, world.device, meshes)
+        if stored is None and config.model.from_hf is not None:
+            checkpoint.import_hf(model, config.model.from_hf)
         self.targets = _restorable(config, model, num_samples=num_samples)
         if stored is not None:
-            restore(config, self.targets, stored, order=datasets.order)
+            restore(config, self.targets, stored, order=self.data.order)
         self.train_step = TrainStep(
             self.targets.model,
             self.targets.optimizer,
@@ -215,11 +228,19 @@ class _Run:
             num_devices=world.size,
         )
         self.report = Report(config, world, meter=self.meter, state=self.state)
+        self.profiler = StepProfiler(
+            config.logging.profile,
+            config.run_directory,
+            world,
+            next_step=step + 1,
+            last_step=self.last_step,
+            print_line=self.report.print_line,
+        )
         self.saver = Saver(
             config,
             self.state,
             self.targets,
-            order=datasets.order,
+            order=self.data.order,
             on_saved=self.report.log_saved,
         )
 
@@ -269,16 +290,18 @@ class _Run:
         if not is_followed:
             self.meter.start_step()
         step = self.state.step + is_followed + 1
-        batches = self.loader.step_batch(self.state.consumed_samples + size * is_followed)
+        batches = self.data.train.step_batch(self.state.consumed_samples + size * is_followed)
         is_logged = step in (1, self.last_step) or _is_due(config.logging.interval_steps, step)
         wanted = StatisticsRequest(
             group_norms=is_logged and config.logging.group_grad_norms,
             num_zeros=is_logged and config.logging.num_zero_grads,
             expert_loads=is_logged and config.model.resolve().has_experts,
         )
+        self.profiler.before(step)
         queued = self.train_step.queue(batches, wanted=wanted, before_backward=self._begin_backward)
         self.queued = queued, is_logged
-        is_awaited = step == self.last_step or any(
+        is_awaited = step == self.last_step or self.profiler.is_edge(step)
+        is_awaited |= any(
             _is_due(interval, step)
             for interval in (config.checkpoint.interval_steps, config.evaluation.interval_steps)
         )
@@ -319,16 +342,17 @@ class _Run:
             self.report.log_step(position, result, self.targets.learning_rate.rate)
         if self.on_step is not None:
             self.on_step(state.step, result)
+        self.profiler.after(state.step)
         self.saver.poll()
 
     def _evaluate(self) -> None:
-        if self.held_out is None:
+        if self.data.held_out is None:
             return
         result = evaluate(
             self.targets.model,
-            self.held_out,
+            self.data.held_out,
             device=self.world.device,
-            tokenizer=self.tokenizer,
+            tokenizer=self.data.tokenizer,
             num_batches=self.config.evaluation.batches,
             should_stop=self.stop.agreed,
         )
@@ -338,18 +362,17 @@ class _Run:
 
     def _sample(self) -> str | None:
         wanted = self.config.evaluation
-        if wanted.sample_prompt is None or self.tokenizer is None or not wanted.sample_tokens:
+        if wanted.sample_prompt is None or self.data.tokenizer is None or not wanted.sample_tokens:
             return None
-        text = sample_text(
-            self.targets.model,
-            self.tokenizer,
+        request = TextRequest(
             prompt=wanted.sample_prompt,
             num_tokens=wanted.sample_tokens,
-            temperature=wanted.sample_temperature,
             max_context=self.config.data.sequence_length,
-            device=self.world.device,
+            temperature=wanted.sample_temperature,
             seed=self.config.run.seed,
         )
+        model, device = self.targets.model, self.world.device
+        text = sample_text(model, self.data.tokenizer, request, device=device)
         self.report.log_text(text)
         return text
 
@@ -359,12 +382,23 @@ def _is_due(interval_steps: int | None, step: int) -> bool:
 
 
 def _read_data(
-    config: Config, model_config: ModelConfig, num_samples: int
-) -> tuple[Datasets, Tokenizer | None]:
+    config: Config, model_config: ModelConfig, num_samples: int, world: World, meshes: Meshes
+) -> _RunData:
     """Open data and tokenizer; collective, as every rank raises if any cannot."""
 
-    def read() -> tuple[Datasets, Tokenizer | None]:
-        spec = config.data.tokenizer
+    def loader(samples: SampleSource, *, pad_last: bool = False) -> Loader:
+        return Loader(
+            samples,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.micro_batch_size(meshes.data_size),
+            dp_rank=meshes.data_rank,
+            dp_size=meshes.data_size,
+            pin_memory=world.device.type == "cuda",
+            pad_last=pad_last,
+        )
+
+    def read() -> _RunData:
+        spec = config.tokenizer
         tokenizer = None if spec is None else load_tokenizer(spec)
         vocab_size, prompt = model_config.vocab_size, config.evaluation.sample_prompt
         if tokenizer is not None and prompt is not None:
@@ -372,7 +406,9 @@ def _read_data(
         datasets = build_datasets(
             config, vocab_size=vocab_size, tokenizer=tokenizer, num_samples=num_samples
         )
-        return datasets, tokenizer
+        validation = datasets.validation
+        held_out = None if validation is None else loader(validation, pad_last=True)
+        return _RunData(loader(datasets.train), held_out, tokenizer, datasets.order)
 
     found, error = attempt(read)
     raise_together(error)
@@ -380,21 +416,7 @@ def _read_data(
     return found
 
 
-def _loader(
-    config: Config, world: World, meshes: Meshes, samples: SampleSource, *, pad_last: bool = False
-) -> Loader:
-    return Loader(
-        samples,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.micro_batch_size(meshes.data_size),
-        dp_rank=meshes.data_rank,
-        dp_size=meshes.data_size,
-        pin_memory=world.device.type == "cuda",
-        pad_last=pad_last,
-    )
-
-
-def _restorable(config: Config, model: nn.Module, *, num_samples: int) -> Restorable:
+def _restorable(config: Config, model: torch.nn.Module, *, num_samples: int) -> Restorable:
     """Build what a checkpoint fills beside the model: optimizer, schedule and loss scaler."""
     optimizer = build_optimizer(model, config.optimizer, config.muon)
     schedule = Schedule.of(config, num_samples=num_samples)
@@ -403,36 +425,3 @@ def _restorable(config: Config, model: nn.Module, *, num_samples: int) -> Restor
     is_scaled = config.precision.param_dtype == "fp16"
     scaler = LossScaler(config.loss_scale.rule()) if is_scaled else None
     return Restorable(model, optimizer, learning_rate, scaler)
-
-
-def _build_sharded(
-    config: Config, model_config: ModelConfig, device: torch.device, meshes: Meshes
-) -> nn.Module:
-    """Divide the model among the ranks and initialise it, a unit at a time; collective.
-
-    The weights are those of ``build_model`` with the run's seed, whatever the number of ranks.
-    """
-    with torch.device("meta"):
-        model = parallelize(build_model(model_config), meshes)
-    model.activation_checkpointing = config.activation_checkpointing.resolve()
-    layers, parallel = unit_classes(model_config), config.parallel
-    if config.compile.layers:
-        for layer in (module for module in model.modules() if isinstance(module, layers)):
-            # In place: the names of parameters stay. Hooks of units run outside of the graph.
-            layer.compile(backend=config.compile.backend)
-    fully_shard_model(
-        model,
-        layers,
-        mesh=meshes.data,
-        expert_mesh=meshes.experts,
-        strategy=parallel.strategy,
-        outer_strategy=parallel.outer_strategy,
-        prefetch=parallel.prefetch,
-        reshard_after_forward=parallel.reshard_after_forward,
-        nccl_user_buffers=parallel.nccl_user_buffers,
-        mp_policy=config.precision.policy(),
-        offload_policy=OffloadPolicy(params=parallel.offload_parameters),
-    )
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(config.run.seed)
-        return materialize(model)

@@ -17,6 +17,7 @@ from megafsdp.training.config.parse import to_yaml
 from megafsdp.training.config.sections import Config
 from megafsdp.training.metrics.events import Event
 from megafsdp.training.metrics.metrics import Meter, Position, megatron_line, progress_line
+from megafsdp.training.metrics.terminal import Screen, escape_controls
 from megafsdp.training.metrics.tracker import CONFIG_FILE, EVALUATION_KEY, Trackers
 from megafsdp.training.process.machine import describe_machine, versions
 from megafsdp.training.process.world import World
@@ -90,7 +91,7 @@ class Report:
         shared = f" ({', '.join(parts)})" if parts else ""
         active = f" ({num_parameters - num_idle:,} active)" if num_idle else ""
         self.print_line(
-            f"{config.run_name}: {config.model.preset} with {num_parameters:,} parameters{active}"
+            f"{config.run_name}: {config.model.name} with {num_parameters:,} parameters{active}"
             f" on {world.size} {world.device.type} rank(s){shared}, {parallel.strategy},"
             f" compute in {config.precision.param_dtype}; global batch"
             f" {config.train.global_batch_size} x {config.data.sequence_length} tokens"
@@ -127,15 +128,21 @@ class Report:
         self._log_event(Event.SKIPPED, step)
 
     def log_text(self, text: str) -> None:
-        """Print what the model goes on with from the prompt, and log it."""
-        self.print_line(f"---- sample ----\n{text}\n----------------")
+        """Print what the model goes on with from the prompt, and log it.
+
+        Control characters are spelt out in print, as a terminal would obey them; the log has them.
+        """
+        self.print_line(f"---- sample ----\n{escape_controls(text)}\n----------------")
         self._log_event(Event.TEXT, self._state.step, text=text)
 
     def log_step(self, position: Position, result: StepResult, lr: float) -> None:
         """Print a step's progress line and log its row."""
         rates = self._meter.read(position.num_steps - position.step)
-        line = megatron_line if self._config.logging.style == "megatron" else progress_line
-        self.print_line(line(position, result, lr, rates))
+        if self._config.logging.style == "megatron":
+            line = megatron_line(position, result, lr, rates)
+        else:
+            line = progress_line(position, result, lr, rates, Screen.of(sys.stdout))
+        self.print_line(line)
         if self._trackers is not None:
             norms = {f"grad_norm/{i}": n for i, n in enumerate(result.statistics.group_norms)}
             self._trackers.log(

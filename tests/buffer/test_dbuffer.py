@@ -20,9 +20,11 @@ from tests.ranks import Ranks
 SHAPES = [(9, 7), (4, 11), (100,), (3, 2, 7), (1, 11), (1,)]
 
 
-def _layout(num_shards: int, *, merge_classes: bool = True) -> FlatLayout:
+def _layout(num_shards: int) -> FlatLayout:
     specs = [TensorSpec(f"t{i}", shape) for i, shape in enumerate(SHAPES)]
-    return plan_layout(specs, num_shards, merge_classes=merge_classes)
+    layout = plan_layout(specs, num_shards)
+    assert len(layout.sub_buffers) > 1
+    return layout
 
 
 def _buffer(
@@ -58,10 +60,9 @@ def _filled_shard(layout: FlatLayout, shard: int, dtype: torch.dtype, salt: int 
     return buffer
 
 
-def _gather(dtype: torch.dtype, merge_classes: bool) -> None:
+def _gather(dtype: torch.dtype) -> None:
     rank = dist.get_rank()
-    layout = _layout(dist.get_world_size(), merge_classes=merge_classes)
-    assert merge_classes or len(layout.sub_buffers) > 2
+    layout = _layout(dist.get_world_size())
     sources = [_filled_shard(layout, rank, dtype, salt) for salt in (0, 50)]
     fulls = [_buffer(layout, Residence.REPLICATE, rank, dtype) for _ in sources]
     views = [full.full_views() for full in fulls]
@@ -79,17 +80,16 @@ def _gather(dtype: torch.dtype, merge_classes: bool) -> None:
     assert fulls[0].flat[torch.cat(gaps)].isnan().all()
 
 
-@pytest.mark.parametrize("merge_classes", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_gather_fills_every_view(ranks: Ranks, num_ranks: int, merge_classes: bool) -> None:
+def test_gather_fills_every_view(ranks: Ranks, num_ranks: int) -> None:
     """Views made before the gather show every tensor whole, for two buffers in one launch."""
     for dtype in (torch.float32, torch.bfloat16):
-        ranks(num_ranks).run(_gather, dtype, merge_classes)
+        ranks(num_ranks).run(_gather, dtype)
 
 
-def _reduce(accumulate: bool, merge_classes: bool) -> None:
+def _reduce(accumulate: bool) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    layout = _layout(world, merge_classes=merge_classes)
+    layout = _layout(world)
     partial = _buffer(layout, Residence.PARTIAL, rank, torch.bfloat16)
     for index, shape in enumerate(SHAPES):
         partial.full_views()[index].copy_(random(*shape, seed=100 * rank + index))
@@ -114,14 +114,13 @@ def _reduce(accumulate: bool, merge_classes: bool) -> None:
         assert torch.equal(grad.tensor(index), total.reshape(-1)[start:stop])
 
 
-@pytest.mark.parametrize("merge_classes", [True, False])
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_reduction_leaves_each_rank_its_sums(
-    ranks: Ranks, num_ranks: int, accumulate: bool, merge_classes: bool
+    ranks: Ranks, num_ranks: int, accumulate: bool
 ) -> None:
     """Shards hold the scaled sums of their ranges bit by bit, poisoned gaps notwithstanding."""
-    ranks(num_ranks).run(_reduce, accumulate, merge_classes)
+    ranks(num_ranks).run(_reduce, accumulate)
 
 
 @pytest.mark.parametrize("residence", list(Residence))
@@ -142,7 +141,7 @@ def test_zeroing_gaps_leaves_tensors_alone(residence: Residence) -> None:
 
 def test_pieces_are_the_sub_buffers_in_order() -> None:
     """They alias the buffer and cover it."""
-    layout = _layout(2, merge_classes=False)
+    layout = _layout(2)
     for residence, factor in ((Residence.SHARD, 1), (Residence.PARTIAL, 2)):
         buffer = _buffer(layout, residence)
         buffer.flat.copy_(torch.arange(buffer.flat.numel()))

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from megafsdp.buffer.layout import FlatLayout, Slot, SubBuffer, TensorSpec
 from megafsdp.buffer.planner import plan_layout
-from megafsdp.mesh.placement import BlockAtomic, TensorAtomic
+from megafsdp.mesh.placement import TensorAtomic
 from tests.strategies import shape_sets, world_sizes
 
 NOBODY = -1
@@ -108,20 +108,18 @@ def test_row_cut_beyond_the_first_boundary_is_an_assertion() -> None:
         _one(TensorSpec("a", (8, 12)), num_shards=4, shard_numel=32, offset=8)
 
 
-def test_blocks_and_tensors_are_not_cut_either() -> None:
-    """A cut that rows allow is refused for blocks of rows and for whole tensors."""
+def test_whole_tensors_are_not_cut_either() -> None:
+    """A cut that rows allow is refused for a tensor that stays in one place."""
     shape = (8, 8)
     _one(TensorSpec("rows", shape), num_shards=2, shard_numel=32)
-    for placement in (BlockAtomic(8), TensorAtomic()):
-        with pytest.raises(AssertionError, match="cut inside"):
-            _one(TensorSpec("kept", shape, placement), num_shards=2, shard_numel=32)
+    with pytest.raises(AssertionError, match="cut inside"):
+        _one(TensorSpec("kept", shape, TensorAtomic()), num_shards=2, shard_numel=32)
 
 
 def test_spec_knows_its_granule() -> None:
     """A row by default, a declared row of stacked experts, 1 for vectors and scalars."""
     assert TensorSpec("t", (3, 4, 5)).granule == 20
     assert TensorSpec("t", (3, 4, 5), row_numel=5).granule == 5
-    assert TensorSpec("t", (3, 4, 5), BlockAtomic(2), row_numel=5).granule == 10
     assert TensorSpec("t", (7,)).granule == 1
     assert (TensorSpec("t", ()).numel, TensorSpec("t", ()).granule) == (1, 1)
     assert TensorSpec("t", (0, 5)).numel == 0
@@ -153,51 +151,35 @@ def test_description_shows_every_tensor_and_the_padding() -> None:
     ]
 
 
-def _assert_blocks_lie_alike(layout: FlatLayout, block: int) -> None:
-    """Check that element k of the small buffer stands for elements [k * block, k * block + block).
-
-    ``block`` 0 is replaced by each sub-buffer's row size.
-    """
-    small = layout.with_block(block)
-    assert small.num_shards == layout.num_shards
-    for index, slot in enumerate(layout.slots):
-        divisor = block or slot.spec.granule
-        assert small.slots[index].spec.numel * divisor == slot.spec.numel
-        for shard in range(layout.num_shards):
-            wanted = [bound // divisor for bound in layout.owned_range(index, shard)]
-            assert list(small.owned_range(index, shard)) == wanted
-
-
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
-def test_buffer_of_blocks_is_cut_between_the_same_rows(num_shards: int) -> None:
-    """One element for 16, for 32, or for a whole row: every shard owns the same rows."""
+def test_packed_buffers_are_cut_between_the_same_rows(num_shards: int) -> None:
+    """Element k stands for two elements: every shard owns the same rows of every tensor."""
     specs = [TensorSpec("a", (7, 64)), TensorSpec("b", (5, 96)), TensorSpec("c", (9, 64))]
-    layout = plan_layout(specs, num_shards, merge_classes=False)
-    for block in (0, 16, 32):
-        _assert_blocks_lie_alike(layout, block)
-    assert layout.with_block(1) is layout
+    layout = plan_layout(specs, num_shards, itemsize=0.5)
+    small = layout.packed(2)
+    assert small.num_shards == num_shards
+    assert 2 * small.gathered_numel == layout.gathered_numel
+    for index, slot in enumerate(layout.slots):
+        assert 2 * small.slots[index].spec.numel == slot.spec.numel
+        assert 2 * small.gathered_offset(index) == layout.gathered_offset(index)
+        for shard in range(num_shards):
+            wanted = [bound // 2 for bound in layout.owned_range(index, shard)]
+            assert list(small.owned_range(index, shard)) == wanted
+            assert small.local_offset(index, shard) == layout.local_offset(index, shard) // 2
+    assert layout.packed(1) is layout
 
 
-def test_rows_that_are_no_multiple_of_the_block_are_refused() -> None:
-    """The message names the tensor and the way out."""
-    layout = plan_layout([TensorSpec("odd", (4, 24))], 2)
-    with pytest.raises(ValueError, match=r"multiple of 16 elements, got 24.*'odd'"):
-        layout.with_block(16)
-
-
-@pytest.mark.parametrize("rows", [(32, 64), (64, 32)])
-def test_merged_classes_have_no_buffer_of_rows(rows: tuple[int, int]) -> None:
-    """One element a row needs sub-buffers of one row size each."""
-    layout = plan_layout([TensorSpec(f"t{row}", (4, row)) for row in rows], 2)
-    assert len(layout.sub_buffers) == 1
-    with pytest.raises(ValueError, match="merge_classes=False"):
-        layout.with_block(0)
+def test_packing_rows_of_an_odd_length_is_an_assertion() -> None:
+    """The engine packs what its format takes."""
+    layout = plan_layout([TensorSpec("odd", (4, 3))], 2)
+    with pytest.raises(AssertionError, match="odd has rows of whole elements"):
+        layout.packed(2)
 
 
 def test_merged_shards_hold_the_pieces_of_their_parts() -> None:
     """The gathered buffer stays; shard k of the merged layout is shards 2k and 2k + 1."""
     specs = [TensorSpec("a", (5, 6)), TensorSpec("b", (7, 10)), TensorSpec("c", (9,))]
-    fine = plan_layout(specs, 4, merge_classes=False)
+    fine = plan_layout(specs, 4)
     merged = fine.merged(2)
     assert (merged.num_shards, merged.gathered_numel) == (2, fine.gathered_numel)
     for i in range(len(specs)):

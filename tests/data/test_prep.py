@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import logging
+import lzma
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
+import zstandard
 
 from megafsdp.data import (
     ByteTokenizer,
@@ -191,6 +196,33 @@ def test_tokenizer_file_is_used(options: PrepOptions, tmp_path: Path) -> None:
     tokenizer.add_tokens(["äöü"])
     tokenizer.save(str(path))
     assert prepare(options).train.max_token == 3
+
+
+def test_another_end_of_documents_prepares_again(options: PrepOptions, tmp_path: Path) -> None:
+    """It is named beside the tokenizer, whose own file stays the same."""
+    model = tokenizers.models.WordLevel({"</s>": 0, "<end>": 1, "?": 2}, unk_token="?")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    options = replace(options, tokenizer=str(tmp_path))
+    for text, eod in (("</s>", 0), ("<end>", 1)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": text}))
+        assert prepare(options).is_fresh
+        assert IndexedDataset(Path(options.output, "train"))[0].tolist()[-1] == eod
+
+
+def test_compressed_files_and_tables_are_prepared(tmp_path: Path) -> None:
+    """Found in a folder by the usual endings; each gives the documents that went into it."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(3))
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "b.txt.xz").write_bytes(lzma.compress(b"text"))
+    (folder / "c.jsonl.zst").write_bytes(zstandard.compress(lines.replace("line", "Line").encode()))
+    table = pyarrow.table({"text": ["row 0", "row 1"], "n": [0, 1]})
+    pyarrow.parquet.write_table(table, folder / "d.parquet")
+    output = str(tmp_path / "out")
+    prepare(PrepOptions(output=output, inputs=(str(folder),), validation_every=0))
+    expected = [f"line {i}" for i in range(3)] + ["row 0", "row 1", "text"]
+    assert sorted(_documents(output, "train")) == sorted([f"Line {i}" for i in range(3)] + expected)
 
 
 def test_progress_bar_counts_all_bytes(options: PrepOptions) -> None:

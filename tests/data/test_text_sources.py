@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import lzma
+import json
+import random
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -27,7 +27,11 @@ def _file(path: Path, content: str | bytes) -> TextFile:
 
 
 def _read(file: TextFile, json_key: str = "text", encoding_errors: str = "strict") -> list[str]:
-    return list(file_documents(json_key, encoding_errors)(file))
+    return [document.text for document in file_documents(json_key, encoding_errors)(file)]
+
+
+def _docstrings(file: TextFile) -> list[str]:
+    return [document.text for document in docstring_documents(file)]
 
 
 def test_paths_folders_and_patterns_give_each_file_once(tmp_path: Path) -> None:
@@ -99,17 +103,32 @@ def test_json_lines_are_known_by_any_case_of_the_ending(tmp_path: Path) -> None:
     assert _read(file) == ["one", "two"]
 
 
-@pytest.mark.parametrize("encoding_errors", ["strict", "replace"])
-@pytest.mark.parametrize(("module", "kind"), [(gzip, "gzip"), (lzma, "xz")])
-def test_compressed_file_is_refused(
-    tmp_path: Path, module: ModuleType, kind: str, encoding_errors: str
-) -> None:
-    """It is no text with broken characters."""
-    for name in ("a.txt", "a.jsonl"):
-        file = _file(tmp_path / name, module.compress(b'{"text": "one"}\n'))
-        with pytest.raises(DataError, match=rf"got {kind} data.*{name}.*Decompress"):
-            _read(file, encoding_errors=encoding_errors)
-    assert _read(_file(tmp_path / "empty.txt", b"")) == [""]
+def test_compressed_files_are_found_by_what_is_inside(tmp_path: Path) -> None:
+    """In folders, the ending of a compression may follow a wanted one; JSON lines stay lines."""
+    lines = b'{"text": "one"}\n{"text": "two"}\n'
+    for name in ("a.jsonl.gz", "b.txt.gz", "c.csv.gz"):
+        _file(tmp_path / name, gzip.compress(lines))
+    found = find_files([str(tmp_path)], (".txt", ".jsonl"))
+    assert [file.path.name for file in found] == ["a.jsonl.gz", "b.txt.gz"]
+    assert _read(found[0]) == ["one", "two"]
+    assert _read(found[1]) == [lines.decode()]
+    # Under a name that says nothing of its compression.
+    assert _read(_file(tmp_path / "d.jsonl", gzip.compress(lines))) == ["one", "two"]
+
+
+def test_positions_grow_to_the_size_of_the_file(tmp_path: Path) -> None:
+    """Also of a compressed file, whose text is longer than the file."""
+    source = random.Random(0)
+    texts = [json.dumps({"text": f"{source.getrandbits(8000):x}"}) + "\n" for _ in range(200)]
+    for name, data in (
+        ("a.jsonl", "".join(texts).encode()),
+        ("a.jsonl.gz", gzip.compress("".join(texts).encode())),
+    ):
+        file = _file(tmp_path / name, data)
+        positions = [d.position_nbytes for d in file_documents("text", "strict")(file)]
+        assert positions == sorted(positions)
+        assert positions[0] < file.nbytes / 2
+        assert positions[-1] == file.nbytes
 
 
 def test_text_that_is_not_utf8_is_refused_or_replaced(tmp_path: Path) -> None:
@@ -125,7 +144,7 @@ def test_docstrings_of_a_file_are_one_document(tmp_path: Path) -> None:
     source = (
         '"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        """Three."""\nx = "\\d"\n'
     )
-    assert list(docstring_documents(_file(tmp_path / "a.py", source))) == ["One.\n\nTwo.\n\nThree."]
-    assert list(docstring_documents(_file(tmp_path / "b.py", "x = 1\n"))) == [""]
+    assert _docstrings(_file(tmp_path / "a.py", source)) == ["One.\n\nTwo.\n\nThree."]
+    assert _docstrings(_file(tmp_path / "b.py", "x = 1\n")) == [""]
     with pytest.raises(DataError, match=r"Python source.*c\.py"):
-        list(docstring_documents(_file(tmp_path / "c.py", "def:\n")))
+        _docstrings(_file(tmp_path / "c.py", "def:\n"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from unittest import mock
@@ -131,6 +132,44 @@ def test_end_of_document_can_be_named(tmp_path: Path) -> None:
     assert load_tokenizer(str(path), eod="<fin>").eod == 0
     with pytest.raises(ConfigError, match="among <end>, got none"):
         load_tokenizer(str(path), eod="<end>")
+
+
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [
+        ("tokenizer_config.json", "</fin>"),
+        ("tokenizer_config.json", {"content": "</fin>", "special": True}),
+        ("special_tokens_map.json", "</fin>"),
+    ],
+)
+def test_end_of_document_is_the_one_of_the_configuration(
+    tmp_path: Path, name: str, token: object
+) -> None:
+    """As transformers saves it, before the usual texts; a name that is given comes first."""
+    path = _train(tmp_path / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["</fin>"])
+    tokenizer.save(str(path))
+    assert load_tokenizer(str(path)).eod == 0
+    for written in ({"eos_token": token}, {"eos_token": None}, {}):
+        (tmp_path / name).write_text(json.dumps(written))
+        eod = tokenizer.token_to_id("</fin>") if written.get("eos_token") else 0
+        assert load_tokenizer(str(tmp_path)).eod == load_tokenizer(str(path)).eod == eod
+    (tmp_path / name).write_text(json.dumps({"eos_token": token}))
+    assert load_tokenizer(str(path), eod="<|endoftext|>").eod == 0
+
+
+def test_configuration_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """A token that is not in the vocabulary, or a file that is not JSON."""
+    path = _train(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|other|>"}')
+    with pytest.raises(
+        ConfigError, match=r"ends a document among <\|other\|>, got none.*eos_token"
+    ):
+        load_tokenizer(str(path))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"in JSON, got .*tokenizer_config\.json.*Mend"):
+        load_tokenizer(str(path))
 
 
 def test_path_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

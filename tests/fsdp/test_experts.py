@@ -173,7 +173,7 @@ def _disagreement() -> None:
     expert_mesh = meshes.experts if dist.get_rank() == 1 else None
     for module in (*net.mixtures, net):
         fully_shard(module, mesh=meshes.data, expert_mesh=expert_mesh)
-    with pytest.raises(ValueError, match=r"the same parameters, shapes and dtypes on all ranks"):
+    with pytest.raises(ValueError, match=r"the same parameters, shapes, dtypes and recipes on all"):
         net(torch.ones(NUM_TOKENS, WIDTH))
 
 

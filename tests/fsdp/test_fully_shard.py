@@ -88,7 +88,7 @@ def _wrong_mesh() -> None:
 
 def _different_models() -> None:
     net = fully_shard(Block(12 + 4 * dist.get_rank()))
-    with pytest.raises(ValueError, match="same parameters, shapes and dtypes on all ranks"):
+    with pytest.raises(ValueError, match="same parameters, shapes, dtypes and recipes on all"):
         net(torch.ones(1, 12 + 4 * dist.get_rank()))
 
 

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megafsdp.buffer.comm import collectives
-from megafsdp.mesh.placement import TRANSITIONS, BlockAtomic, Flat, Residence, TensorAtomic
+from megafsdp.mesh.placement import TRANSITIONS, Flat, Residence, TensorAtomic
 
 
-def test_granules_are_rows_blocks_and_tensors() -> None:
+def test_granules_are_rows_and_tensors() -> None:
     """What a cut keeps together, for a (10, 4) tensor and for a vector."""
     assert Flat().granule_numel((10, 4), 4) == 4
-    assert BlockAtomic(3).granule_numel((10, 4), 4) == 12
-    assert BlockAtomic(3).granule_numel((10,), 1) == 1, "a vector has no blocks of rows"
     assert TensorAtomic().granule_numel((10, 4), 4) == 40
     assert TensorAtomic().granule_numel((0, 4), 4) == 1, "an empty tensor needs no room"
-
-
-def test_block_height_must_be_positive() -> None:
-    """Blocks of no rows are refused."""
-    with pytest.raises(ValueError, match="positive number of rows, got 0"):
-        BlockAtomic(0)
 
 
 def test_transitions_name_collectives_that_exist() -> None:

@@ -79,7 +79,9 @@ def test_an_empty_context_is_refused() -> None:
 @pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
 def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
     """NaN would take the likeliest token, and infinity forget the model, without a word."""
-    with pytest.raises(ValueError, match=f"a finite temperature >= 0, got 1, 4 and {temperature}"):
+    with pytest.raises(
+        ValueError, match=f"a finite temperature >= 0 .*, got 1, 4, {temperature} and"
+    ):
         sample(
             _NextInteger(),
             torch.tensor([[3]]),
@@ -96,3 +98,41 @@ def test_the_lowest_temperatures_take_the_likeliest_token(temperature: float) ->
         _NextInteger(), torch.tensor([[3]]), num_tokens=2, max_context=4, temperature=temperature
     )
     assert tokens.tolist() == [[3, 4, 5]]
+
+
+class _Ranked(nn.Module):
+    """Likes the last of eight tokens most, and each before it a little less."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the same logits everywhere."""
+        return (torch.arange(8) / 10).expand(*tokens.shape, 8)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "seen"), [(1, {7}), (3, {5, 6, 7}), (8, {*range(8)}), (99, None)]
+)
+def test_tokens_are_drawn_from_the_likeliest_alone(top_k: int, seen: set[int] | None) -> None:
+    """As many as there are if more are asked for; the likeliest one is taken in any case."""
+    tokens = torch.zeros(200, 1, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(temperature: float) -> set[int]:
+        drawn = sample(
+            _Ranked(),
+            tokens,
+            num_tokens=1,
+            max_context=4,
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+        )
+        return set(drawn[:, 1].tolist())
+
+    assert draw(1.0) == ({*range(8)} if seen is None else seen)
+    assert draw(0.0) == {7}
+
+
+def test_no_token_to_draw_from_is_refused() -> None:
+    """A top_k of 0 has no meaning."""
+    with pytest.raises(ValueError, match=r"top_k of None or at least 1, got 1, 1, 0\.0 and 0"):
+        sample(_Ranked(), torch.zeros(1, 1).long(), num_tokens=1, max_context=4, top_k=0)

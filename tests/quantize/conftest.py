@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from megafsdp._native import native_module
@@ -17,3 +22,16 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Force one instruction set for the length of a test."""
     monkeypatch.setenv("MEGAFSDP_SIMD", request.param)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the emulation of the CUDA kernels, for emulated_cuda.py beside this file."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    library = tmp_path_factory.mktemp("emulation") / "emulation.so"
+    source = Path(__file__).parent / "cuda_emulation.cpp"
+    options = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=300)
+    return library

@@ -54,6 +54,26 @@ def test_blocks_along_tokens_are_blocks_of_the_transpose(input_format: InputForm
 
 @pytest.mark.native
 @pytest.mark.parametrize("along", [0, 1])
+@each_format
+def test_transposed_codes_mean_the_same(input_format: InputFormat, along: int) -> None:
+    """In the order of the transpose, beside the same scales; both ways at once where one can."""
+    values = randn(130, 96)
+    wanted = input_format.quantize(values, along=along)
+    found = [input_format.quantize(values, along=along, is_transposed=True)]
+    if input_format.block is None:
+        found += input_format.quantize_both_ways(values)
+        assert torch.equal(found[1].codes, wanted.codes)
+        assert [way.is_transposed for way in found] == [True, False, True]
+    for way in found:
+        assert torch.equal(way.scales, wanted.scales)
+        decoded = way.dequantize(torch.float32)
+        assert torch.equal(decoded, wanted.dequantize(torch.float32))
+    if input_format.element.codes_per_byte == 1:
+        assert torch.equal(found[0].codes, wanted.codes.T)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("along", [0, 1])
 @pytest.mark.parametrize("input_format", [BLOCK_E4M3, MX_E4M3], ids=lambda f: f.name)
 def test_a_block_depends_on_its_values_alone(input_format: InputFormat, along: int) -> None:
     """What is done to a block changes no other, and each has a scale of its own."""
@@ -198,3 +218,10 @@ def test_a_compiled_graph_quantizes(input_format: InputFormat) -> None:
     for backend in ("eager", "aot_eager"):
         compiled = torch.compile(there_and_back, backend=backend, fullgraph=True)
         assert same_values(compiled(values), there_and_back(values))
+
+
+def test_the_maximum_of_an_expanded_tensor_is_found() -> None:
+    """As the gradient of a sum is: one number in memory."""
+    maximum = torch.zeros(1, dtype=torch.int32)
+    add_maximum(torch.full((1, 1), -3.0).expand(4, 8), maximum)
+    assert maximum.view(torch.float32).item() == 3.0

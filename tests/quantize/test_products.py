@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from megafsdp.quantize import products
 from megafsdp.quantize.recipes import RECIPE_NAMES, recipe_of
+from tests.quantize.emulated_cuda import emulated_cuda
 from tests.quantize.weights import quantized
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -133,6 +135,33 @@ def test_products_of_codes_equal_those_of_decoded_values(
         # Decoded operands are rounded to bf16 first; sums of the two differ by that.
         assert (got - want).norm() < 4e-3 * want.norm()
     assert gpu.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("recipe", "matrices"),
+    [
+        # Both ways of x; both ways of g.
+        ("fp8_current", 2),
+        ("fp8_delayed", 2),
+        # Along features and along tokens, of x and of g.
+        ("fp8_block", 4),
+    ],
+)
+def test_operands_are_transposed_as_they_are_quantized(
+    gpu: _StandIns, emulation: Path, recipe: str, matrices: int
+) -> None:
+    """By the CUDA kernels only the weight's codes are transposed by a pass of their own."""
+    wanted = _run(recipe, 144)
+    calls = list(gpu.calls)
+    gpu.calls.clear()
+    with emulated_cuda(emulation) as module:
+        found = _run(recipe, 144)
+    assert gpu.calls == calls
+    assert all(torch.equal(got, want) for got, want in zip(found, wanted, strict=True))
+    functions = [function for function, _ in module.launches]
+    assert functions.count("encode_matrix") == matrices
+    assert functions.count("transpose_codes") == 1
+    assert functions.count("encode_tiles") == 1, "of the weight"
 
 
 @pytest.mark.parametrize(

@@ -140,23 +140,25 @@ _TABLE = {
         ),
     ],
     # Compute weights between ranks.
-    "fsdp/params/compute_weight.py": [
-        ("            pending.wait()", ("engine", "ZeRO-3", "LAZY"), "            pass"),
+    "fsdp/params/cast_weight.py": [
         ("self._host_weight.wait_for_copy()", ("offload", "parameters", "LAZY")),
+    ],
+    "fsdp/params/gathered_weight.py": [
+        ("        pending.wait()", ("engine", "ZeRO-3", "LAZY"), "        pass"),
         (
-            "            self.finish_unshard()\n            for full",
+            "            self.finish_unshard()\n            self._full",
             ("engine", "ZeRO-3, odd", "COMPUTE_FIRST"),
-            "            for full",
+            "            self._full",
         ),
         (
-            "        self._source.finish_refresh()\n        self._outdated.diff",
+            "        self._source.finish_refresh()\n        self._is_outdated",
             ("engine", "HFSDP", "COMPUTE_FIRST"),
-            "        self._outdated.diff",
+            "        self._is_outdated",
         ),
         (
-            "self._gathers.append((pending, source, inputs))",
+            "self._gather = pending, source, own, version",
             ("engine", "ZeRO-1", "COMPUTE_FIRST"),
-            "self._gathers.append((pending, source, inputs)); source.release_inputs()",
+            "self._gather = pending, source, own, version; source.release_input()",
         ),
         (
             "with self._on_copy_stream():",

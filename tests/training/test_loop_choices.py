@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megafsdp import full_state_dict, fully_shard_model
 from megafsdp.errors import ConfigError
 from megafsdp.models import ActivationCheckpointing, LanguageModel, build_model
-from megafsdp.training import Config, loop, train
+from megafsdp.training import Config, sharded_model, train
 from megafsdp.training.step.lr import Schedule
 from tests.ranks import Ranks
 from tests.training.runs import rows, stored_tensors, tiny, write_corpus
@@ -81,7 +81,7 @@ def _mesh_of_run(config: Config) -> tuple[tuple[int, ...], float, list[float]]:
         return plain(model, *args, **options)
 
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr("megafsdp.training.loop.fully_shard_model", watched)
+    monkeypatch.setattr("megafsdp.training.sharded_model.fully_shard_model", watched)
     try:
         train(config, on_step=lambda _, result: losses.append(result.loss))
     finally:
@@ -212,7 +212,7 @@ def _choice_of_run(config: Config) -> ActivationCheckpointing:
         return found[-1]
 
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr("megafsdp.training.loop.build_model", watched)
+    monkeypatch.setattr("megafsdp.training.sharded_model.build_model", watched)
     try:
         train(config)
     finally:
@@ -294,7 +294,7 @@ def _kept_in_fp32(config: Config) -> tuple[set[str], list[float]]:
             kept.add(name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "fully_shard_model", build)
+        patch.setattr(sharded_model, "fully_shard_model", build)
         train(config, on_step=lambda _, report: losses.append(report.loss))
     return kept, losses
 
@@ -373,7 +373,7 @@ def _weights_of_a_run(folder: Path) -> None:
     model_config = config.model.resolve()
     before = torch.get_rng_state()
     meshes = config.parallel.dims().build("cpu")
-    model = loop._build_sharded(config, model_config, torch.device("cpu"), meshes)
+    model = sharded_model.build_sharded(config, model_config, torch.device("cpu"), meshes)
     assert torch.equal(torch.get_rng_state(), before), "the rank's own random state is left alone"
     reference = build_model(model_config, seed=config.run.seed)
     state = full_state_dict(model)

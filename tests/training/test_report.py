@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megafsdp.training.metrics.metrics import Meter
+from megafsdp.training.metrics.metrics import Meter, Position
 from megafsdp.training.process.world import World
 from megafsdp.training.report import Report
 from megafsdp.training.resume import RunState
+from megafsdp.training.step.train_step import StepResult
 from tests.training.runs import MIXTURE, tiny
 
 CPU = torch.device("cpu")
@@ -84,3 +88,33 @@ def test_first_line_says_how_ranks_share_the_model(
     report.start(99_000, RunState(), 6)
     report.close()
     assert f"{said}_grads_params" in capsys.readouterr().out
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_a_terminal_is_shown_fits_it_and_does_not_command_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of a step is as wide as the terminal and coloured; a sample is spelt out."""
+    report = Report(
+        tiny(tmp_path),
+        World(0, 1, 0, 1, CPU),
+        meter=Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=1),
+        state=RunState(),
+    )
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for screen, is_terminal in ((_Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stdout", screen)
+        report.log_step(Position(1, 6, 12, 12, 0), StepResult(2.5, 1.0, False, ()), 1e-2)
+        report.log_text("a\x1b[2J\nb")
+        line, *sample = screen.getvalue().splitlines()
+        assert ("\x1b[1mloss 2.5000\x1b[0m" in line) == is_terminal
+        assert (len(re.sub(r"\x1b\[\d+m", "", line)) <= 50) == is_terminal
+        assert "ms/step" in line
+        assert sample == ["---- sample ----", "a\\x1b[2J", "b", "----------------"]
+    report.close()

@@ -25,6 +25,7 @@ from megafsdp.device.torch_private import non_persistent_buffers
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import FusedParts, annotation_of
+from megafsdp.optimizer.states.quantized import main_weight_of
 
 EXTRA_STATE = "_extra_state"
 # Which parameters a group has; checkpoints name them by their canonical names.
@@ -154,7 +155,10 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
             state.aliases.update(zip(keys, keys_by_parameter[parameter], strict=True))
             continue
         keys_by_parameter[parameter] = keys
-        state.tensors.update(zip(keys, form.pieces(parameter), strict=True))
+        # Of a quantized one the fp32 weight, as the engine stores it; its codes follow from it.
+        weight = main_weight_of(parameter)
+        pieces = form.pieces(parameter if weight is None else weight)
+        state.tensors.update(zip(keys, pieces, strict=True))
         if form.grouping is not None:
             state.fused[keys[0]] = form.grouping
     for key, first_key, buffer in _persistent_buffers(model):

@@ -15,18 +15,18 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "../kernels/adam_buffers.h"
 #include "../kernels/float16.h"
 #include "../kernels/flushing.h"
 #include "../kernels/halves.h"
 #include "adam_table.h"
+#include "stored_values.h"
+#include "vectors.h"
 
 namespace megafsdp {
 
 constexpr int kThreads = 256;
-constexpr int64_t kVectorNbytes = 16;
 
 // Elements of a thread's vector: as many as make 16 bytes of the widest type. A buffer of a
 // narrower type is moved in 8 bytes a thread then, and each warp still fills all the sectors that
@@ -93,75 +93,6 @@ struct FastZeros : Math {
     return is_zero ? a : quotient;
   }
 };
-
-template <typename T, int kNumel>
-struct alignas(kNumel * sizeof(T)) Vector {
-  T at[kNumel];
-};
-
-template <typename Values>
-MEGAFSDP_INLINE Values load(const void* base, int64_t vector) {
-  return static_cast<const Values*>(base)[vector];
-}
-
-#if defined(__CUDACC__)
-template <typename Values>
-using Raw = std::conditional_t<sizeof(Values) == kVectorNbytes, uint4, uint2>;
-
-// As load(), of what is read once: it makes room in the caches first.
-template <typename Values>
-__device__ __forceinline__ Values load_once(const void* base, int64_t vector) {
-  const Raw<Values> raw = __ldcs(static_cast<const Raw<Values>*>(base) + vector);
-  Values values;
-  memcpy(&values, &raw, sizeof raw);
-  return values;
-}
-
-// In PTX: a plain assignment is taken apart into its elements, whose stores fill a sector by parts,
-// and the intrinsic for a store of 16 bytes orders it more strongly than this needs.
-__device__ __forceinline__ void store_raw(void* to, uint4 raw) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
-               "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_raw(void* to, uint2 raw) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(raw.x),
-               "r"(raw.y)
-               : "memory");
-}
-
-template <typename Values>
-__device__ __forceinline__ void store(void* base, int64_t vector, const Values& values) {
-  Raw<Values> raw;
-  memcpy(&raw, &values, sizeof raw);
-  store_raw(static_cast<Raw<Values>*>(base) + vector, raw);
-}
-#else
-template <typename Values>
-MEGAFSDP_INLINE Values load_once(const void* base, int64_t vector) {
-  return load<Values>(base, vector);
-}
-
-template <typename Values>
-MEGAFSDP_INLINE void store(void* base, int64_t vector, const Values& values) {
-  static_cast<Values*>(base)[vector] = values;
-}
-#endif
-
-// As stored: uint16_t stands for bf16 and fp16.
-MEGAFSDP_INLINE float decoded(float value, Dtype) { return value; }
-
-MEGAFSDP_INLINE float decoded(uint16_t bits, Dtype dtype) {
-  return dtype == Dtype::kFloat16 ? to_float(Float16{bits}) : to_float(BFloat16{bits});
-}
-
-MEGAFSDP_INLINE void encode(float value, Dtype, float& to) { to = value; }
-
-MEGAFSDP_INLINE void encode(float value, Dtype dtype, uint16_t& to) {
-  to = dtype == Dtype::kFloat16 ? FromFloat<Float16>::convert(value).bits
-                                : FromFloat<BFloat16>::convert(value).bits;
-}
 
 MEGAFSDP_INLINE float joined(float weight, int16_t) { return weight; }
 

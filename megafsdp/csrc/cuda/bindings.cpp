@@ -6,6 +6,8 @@
 #include "../kernels/square_sum_order.h"
 #include "../ops/adam_arguments.h"
 #include "adam.h"
+#include "launch_errors.h"
+#include "quantize_bindings.h"
 
 namespace py = pybind11;
 
@@ -13,16 +15,8 @@ namespace {
 
 using megafsdp::check;
 using megafsdp::check_address;
-
-void raise_unless_null(const char* function, const char* words) {
-  if (words == nullptr) return;
-  throw std::runtime_error(std::string("Expected ") + function +
-                           "() to launch its CUDA kernels, got: " + words + ".");
-}
-
-void check_device(int device) {
-  check(device >= 0, "device: expected an index, got " + std::to_string(device));
-}
+using megafsdp::check_device;
+using megafsdp::raise_unless_null;
 
 // A parameter whose count of steps is on the device: addresses of it and of its rate, or null; the
 // rate, both betas and the decay; AdamW, bias correction.
@@ -158,4 +152,5 @@ PYBIND11_MODULE(_cuda, module) {
              py::arg("sums"), py::arg("scratch"), py::arg("device"), py::arg("stream"),
              "Write the sum of squares of each buffer, which is an address, a length and a dtype, "
              "to doubles on the device; releases the GIL.");
+  megafsdp::bind_quantize(module);
 }

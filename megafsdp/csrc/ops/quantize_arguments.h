@@ -9,13 +9,11 @@
 #include <vector>
 
 #include "../kernels/scales.h"
-#include "../kernels/tile_grid.h"
+#include "../kernels/tile_buffers.h"
 #include "adam_arguments.h"
 #include "arguments.h"
 
 namespace megafsdp {
-
-enum class ElementKind { kE4M3, kE5M2, kE2M1 };
 
 // What a code and a scale are: e4m3, e5m2 or e2m1; fp32, power_of_two, e8m0 or two_level; and the
 // rows and columns of a tile, both 0 for one a matrix.
@@ -166,16 +164,6 @@ inline void check_disjoint(std::vector<MemoryRange> ranges) {
   }
 }
 
-// A fragment in the kernels' types.
-struct TileFragment {
-  TileGrid grid;
-  const void* values;
-  int64_t first_row;
-  int64_t num_rows;
-  int32_t* maxima;
-  uint8_t* codes;
-};
-
 inline int64_t itemsize_of_name(const char* argument, const std::string& dtype) {
   const Dtype found = dtype_of(dtype);
   check(found != Dtype::kNone, std::string(argument) +
@@ -222,16 +210,6 @@ inline std::vector<TileFragment> tile_fragments_of(const TileArguments& argument
   check_disjoint(std::move(memory));
   return fragments;
 }
-
-// A table in the kernels' types; of_matrices is null but for two levels.
-struct ScaleTable {
-  TileGrid grid;
-  const int32_t* maxima;
-  float* of_matrices;
-  void* entries;
-  uint8_t* padding;
-  int64_t padding_nbytes;
-};
 
 // Returns the parts of a table, which may have bytes beyond its entries.
 inline ScaleTable scale_table_of(ScalingKind scaling, const TileGrid& grid, uintptr_t maxima,
@@ -289,6 +267,7 @@ inline ScaleTable check_blocks(const BlockArguments& arguments) {
   const ElementKind element = element_of(arguments.coding.element);
   const ScalingKind scaling = scaling_of(arguments.coding.scaling);
   check(scaling != ScalingKind::kTwoLevel, "scaling: expected one level, got two_level");
+  check(element != ElementKind::kE2M1, "element: expected 8 bits, got e2m1");
   // Threads take whole rows of tiles, and the maximum of a tile is not shared between them.
   const int64_t tile_rows = arguments.coding.tile_rows;
   check(tile_rows == 1 || (arguments.coding.tile_cols == 1 && 0 < tile_rows &&

@@ -18,6 +18,9 @@ outer optim         (2n - r)m, and n   nm, and n over
                     over the outer     the outer axis
 ==================  =================  ==============  =====================
 
+A unit with quantized weights has one group more. Their maxima are one all-reduce after the step,
+and one more for experts on a mesh of their own (:mod:`megafsdp.fsdp.runtime.agreement`).
+
 Flat buffers and the full-size side of collectives are counted, for a model whose units run one
 after another inside the root. Activations, the backend's own buffers and the allocator's slack are
 not counted.

@@ -27,12 +27,15 @@ from megafsdp.device.memory import ByteLedger
 from megafsdp.errors import expected
 from megafsdp.fsdp.estimate.step_recorder import BACKWARD, FORWARD, StepRecorder
 from megafsdp.fsdp.fully_shard import fully_shard_model, microbatch
+from megafsdp.fsdp.params.kept_weights import describe_kept
 from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
 from megafsdp.fsdp.params.unit_ledger import HostMemory
+from megafsdp.fsdp.runtime.root import reasons_to_keep
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.mesh.dtensor import joined_mesh
 from megafsdp.mesh.parallel_dims import TP, Meshes, flat_group
 from megafsdp.mesh.torch_private import forget_dtensor_meshes
+from megafsdp.quantize.tensor import QuantizedTensor
 
 _META = "meta"
 _TIMES = " x "
@@ -49,6 +52,7 @@ class PlannedGroup:
         is_trainable: Whether its parameters require gradients.
         is_offloaded: Whether the optimizer keeps its main weight and states on the host.
         is_expert: Whether it is divided over the mesh of experts.
+        recipe: Name of the recipe that quantizes it; None for none.
     """
 
     layout: FlatLayout
@@ -57,6 +61,7 @@ class PlannedGroup:
     is_trainable: bool
     is_offloaded: bool = False
     is_expert: bool = False
+    recipe: str | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,10 @@ class MetaEngine:
         """Return what a report says of the units, in their order."""
         return [PlannedUnit(unit.name, tuple(map(_plan, unit.groups))) for unit in self.units]
 
+    def describe_kept(self) -> list[str]:
+        """Return what a recipe leaves as it is, a line for each reason; none without a recipe."""
+        return describe_kept(reasons_to_keep(units_below([self._model])))
+
     def offload(self, chosen: Collection[tuple[int, int]]) -> None:
         """Move main weights to the host, as an offloaded optimizer does.
 
@@ -252,7 +261,7 @@ class MetaEngine:
                 if group.is_trainable:
                     group.mark_stale()
                     if group.is_moved:
-                        group.compute_weight.start_copy()
+                        group.start_copy()
                         group.compute_weight.mark_encoded()
                     elif group.dtypes.main == casts_from:
                         is_written = group.compute_weight.start_encoding() is not None
@@ -276,8 +285,14 @@ class _UseParameters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.note(BACKWARD)
-        # On the meta device an alias costs less than a new tensor.
-        return None, grad, *(p.detach() for p in ctx.parameters)
+        return None, grad, *map(_gradient_of, ctx.parameters)
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    # On the meta device an alias costs less than a new tensor. One of codes would be codes.
+    if isinstance(parameter, QuantizedTensor):
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=_META)
+    return parameter.detach()
 
 
 def _plan(group: ParameterGroup) -> PlannedGroup:
@@ -288,4 +303,5 @@ def _plan(group: ParameterGroup) -> PlannedGroup:
         is_trainable=group.is_trainable,
         is_offloaded=group.is_moved,
         is_expert=group.axes.is_expert,
+        recipe=None if group.quantization is None else group.quantization.recipe.name,
     )

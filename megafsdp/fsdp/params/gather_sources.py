@@ -1,15 +1,15 @@
 """What a gather of a compute weight reads on this rank: one class for each way to store it.
 
-A :class:`~megafsdp.fsdp.params.compute_weight.ComputeWeight` has one source for the life of its
+A :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight` has one source for the life of its
 main weight, and slices in front of it where a unit saves some between forward and backward:
 
 ==================  ============================================  ================================
 class               used where                                    memory between gathers
 ==================  ============================================  ================================
-MainWeightSource    the recipe casts to the main weight's dtype   none of its own
-CastOnGather        the recipe casts to another dtype             none: a cast goes straight into
+MainWeightSource    the compute dtype is the main weight's        none of its own
+CastOnGather        it is another dtype                           none: a cast goes straight into
                                                                   the gathered buffer
-PersistentSource    any other recipe; a replicated group; an      the encoded buffers
+PersistentSource    a quantized weight; a replicated group; an    the codes, or the cast
                     optimizer has moved the main weight
 TemporarySource     the policy has the main weight on the host;   none: filled for one gather
                     pieces of an outer axis
@@ -23,7 +23,7 @@ When a gather runs, and into which buffer, is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -33,11 +33,9 @@ import torch.distributed as dist
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.torch_private import preserving_versions
-from megafsdp.quantize.recipe import BufferSpec, Recipe
 
-Buffers: TypeAlias = dict[str, DBuffer]
-# Fills buffers, by their names in the recipe, from the main weight and the combined statistics.
-Encode: TypeAlias = Callable[[Mapping[str, DBuffer], torch.Tensor | None], None]
+# Fills a buffer that lies like the main weight from the main weight.
+Encode: TypeAlias = Callable[[DBuffer], None]
 
 
 class StepOutput(Protocol):
@@ -54,30 +52,28 @@ class StepOutput(Protocol):
 
 
 class GatherSource:
-    """The buffers that this rank contributes to a gather.
+    """The buffer that this rank contributes to a gather.
 
     The defaults are those of a source without memory of its own. A replicated group gathers
     nothing: of its source only the refresh is used.
     """
 
-    def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
-        """Return the input of the gather of each buffer.
+    def input(self, full: DBuffer) -> DBuffer:
+        """Return the input of a gather.
 
         Args:
-            specs: The buffers to gather.
-            full: The allocated outputs by name. An output that stands in for its own input has
-                this rank's part filled.
+            full: The allocated output. If it stands in for its own input, this rank's part of it is
+                filled.
         """
         raise NotImplementedError
 
-    def release_inputs(self) -> None:
+    def release_input(self) -> None:
         """Free what was made for a gather that is complete."""
 
-    def refresh(self, statistics: torch.Tensor | None, label: str) -> None:
+    def refresh(self, label: str) -> None:
         """Encode what is persistent; a collective over an outer axis is issued, not awaited.
 
         Args:
-            statistics: Those of all tensors, combined over ranks; None without any.
             label: FQN of the unit, for counters and profilers.
         """
 
@@ -105,40 +101,39 @@ class MainWeightSource(GatherSource):
     def __init__(self, main_weight: DBuffer) -> None:
         self._main = main_weight
 
-    def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
+    def input(self, full: DBuffer) -> DBuffer:
         """Return the main weight."""
-        return [self._main]
+        return self._main
 
 
 class PersistentSource(GatherSource):
-    """Buffers that are encoded once after each change of the main weight.
+    """A buffer that is encoded once after each change of the main weight.
 
     Args:
-        buffers: The buffers by name; the gathered ones themselves in a replicated group.
-        encode: Fills them.
+        buffer: The buffer; the full one itself in a replicated group.
+        encode: Fills it.
     """
 
-    def __init__(self, buffers: Buffers, encode: Encode) -> None:
-        self._buffers, self._encode = buffers, encode
+    def __init__(self, buffer: DBuffer, encode: Encode) -> None:
+        self._buffer, self._encode = buffer, encode
         self._is_encoded = False
 
-    def refresh(self, statistics: torch.Tensor | None, label: str) -> None:
-        """Encode the buffers, unless a step has."""
+    def refresh(self, label: str) -> None:
+        """Encode the buffer, unless a step has."""
         # The mark of a step stays: its encoding is right until the next mark_stale().
         if not self._is_encoded:
-            self._encode(self._buffers, statistics)
+            self._encode(self._buffer)
 
-    def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
-        """Return the buffers."""
-        return [self._buffers[spec.name] for spec in specs]
+    def input(self, full: DBuffer) -> DBuffer:
+        """Return the buffer."""
+        return self._buffer
 
     def start_encoding(self) -> torch.Tensor:
-        """Return the buffer of a cast."""
-        (buffer,) = self._buffers.values()
-        return buffer.flat
+        """Return the memory of the buffer."""
+        return self._buffer.flat
 
     def mark_encoded(self) -> None:
-        """Mark the buffer of :meth:`start_encoding` as filled."""
+        """Mark the buffer as filled."""
         self._is_encoded = True
 
     def mark_stale(self) -> None:
@@ -146,116 +141,102 @@ class PersistentSource(GatherSource):
         self._is_encoded = False
 
 
-class TransientBuffers(GatherSource):
-    """Base of sources whose buffers have memory from their filling to the end of one gather.
+class TransientBuffer(GatherSource):
+    """Base of sources whose buffer has memory from its filling to the end of one gather.
 
     Args:
-        make: Makes the buffers, at the first use.
+        make: Makes the buffer, at the first use.
     """
 
-    def __init__(self, make: Callable[[], Buffers]) -> None:
+    def __init__(self, make: Callable[[], DBuffer]) -> None:
         self._make = make
-        # Made late: a unit whose steps write no casts never needs them.
-        self._buffers: Buffers = {}
+        # Made late: a unit whose steps write no casts never needs it.
+        self._buffer: DBuffer | None = None
         self._is_filled = False
 
-    def allocate(self) -> Buffers:
-        """Return the buffers with memory, uninitialised unless they had it."""
-        if not self._buffers:
-            self._buffers = self._make()
-        for buffer in self._buffers.values():
-            buffer.storage.allocate()
-        return self._buffers
+    def allocate(self) -> DBuffer:
+        """Return the buffer with memory, uninitialised unless it had some."""
+        if self._buffer is None:
+            self._buffer = self._make()
+        self._buffer.storage.allocate()
+        return self._buffer
 
-    def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
-        """Return the filled buffers, to be read by one gather."""
-        assert self._is_filled, "a gather reads what was encoded"
-        # From here on a true flag says that a step has filled the buffers for the next gather.
+    def input(self, full: DBuffer) -> DBuffer:
+        """Return the filled buffer, to be read by one gather."""
+        assert self._is_filled and self._buffer is not None, "a gather reads what was encoded"
+        # From here on a true flag says that a step has filled the buffer for the next gather.
         self._is_filled = False
-        return [self._buffers[spec.name] for spec in specs]
+        return self._buffer
 
-    def release_inputs(self) -> None:
-        """Free the buffers, unless they are filled for the next gather."""
-        # A step may have filled them while the gather that read them was not awaited yet.
-        if not self._is_filled:
-            for buffer in self._buffers.values():
-                buffer.storage.release()
+    def release_input(self) -> None:
+        """Free the buffer, unless it is filled for the next gather."""
+        # A step may have filled it while the gather that read it was not awaited yet.
+        if self._buffer is not None and not self._is_filled:
+            self._buffer.storage.release()
 
     def start_encoding(self) -> torch.Tensor | None:
         """Return the buffer of a cast, with memory."""
-        (buffer,) = self.allocate().values()
-        return buffer.flat
+        return self.allocate().flat
 
     def mark_encoded(self) -> None:
         """Mark the buffer of :meth:`start_encoding` as filled."""
         self._is_filled = True
 
     def mark_stale(self) -> None:
-        """Mark the buffers as not filled."""
+        """Mark the buffer as not filled."""
         self._is_filled = False
 
 
-class TemporarySource(TransientBuffers):
-    """Buffers that are encoded for each gather and freed when it is complete.
+class TemporarySource(TransientBuffer):
+    """A buffer that is encoded for each gather and freed when it is complete.
 
     Args:
-        make: Makes the buffers, at the first use.
-        encode: Fills them.
+        make: Makes the buffer, at the first use.
+        encode: Fills it.
     """
 
-    def __init__(self, make: Callable[[], Buffers], encode: Encode) -> None:
+    def __init__(self, make: Callable[[], DBuffer], encode: Encode) -> None:
         super().__init__(make)
         self._encode = encode
 
-    def refresh(self, statistics: torch.Tensor | None, label: str) -> None:
-        """Encode the buffers for the next gather, unless a step has."""
+    def refresh(self, label: str) -> None:
+        """Encode the buffer for the next gather, unless a step has."""
         if not self._is_filled:
-            self._encode(self.allocate(), statistics)
+            self._encode(self.allocate())
             self._is_filled = True
 
-    def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
-        """Return the buffers; a second gather after one refresh encodes them again."""
-        # The first gather has freed them: encoding again costs time, keeping them costs memory.
-        self.refresh(None, "")
-        return super().inputs(specs, full)
+    def input(self, full: DBuffer) -> DBuffer:
+        """Return the buffer; a second gather after one refresh encodes it again."""
+        # The first gather has freed it: encoding again costs time, keeping it costs memory.
+        self.refresh("")
+        return super().input(full)
 
 
-class CastOnGather(TransientBuffers):
+class CastOnGather(TransientBuffer):
     """A cast of the main weight straight into this rank's part of the gathered buffer.
 
     Args:
         make: Makes a buffer for a cast that a step writes.
-        recipe: The cast.
         main_weight: The main weight, a shard.
         is_gathered_once: Whether one gather follows each change of the main weight. Where several
             do, each casts, and a cast that a step had written would need memory between them.
     """
 
     def __init__(
-        self,
-        make: Callable[[], Buffers],
-        recipe: Recipe,
-        main_weight: DBuffer,
-        *,
-        is_gathered_once: bool,
+        self, make: Callable[[], DBuffer], main_weight: DBuffer, *, is_gathered_once: bool
     ) -> None:
         super().__init__(make)
-        self._recipe, self._main = recipe, main_weight
+        self._main = main_weight
         self._is_gathered_once = is_gathered_once
 
-    def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
-        """Return the cast of a step if there is one, else the outputs with this rank's part."""
+    def input(self, full: DBuffer) -> DBuffer:
+        """Return the cast of a step if there is one, else the output with this rank's part."""
         if self._is_filled:
-            # Read where it lies: a copy into the outputs would cost what the step has saved.
-            return super().inputs(specs, full)
-        outputs = [full[spec.name] for spec in specs]
-        # The writes count as the gather's, which restores the version of its outputs.
-        with torch.no_grad():
-            for spec, output in zip(specs, outputs, strict=True):
-                parts = output.parts(self._main.shard)
-                for main, part in zip(self._main.pieces(), parts, strict=True):
-                    self._recipe.encode(main, {spec.name: part}, None)
-        return outputs
+            # Read where it lies: a copy into the output would cost what the step has saved.
+            return super().input(full)
+        # The writes count as the gather's, which restores the version of its output.
+        copy_pieces(self._main.pieces(), full.parts(self._main.shard))
+        return full
 
     def start_encoding(self) -> torch.Tensor | None:
         """Return a buffer for the cast of a step where one gather reads it, else None."""
@@ -267,8 +248,7 @@ class OuterJoin(GatherSource):
 
     Args:
         pieces: The source of the gather over the outer axis.
-        shards: Its outputs: the pieces of all ranks of the outer axis, joined.
-        specs: The buffers, in order.
+        shard: Its output: the pieces of all ranks of the outer axis, joined.
         group: Ranks of the outer axis.
         on_copy_stream: Returns the context in which collectives read what was copied from the host.
     """
@@ -276,40 +256,37 @@ class OuterJoin(GatherSource):
     def __init__(
         self,
         pieces: GatherSource,
-        shards: Buffers,
-        specs: Sequence[BufferSpec],
+        shard: DBuffer,
         group: dist.ProcessGroup,
         on_copy_stream: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._pieces, self._shards, self._specs = pieces, shards, specs
-        self._group = group
+        self._pieces, self._shard, self._group = pieces, shard, group
         self._on_copy_stream = on_copy_stream
         self._joining: Pending | None = None
 
     def with_pieces(self, pieces: GatherSource) -> OuterJoin:
-        """Return a join of other pieces into the same shards."""
-        return OuterJoin(pieces, self._shards, self._specs, self._group, self._on_copy_stream)
+        """Return a join of other pieces into the same shard."""
+        return OuterJoin(pieces, self._shard, self._group, self._on_copy_stream)
 
-    def refresh(self, statistics: torch.Tensor | None, label: str) -> None:
-        """Encode this rank's pieces and issue the gather of the others'; collective."""
+    def refresh(self, label: str) -> None:
+        """Encode this rank's piece and issue the gather of the others'; collective."""
         # Not awaited: pieces of all units travel while the first units compute.
-        self._pieces.refresh(statistics, label)
-        inputs = self._pieces.inputs(self._specs, self._shards)
+        self._pieces.refresh(label)
+        piece = self._pieces.input(self._shard)
         with self._on_copy_stream():
-            shards = [self._shards[spec.name] for spec in self._specs]
-            self._joining = gather_buffers(shards, inputs, group=self._group, label=label)
+            self._joining = gather_buffers([self._shard], [piece], group=self._group, label=label)
 
     def finish_refresh(self) -> None:
-        """Wait for the gather of the pieces and free them."""
-        # The shards may be read, and the pieces written, only after it.
+        """Wait for the gather of the pieces and free this rank's."""
+        # The shard may be read, and the piece written, only after it.
         if self._joining is not None:
             self._joining.wait()
             self._joining = None
-            self._pieces.release_inputs()
+            self._pieces.release_input()
 
-    def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
-        """Return the shards."""
-        return [self._shards[spec.name] for spec in specs]
+    def input(self, full: DBuffer) -> DBuffer:
+        """Return the shard."""
+        return self._shard
 
     def start_encoding(self) -> torch.Tensor | None:
         """Return the memory of this rank's piece."""
@@ -327,56 +304,43 @@ class OuterJoin(GatherSource):
 
 
 class SliceSource(GatherSource):
-    """Slices of gathered buffers, saved after forward for a gather over fewer ranks in backward.
+    """A slice of a gathered buffer, saved after forward for a gather over fewer ranks in backward.
 
     Args:
         group: Ranks that save one slice each, in order: neighbours on the inner axis.
+        saved: This rank's slice.
 
     Attributes:
         group: As given: the ranks of the gather.
-        slices: The slices by the buffers' names.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, saved: DBuffer) -> None:
         self.group = group
-        self.slices: Buffers = {}
+        self._saved = saved
 
-    def inputs(self, specs: Sequence[BufferSpec], full: Mapping[str, DBuffer]) -> list[DBuffer]:
-        """Return the slices."""
-        return [self.slices[spec.name] for spec in specs]
-
-
-def encode_main_weight(
-    recipe: Recipe,
-    main_weight: DBuffer,
-    targets: Mapping[str, DBuffer],
-    statistics: torch.Tensor | None,
-) -> None:
-    """Fill buffers from the main weight by a recipe; local.
-
-    Args:
-        recipe: The recipe.
-        main_weight: The main weight, a shard or the whole.
-        targets: All of the recipe's buffers, which lie like the main weight, by name.
-        statistics: Those of all tensors, ``(tensors * num_statistics,)`` fp32; None without any.
-    """
-    with torch.no_grad(), versions_preserved(targets.values()):
-        if recipe.is_elementwise:
-            # One call on whole buffers: gaps are encoded along, and read by no tensor.
-            outputs = {name: buffer.flat for name, buffer in targets.items()}
-            recipe.encode(main_weight.flat, outputs, statistics)
-            return
-        n = recipe.num_statistics
-        for i in range(len(main_weight.layout.slots)):
-            own = None if statistics is None else statistics[i * n : (i + 1) * n]
-            outputs = {name: buffer.tensor(i) for name, buffer in targets.items()}
-            recipe.encode(main_weight.tensor(i), outputs, own)
+    def input(self, full: DBuffer) -> DBuffer:
+        """Return the slice."""
+        return self._saved
 
 
-def versions_preserved(buffers: Iterable[DBuffer]) -> AbstractContextManager[None]:
-    """Return a context in which autograd does not count writes to the buffers.
+def cast_main_weight(main_weight: DBuffer, target: DBuffer) -> None:
+    """Fill a buffer that lies like the main weight with its cast; local."""
+    # One copy of the whole: gaps are cast along, and read by no tensor.
+    with versions_preserved(target):
+        copy_pieces([main_weight.flat], [target.flat])
+
+
+@torch.no_grad()
+def copy_pieces(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copy 1-D tensors, each with a cast to its target's dtype."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def versions_preserved(buffer: DBuffer) -> AbstractContextManager[None]:
+    """Return a context in which autograd does not count writes to a buffer.
 
     Autograd takes a tensor that it saved in forward for modified if its version has changed. A
-    replicated group's buffers are encoded in place between the microbatches of such graphs.
+    replicated group's buffer is encoded in place between the microbatches of such graphs.
     """
-    return preserving_versions(*(b.flat for b in buffers))
+    return preserving_versions(buffer.flat)

@@ -5,6 +5,7 @@ gradients zeroed, and the whole buffer is reduced, whichever parameters had a gr
 issue the same collectives. The partials have the gradients' own dtype where ranks sum what they
 exchange (gloo), and the sum's where a library makes it (NCCL): packing casts. The sum goes to the
 group's :class:`~megafsdp.fsdp.params.main_gradient.MainGradient`, which publishes it as ``.grad``.
+On gloo a group of one rank, as experts have where no other rank has the same ones, packs nothing.
 
 A :class:`Reduction` is one of these sums under way, and has these stages::
 
@@ -81,13 +82,13 @@ class Reduction:
         self._addends: DBuffer | None = None
         self._pending: Pending | None = None
 
-    def wait_for(self, stage: Stage, addends: DBuffer, pending: Pending) -> None:
-        """Enter a stage: a sum of addends that has been issued."""
+    def wait_for(self, stage: Stage, addends: DBuffer | None, pending: Pending) -> None:
+        """Enter a stage: a sum of addends that has been issued; None if they are not packed."""
         self.stage, self._addends, self._pending = stage, addends, pending
 
-    def end_sum(self) -> DBuffer:
+    def end_sum(self) -> DBuffer | None:
         """Wait for the sum and return its addends, which may be freed."""
-        assert self._pending is not None and self._addends is not None, "a sum was issued"
+        assert self._pending is not None, "a sum was issued"
         self._pending.wait()
         addends, self._addends, self._pending = self._addends, None, None
         return addends
@@ -160,6 +161,13 @@ class GradientReducer:
         return any(p.grad is not None for p in self._parameters)
 
     @property
+    def _packs(self) -> bool:
+        """Return whether sums read a packed buffer: more than one rank makes them, or a library."""
+        # On a device a kernel a parameter would cost more than one pass less saves.
+        is_exchanged = self._inner_group.size() > 1 or self.sums_in_library
+        return is_exchanged or (self._model is not None and self._model.has_sums)
+
+    @property
     def is_reducing(self) -> bool:
         """Return whether a reduction is under way."""
         return self._reduction is not None
@@ -192,6 +200,26 @@ class GradientReducer:
             optimizer_may_start: Whether the user said that the optimizer's step comes next.
         """
         assert self._reduction is None, "the reduction before has ended"
+        reduction = Reduction(self, is_final=is_final, optimizer_may_start=optimizer_may_start)
+        if self._accumulated is None and not self._packs:
+            reduction.wait_for(Stage.INNER_SUM, None, self._issue_unpacked())
+        else:
+            partial = self._packed()
+            target, is_accumulating = self._inner_target()
+            pending = self._issue_sum(
+                target,
+                partial,
+                group=self._inner_group,
+                is_scattered=self._buffers.axes.is_sharded,
+                scale=self.scale,
+                accumulate=is_accumulating,
+            )
+            reduction.wait_for(Stage.INNER_SUM, partial, pending)
+        self._reduction = reduction
+        return reduction
+
+    def _packed(self) -> DBuffer:
+        """Return the gradients in a partial buffer, on top of those that were accumulated."""
         partial, self._accumulated = self._accumulated, None
         if partial is None:
             dtypes = self._buffers.dtypes
@@ -204,19 +232,26 @@ class GradientReducer:
             self._add(partial)
         if self._model is not None:
             self._model.sum_over_axis(partial, self._buffers.dtypes.reduce, self.label)
-        reduction = Reduction(self, is_final=is_final, optimizer_may_start=optimizer_may_start)
+        return partial
+
+    def _issue_unpacked(self) -> Pending:
+        """Issue the sum over one rank of gradients where autograd has left them; local."""
         target, is_accumulating = self._inner_target()
-        pending = self._issue_sum(
-            target,
-            partial,
-            group=self._inner_group,
-            is_scattered=self._buffers.axes.is_sharded,
-            scale=self.scale,
-            accumulate=is_accumulating,
+        parts = [target.tensor(i) for i in range(len(self._parameters))]
+        with torch.no_grad():
+            outputs, grads, missing = self._take_grads(parts)
+            if not is_accumulating:
+                # As in a packed buffer.
+                for i in missing:
+                    parts[i].zero_()
+                target.zero_gaps()
+            dtype = self._buffers.dtypes.compute
+            flat = [grad.reshape(-1).to(dtype) for grad in grads]
+        if not outputs:
+            return Pending()
+        return self._reduce_scatter(
+            outputs, flat, group=self._inner_group, scale=self.scale, accumulate=is_accumulating
         )
-        reduction.wait_for(Stage.INNER_SUM, partial, pending)
-        self._reduction = reduction
-        return reduction
 
     def advance(self, reduction: Reduction) -> None:
         """Wait for a reduction's stage; issue the next one, or publish the sum.
@@ -287,26 +322,37 @@ class GradientReducer:
         accumulate: bool,
     ) -> Pending:
         """Issue the sum over one axis; each rank gets its shard of it, or the whole."""
-        dtype = self._buffers.dtypes.reduce
         if is_scattered:
-            return reduce_scatter(
-                target.pieces(),
-                addends.pieces(),
-                group=group,
-                scale=scale,
-                accumulate=accumulate,
-                # On gloo ranks send what they have; an estimate of gloo runs on another backend.
-                reduce_dtype=dtype if self.sums_in_library else addends.flat.dtype,
-                label=self.label,
-                force_sum=self.force_sum,
-            )
+            pieces = target.pieces(), addends.pieces()
+            return self._reduce_scatter(*pieces, group=group, scale=scale, accumulate=accumulate)
         return all_reduce_partials(
             target.flat,
             addends.flat,
             group=group,
             scale=scale,
             accumulate=accumulate,
-            reduce_dtype=dtype,
+            reduce_dtype=self._buffers.dtypes.reduce,
+            label=self.label,
+            force_sum=self.force_sum,
+        )
+
+    def _reduce_scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        addends: Sequence[torch.Tensor],
+        *,
+        group: dist.ProcessGroup,
+        scale: float,
+        accumulate: bool,
+    ) -> Pending:
+        return reduce_scatter(
+            outputs,
+            addends,
+            group=group,
+            scale=scale,
+            accumulate=accumulate,
+            # On gloo ranks send what they have; an estimate of gloo runs on another backend.
+            reduce_dtype=self._buffers.dtypes.reduce if self.sums_in_library else addends[0].dtype,
             label=self.label,
             force_sum=self.force_sum,
         )
@@ -339,11 +385,10 @@ class GradientReducer:
             self._released[addends.flat.dtype] = addends
 
     def _take_grads(
-        self, buffer: DBuffer
+        self, all_views: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         """Take the gradients off the parameters: (views, gradients, indices without one)."""
         views, grads, missing = [], [], []
-        all_views = buffer.full_views()
         for i, parameter in enumerate(self._parameters):
             grad = parameter.grad
             if grad is None:
@@ -358,7 +403,7 @@ class GradientReducer:
 
     def _pack(self, buffer: DBuffer) -> None:
         with torch.no_grad():
-            views, grads, missing = self._take_grads(buffer)
+            views, grads, missing = self._take_grads(buffer.full_views())
             if grads:
                 torch._foreach_copy_(views, grads)
             # The whole buffer is summed and swept by norms: what nothing wrote must be zero.
@@ -368,6 +413,6 @@ class GradientReducer:
 
     def _add(self, buffer: DBuffer) -> None:
         with torch.no_grad():
-            views, grads, _ = self._take_grads(buffer)
+            views, grads, _ = self._take_grads(buffer.full_views())
             if grads:
                 torch._foreach_add_(views, grads)

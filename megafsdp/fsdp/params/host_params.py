@@ -13,7 +13,7 @@ waits by :meth:`HostWeight.wait_for_copy`. Which buffers are filled, and when, i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
@@ -78,18 +78,16 @@ class HostWeight:
         """Mark the memory of :meth:`start_encoding` as filled."""
         self._is_current = True
 
-    def encode(self, targets: Mapping[str, DBuffer], statistics: torch.Tensor | None) -> None:
+    def encode(self, target: DBuffer) -> None:
         """Copy the weight to a buffer on the device, in the compute dtype; local.
 
         The copy may be under way on return.
 
         Args:
-            targets: The one buffer of a cast, which lies like the main weight, by its name.
-            statistics: None: a cast needs none.
+            target: The buffer, which lies like the main weight.
         """
-        (target,) = targets.values()
         source = self._main.flat
-        with torch.no_grad(), versions_preserved([target]):
+        with torch.no_grad(), versions_preserved(target):
             if self._cast is not None:
                 source = self._cast.tensor
                 if not self._is_current:

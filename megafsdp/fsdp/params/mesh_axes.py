@@ -44,7 +44,7 @@ class DataParallelAxes:
         is_divided: Whether the outer axis divides the main weight too.
         model_mesh: The model axis; None without one.
         is_expert: Whether these are the ranks of experts' parameters.
-        statistics_group: Ranks that combine a recipe's statistics, in place of those that divide a
+        maxima_group: Ranks that combine a recipe's maxima, in place of those that divide a
             parameter; None for these.
     """
 
@@ -59,12 +59,17 @@ class DataParallelAxes:
     is_divided: bool = False
     model_mesh: DeviceMesh | None = None
     is_expert: bool = False
-    statistics_group: dist.ProcessGroup | None = None
+    maxima_group: dist.ProcessGroup | None = None
 
     @property
     def is_sharded(self) -> bool:
         """Return whether the group is gathered and reduce-scattered."""
         return self.shard >= 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this rank has all that its group gathers: nothing is exchanged for it."""
+        return self.group.size() == 1 and not self.is_divided
 
     @property
     def num_pieces(self) -> int:
@@ -134,6 +139,6 @@ class DataParallelAxes:
             self, dtensor_mesh=joined, everyone=flat_group(joined), model_mesh=model_mesh
         )
 
-    def with_statistics_over(self, weight_mesh: DeviceMesh) -> DataParallelAxes:
-        """Return these axes with a recipe's statistics combined over the ranks of a mesh."""
-        return replace(self, statistics_group=flat_group(weight_mesh))
+    def with_maxima_over(self, weight_mesh: DeviceMesh) -> DataParallelAxes:
+        """Return these axes with a recipe's maxima combined over the ranks of a mesh."""
+        return replace(self, maxima_group=flat_group(weight_mesh))

@@ -40,6 +40,11 @@ class ModelGradients:
         self._placements = placements
         self._summed = [i for i, placement in enumerate(placements) if placement.is_summed]
 
+    @property
+    def has_sums(self) -> bool:
+        """Return whether :meth:`sum_over_axis` sums anything; alike on all ranks."""
+        return bool(self._summed) and self._group.size() > 1
+
     def addend(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Return what this rank adds to the sum for a parameter, of the shape of its part.
 
@@ -78,9 +83,9 @@ class ModelGradients:
             label: FQN of the unit, for counters and profilers.
         """
         # The same on all ranks, and in each backward: what autograd left does not count.
-        addends = [packed.tensor(index) for index in self._summed]
-        if not addends or self._group.size() == 1:
+        if not self.has_sums:
             return
+        addends = [packed.tensor(index) for index in self._summed]
         with torch.no_grad():
             together = torch.cat(addends).to(dtype)
             all_reduce(together, group=self._group, label=label)

@@ -10,10 +10,12 @@ buffer         sharded group (ZeRO-1..3)   divided (HFSDP)     replicated group 
 =============  ==========================  ==================  =============================
 main weight    1/N, main dtype, or on      1/(N M)             full, main dtype
                the host
-compute shard  none, or the recipe's       1/N                 -
-unsharded      full, compute dtype;        full; released      full, compute dtype,
-               ZeRO-3: released between    between uses        persistent; the main weight
-               uses; ZeRO-1, 2: persistent                     itself if equal
+compute shard  none; codes: 1/N            1/N                 -
+unsharded      full, compute dtype or      full; released      full, compute dtype or codes,
+               codes; ZeRO-3: released     between uses        persistent; the main weight
+               between uses; ZeRO-1, 2:                        itself if equal
+               persistent
+scale tables   of the whole; none without a recipe
 main grad      1/N; ZeRO-1: after the      1/(N M); 1/N while  full
                last microbatch             microbatches add
 =============  ==========================  ==================  =============================
@@ -22,7 +24,7 @@ Where the policy puts parameters on the host, main weight and main grad are ther
 lengths, and the replicated group's main weight is never the unsharded one.
 
 Each group has its own ranks and collectives; its unit only calls it together with the others. The
-compute weight's buffers are made in :mod:`megafsdp.fsdp.params.compute_weight`, sums of gradients
+compute weight's buffers are made in :mod:`megafsdp.fsdp.params.gathered_weight`, sums of gradients
 in :mod:`megafsdp.fsdp.params.gradient_reducer`. When to gather and to reduce is decided in
 :mod:`megafsdp.fsdp.runtime.schedule`.
 """
@@ -55,18 +57,19 @@ from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.device.streams import device_handle
 from megafsdp.device.torch_private import run_truncated_normal, sum_of_versions
-from megafsdp.fsdp.params.compute_weight import ComputeWeight
+from megafsdp.fsdp.params.cast_weight import CastWeight
 from megafsdp.fsdp.params.group_buffers import GroupBuffers, GroupDtypes, LocalRows
 from megafsdp.fsdp.params.host_grads import make_reducer
 from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.model_gradients import ModelGradients
 from megafsdp.fsdp.params.model_parts import ModelPlacement
-from megafsdp.fsdp.params.policy import Strategy
+from megafsdp.fsdp.params.policy import Quantization, Strategy
+from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
 from megafsdp.mesh.model_part import whole_part
 from megafsdp.mesh.torch_private import attributes_of
-from megafsdp.quantize.recipe import CastRecipe, Recipe
+from megafsdp.quantize.tensor import QuantizedTensor
 
 
 @dataclass(eq=False)
@@ -79,6 +82,7 @@ class ManagedParameter:
         shape: Its full shape, of all parts of a model axis together.
         model: What this rank of the model axis has of it.
         dtype: The dtype in which it is initialised.
+        kept_because: Why a recipe leaves it as it is; empty if it is quantized, or without one.
         sharded: What the optimizer sees.
         unsharded: What forward and backward see.
     """
@@ -88,6 +92,7 @@ class ManagedParameter:
     shape: torch.Size
     model: ModelPlacement = field(init=False)
     dtype: torch.dtype = field(init=False)
+    kept_because: str = field(init=False, default="")
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter = field(init=False)
 
@@ -152,7 +157,7 @@ class ParameterGroup:
         memory: Where its buffers lie.
         strategy: What is persistent in full between uses, and which reductions wait.
         gradient_scale: Factor on the sum of gradients over the group's ranks.
-        recipe: How compute weights are made; None casts to the compute dtype.
+        quantization: How compute weights are quantized; None casts to the compute dtype.
 
     Construction is local: every rank copies its own rows from its own originals.
 
@@ -175,7 +180,7 @@ class ParameterGroup:
         memory: UnitMemory,
         strategy: Strategy = Strategy.OPTIM_GRADS_PARAMS,
         gradient_scale: float = 1.0,
-        recipe: Recipe | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self.parameters = parameters
         self.axes = axes
@@ -183,8 +188,7 @@ class ParameterGroup:
         self.layout: FlatLayout = plan_layout(
             [p.spec for p in parameters],
             axes.num_shards,
-            itemsize=dtypes.compute.itemsize,
-            merge_classes=recipe is None,
+            itemsize=itemsize_of(dtypes, quantization),
         )
         gathered_layout = self.layout.merged(axes.num_pieces)
         self.buffers = GroupBuffers(
@@ -195,20 +199,8 @@ class ParameterGroup:
         )
         self.lives_on_host = self.host_memory is not None
         self.main_weight = self._new_main_weight()
-        host_weight = None
-        if self.host_memory is not None:
-            assert recipe is None, "no policy has both"
-            host_weight = HostWeight(
-                self.main_weight, dtypes.compute, memory=self.host_memory, handle=handle
-            )
-        self.compute_weight = ComputeWeight(
-            recipe or CastRecipe(dtypes.compute),
-            self.main_weight,
-            axes=axes,
-            is_persistent=strategy.has_persistent_compute_weight,
-            device=handle.device,
-            ledger=memory.ledger,
-            host_weight=host_weight,
+        self.compute_weight = self._new_compute_weight(
+            quantization, is_persistent=strategy.has_persistent_compute_weight
         )
         with torch.no_grad():
             self.main_weight.zero_gaps()
@@ -246,11 +238,20 @@ class ParameterGroup:
     def rename(self, label: str) -> None:
         """Set the unit's FQN, for counters and profilers."""
         self.label = self.compute_weight.label = self.gradients.label = label
+        for parameter in self.parameters:
+            # It says in messages which sharded parameter to write to instead.
+            if isinstance(parameter.unsharded, QuantizedTensor):
+                parameter.unsharded.fqn = f"{label}.{parameter.name}"
 
     @property
     def dtypes(self) -> GroupDtypes:
         """Return the dtypes of the group's buffers."""
         return self.buffers.dtypes
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Return how the compute weight is quantized; None for a cast."""
+        return self.compute_weight.quantization
 
     @property
     def device(self) -> torch.device:
@@ -268,6 +269,36 @@ class ParameterGroup:
             dtype, Category.OPTIMIZER_STATE, self.host_memory
         )
 
+    def _new_compute_weight(
+        self, quantization: Quantization | None, *, is_persistent: bool
+    ) -> CastWeight | QuantizedWeight:
+        main, dtype, host = self.main_weight, self.dtypes.compute, self.host_memory
+        if quantization is not None:
+            assert host is None, "quantized weights are refused on the host"
+            return QuantizedWeight(
+                quantization,
+                main,
+                [p.spec.shape for p in self.parameters],
+                dtype=dtype,
+                axes=self.axes,
+                is_persistent=is_persistent,
+                device=self.device,
+                ledger=self.ledger,
+            )
+        host_weight = None
+        if host is not None:
+            handle = device_handle(self.device.type)
+            host_weight = HostWeight(main, dtype, memory=host, handle=handle)
+        return CastWeight(
+            dtype,
+            main,
+            axes=self.axes,
+            is_persistent=is_persistent,
+            device=self.device,
+            ledger=self.ledger,
+            host_weight=host_weight,
+        )
+
     def _new_main_weight(self) -> DBuffer:
         return self.buffers.new_beside_main_weight(
             self.dtypes.main, Category.MAIN_WEIGHT, self.host_memory
@@ -281,19 +312,28 @@ class ParameterGroup:
         the device: a copy in the compute dtype.
         """
         # Copied before the device's memory is released, which move_main_weight() does.
+        weight = self._movable_weight()
         before, self.host_memory = self.main_weight, memory
         self.main_weight = self._new_main_weight()
         self.main_weight.flat.copy_(before.flat)
         self._point_at(self.views_of(self.main_weight))
-        self.compute_weight.move_main_weight(self.main_weight)
+        weight.move_main_weight(self.main_weight)
 
     @torch.no_grad()
     def onload_main_weight(self) -> None:
         """Undo :meth:`offload_main_weight`; states that are made from here on are on the device."""
         host, self.host_memory = self.main_weight, None
-        self.main_weight = self.compute_weight.return_main_weight()
+        self.main_weight = self._movable_weight().return_main_weight()
         self.main_weight.flat.copy_(host.flat)
         self._point_at(self.views_of(self.main_weight))
+
+    def start_copy(self) -> torch.Tensor:
+        """Return the copy on the device of a moved main weight, for a step to write; local."""
+        return self._movable_weight().start_copy()
+
+    def _movable_weight(self) -> CastWeight:
+        assert isinstance(self.compute_weight, CastWeight), "codes are no copy of the main weight"
+        return self.compute_weight
 
     def _point_at(self, views: Sequence[torch.Tensor]) -> None:
         """Point the sharded parameters at these rows; the parameters stay the same objects."""
@@ -361,7 +401,8 @@ class ParameterGroup:
             sharded.grad_dtype = None
         # A view of memory that comes and goes. The object stays: autograd may save it in forward
         # and read it in backward, from the storage that was gathered anew.
-        full = self.compute_weight.assemble(index, torch.Size(parameter.spec.shape))
+        shape = torch.Size(parameter.spec.shape)
+        full = self.compute_weight.assemble(index, shape, parameter.name)
         parameter.sharded = sharded
         face = parameter.model.face(full)
         parameter.unsharded = nn.Parameter(face, requires_grad=original.requires_grad)
@@ -405,27 +446,39 @@ class ParameterGroup:
         return ModelGradients(self.axes.model_mesh, [p.model for p in self.parameters])
 
     @property
-    def statistics_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the ranks that combine a recipe's statistics, one group after the other."""
-        if self.axes.statistics_group is not None:
-            return (self.axes.statistics_group,)
-        # Ranks that repeat a tensor have the same values.
-        groups = [self.axes.shard_group] if self.axes.is_sharded else []
-        model_group = self.axes.model_group
-        if model_group is not None and any(not p.model.part.is_whole for p in self.parameters):
-            groups.append(model_group)
+    def maxima_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Return the ranks that combine a recipe's maxima, one group after the other.
+
+        Replicas of a weight have the same maxima, and are left out. But what their layers have
+        recorded differs: where that is combined too, all ranks are in one group.
+        """
+        axes, quantization = self.axes, self.quantization
+        assert quantization is not None, "asked of quantized groups"
+        if quantization.has_recorded_maxima:
+            return (axes.everyone if quantization.spans_model_axis else axes.all_ranks,)
+        if axes.maxima_group is not None:
+            return (axes.maxima_group,)
+        groups = [axes.shard_group] if axes.is_sharded else []
+        if axes.model_group is not None and quantization.spans_model_axis:
+            groups.append(axes.model_group)
         return tuple(groups)
 
     def fingerprint(self) -> str:
         """Return what all ranks of the group must have in common."""
         # Ranks of a model axis may have parts of unequal sizes, hence layouts of their own.
         wholes = [(p.name, tuple(p.shape), p.model.part.dim) for p in self.parameters]
-        return self.layout.fingerprint() if self.axes.model_mesh is None else repr(wholes)
+        layout = self.layout.fingerprint() if self.axes.model_mesh is None else repr(wholes)
+        return f"{layout} {self.dtypes} {self.quantization}"
 
     @property
     def is_moved(self) -> bool:
         """Return whether an optimizer has moved the main weight to the host."""
         return self.host_memory is not None and not self.lives_on_host
+
+    @property
+    def has_history(self) -> bool:
+        """Return whether the scales of its weights are made from those of earlier steps."""
+        return self.quantization is not None and self.quantization.recipe.history > 0
 
     @property
     def is_trainable(self) -> bool:
@@ -514,6 +567,13 @@ class ParameterGroup:
             if found is not None:
                 return p, *found
         return None
+
+
+def itemsize_of(dtypes: GroupDtypes, quantization: Quantization | None) -> float:
+    """Return the bytes of an element that is gathered."""
+    if quantization is None:
+        return dtypes.compute.itemsize
+    return 1 / quantization.recipe.weight.codes_per_byte
 
 
 def tie_to_group(parameter: torch.Tensor, group: ParameterGroup) -> None:

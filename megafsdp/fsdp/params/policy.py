@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 import torch
 
 from megafsdp.errors import expected
+from megafsdp.quantize.recipes import QuantizationRecipe, recipe_of
 
 
 class Strategy(Enum):
@@ -46,8 +48,29 @@ class Average(Enum):
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """How the compute weights of one group are quantized.
+
+    Attributes:
+        recipe: The formats of weights, inputs and gradients.
+        through: Main weights are rounded to this dtype before they are quantized; None: they are
+            not.
+        spans_model_axis: Whether a scale is of all parts that a model axis has made of a weight.
+    """
+
+    recipe: QuantizationRecipe
+    through: torch.dtype | None
+    spans_model_axis: bool = False
+
+    @property
+    def has_recorded_maxima(self) -> bool:
+        """Return whether layers record maxima of inputs and gradients for the next step."""
+        return self.recipe.history > 0 and self.recipe.input is not None
+
+
+@dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a unit.
+    """Dtypes of a unit, and which of its weights are quantized.
 
     Attributes:
         param_dtype: Compute weights and forward inputs; None keeps each parameter's own dtype.
@@ -63,6 +86,16 @@ class MixedPrecisionPolicy:
             them. ``fully_shard_model`` takes names in the model and in its units, and refuses one
             that matches nothing; ``fully_shard`` takes names in the module it is called on, and a
             unit that has no such name is unchanged. Their modules get inputs in ``param_dtype``.
+        recipe: How compute weights of linear layers are quantized: a name of
+            ``megafsdp.quantize.RECIPE_NAMES`` or a recipe; None for not at all. Weights of
+            ``nn.Linear`` are, and those that a layer declares (``is_linear_weight``), unless they
+            are tied to others or their shape does not fit the format. These stay as they are.
+        keep_unquantized: Weights that stay as they are too, by names like those of ``keep_fp32``.
+        quantize_activations: Whether inputs and gradients of these layers are quantized as the
+            recipe says. False gathers codes, and computes with what they stand for.
+        quantize_from: Whether main weights are rounded to the compute dtype first
+            (``"model_dtype"``), which makes the codes those of the weights that would be gathered
+            without a recipe, or not (``"main"``).
     """
 
     param_dtype: torch.dtype | None = None
@@ -72,13 +105,19 @@ class MixedPrecisionPolicy:
     main_params_dtype: torch.dtype = torch.float32
     main_grads_dtype: torch.dtype | None = None
     keep_fp32: tuple[str, ...] = ()
+    recipe: str | QuantizationRecipe | None = None
+    keep_unquantized: tuple[str, ...] = ()
+    quantize_activations: bool = True
+    quantize_from: Literal["model_dtype", "main"] = "model_dtype"
 
     def __post_init__(self) -> None:
-        """Check that every dtype is a floating-point one of at least 16 bits.
+        """Check every choice by itself.
 
         Raises:
-            ValueError: One is not.
+            ValueError: A dtype is no floating-point one of at least 16 bits, the recipe is unknown,
+                or what belongs to a recipe is given without one or has no meaning.
         """
+        self._check_quantization()
         # 8-bit dtypes need scales, which a cast has not.
         for name in ("param_dtype", "reduce_dtype", "main_params_dtype", "main_grads_dtype"):
             dtype = getattr(self, name)
@@ -91,6 +130,32 @@ class MixedPrecisionPolicy:
                         hint="Use torch.float32 or torch.bfloat16",
                     )
                 )
+
+    def _check_quantization(self) -> None:
+        # One string would be taken for the names of its characters.
+        names = self.keep_unquantized
+        wanted, got, field = "names in a tuple, none of them empty", repr(names), "keep_unquantized"
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            hint = "Write keep_unquantized=('lm_head',), or leave it out"
+        elif self.quantize_from not in ("model_dtype", "main"):
+            wanted, got = "'model_dtype' or 'main'", repr(self.quantize_from)
+            field = "quantize_from"
+            hint = "Leave it out: codes are then those of the weights in the compute dtype"
+        elif self.recipe is None and (names or not self.quantize_activations):
+            wanted, got, field = "a recipe beside what it is to leave out", "None", "recipe"
+            hint = "Give recipe='fp8_block', or leave keep_unquantized and quantize_activations out"
+        else:
+            # Raises for a name that no recipe has.
+            _ = self.quantization
+            return
+        raise ValueError(expected(wanted, got, where=f"MixedPrecisionPolicy.{field}", hint=hint))
+
+    @property
+    def quantization(self) -> QuantizationRecipe | None:
+        """Return the recipe as a value; None without one."""
+        if self.recipe is None:
+            return None
+        return recipe_of(self.recipe, quantize_activations=self.quantize_activations)
 
     def compute_dtype(self, original: torch.dtype, *, computes_in_fp32: bool) -> torch.dtype:
         """Return the dtype of the compute weight of a parameter of dtype ``original``."""

@@ -1,6 +1,6 @@
-"""What ranks exchange besides weights and gradients: statistics, and which gradients exist.
+"""What ranks exchange besides weights and gradients: maxima, and which gradients exist.
 
-Both are small, and made once for all parameter groups of a model.
+Both are made once for all parameter groups of a model.
 """
 
 from __future__ import annotations
@@ -8,29 +8,85 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import Pending, all_reduce, start_all_reduce
+from megafsdp.device.memory import Category, FlatStorage
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
+
+# Of one all-reduce of maxima: with more the backend's buffers would grow, with less its latency
+# counts. NVFP4 of 4,000 M elements on a rank has as many.
+MAX_PIECE_NBYTES = 64 * 2**20
 
 
-def refresh_with_statistics(groups: Sequence[ParameterGroup]) -> None:
-    """Encode stale compute weights that need statistics; one all-reduce for all of one mesh.
+def refresh_with_maxima(groups: Sequence[ParameterGroup]) -> None:
+    """Encode stale quantized weights; one all-reduce for all of one mesh.
 
-    And one more over each model axis that cuts tensors. Ranks that repeat a tensor are not asked,
-    unless a ``weight_mesh`` has them.
+    And one more over each model axis whose ranks have parts of a weight under one scale. Collective
+    over the ranks of every quantized group with stale weights or recorded maxima. Allocates the
+    maxima of all of them, and frees them.
+
+    Args:
+        groups: Those of all units under one root.
     """
-    waiting = [g for g in groups if g.compute_weight.needs_statistics]
-    # Groups of experts have ranks of their own, so each set of ranks agrees by itself.
-    for ranks in dict.fromkeys(g.statistics_groups for g in waiting):
-        members = [g for g in waiting if g.statistics_groups == ranks]
-        statistics = [g.compute_weight.statistics() for g in members]
-        combined = torch.cat(statistics)
+    by_ranks: dict[tuple[dist.ProcessGroup, ...], list[tuple[ParameterGroup, QuantizedWeight]]] = {}
+    for group in groups:
+        weight = group.compute_weight
+        if isinstance(weight, QuantizedWeight) and weight.joins_refresh:
+            by_ranks.setdefault(group.maxima_groups, []).append((group, weight))
+    # What begins with the same ranks is combined over them together.
+    for first in dict.fromkeys(ranks[:1] for ranks in by_ranks):
+        members = {ranks: found for ranks, found in by_ranks.items() if ranks[:1] == first}
+        owner = members[next(iter(members))][0][0]
+        weights = {ranks: [weight for _, weight in found] for ranks, found in members.items()}
+        _refresh_together(first, weights, owner)
+
+
+def _refresh_together(
+    first: tuple[dist.ProcessGroup, ...],
+    weights: dict[tuple[dist.ProcessGroup, ...], list[QuantizedWeight]],
+    owner: ParameterGroup,
+) -> None:
+    """Combine maxima, and encode.
+
+    Args:
+        first: Ranks over which all are combined; nothing for weights that need no others.
+        weights: The weights by all process groups over which theirs are combined in turn, of which
+            the first is the same.
+        owner: Has the device and the ledger of the maxima.
+    """
+    every = [weight for found in weights.values() for weight in found]
+    sizes = [weight.scales.num_maxima for weight in every]
+    storage = FlatStorage(
+        sum(sizes),
+        torch.int32,
+        device=owner.device,
+        ledger=owner.ledger,
+        category=Category.SCALES,
+    )
+    # As bit patterns: every backend takes the largest of integers, while of numbers some lose a
+    # NaN. Patterns of magnitudes are ordered as these are, and those of NaN are above all.
+    combined = storage.tensor.zero_()
+    parts = combined.split(sizes)
+    for weight, part in zip(every, parts, strict=True):
+        weight.add_maxima(part)
+    for process_group in first:
+        take_largest(combined, process_group)
+    numels = [sum(w.scales.num_maxima for w in found) for found in weights.values()]
+    for ranks, part in zip(weights, combined.split(numels), strict=True):
         # A maximum may be taken one axis after the other.
-        for process_group in ranks:
-            all_reduce(combined, op="max", group=process_group, label="statistics")
-        parts = combined.split([s.numel() for s in statistics])
-        for group, part in zip(members, parts, strict=True):
-            group.compute_weight.refresh(part)
+        for process_group in ranks[1:]:
+            take_largest(part, process_group)
+    for weight, part in zip(every, parts, strict=True):
+        weight.refresh_from(part)
+    storage.release()
+
+
+def take_largest(maxima: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    """Take the largest of int32 bits over ranks, in place, in pieces; collective."""
+    for piece in maxima.split(MAX_PIECE_NBYTES // maxima.itemsize):
+        all_reduce(piece, op="max", group=process_group, label="maxima")
 
 
 def agree_on_usage(groups: Sequence[ParameterGroup]) -> list[Pending]:

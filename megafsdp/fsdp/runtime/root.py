@@ -8,22 +8,27 @@ does not run units.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
 
+from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.buffer.comm.collectives import require_equal
 from megafsdp.errors import expected
+from megafsdp.fsdp.params.kept_weights import check_any_is_quantized, describe_kept
 from megafsdp.fsdp.params.meta import require_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.guards import refuse_replaced
 from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.runtime.slabs import share_slabs
 
+_LOGGER = logging.getLogger("megafsdp.fsdp")
 _UNIT_ATTRIBUTE = "_megafsdp_unit"
 
 
@@ -31,6 +36,7 @@ class AttachedUnit(ScheduledUnit, Protocol):
     """The part of a unit that its adoption reads and calls."""
 
     memory: UnitMemory
+    policy: MixedPrecisionPolicy
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -74,7 +80,8 @@ def adopt_units_below(root: AttachedUnit) -> None:
 
     Raises:
         RuntimeError: A unit below is at work, or something below has no values.
-        ValueError: Units are divided over different ranks, or ranks differ in their layouts.
+        ValueError: Units are divided over different ranks, ranks differ in their layouts, dtypes or
+            recipes, or recipes quantize nothing.
     """
     where = f"the first forward of '{root.name}'"
     found = attached_units(root.modules)
@@ -95,6 +102,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
             )
     # Before the first gather: ranks that differ would hang in it, or mix their parameters.
     check_agreement({name: unit.groups for name, unit in units.items()})
+    _report_quantization(root, units, where)
     context = FSDPContext(root, units.values())
     for unit in units.values():
         make_neighbours(unit.groups, unit.options.reshard_after_forward, context.extra_groups)
@@ -110,6 +118,39 @@ def adopt_units_below(root: AttachedUnit) -> None:
     share_slabs(list(units.values()), root.memory.ledger)
 
 
+def reasons_to_keep(units: Mapping[str, AttachedUnit]) -> dict[str, str]:
+    """Return why recipes leave parameters as they are, by FQN; empty where they do not."""
+    return {
+        f"{prefix}.{p.name}".lstrip("."): p.kept_because
+        for prefix, unit in units.items()
+        if unit.policy.recipe is not None
+        for group in unit.groups
+        for p in group.parameters
+    }
+
+
+def _report_quantization(root: AttachedUnit, units: Mapping[str, AttachedUnit], where: str) -> None:
+    """Log once what recipes leave as it is.
+
+    Raises:
+        ValueError: It is all; raised on all ranks, which have the same units.
+    """
+    recipes = {q for unit in units.values() if (q := unit.policy.quantization) is not None}
+    if not recipes:
+        return
+    # After check_agreement(): ranks without a recipe would wait in it for those that raise here.
+    reasons = reasons_to_keep(units)
+    check_any_is_quantized(recipes, reasons, where=where)
+    if rank_and_world_size()[0] == 0:
+        _LOGGER.info(
+            "'%s' computes with %d weights in codes of %s; others stay as they are: %s",
+            root.name,
+            sum(not reason for reason in reasons.values()),
+            " and ".join(sorted(recipe.name for recipe in recipes)),
+            "; ".join(describe_kept(reasons)) or "none",
+        )
+
+
 def _has_root_beside(unit: AttachedUnit, found: dict[str, AttachedUnit]) -> bool:
     """Return whether a unit is under a root that is none of these units."""
     context = unit.context
@@ -121,8 +162,8 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
     """Check the groups of all units under one root, by FQN; one small collective.
 
     Raises:
-        ValueError: Units are divided over different ranks, or the ranks do not agree on the
-            layouts.
+        ValueError: Units are divided over different ranks, or the ranks do not agree on layouts,
+            dtypes or recipes.
     """
     _check_same_ranks(groups_of_units)
     groups = [(name, g) for name, members in groups_of_units.items() for g in members]
@@ -131,7 +172,7 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
         layouts = [(n, g.fingerprint()) for n, g in groups if g.axes.everyone == everyone]
         require_equal(
             repr(layouts),
-            what="parameters, shapes and dtypes",
+            what="parameters, shapes, dtypes and recipes",
             group=everyone,
             hint="Build the same model and wrap the same modules on all ranks",
         )

@@ -33,7 +33,7 @@ from megafsdp.device.profiling import profiler_range
 from megafsdp.device.torch_private import call_after_backward, untraced_hook
 from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
-from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_statistics
+from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_maxima
 from megafsdp.fsdp.runtime.forward_passes import ForwardPass, ForwardToken, PendingForwards
 from megafsdp.fsdp.runtime.guards import refuse_replaced
 from megafsdp.fsdp.runtime.process_groups import ExtraGroups, separate_reductions
@@ -145,8 +145,8 @@ class ScheduledUnit(Protocol):
     def is_list(self) -> bool:
         """Return whether the unit is of several modules."""
 
-    def needs_statistics(self, *, in_backward: bool = False) -> bool:
-        """Tell whether a stale weight needs statistics of other ranks.
+    def needs_maxima(self, *, in_backward: bool = False) -> bool:
+        """Tell whether a stale weight needs the maxima of other ranks.
 
         Before a forward, written weights are marked stale first.
         """
@@ -315,11 +315,11 @@ class FSDPContext:
         """Issue what the outer axis gathers once a step, all at once and in one order.
 
         A unit waits for its part when it is gathered. A weight that an optimizer has moved, or
-        that needs statistics, is joined at its unit's own gather.
+        that needs maxima, is joined when all ranks have these.
         """
         for group in self.groups:
             weight = group.compute_weight
-            is_ready = not (group.is_moved or weight.needs_statistics)
+            is_ready = not (group.is_moved or weight.needs_maxima)
             if group.axes.is_divided and weight.is_stale and is_ready:
                 weight.refresh()
 
@@ -476,10 +476,12 @@ class FSDPContext:
             self._exchanges.pop().wait()
 
     def start_unshard(self, unit: ScheduledUnit, *, in_backward: bool = False) -> None:
-        """Issue the gathers of a unit, before which ranks may have to agree on statistics."""
-        if unit.needs_statistics(in_backward=in_backward):
+        """Issue the gathers of a unit, before which ranks may have to agree on maxima."""
+        if unit.needs_maxima(in_backward=in_backward):
             # For all units at once: one small all-reduce a step instead of one a unit.
-            refresh_with_statistics(self.groups)
+            for group in () if in_backward else self.groups:
+                group.mark_stale_if_written()
+            refresh_with_maxima(self.groups)
         unit.start_unshard(in_backward=in_backward)
 
     def _unshard(

@@ -251,8 +251,8 @@ class FSDPUnit:
         for group in self.groups:
             group.mark_stale()
 
-    def needs_statistics(self, *, in_backward: bool = False) -> bool:
-        """Tell whether a stale weight needs statistics of other ranks.
+    def needs_maxima(self, *, in_backward: bool = False) -> bool:
+        """Tell whether a stale weight needs the maxima of other ranks.
 
         Before a forward, written weights are marked stale first. Backward computes with the weights
         of its forward, so there only what a step has marked is gathered anew.
@@ -262,11 +262,11 @@ class FSDPUnit:
             if not in_backward:
                 # Loads write through tensors of a state dict, and call nothing of ours.
                 group.mark_stale_if_written()
-            is_needed = is_needed or group.compute_weight.needs_statistics
+            is_needed = is_needed or group.compute_weight.needs_maxima
         return is_needed
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
-        """Issue the gathers of all groups; collective. :meth:`needs_statistics` is asked before."""
+        """Issue the gathers of all groups; collective. :meth:`needs_maxima` is asked before."""
         # In the order of construction, which is the same on all ranks.
         for group in self.groups:
             group.start_unshard(in_backward=in_backward)
@@ -423,7 +423,7 @@ class FSDPUnit:
             size = num_neighbours(group.axes, int(num_ranks or 1))
             if 1 < size < group.axes.group.size():
                 neighbours = self.require_context().extra_groups.neighbours(group.axes, size)
-                group.compute_weight.release_to_slices(neighbours)
+                group.compute_weight.release_to_slice(neighbours)
             # One rank of its own keeps what it has.
             if size > 1 and self._phase is Phase.RESTING:
                 group.release()
@@ -497,9 +497,9 @@ class FSDPUnit:
         self.outstanding.clear()
         if not keep_accumulated:
             self.discard_unreduced_grads()
-        # Ranks may have been cut short at different units: not all have slices to gather from.
+        # Ranks may have been cut short at different units: not all have a slice to gather from.
         for group in self.groups:
-            group.compute_weight.forget_slices()
+            group.compute_weight.forget_slice()
         self.show_sharded()
         self.release()
 

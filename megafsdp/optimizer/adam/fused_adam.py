@@ -51,7 +51,8 @@ from megafsdp.optimizer.states.loading import (
     fill_options,
     packed_parameters,
 )
-from megafsdp.optimizer.states.store import REMAINDER, STATES, StateStore
+from megafsdp.optimizer.states.quantized import encode_quantized
+from megafsdp.optimizer.states.store import OF_WEIGHTS, STATES, StateStore
 
 _COPIED = (
     "adam_w_mode",
@@ -312,6 +313,11 @@ class FusedAdam(Optimizer):
         return loss
 
     @property
+    def steps_quantized_parameters(self) -> bool:
+        """Return whether parameters may be quantized: their main weights are stepped."""
+        return not self.capturable and not self._store.has_remainders
+
+    @property
     def skips_on_device(self) -> bool:
         """Return whether :meth:`step_unless` makes no host wait, and skips to the last bit.
 
@@ -382,6 +388,8 @@ class FusedAdam(Optimizer):
                 owner.mark_stale()
         # After the marks: where a kernel has written the cast too, this takes the mark back.
         adam_pass.finish()
+        # Those without gradients too: ranks combine the maxima of all.
+        encode_quantized(p for plan in self._plans.values() for p in plan.others())
 
     def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """Do nothing: the step has marked what it changed, with the casts that it wrote."""
@@ -426,7 +434,8 @@ class FusedAdam(Optimizer):
 
         Its groups have the options of torch's AdamW, so that ``torch.distributed.checkpoint`` finds
         in the files of either what the other asks for; ``bias_correction`` is there if it is off.
-        With ``store_param_remainders`` the remainders are there too, in int16.
+        With ``store_param_remainders`` the remainders are there too, in int16, and of quantized
+        parameters the main weights, ``main_param``.
         """
 
         def make_portable(_: Optimizer, packed: dict[str, Any]) -> None:
@@ -463,7 +472,7 @@ class FusedAdam(Optimizer):
         def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal packed
             packed = loaded
-            check_loaded_states(packed, self.param_groups, ("step", *STATES, REMAINDER))
+            check_loaded_states(packed, self.param_groups, ("step", *STATES, *OF_WEIGHTS))
             return packed | {"state": {}}
 
         first = self.register_load_state_dict_pre_hook(set_states_aside)
@@ -494,7 +503,7 @@ class FusedAdam(Optimizer):
 
     def _portable_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state = self.state[parameter]
-        kept = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
+        kept = {name: state[name] for name in OF_WEIGHTS if name in state}
         return self._store.full_precision(parameter, state) | kept
 
     def _take_over(self, parameter: torch.Tensor) -> None:

@@ -173,6 +173,10 @@ class GroupPlan:
         """Return whether ``fully_shard`` has replaced one of the parameters."""
         return any(map(is_replaced, self._others))
 
+    def others(self) -> list[torch.Tensor]:
+        """Return the parameters that lie in no flat buffer."""
+        return self._others
+
     def owners(self) -> Iterator[ParameterGroup]:
         """Yield the parameter groups whose main weights the parameters are."""
         for reference in self._owners:

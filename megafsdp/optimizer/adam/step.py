@@ -20,6 +20,7 @@ from megafsdp.optimizer.adam.plan import GroupHyper, Members
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamKernel, AdamSegment
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.states.flat import FlatStates
+from megafsdp.optimizer.states.quantized import MAIN_WEIGHT
 from megafsdp.optimizer.states.store import REMAINDER, StateStore
 
 _START = operator.attrgetter("start")
@@ -93,11 +94,15 @@ class AdamPass:
         state: dict[str, Any],
         hyper: GroupHyper,
     ) -> None:
-        """Step one tensor by itself, through copies of what the kernel does not take; local."""
+        """Step one tensor by itself, through copies of what the kernel does not take; local.
+
+        Of a quantized parameter the main weight, from which the caller makes the codes.
+        """
         state["step"] += 1
         self._counted_singles.append(state)
         # Only after the count: ranks without rows count too, since all save the same states.
-        own = local_tensor(parameter)
+        weight = state.get(MAIN_WEIGHT, parameter)
+        own = local_tensor(weight)
         if not own.numel():
             return
         # Contiguous rows in the kernel's dtype are stepped in place; others as copies.
@@ -122,7 +127,7 @@ class AdamPass:
             elif group_of(parameter) is None:
                 # The kernel writes by address, which autograd does not count. Changes of a
                 # group's main weight are counted by the group.
-                torch.autograd.graph.increment_version(local_object(parameter))
+                torch.autograd.graph.increment_version(local_object(weight))
         self._store.encode(parameter, state, moments)
 
     def finish(self) -> None:

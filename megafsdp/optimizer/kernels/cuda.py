@@ -7,18 +7,12 @@ device.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
 
-from megafsdp._native import cuda_module, why_cuda_missing
-from megafsdp.errors import expected
-
-_LOGGER = logging.getLogger("megafsdp.optimizer")
+from megafsdp._native import current_stream, usable_cuda_module
 
 # Counted of Adam on fp32 buffers.
 _COST = (
@@ -35,13 +29,7 @@ def usable_module(device: torch.device) -> ModuleType | None:
     For a device of CUDA it is reported once that they are not built, or cannot run there, for an
     old driver or an architecture that they were not compiled for.
     """
-    if device.type != "cuda":
-        return None
-    module = cuda_module()
-    if module is None:
-        _report_missing(why_cuda_missing())
-        return None
-    return None if _why_not_on(device.index) else module
+    return usable_cuda_module(device, "megafsdp.optimizer", _COST)
 
 
 def launch_adam_step(
@@ -106,46 +94,3 @@ def launch_sums_of_squares(module: ModuleType, buffers: Sequence[torch.Tensor]) 
             stream=stream,
         )
     return sums
-
-
-@contextlib.contextmanager
-def current_stream(device: torch.device) -> Iterator[int]:
-    """Make a device the current one, which another may be, and give the handle of its stream."""
-    with torch.cuda.device(device):
-        yield torch.cuda.current_stream(device).cuda_stream
-
-
-# Cached: it is called before each launch, and the warning must come once.
-@functools.cache
-def _report_missing(why: str) -> None:
-    # Whoever turns native code off knows.
-    if why == "MEGAFSDP_NATIVE=0":
-        return
-    _LOGGER.warning(
-        expected(
-            "the optimizer's CUDA kernels",
-            why,
-            where=f"this installation of megafsdp; {_COST}",
-            hint="Install nvcc, then run 'MEGAFSDP_CUDA=1 pip install --no-build-isolation -e .'",
-        )
-    )
-
-
-# Cached for the same reasons.
-@functools.cache
-def _why_not_on(index: int) -> str:
-    module = cuda_module()
-    assert module is not None, "asked for a device of kernels that are there"
-    # The probe makes the device it asks the thread's; without a driver there is none to restore.
-    with torch.cuda.device(index) if torch.cuda.is_available() else contextlib.nullcontext():
-        why = str(module.why_not_on(index))
-    if why:
-        _LOGGER.warning(
-            expected(
-                f"CUDA kernels that run on this device, built for {module.ARCHS}",
-                why,
-                where=f"cuda:{index}; {_COST}",
-                hint="Update the driver, or set MEGAFSDP_CUDA_ARCHS and build megafsdp again",
-            )
-        )
-    return why

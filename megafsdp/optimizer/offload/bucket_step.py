@@ -153,7 +153,7 @@ class BucketStep:
         """Choose the buffers and issue the copy of the gradients, unless that was done before."""
         group = self.bucket.group
         self._name = group.label
-        self._target = group.compute_weight.start_copy()
+        self._target = group.start_copy()
         self._copy = self._issue_copy()
         # The copy keeps its sources until they are read; this step must not keep them longer.
         self._grads = []

@@ -68,8 +68,8 @@ class HybridDeviceOptimizer(FusedAdam):
     Parameter groups, schedulers, closures, hooks, clipping, loss scalers, state dicts and
     checkpoints are those of :class:`FusedAdam` whatever the fraction. Offloaded units keep a copy
     of their weights in the compute dtype on the device. What cannot be offloaded stays there whole:
-    plain tensors, main weights that are not fp32, quantised compute weights, and parameter groups
-    that are shared with another optimizer.
+    plain tensors, main weights that are not fp32, and parameter groups that are shared with another
+    optimizer. Over quantized weights the fraction is 0.
 
     ``step`` reads ``.grad`` and hyperparameters as they are when it is called. With ``overlap`` it
     returns while gradients are still being copied, and replicated (``no_shard``) parameters alone
@@ -117,6 +117,7 @@ class HybridDeviceOptimizer(FusedAdam):
         ValueError: A hyperparameter, the fraction or the number of threads has no meaning.
         TypeError: ``cpu_optimizer_cls`` is no class of optimizers.
         RuntimeError: Memory of the host cannot be pinned.
+        NotImplementedError: The fraction is not 0, and weights are quantized.
     """
 
     _is_copyable = False
@@ -208,6 +209,11 @@ class HybridDeviceOptimizer(FusedAdam):
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for param_group in self.param_groups for p in param_group["params"]]
+
+    @property
+    def steps_quantized_parameters(self) -> bool:
+        """Return False: their main weights stay beside them, and so may all states."""
+        return False
 
     @property
     def offloaded_fraction(self) -> float:

@@ -96,8 +96,8 @@ def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> li
     """Choose the parameter groups to offload; local, the same on all ranks.
 
     What cannot be offloaded stays on the device and counts: plain tensors, main weights that are
-    not fp32 or whose compute weights are more than a cast of them, and groups with a trainable
-    parameter that is not given. Groups that were offloaded before stay so.
+    not fp32, and groups with a trainable parameter that is not given. Groups that were offloaded
+    before stay so.
 
     Args:
         parameters: The optimizer's, in forward order.
@@ -105,10 +105,14 @@ def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> li
 
     Raises:
         ValueError: Parameters live on the host by the policy of ``fully_shard``.
+        NotImplementedError: Some are to move, and there are quantized ones.
     """
-    _refuse_parameters_on_host(groups_of(parameters))
+    groups = groups_of(parameters)
+    _refuse_parameters_on_host(groups)
+    if fraction:
+        _refuse_quantized(groups)
     chosen = _chosen(parameters, fraction)
-    return [g for g in groups_of(parameters) if g in chosen or g.host_memory is not None]
+    return [g for g in groups if g in chosen or g.host_memory is not None]
 
 
 def groups_to_return(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
@@ -142,12 +146,25 @@ def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:
             )
 
 
+def _refuse_quantized(groups: Sequence[ParameterGroup]) -> None:
+    # Codes are made of main weights where these are, by kernels of the device.
+    for group in groups:
+        if group.quantization is not None:
+            raise NotImplementedError(
+                expected(
+                    "offload_fraction 0 over quantized weights, whose codes the device makes",
+                    f"another, and unit '{group.label}' under {group.quantization.recipe.name}",
+                    where="HybridDeviceOptimizer",
+                    hint="Use FusedAdam, or leave the recipe of MixedPrecisionPolicy out",
+                )
+            )
+
+
 def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
-    # A quantised weight is not a cast of the main weight: its kernels run on the device. Where
-    # another optimizer shares the group, it would step rows that have moved away.
+    # Where another optimizer shares the group, it would step rows that have moved away.
     return (
         group.dtypes.main == torch.float32
-        and group.compute_weight.can_be_copied
+        and group.quantization is None
         and all(id(p.sharded) in given for p in group.parameters if p.sharded.requires_grad)
     )
 

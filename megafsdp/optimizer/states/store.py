@@ -25,11 +25,14 @@ from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES, ScaledState, dtype_for, is_scaled
+from megafsdp.optimizer.states.quantized import MAIN_WEIGHT, prepare_main_weight
 
 _LOGGER = logging.getLogger("megafsdp.optimizer")
 
 STATES = ("exp_avg", "exp_avg_sq")
 REMAINDER = "param_remainder"
+# Shown among the states, but parts of weights.
+OF_WEIGHTS = (REMAINDER, MAIN_WEIGHT)
 
 
 class StateStore:
@@ -106,6 +109,7 @@ class StateStore:
 
         A remainder that is missing keeps its value: it is a part of the weight, not a state.
         """
+        prepare_main_weight(parameter, state)
         place = self.flat_place(parameter)
         step = state.get("step")
         if place is not None:
@@ -182,14 +186,15 @@ class StateStore:
     def full_precision(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter's states as any optimizer can read them: moments in fp32.
 
-        Remainders are left out; they belong to :meth:`weight`. Moments kept in fp32 are not copied.
+        Remainders and main weights are left out, which are no states but weights. Moments kept in
+        fp32 are not copied.
         """
         return {
             name: self.unscaled(parameter, name, state)
             if name in self.dtypes and value.dtype != torch.float32
             else value
             for name, value in state.items()
-            if name != REMAINDER
+            if name not in OF_WEIGHTS
         }
 
     def weight(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The command line: `megafsdp train`, `prep`, `report`, `doctor`, `ckpt`.
+"""The command line: `megafsdp train`, `prep`, `generate`, `report`, `doctor`, `ckpt`.
 
 Read first: main.py.
 """

@@ -1,8 +1,8 @@
 """The commands of ``megafsdp ckpt``: one parser and one call of a tool each.
 
 All run in one process without a GPU. Each prints text, or JSON with ``--json``; a progress bar goes
-to standard error, on a terminal only. What a tool does is in megafsdp/checkpoint; only the config
-of the model that ``export-hf`` needs is found here, as a run's checkpoint has it.
+to standard error, on a terminal only. What a tool does is in megafsdp/checkpoint; only what a run
+knows of its checkpoints, where they are and which model they have, is found here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,16 +24,17 @@ from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.summary import inspect
 from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.errors import ConfigError, expected
-from megafsdp.training.config.sections import ModelSection
+from megafsdp.training.run_folder import checkpoints_of, config_in
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "keep": None}
+_DIRECTORY = "a run's folder, save root, or one checkpoint"
 # As of diff(1): 0 is equal, 1 is different.
 _ODD_EXIT_CODE = 1
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("directory", help="save root, or one checkpoint")
+    add("directory", help=_DIRECTORY)
     add("target", help="the new directory")
     add("--step", type=int, help="step; the latest by default")
     add("--config", help="config.json of the model, where the checkpoint does not say it")
@@ -88,7 +88,7 @@ class _TokenizerFile:
 def _export(options: argparse.Namespace) -> int:
     tokenizer = None if options.tokenizer is None else _TokenizerFile(Path(options.tokenizer))
     made = export_hf_checkpoint(
-        options.directory,
+        checkpoints_of(options.directory),
         options.target,
         step=options.step,
         config=_config(options),
@@ -138,15 +138,10 @@ def _config_file(name: str) -> dict[str, object]:
 
 
 def _config_of_run(options: argparse.Namespace) -> dict[str, object] | None:
-    with CheckpointReader(options.directory, options.step) as reader:
+    with CheckpointReader(checkpoints_of(options.directory), options.step) as reader:
         extra = reader.object("extra")
-    run = extra.get("config") if isinstance(extra, Mapping) else None
-    section = run.get("model") if isinstance(run, Mapping) else None
-    if not isinstance(section, Mapping):
-        return stored_config(extra)
-    known = {field.name for field in fields(ModelSection)}
-    model = ModelSection(**{k: v for k, v in section.items() if k in known})
-    return fields_of(model.resolve())
+    config = config_in(extra)
+    return stored_config(extra) if config is None else fields_of(config.model.resolve())
 
 
 def add_ckpt_commands(parser: argparse.ArgumentParser) -> None:
@@ -180,8 +175,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("left", metavar="A", help="save root, or one checkpoint")
-    parser.add_argument("right", metavar="B", help="save root, or one checkpoint")
+    parser.add_argument("left", metavar="A", help=_DIRECTORY)
+    parser.add_argument("right", metavar="B", help=_DIRECTORY)
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance; 0 by default")
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance; 0 by default")
     parser.add_argument(
@@ -196,7 +191,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="save root, one checkpoint, or a torch.save file")
+    parser.add_argument("source", help=f"{_DIRECTORY}, or a torch.save file")
     parser.add_argument("destination", help="file to write, or save root to publish in")
     names = [wanted.value for wanted in Format]
     parser.add_argument("--to", required=True, choices=names, help="format to write")
@@ -233,7 +228,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", help="save root, or one checkpoint")
+    parser.add_argument("directory", help=_DIRECTORY)
     parser.add_argument("--step", type=int, help="step; the latest by default")
 
 
@@ -243,21 +238,22 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    summary = inspect(options.directory, options.step, keys=options.keys)
+    summary = inspect(checkpoints_of(options.directory), options.step, keys=options.keys)
     print(summary.to_json() if options.json else summary.describe())
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    report = verify(options.directory, options.step, show_progress=not options.no_progress)
+    directory = checkpoints_of(options.directory)
+    report = verify(directory, options.step, show_progress=not options.no_progress)
     print(report.to_json() if options.json else report.describe())
     return 0 if report.is_sound else _ODD_EXIT_CODE
 
 
 def _diff(options: argparse.Namespace) -> int:
     report = diff(
-        options.left,
-        options.right,
+        checkpoints_of(options.left),
+        checkpoints_of(options.right),
         rtol=options.rtol,
         atol=options.atol,
         ignore=options.ignore,
@@ -269,7 +265,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     written = convert(
-        options.source,
+        checkpoints_of(options.source),
         options.destination,
         Format(options.to),
         options.step,

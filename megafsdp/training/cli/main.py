@@ -1,4 +1,4 @@
-"""The console entry ``megafsdp``: train, prep, report, doctor, ckpt.
+"""The console entry ``megafsdp``: train, prep, generate, report, doctor, ckpt.
 
 Errors of the caller's configuration, data and checkpoints end as one message and a code that is not
 0; other errors keep their traceback.
@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from megafsdp.checkpoint.state.merge import library_versions
 from megafsdp.data import PrepOptions, prepare
 from megafsdp.errors import CheckpointError, ConfigError, DataError
 from megafsdp.training.cli.checkpoint_tools import add_ckpt_commands
 from megafsdp.training.config.parse import parse_config
 from megafsdp.training.dry_run.dry_run import dry_run, split_options
+from megafsdp.training.generate import GenerateOptions, generate
 from megafsdp.training.loop import train
+from megafsdp.training.metrics.terminal import escape_controls
 from megafsdp.training.pictures.dry_run_page import write_dry_run
 from megafsdp.training.pictures.page import require_library
 from megafsdp.training.pictures.run_report import write_report
@@ -70,9 +73,13 @@ def _train(words: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megafsdp", description="Fully sharded data parallelism.")
+    own, *others = (f"{name} {version}" for name, version in library_versions().items())
+    said = f"{own} ({', '.join(others)})"
+    parser.add_argument("--version", action="version", version=said)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="pretrain a model; see megafsdp train --help", add_help=False)
     _add_prep(commands.add_parser("prep", help="turn text into token files"))
+    _add_generate(commands.add_parser("generate", help="let the model of a run go on with a text"))
     _add_report(commands.add_parser("report", help="draw runs as one HTML file"))
     doctor = commands.add_parser("doctor", help="list what works on this machine and what is lost")
     doctor.set_defaults(run=_doctor)
@@ -83,14 +90,19 @@ def _parser() -> argparse.ArgumentParser:
 def _add_prep(parser: argparse.ArgumentParser) -> None:
     default = PrepOptions(output="")
     add = parser.add_argument
-    add("inputs", nargs="*", default=[], help="text files, .jsonl files, folders or glob patterns")
+    add(
+        "inputs",
+        nargs="*",
+        default=[],
+        help="text, .jsonl (also .gz, .xz, .zst) or .parquet files, folders or glob patterns",
+    )
     add("--output", required=True, help="folder of the token files")
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")
     add("--docstrings", action="store_true", help="take only the docstrings of Python files")
     add("--suffixes", nargs="+", default=default.suffixes, help="endings to read in folders")
-    add("--json-key", default=default.json_key, help="key of the text in a JSON line")
+    add("--json-key", default=default.json_key, help="key, or column, of the text")
     add("--encoding-errors", choices=("strict", "replace"), default=default.encoding_errors)
-    add("--tokenizer", default=default.tokenizer, help="byte, or a tokenizers JSON file")
+    add("--tokenizer", default=default.tokenizer, help="byte, or tokenizer.json or its folder")
     add(
         "--no-eod",
         dest="append_eod",
@@ -104,9 +116,32 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
         help="every how many documents one goes to validation; 0 for none",
     )
     add("--seed", type=int, default=default.seed, help="seed of the order of files")
+    add("--workers", type=int, default=default.workers, help="processes that tokenize")
     add("--no-progress", action="store_true", help="draw no progress bar")
     add("--force", action="store_true", help="prepare again even if the results are there")
     parser.set_defaults(run=_prep)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    default = GenerateOptions(run="", prompt="")
+    add = parser.add_argument
+    add("run_folder", metavar="RUN", help="a run's folder, save root, or one checkpoint")
+    add("--prompt", required=True, help="what the text begins with; may be empty")
+    add("--step", type=int, help="step of the checkpoint; the latest by default")
+    add("--tokens", type=int, default=default.tokens, help="length of what follows")
+    add("--temperature", type=float, default=default.temperature, help="0 takes the likeliest")
+    add("--top-k", type=int, help="draw from so many of the likeliest tokens; from all by default")
+    add("--seed", type=int, default=default.seed, help="seed of the draws")
+    add("--tokenizer", help="in place of the run's: byte, or tokenizer.json or its folder")
+    add("--device", choices=("auto", "cpu", "cuda"), default=default.device)
+    parser.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    given = {f.name: getattr(options, f.name) for f in fields(GenerateOptions) if f.name != "run"}
+    text = generate(GenerateOptions(run=options.run_folder, **given))
+    if _is_first():
+        print(escape_controls(text))
 
 
 def _prep(options: argparse.Namespace) -> None:
@@ -142,9 +177,13 @@ def _doctor(options: argparse.Namespace) -> None:
 def _configure_logging() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # A message of all ranks is logged by the first one.
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = _is_first()
     logging.getLogger("megafsdp").setLevel(logging.WARNING if is_first else logging.ERROR)
     logging.getLogger("megafsdp.training").setLevel(logging.INFO if is_first else logging.ERROR)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _fail(error: Exception, code: int) -> int:

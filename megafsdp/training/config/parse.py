@@ -14,10 +14,10 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config.blend import separate_weights, words_of
 from megafsdp.training.config.sections import Config
+from megafsdp.training.config.words import type_in_words, value_in_words
 
 _NUM_SUGGESTIONS = 3
 _DESCRIPTION = (
@@ -36,8 +37,12 @@ _DESCRIPTION = (
     "--section.field+=value appends to a list."
 )
 _USAGE = "megafsdp train [--config FILE] [--section.field VALUE] [--print-config]"
+_ALL_SECTIONS = "all"
+_HELP_HELP = (
+    "Describe the values of these sections, or of all with the word all; without any list them."
+)
 _CONFIG_HELP = "YAML file; of several a later one overrides, and options override them all."
-_HINT = "See --help for names and types, and --print-config for an example"
+_HINT = "See megafsdp train --help for the sections, and --print-config for an example"
 _COMMAND_LINE = "the command line"
 
 
@@ -74,7 +79,8 @@ def parse_config(arguments: Sequence[str]) -> Config:
     """Read a configuration from a command line; local.
 
     ``--config FILE`` reads YAML, ``--section.field value`` overrides it, wherever the two stand;
-    ``--print-config`` prints the result as YAML and exits, ``--help`` lists all values.
+    ``--print-config`` prints the result as YAML and exits, ``--help`` lists the sections, and
+    ``--help SECTION`` the values of one.
 
     Args:
         arguments: The words after ``megafsdp train``.
@@ -87,9 +93,12 @@ def parse_config(arguments: Sequence[str]) -> Config:
             has the wrong type or is out of its range.
     """
     try:
-        given, unknown = _parser().parse_known_args(arguments)
+        given, unknown = _parser(_sections()).parse_known_args(arguments)
     except (argparse.ArgumentError, yaml.YAMLError) as error:
         raise _unreadable(str(error), _COMMAND_LINE) from error
+    if given.help is not None:
+        print(_help(given.help), end="")
+        raise SystemExit(0)
     if unknown and unknown[0].startswith("--"):
         raise _unknown(unknown[0][2:].partition("=")[0], _COMMAND_LINE)
     if unknown:
@@ -99,17 +108,27 @@ def parse_config(arguments: Sequence[str]) -> Config:
         for section, content in _read_file(path).items():
             values.setdefault(section, {}).update(content)
     for option, value in given.options:
-        section, _, name = option.strip("-+").partition(".")
-        into = values.setdefault(section, {})
-        if option.endswith("+"):
-            before: Any = words_of(into.get(name, _known_names()[f"{section}.{name}"])) or []
-            value = [*before, *(value if isinstance(value, list) else [value])]
-        into[name] = value
+        _override(values, option, value)
     config = _checked(values, _COMMAND_LINE)
     if given.print_config:
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def _override(values: dict[str, Any], option: str, value: object) -> None:
+    """Set a value by its option, or add to it where the option ends in a plus."""
+    *parents, name = option.strip("-+").split(".")
+    into = values
+    for parent in parents:
+        if not isinstance(into.get(parent), dict):
+            into[parent] = {}
+        into = into[parent]
+    if option.endswith("+"):
+        default = _known_names()[".".join([*parents, name])]
+        before: Any = words_of(into.get(name, default)) or []
+        value = [*before, *(value if isinstance(value, list) else [value])]
+    into[name] = value
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
@@ -145,10 +164,29 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
+def _sections() -> dict[str, type]:
+    """Return the class of each section by its name."""
+    hints = get_type_hints(Config)
+    return {field.name: hints[field.name] for field in fields(Config)}
+
+
 def _known_names() -> dict[str, Any]:
     """Return the default of each field by its ``section.field``."""
-    sections = Config().to_dict().items()
-    return {f"{name}.{field}": value for name, s in sections for field, value in s.items()}
+    return {path: default for cls in _sections().items() for path, _, default in _options(*cls)}
+
+
+def _options(prefix: str, cls: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, type and default of each field of a section, and of groups of values in it."""
+    defaults, hints = cls(), get_type_hints(cls, include_extras=True)
+    for name, hint in hints.items():
+        yield f"{prefix}.{name}", hint, getattr(defaults, name)
+        for part in _groups(hint):
+            yield from _options(f"{prefix}.{name}", part)
+
+
+def _groups(hint: Any) -> list[type]:
+    """Return the dataclasses that a value may be of."""
+    return [part for part in get_args(hint) if isinstance(part, type) and is_dataclass(part)]
 
 
 class _Option(argparse.Action):
@@ -158,32 +196,65 @@ class _Option(argparse.Action):
         namespace.options = [*namespace.options, (option_string, values)]
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Return a parser with an option for each field of each section."""
+def _parser(sections: Mapping[str, type]) -> argparse.ArgumentParser:
+    """Return a parser with an option for each field of some sections."""
     parser = argparse.ArgumentParser(
-        usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False, exit_on_error=False
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        exit_on_error=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", nargs="*", metavar="SECTION", help=_HELP_HELP)
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help=_CONFIG_HELP)
     names, text = ("--print-config", "--print_config"), "Print the values as YAML and exit."
     parser.add_argument(*names, action="store_true", help=text)
     parser.set_defaults(options=[])
-    defaults = _known_names()
-    for section, cls in ((f.name, f.default_factory) for f in fields(Config)):
-        text = inspect.cleandoc(cls.__doc__ or "")
-        docs = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE))
-        group = parser.add_argument_group(section, text.partition("\n")[0])
-        for name, hint in get_type_hints(cls).items():
-            path = f"{section}.{name}"
-            kind, default = inspect.formatannotation(hint), json.dumps(defaults[path])
+    for section, cls in sections.items():
+        group = parser.add_argument_group(section, _summary(cls))
+        described = _descriptions(section, cls)
+        for path, hint, default in _options(section, cls):
+            kind, spelt = type_in_words(hint), json.dumps(default)
             group.add_argument(
-                *(f"--{path}{sign}" for sign in ("", "+")[: 1 + ("list" in kind)]),
+                *(f"--{path}{sign}" for sign in ("", "+")[: 1 + ("a list, each" in kind)]),
                 action=_Option,
                 dest="options",
                 type=_text if hint in (str, str | None) else _value,
                 metavar="VALUE",
-                help=f"{docs[name]} ({kind}; default {default})".replace("%", "%%"),
+                help=f"{described[path]} ({kind}; default {spelt})".replace("%", "%%"),
             )
     return parser
+
+
+def _summary(cls: type) -> str:
+    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+
+
+def _descriptions(prefix: str, cls: type) -> dict[str, str]:
+    """Return the description of each field of a section by its path, out of the docstring."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
+    described = {f"{prefix}.{name}": description for name, description in found}
+    for name, hint in get_type_hints(cls).items():
+        for part in _groups(hint):
+            described |= _descriptions(f"{prefix}.{name}", part)
+    return described
+
+
+def _help(wanted: Collection[str]) -> str:
+    """Return the help of some sections; without any, their list."""
+    sections = _sections()
+    for name in wanted:
+        if name not in (*sections, _ALL_SECTIONS):
+            raise _unknown(name, f"--help {name}", [*sections, _ALL_SECTIONS])
+    if not wanted:
+        width = max(map(len, sections)) + 2
+        rows = [f"  {name:<{width}}{_summary(cls)}" for name, cls in sections.items()]
+        how = "megafsdp train --help SECTION describes the values of a section."
+        return "\n".join([_parser({}).format_help(), "sections:", *rows, "", how, ""])
+    is_all = _ALL_SECTIONS in wanted
+    chosen = {name: cls for name, cls in sections.items() if is_all or name in wanted}
+    return _parser(chosen).format_help()
 
 
 def _text(word: str) -> str | None:
@@ -221,14 +292,27 @@ def _checked(values: object, where: str) -> Config:
     for each in found:
         if each["type"] == "unexpected_keyword_argument":
             raise _unknown(".".join(map(str, each["loc"])), where)
-    first = found[0]
-    # A value that may be of several types fails as each of them.
-    same = [each for each in found if each["loc"][:2] == first["loc"][:2]]
-    parts = first["loc"] if len(same) == 1 else first["loc"][:2]
-    path = ".".join(map(str, parts)) or "the values"
-    what = " or ".join(re.sub(r"^\w+ should ", "", each["msg"]) for each in same)
-    got = repr(first["input"])
-    raise ConfigError(expected(f"{path} to {what}", got, where=where, hint=_HINT))
+    raise _wrong_type(values, found[0]["loc"], where)
+
+
+def _wrong_type(values: object, place: Sequence[object], where: str) -> ConfigError:
+    """Return the error of a value that is not of its type, with the whole value of its field."""
+    # Parts of a list, and each type that a value may be of, are places of their own.
+    hints = {path: hint for cls in _sections().items() for path, hint, _ in _options(*cls)}
+    names: list[str] = []
+    for part in place:
+        if ".".join([*names, str(part)]) not in (*_sections(), *hints):
+            break
+        names.append(str(part))
+        values = values.get(part) if isinstance(values, Mapping) else values
+    path = ".".join(names)
+    if path not in hints:
+        name = f"section {path}" if path else "the values"
+        what = f"{name} to be a mapping of {'fields' if path else 'sections'} to values"
+        return ConfigError(expected(what, value_in_words(values), where=where, hint=_HINT))
+    what = f"{path} to be {type_in_words(hints[path])}"
+    hint = f"See megafsdp train --help {names[0]} for what it does"
+    return ConfigError(expected(what, value_in_words(values), where=where, hint=hint))
 
 
 @functools.cache
@@ -236,9 +320,10 @@ def _adapter() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
-def _unknown(name: str, where: str) -> ConfigError:
+def _unknown(name: str, where: str, names: Collection[str] | None = None) -> ConfigError:
     # The last part alone finds a right name in the wrong section.
     known = sorted([*_known_names(), *(field.name for field in fields(Config))])
+    known = known if names is None else sorted(names)
     last = {k: k.rpartition(".")[2] for k in known}
     similar = difflib.get_close_matches(name, known, n=_NUM_SUGGESTIONS, cutoff=0.6)
     namesakes = difflib.get_close_matches(name.rpartition(".")[2], last.values(), cutoff=0.8)

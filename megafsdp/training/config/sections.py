@@ -2,51 +2,36 @@
 
 Values are plain, so YAML, a command line and a checkpoint can spell them. The types and bounds are
 pydantic's, but building a section by code checks nothing: ``megafsdp.training.config.parse`` checks
-each value alone, and ``megafsdp.training.config.validate`` all of them together. The sections of
-the optimizer are in ``megafsdp.training.config.optimizer_sections``.
+each value alone, and ``megafsdp.training.config.validate`` all of them together. The section of the
+model is in ``megafsdp.training.config.model_section``, those of the optimizer in
+``megafsdp.training.config.optimizer_sections``.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megafsdp.errors import ConfigError, expected
+from megafsdp.data.tokenizer import BYTE_SPEC, TOKENIZER_FILE
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.activation_checkpointing import ActivationCheckpointing, CheckpointingMode
-from megafsdp.models.config import Architecture, ModelConfig, RouterBalance
-from megafsdp.models.presets import presets
+from megafsdp.training.config.model_section import ModelSection
 from megafsdp.training.config.optimizer_sections import (
     LossScaleSection,
     MuonSection,
     OptimizerSection,
 )
+from megafsdp.training.config.requirement import require as require
 
+# The tokenizer of model.from_hf, or else bytes.
+AUTO_TOKENIZER = "auto"
 # 31 years; torch counts a clock's nanoseconds in 64 bits.
 _MAX_TIMEOUT_S = 10**9
-
-
-def require(is_sound: bool, path: str, what: str, got: object, hint: str) -> None:
-    """Check a value of the configuration.
-
-    Args:
-        is_sound: Whether it can be used.
-        path: Its ``section.field``.
-        what: What it must be.
-        got: What it is.
-        hint: What the user can do.
-
-    Raises:
-        ConfigError: It cannot be used.
-    """
-    if not is_sound:
-        where = f"the training configuration, {path}"
-        raise ConfigError(expected(what, got, where=where, hint=hint))
 
 
 @dataclass(frozen=True)
@@ -104,7 +89,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class PrecisionSection:
-    """Dtypes.
+    """Dtypes, and which weights are quantized.
 
     Attributes:
         param_dtype: Compute weights and activations; fp16 scales the loss (section loss_scale).
@@ -114,6 +99,11 @@ class PrecisionSection:
             torch's adamw and adam, and its fused sgd need.
         keep_fp32: What computes in fp32: names of parameters, of modules or of their classes, or
             patterns (``fnmatch``), each of which must match something.
+        recipe: Quantize the weights of linear layers and experts; null gathers and computes in
+            param_dtype.
+        keep_unquantized: Weights that the recipe leaves alone, by names like those of keep_fp32.
+        quantize_activations: Whether inputs and gradients of linear layers are quantized as the
+            recipe says; false gathers codes and computes with what they stand for.
     """
 
     param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -121,6 +111,9 @@ class PrecisionSection:
     main_params_dtype: Precision = "fp32"
     main_grads_dtype: Precision | None = None
     keep_fp32: list[str] = field(default_factory=list)
+    recipe: Literal["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"] | None = None
+    keep_unquantized: list[str] = field(default_factory=list)
+    quantize_activations: bool = True
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes as sharding takes them."""
@@ -130,6 +123,9 @@ class PrecisionSection:
             main_params_dtype=_DTYPES[self.main_params_dtype],
             main_grads_dtype=_DTYPES[self.main_grads_dtype or self.main_params_dtype],
             keep_fp32=tuple(self.keep_fp32),
+            recipe=self.recipe,
+            keep_unquantized=tuple(self.keep_unquantized),
+            quantize_activations=self.quantize_activations,
         )
 
 
@@ -193,93 +189,6 @@ class RunSection:
 
 
 @dataclass(frozen=True)
-class ModelSection:
-    """A preset, and the values of ModelConfig that differ from it; null keeps the preset's.
-
-    Attributes:
-        preset: Name of a preset in megafsdp.models.presets.
-        architecture: The kind of block.
-        num_layers: Number of transformer layers.
-        hidden_size: Width of the residual stream.
-        num_attention_heads: Number of query heads.
-        num_query_groups: Number of key and value heads.
-        head_dim: Width of one head.
-        ffn_hidden_size: Inner width of the MLP; mixtures of experts do not read it.
-        vocab_size: Rows of the embedding, padding included.
-        max_sequence_length: Longest sequence that the model takes.
-        rope_theta: Base of the rotary frequencies.
-        norm_eps: Added to the variance under each norm's root.
-        tie_embeddings: Whether the output layer's weight is the word embedding's.
-        init_std: Standard deviation of the initial weights.
-        num_experts: Routed experts of a layer.
-        num_experts_per_token: Experts that each token passes.
-        moe_ffn_hidden_size: Inner width of one expert.
-        shared_expert_ffn_hidden_size: Inner width of the expert that all tokens pass; 0 for none.
-        norm_topk_prob: Whether the weights of a token's experts are divided by their sum.
-        router_balance: What evens the experts' loads: none, aux_loss (a loss beside the model's) or
-            bias (added to the scores where experts are chosen, and moved by each step).
-        router_aux_loss_coefficient: Factor of that loss.
-        router_bias_update_rate: How far a step moves the bias.
-        layer_types: linear_attention or full_attention for each layer of qwen3_next.
-        linear_num_key_heads: Query and key heads of linear attention.
-        linear_num_value_heads: Its value heads, a multiple of the key heads.
-        linear_key_head_dim: Width of one of its query or key heads.
-        linear_value_head_dim: Width of one of its value heads.
-        linear_conv_kernel: Tokens that its convolution sees, the current one included.
-        rotary_fraction: Part of each head, from its start, that positions rotate.
-    """
-
-    preset: str = "qwen3-toy"
-    architecture: Architecture | None = None
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    num_attention_heads: int | None = None
-    num_query_groups: int | None = None
-    head_dim: int | None = None
-    ffn_hidden_size: int | None = None
-    vocab_size: int | None = None
-    max_sequence_length: int | None = None
-    rope_theta: float | None = None
-    norm_eps: float | None = None
-    tie_embeddings: bool | None = None
-    init_std: float | None = None
-    num_experts: int | None = None
-    num_experts_per_token: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    shared_expert_ffn_hidden_size: int | None = None
-    norm_topk_prob: bool | None = None
-    router_balance: RouterBalance | None = None
-    router_aux_loss_coefficient: float | None = None
-    router_bias_update_rate: float | None = None
-    layer_types: list[str] | None = None
-    linear_num_key_heads: int | None = None
-    linear_num_value_heads: int | None = None
-    linear_key_head_dim: int | None = None
-    linear_value_head_dim: int | None = None
-    linear_conv_kernel: int | None = None
-    rotary_fraction: float | None = None
-
-    def resolve(self) -> ModelConfig:
-        """Return the preset with the overrides applied.
-
-        Raises:
-            ConfigError: There is no such preset, or the values do not make a model.
-        """
-        require(
-            self.preset in presets,
-            "model.preset",
-            f"one of {', '.join(presets)}",
-            repr(self.preset),
-            "Name one of these and override what differs",
-        )
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
-        overrides = {name: value for name, value in given.items() if value is not None}
-        if self.layer_types is not None:
-            overrides["layer_types"] = tuple(self.layer_types)
-        return replace(presets[self.preset], **overrides)
-
-
-@dataclass(frozen=True)
 class DataSection:
     """Token files, as ``megafsdp prep`` or Megatron-LM write them.
 
@@ -289,8 +198,8 @@ class DataSection:
         weights: One weight a training prefix; null weighs by number of tokens.
         validation: Prefixes to evaluate on, each read once from end to end.
         split: Instead of validation prefixes, shares of each training prefix, such as "99,1".
-        tokenizer: "byte" or the path of a tokenizers JSON file, for bits per byte and text samples;
-            null does without.
+        tokenizer: "byte", the path of a tokenizers JSON file or its folder, or "auto" for that of
+            model.from_hf, else byte; for bits per byte and text samples. null does without.
         sequence_length: Tokens in a sample.
         seed: Seed of the order of samples.
         num_samples: Length that the order of samples is made for; null for the length of the run.
@@ -302,7 +211,7 @@ class DataSection:
     weights: list[PositiveFloat] | None = None
     validation: list[str] = field(default_factory=list)
     split: str | None = None
-    tokenizer: str | None = "byte"
+    tokenizer: str | None = AUTO_TOKENIZER
     sequence_length: PositiveInt = 1024
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     num_samples: PositiveInt | None = None
@@ -397,6 +306,26 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class ProfileOptions:
+    """Which steps of which ranks are recorded.
+
+    Attributes:
+        start: The first step.
+        steps: How many steps.
+        ranks: Of which ranks.
+    """
+
+    start: PositiveInt = 10
+    steps: PositiveInt = 3
+    ranks: list[NonNegativeInt] = field(default_factory=lambda: [0])
+
+    @property
+    def last(self) -> int:
+        """Return the last step."""
+        return self.start + self.steps - 1
+
+
+@dataclass(frozen=True)
 class LoggingSection:
     """Progress lines and trackers; metrics.jsonl is always written.
 
@@ -412,6 +341,10 @@ class LoggingSection:
         group_grad_norms: Log the gradient norm of each of the optimizer's parameter groups too,
             before clipping: grad_norm/0 and so on, those with weight decay first.
         num_zero_grads: Log how many elements of all gradients are zero.
+        trackers: Trackers of your own, each as "module:Class"; the class is called with the
+            configuration and the step that the run goes on from, as megafsdp.training.Tracker says.
+        profile: Record some steps for Perfetto and Chrome, and on CUDA the memory too, in the
+            folder profile of the run's directory; null for none.
     """
 
     interval_steps: PositiveInt = 10
@@ -421,6 +354,8 @@ class LoggingSection:
     tensorboard: bool = False
     group_grad_norms: bool = False
     num_zero_grads: bool = False
+    trackers: list[str] = field(default_factory=list)
+    profile: ProfileOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -499,6 +434,24 @@ class Config:
     def run_name(self) -> str:
         """Return the run's name."""
         return self.run.name or self.run_directory.name
+
+    def with_filled_model(self) -> Config:
+        """Return the same run; one of a saved model with all values of that, which may move on.
+
+        Raises:
+            ConfigError: As ``model.resolve``.
+        """
+        if self.model.from_hf is None:
+            return self
+        return replace(self, model=self.model.filled())
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Return what the tokenizer is loaded by, ``auto`` resolved; None for none."""
+        spec, saved = self.data.tokenizer, self.model.from_hf
+        if spec != AUTO_TOKENIZER:
+            return spec
+        return BYTE_SPEC if saved is None else str(Path(saved) / TOKENIZER_FILE)
 
     @property
     def separate_checkpoints(self) -> Path | None:

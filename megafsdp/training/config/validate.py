@@ -13,7 +13,8 @@ import math
 import torch
 
 from megafsdp.errors import ConfigError, expected
-from megafsdp.fsdp.grouping import find_units, policies_by_module
+from megafsdp.fsdp.grouping import find_units
+from megafsdp.fsdp.policy_names import policies_by_module
 from megafsdp.mesh.parallel_dims import CP, ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.config import ModelConfig
@@ -41,6 +42,7 @@ def validate(config: Config, *, world_size: int) -> None:
     """
     validate_sharding(config, world_size=world_size)
     _check_length(config.train)
+    _check_profile(config, world_size)
     _check_data(config.data, config.model.resolve())
 
 
@@ -91,6 +93,7 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
     _check_batch(config, dims.data_size)
     _check_optimizer(config)
     _check_dtypes(config)
+    _check_quantization(config)
     _check_names(config)
 
 
@@ -276,8 +279,8 @@ def _check_offload(config: Config) -> None:
 
 def _check_names(config: Config) -> None:
     """Check that each pattern of parameters and each name of modules matches some."""
-    multipliers, kept = config.optimizer.lr_multipliers, config.precision.keep_fp32
-    if not (multipliers or kept):
+    multipliers, precision = config.optimizer.lr_multipliers, config.precision
+    if not (multipliers or precision.keep_fp32 or precision.keep_unquantized):
         return
     with torch.device("meta"):
         model = build_model(config.model.resolve())
@@ -292,9 +295,11 @@ def _check_names(config: Config) -> None:
     )
     units = find_units(model, unit_classes(model.config))
     try:
-        policies_by_module(model, units, config.precision.policy())
+        policies_by_module(model, units, precision.policy())
     except ValueError as error:
-        raise ConfigError(f"{error} It is precision.keep_fp32 of the run.") from error
+        raise ConfigError(
+            f"{error} The name stands in the section precision of the run."
+        ) from error
 
 
 def _check_dtypes(config: Config) -> None:
@@ -322,6 +327,32 @@ def _check_dtypes(config: Config) -> None:
         config.loss_scale.rule()
     except ValueError as error:
         raise ConfigError(f"{error} It is loss_scale of the run.") from error
+
+
+def _check_quantization(config: Config) -> None:
+    """Check that a recipe has what belongs to it, and nothing that its weights cannot do."""
+    precision = config.precision
+    if precision.recipe is None:
+        for name, is_default in (
+            ("keep_unquantized", not precision.keep_unquantized),
+            ("quantize_activations", precision.quantize_activations),
+        ):
+            require(
+                is_default,
+                f"precision.{name}",
+                "its default where precision.recipe is null",
+                getattr(precision, name),
+                "Choose a recipe, or leave it out",
+            )
+        return
+    require(
+        not (config.parallel.offload_parameters or config.optimizer.offload_fraction),
+        "precision.recipe",
+        "null where parameters or optimizer states are offloaded",
+        precision.recipe,
+        "Leave out the recipe, or parallel.offload_parameters and optimizer.offload_fraction:"
+        " codes are made on the device",
+    )
 
 
 def _check_batch(config: Config, num_data_ranks: int) -> None:
@@ -360,6 +391,17 @@ def _check_length(train: TrainSection) -> None:
         f"at least one global batch, {train.global_batch_size},",
         train.samples,
         "Train longer, or make the batch smaller",
+    )
+
+
+def _check_profile(config: Config, world_size: int) -> None:
+    ranks = [] if config.logging.profile is None else config.logging.profile.ranks
+    require(
+        all(rank < world_size for rank in ranks),
+        "logging.profile.ranks",
+        f"ranks below the {world_size} of the run",
+        ranks,
+        "Name ranks that there are, such as [0]",
     )
 
 

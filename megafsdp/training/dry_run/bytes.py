@@ -17,6 +17,7 @@ from torch import nn
 
 from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
 from megafsdp.device.host_memory import aligned_nbytes
+from megafsdp.errors import expected
 from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
 from megafsdp.optimizer.states.formats import BLOCK_NUMEL, PLAIN_DTYPES, dtype_for, is_scaled
@@ -80,7 +81,19 @@ def groups_to_offload(
         units: What the model is divided into, the root first.
         order: Of the parameters in the optimizer.
         fraction: The part of a rank's elements to offload.
+
+    Raises:
+        NotImplementedError: There are quantized weights, which an optimizer refuses to offload.
     """
+    if any(group.recipe is not None for unit in units for group in unit.groups):
+        raise NotImplementedError(
+            expected(
+                "no offload_fraction over quantized weights, whose codes the device makes",
+                f"optimizer.offload_fraction {fraction:g}",
+                where="a dry run",
+                hint="Leave out the fraction, or precision.recipe",
+            )
+        )
     places: dict[tuple[int, int], int] = {}
     for number, unit in enumerate(units):
         prefix = "" if number == 0 else f"{unit.name}."

@@ -99,6 +99,7 @@ class DryRunReport:
         host_threads: Threads that step the host's part of a rank, by the cores of this machine
             where the configuration does not say it.
         duration_s: How long the answer took.
+        kept: What a recipe leaves as it is, a line for each reason.
     """
 
     config: Config
@@ -110,6 +111,7 @@ class DryRunReport:
     host: HostFootprint
     host_threads: int
     duration_s: float
+    kept: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -134,7 +136,7 @@ class DryRunReport:
         """Return everything as JSON, sizes in elements and bytes."""
         dims, footprint, parallel = self.dims, self.footprint, self.config.parallel
         content = {
-            "model": self.config.model.preset,
+            "model": self.config.model.name,
             "num_parameters": self.num_parameters,
             "num_ranks": self.num_ranks,
             "dp_outer_size": dims.dp_outer,
@@ -153,6 +155,7 @@ class DryRunReport:
                 for unit in self.units
             ],
             "padding_numel": self.padding_numel,
+            "unquantized": list(self.kept),
             "memory": {
                 category.value: {
                     "resting_nbytes": footprint.resting[category],
@@ -209,7 +212,7 @@ class DryRunReport:
         num_idle = num_idle_parameters(self.config.model.resolve())
         active = f" ({self.num_parameters - num_idle:,} active)" if num_idle else ""
         return [
-            f"{self.config.model.preset}: {self.num_parameters:,} parameters{active} on "
+            f"{self.config.model.name}: {self.num_parameters:,} parameters{active} on "
             f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{tp}{ep}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
             f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
@@ -224,7 +227,8 @@ class DryRunReport:
             lines += [f"    {_describe_group(group)}" for group in unit.groups]
         # Not of the model's parameters: norms are there once for each rank of tp.
         share = _percent(self.padding_numel, self._sum(_numel))
-        return [*lines, f"  padding of all units: {self.padding_numel:,} elements ({share})"]
+        lines.append(f"  padding of all units: {self.padding_numel:,} elements ({share})")
+        return lines + [f"  unquantized, {line}" for line in self.kept]
 
     def _memory_lines(self) -> list[str]:
         resting, peak = self.footprint.resting, self.footprint.peak
@@ -364,7 +368,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         if fraction:
             most = MOST_OF_AUTO if fraction == "auto" else fraction
             engine.offload(groups_to_offload(engine.plan(), order, most))
-        units = engine.plan()
+        units, kept = engine.plan(), engine.describe_kept()
         step = StepPlan(
             num_microbatches=num_microbatches,
             state_nbytes=state_nbytes(units, config.optimizer, config.muon),
@@ -387,6 +391,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         host,
         host_threads,
         duration_s,
+        tuple(kept),
     )
 
 
@@ -438,6 +443,7 @@ def _group_as_dict(group: PlannedGroup, strategy: str) -> dict[str, object]:
         "is_trainable": group.is_trainable,
         "is_expert": group.is_expert,
         "is_offloaded": group.is_offloaded,
+        "recipe": group.recipe,
         "compute_dtype": _name(dtypes.compute),
         "main_dtype": _name(dtypes.main),
         "grad_dtype": _name(dtypes.grad),
@@ -455,7 +461,7 @@ def _describe_group(group: PlannedGroup) -> str:
     padding = f"{layout.padding_numel:,} ({_percent(layout.padding_numel, _numel(group))})"
     return (
         f"{_count(len(layout.slots), 'tensor')}, {_count(_numel(group), 'element')}, "
-        f"{_name(group.dtypes.compute)}: {_count(layout.num_shards, 'shard')} of "
+        f"{group.recipe or _name(group.dtypes.compute)}: {_count(layout.num_shards, 'shard')} of "
         f"{layout.shard_numel:,}{pieces}, padding {padding}{where}"
     )
 

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megafsdp.training.metrics.terminal import Part, Screen, fitted
 from megafsdp.training.step.train_step import StepResult
 
 _GIB = 2**30
+_FILE = Screen()
 # Dense bf16 FLOP/s by words of the name that CUDA reports; the first match counts. None is for
 # devices that share a word with another and not its peak.
 _PEAK_FLOPS: tuple[tuple[str, float | None], ...] = (
@@ -155,26 +157,33 @@ class Position:
     num_skipped: int
 
 
-def progress_line(position: Position, result: StepResult, lr: float, rates: Rates) -> str:
-    """Return one line on a step, in our form."""
+def progress_line(
+    position: Position,
+    result: StepResult,
+    lr: float,
+    rates: Rates,
+    screen: Screen = _FILE,
+) -> str:
+    """Return one line on a step, in our form; of what a screen has no room for the least counts."""
     width, loads = len(str(position.num_steps)), result.statistics
     parts = [
-        f"step {position.step:>{width}}/{position.num_steps}",
-        f"{100 * position.step / position.num_steps:5.1f}%",
-        f"loss {result.loss:.4f}",
-        f"grad norm {result.grad_norm:.3f}",
-        f"lr {lr:.2e}",
-        *([] if result.loss_scale is None else [f"loss scale {result.loss_scale:g}"]),
-        *([] if loads.max_load is None else [f"max load {loads.max_load:.2f}"]),
-        *([] if loads.aux_loss is None else [f"aux loss {loads.aux_loss:.4f}"]),
-        f"{rates.tokens_per_s:,.0f} tokens/s",
-        f"{rates.tflops:.3g} TFLOP/s",
-        *([] if rates.mfu is None else [f"MFU {100 * rates.mfu:.1f}%"]),
-        f"memory {rates.memory_nbytes / _GIB:.2f} GiB",
-        f"ETA {_clock(rates.eta_s)}",
-        *(["SKIPPED"] if result.is_skipped else []),
+        Part(f"step {position.step:>{width}}/{position.num_steps}", 99),
+        Part(f"{100 * position.step / position.num_steps:5.1f}%", 3),
+        Part.bold(f"loss {result.loss:.4f}", 90),
+        Part(f"grad norm {result.grad_norm:.3f}", 60),
+        Part(f"lr {lr:.2e}", 50),
+        *([] if result.loss_scale is None else [Part(f"loss scale {result.loss_scale:g}", 20)]),
+        *([] if loads.max_load is None else [Part(f"max load {loads.max_load:.2f}", 30)]),
+        *([] if loads.aux_loss is None else [Part(f"aux loss {loads.aux_loss:.4f}", 2)]),
+        Part(f"{1000 * rates.step_s:,.0f} ms/step", 70),
+        Part(f"{rates.tokens_per_s:,.0f} tokens/s", 55),
+        Part(f"{rates.tflops:.3g} TFLOP/s", 1),
+        *([] if rates.mfu is None else [Part(f"MFU {100 * rates.mfu:.1f}%", 40)]),
+        Part(f"memory {rates.memory_nbytes / _GIB:.2f} GiB", 10),
+        Part(f"ETA {_clock(rates.eta_s)}", 45),
+        *([Part.red("SKIPPED", 80)] if result.is_skipped else []),
     ]
-    return "  ".join(parts)
+    return fitted(parts, screen)
 
 
 def megatron_line(position: Position, result: StepResult, lr: float, rates: Rates) -> str:

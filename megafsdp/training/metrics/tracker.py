@@ -1,4 +1,4 @@
-"""Write a run's metrics to ``metrics.jsonl``, and to W&B and TensorBoard if configured.
+"""Write a run's metrics to ``metrics.jsonl``, and to W&B, TensorBoard and others if configured.
 
 Only the first rank has trackers. A row is a flat dict of numbers with its ``step``. What is no
 number goes to the log of events beside it.
@@ -7,6 +7,7 @@ number goes to the log of events beside it.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 import math
@@ -14,8 +15,9 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config.sections import Config, require
 from megafsdp.training.metrics.events import EVENTS_FILE, Event, EventLog
 from megafsdp.training.process.doctor import is_installed
@@ -33,8 +35,14 @@ EVALUATION_KEY = "validation_loss"
 Row = Mapping[str, float | int | None]
 
 
+@runtime_checkable
 class Tracker(Protocol):
-    """A destination of rows."""
+    """A destination of rows.
+
+    One of your own is named in ``logging.trackers`` and made on the first rank as
+    ``Class(config, last_step=step)``, with the run's ``Config`` and the step that it goes on from,
+    0 for a new run: rows up to that step were logged before, later ones come anew.
+    """
 
     def log(self, row: Row) -> None:
         """Write one row."""
@@ -187,10 +195,12 @@ class Trackers:
     def __init__(self, config: Config, *, last_step: int, wandb_id: str | None) -> None:
         folder = config.run_directory
         self.wandb_id = wandb_id
+        # First, for these may fail, and the others have files open.
+        own = [_made(spec, config, last_step) for spec in config.logging.trackers]
         jsonl = JsonlTracker(folder / METRICS_FILE, last_step=last_step)
         self.elapsed_s = jsonl.elapsed_s
         self._events = EventLog(folder / EVENTS_FILE, last_step=last_step)
-        self._trackers: list[Tracker] = [jsonl]
+        self._trackers: list[Tracker] = [jsonl, *own]
         self._failed: list[Tracker | EventLog] = []
         if config.logging.tensorboard:
             self._trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
@@ -234,11 +244,13 @@ class Trackers:
 
 
 def check_trackers(config: Config) -> None:
-    """Check that the packages behind the trackers asked for are installed; local.
+    """Check that the packages and classes of the trackers asked for are there; local.
 
     Raises:
         ConfigError: One is not.
     """
+    for spec in config.logging.trackers:
+        _class_of(spec)
     wanted = {"wandb": config.logging.wandb, "tensorboard": config.logging.tensorboard}
     for package, is_wanted in wanted.items():
         require(
@@ -248,3 +260,46 @@ def check_trackers(config: Config) -> None:
             "no such package",
             f"Run `pip install 'megafsdp[{package}]'`, or set logging.{package} to false",
         )
+
+
+def _class_of(spec: str) -> Callable[..., object]:
+    """Import the class of a tracker of the user's own.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    module, _, name = spec.partition(":")
+    try:
+        found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    # Importing runs the user's code.
+    except Exception as error:
+        raise _refused(spec, "the name of a class as module:Class", error) from error
+    if not callable(found):
+        raise _refused(spec, "a class", f"{found!r}")
+    return found
+
+
+def _made(spec: str, config: Config, last_step: int) -> Tracker:
+    """Make a tracker of the user's own."""
+    try:
+        tracker = _class_of(spec)(config, last_step=last_step)
+    except ConfigError:
+        raise
+    except Exception as error:
+        what = "a class that is called with (config, last_step=...)"
+        raise _refused(spec, what, error) from error
+    if not isinstance(tracker, Tracker):
+        raise _refused(spec, "a class with the methods log and close", f"{type(tracker).__name__}")
+    return tracker
+
+
+def _refused(spec: str, what: str, got: Exception | str) -> ConfigError:
+    found = got if isinstance(got, str) else f"{type(got).__name__}: {got}"
+    return ConfigError(
+        expected(
+            what,
+            found,
+            where=f"the training configuration, logging.trackers '{spec}'",
+            hint="Write it like megafsdp.training.Tracker says, in a module on PYTHONPATH",
+        )
+    )

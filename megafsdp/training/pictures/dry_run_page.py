@@ -68,7 +68,7 @@ def dry_run_page(report: DryRunReport) -> Page:
     ]
     charts = [memory, timeline, *(chart for chart, _ in layouts)]
     lead = f'<p class="lead">{html.escape(first)}</p><p class="lead">{html.escape(second)}</p>'
-    title = f"{report.config.model.preset} on {report.num_ranks:,} ranks"
+    title = f"{report.config.model.name} on {report.num_ranks:,} ranks"
     return Page(title, lead, "", sections, charts)
 
 

@@ -169,7 +169,9 @@ def _lead(runs: Sequence[RunFolder]) -> str:
         return f'<p class="lead">{html.escape(", ".join(run.name for run in runs))}</p>'
     (run,) = runs
     start, config = run.last_start, run.config
-    parts = [str(preset)] if (preset := _value(config, "model.preset")) else []
+    # A run of a saved model has its folder beside the preset that it did not take.
+    model = _value(config, "model.from_hf") or _value(config, "model.preset")
+    parts = [Path(str(model)).name] if model else []
     if isinstance(count := start.get("num_parameters"), int):
         active = start.get("num_active_parameters", count)
         parts.append(f"{count:,} parameters" + (f" ({active:,} active)" if active != count else ""))

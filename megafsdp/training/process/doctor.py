@@ -31,6 +31,9 @@ _OPTIONAL = (
     ("tokenizers", "only the byte tokenizer can be used"),
     ("safetensors", "Hugging Face weight files cannot be read or written"),
     ("huggingface_hub", "models cannot be exported to Hugging Face files"),
+    ("zstandard", "megafsdp prep cannot read zstd files"),
+    ("pyarrow", "megafsdp prep cannot read Parquet files"),
+    ("datasets", "megafsdp prep cannot read folders of datasets"),
     ("vl_convert", "megafsdp report and --html cannot draw; pip install 'megafsdp[report]'"),
     ("transformers", "models are not compared with Hugging Face's in the tests"),
 )

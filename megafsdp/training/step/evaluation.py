@@ -34,6 +34,29 @@ class EvaluationResult:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A text that a model is to go on with.
+
+    Attributes:
+        prompt: What it begins with.
+        num_tokens: How many tokens follow.
+        max_context: The model sees at most this many of the last tokens.
+        temperature: 0 takes the likeliest token.
+        top_k: Only so many of the likeliest tokens are drawn; None for all.
+        seed: Of the draws.
+        ends_early: Whether the text ends with the first end of a document.
+    """
+
+    prompt: str
+    num_tokens: int
+    max_context: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int = 0
+    ends_early: bool = False
+
+
 def warn_of_idle_options(config: Config) -> None:
     """Warn of options for evaluation and text that have no effect without data; local."""
     data, wanted = config.data, config.evaluation
@@ -111,7 +134,7 @@ def check_prompt(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> None:
     Raises:
         ConfigError: One is not less than ``vocab_size``.
     """
-    largest = max(_prompt_tokens(tokenizer, prompt))
+    largest = max(prompt_tokens(tokenizer, prompt))
     require(
         largest < vocab_size,
         "evaluation.sample_prompt",
@@ -122,20 +145,13 @@ def check_prompt(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> None:
     )
 
 
-def _prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return what the model is given for a prompt: for an empty one the end of a document."""
     return tokenizer.encode(prompt) or [tokenizer.eod]
 
 
 def sample_text(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    *,
-    prompt: str,
-    num_tokens: int,
-    temperature: float,
-    max_context: int,
-    device: torch.device,
-    seed: int,
+    model: nn.Module, tokenizer: Tokenizer, request: TextRequest, *, device: torch.device
 ) -> str:
     """Return a text that the model continues from a prompt; collective over all ranks.
 
@@ -143,17 +159,21 @@ def sample_text(
     """
     was_training = model.training
     model.eval()
+    context = prompt_tokens(tokenizer, request.prompt)
     try:
-        context = _prompt_tokens(tokenizer, prompt)
         tokens = sample(
             model,
             torch.tensor([context], device=device),
-            num_tokens=num_tokens,
-            max_context=max_context,
-            temperature=temperature,
+            num_tokens=request.num_tokens,
+            max_context=request.max_context,
+            temperature=request.temperature,
+            top_k=request.top_k,
             vocab_size=tokenizer.vocab_size,
-            generator=torch.Generator(device).manual_seed(seed),
+            generator=torch.Generator(device).manual_seed(request.seed),
         )
     finally:
         model.train(was_training)
-    return tokenizer.decode(tokens[0].tolist())
+    ids = tokens[0].tolist()
+    if request.ends_early and tokenizer.eod in ids[len(context) :]:
+        ids = ids[: ids.index(tokenizer.eod, len(context))]
+    return tokenizer.decode(ids)

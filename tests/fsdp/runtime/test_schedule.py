@@ -17,7 +17,7 @@ from megafsdp.buffer import dbuffer
 from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.comm.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
-from megafsdp.fsdp.params.compute_weight import ComputeWeight
+from megafsdp.fsdp.params.gathered_weight import GatheredWeight
 from tests.fsdp.toy import WIDTH, Net, adamw, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
 
@@ -200,13 +200,13 @@ def test_a_changing_order_of_units_is_followed_safely(ranks: Ranks) -> None:
 
 def _refreshes(strategy: str) -> list[int]:
     counts: Counter[int] = Counter()
-    original = ComputeWeight.refresh
+    original = GatheredWeight.refresh
 
-    def counting(self: ComputeWeight, *args: torch.Tensor) -> None:
+    def counting(self: GatheredWeight, *args: torch.Tensor) -> None:
         counts[id(self)] += 1
         original(self, *args)
 
-    ComputeWeight.refresh = counting
+    GatheredWeight.refresh = counting
     try:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         net = _net(strategy=strategy, mp_policy=policy)
@@ -222,7 +222,7 @@ def _refreshes(strategy: str) -> list[int]:
             seen.append(sum(counts.values()))
         return seen
     finally:
-        ComputeWeight.refresh = original
+        GatheredWeight.refresh = original
 
 
 def test_a_replicated_group_is_refreshed_once_after_a_step(ranks: Ranks) -> None:

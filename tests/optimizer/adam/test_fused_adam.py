@@ -19,10 +19,10 @@ from megafsdp import FusedAdam, MixedPrecisionPolicy, full_state_dict, full_tens
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.checkpoint import load, save
+from megafsdp.fsdp.params import gather_sources
 from megafsdp.optimizer.kernels.adam_kernel import AdamKernel
 from megafsdp.optimizer.offload.placement import groups_of
 from megafsdp.optimizer.states.formats import ScaledState
-from megafsdp.quantize.recipe import CastRecipe
 from tests.fsdp.toy import (
     Net,
     adamw,
@@ -84,15 +84,15 @@ def _casts_after_a_step(strategy: str) -> int:
     net(*mine(batches(1)[0])).backward()
     optimizer.step()
     num_casts = 0
-    inner = CastRecipe.encode
+    inner = gather_sources.copy_pieces
 
-    def counted(recipe: CastRecipe, *arguments: Any) -> None:
+    def counted(*arguments: Any) -> None:
         nonlocal num_casts
         num_casts += 1
-        inner(recipe, *arguments)
+        inner(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CastRecipe, "encode", counted)
+        patch.setattr(gather_sources, "copy_pieces", counted)
         net(*mine(batches(1)[0]))
     return num_casts
 
@@ -137,7 +137,7 @@ def _written_and_cast_agree(strategy: str) -> None:
 def _without_copy_out(strategy: str) -> tuple[list[torch.Tensor], list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "megafsdp.fsdp.params.compute_weight.ComputeWeight.start_encoding", lambda weight: None
+            "megafsdp.fsdp.params.cast_weight.CastWeight.start_encoding", lambda weight: None
         )
         return _bf16_steps(strategy)
 

@@ -573,7 +573,7 @@ def test_asking_a_device_leaves_the_threads_device_as_it_was(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(cuda_kernels, "cuda_module", Asking)
+    monkeypatch.setattr(_native, "cuda_module", Asking)
     assert isinstance(cuda_kernels.usable_module(torch.device("cuda", 98)), Asking)
     assert current == [0]
 

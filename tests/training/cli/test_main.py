@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from megafsdp.checkpoint.state.merge import library_versions
 from megafsdp.training import to_yaml
 from megafsdp.training.cli.main import main
 from tests.training.runs import tiny, write_corpus
@@ -87,6 +90,8 @@ def test_inspect_lists_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "model.decoder.layers.0.mlp.linear_fc1.weight" in capsys.readouterr().out
     assert main(["ckpt", "inspect", str(config.checkpoint_directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 1
+    assert main(["ckpt", "inspect", str(config.run_directory)]) == 0
+    assert "step 1, saved by" in capsys.readouterr().out
     assert main(["ckpt", "inspect", str(tmp_path)]) == 1
     assert "CheckpointError" in capsys.readouterr().err
 
@@ -106,4 +111,27 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert exit_info.value.code == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("train", "prep", "doctor", "ckpt"))
+    assert all(name in printed for name in ("train", "prep", "generate", "doctor", "ckpt"))
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """With those of torch and Python, as questions of users need them."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        f"megafsdp {library_versions()['megafsdp']} (torch {torch.__version__}"
+    )
+
+
+def test_prep_takes_compressed_files_and_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The options reach the preparation."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"body": "one"}\n' * 30))
+    words = ["prep", str(tmp_path / "a.jsonl.gz"), "--output", str(tmp_path / "data")]
+    assert main([*words, "--json-key", "body", "--workers", "2"]) == 0
+    assert "train 29 documents" in capsys.readouterr().out
+    assert main([*words, "--workers", "0"]) == 2
+    assert "at least 1 worker" in capsys.readouterr().err

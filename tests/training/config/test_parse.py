@@ -11,6 +11,7 @@ import yaml
 
 from megafsdp.errors import ConfigError
 from megafsdp.training.config.parse import config_from_dict, differences, parse_config, to_yaml
+from megafsdp.training.config.sections import ProfileOptions
 
 EXAMPLES = sorted(Path(__file__).parents[3].glob("examples/configs/*.yaml"))
 
@@ -114,15 +115,47 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optimizer.lr", "fast"], "optimizer.lr to be a valid number, got 'fast'"),
-        (["--optimizer.lr", ".inf"], "optimizer.lr to be a finite number, got inf"),
-        (["--train.steps", "1.5"], "train.steps to be a valid integer, got 1.5"),
-        (["--train.steps", "true"], "train.steps to be a valid integer, got True"),
-        (["--train.steps", ""], "train.steps to be a valid integer, got ''"),
+        (["--optimizer.lr", "fast"], "optimizer.lr to be a number above 0, got the text 'fast'"),
+        (["--optimizer.lr", ".inf"], "optimizer.lr to be a number above 0, got inf, which is not"),
+        (["--train.steps", "1.5"], "train.steps to be a whole number above 0 or null, got 1.5"),
+        (["--train.steps", "true"], "train.steps to be a whole number above 0 or null, got true"),
+        (
+            ["--train.steps", ""],
+            "train.steps to be a whole number above 0 or null, got the text ''",
+        ),
         (["--train.steps", "[1"], "got while parsing"),
-        (["--run.name", "null"], "run.name to be a valid string, got None"),
-        (["--optimizer.betas", "[0.9]"], "optimizer.betas"),
-        (["--schedule.kind", "linear"], "schedule.kind to be 'cosine', 'wsd' or 'constant', got"),
+        (["--run.name", "null"], "run.name to be text, got null"),
+        (
+            ["--optimizer.betas", "[0.9]"],
+            "optimizer.betas to be a list of 2, each item a number of at least 0 and below 1, got"
+            " the list [0.9]. In the command line. See megafsdp train --help optimizer",
+        ),
+        (
+            ["--data.validation", "x"],
+            "data.validation to be a list, each item text, got the text 'x'",
+        ),
+        (["--data.weights", "[1, a]"], "each item a number above 0 or null, got the list [1, 'a']"),
+        (
+            ["--optimizer.lr_multipliers", "2"],
+            "a mapping, each value a number of at least 0, got 2",
+        ),
+        (
+            ["--model.tie_embeddings", "1"],
+            "model.tie_embeddings to be true or false or null, got 1",
+        ),
+        (["--run.directory", ""], "run.directory to be text that is not empty, got the text ''"),
+        (
+            ["--logging.profile", "3"],
+            "profile to be a mapping of start, steps, ranks or null, got 3",
+        ),
+        (
+            ["--logging.profile.start", "a"],
+            "logging.profile.start to be a whole number above 0, got",
+        ),
+        (
+            ["--schedule.kind", "linear"],
+            "schedule.kind to be cosine, wsd or constant, got the text 'linear'",
+        ),
         (["--train.steps"], "argument --train.steps: expected one argument"),
         (["word"], "got 'word'"),
         (["--config", "no/such/file.yaml"], "No such file"),
@@ -229,7 +262,10 @@ def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> 
 def test_section_without_values_is_named(tmp_path: Path) -> None:
     """All of its lines are commented out, say."""
     path = _write(tmp_path, "train: {steps: 2}\nevaluation:\n  # num_samples: 8\n")
-    with pytest.raises(ConfigError, match=r"evaluation to be an object, got None.*config\.yaml"):
+    with pytest.raises(
+        ConfigError,
+        match=r"section evaluation to be a mapping of fields to values, got null.*config\.yaml",
+    ):
         parse_config(["--config", path])
 
 
@@ -241,16 +277,55 @@ def test_print_config_prints_yaml_and_exits(capsys: pytest.CaptureFixture[str]) 
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 7
 
 
-def test_help_describes_every_field(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help has a line for each value, with the text of its docstring."""
-    with pytest.raises(SystemExit):
-        parse_config(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--schedule.warmup_samples" in text
+def _help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(["--help", *words])
+    assert exit_info.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with the first line of its docstring, and with how to read on; no single values."""
+    text = _help(capsys)
+    for section in config_from_dict({}).to_dict():
+        assert f" {section} " in text
+    assert "schedule The learning rate over consumed samples" in text
+    assert "--help SECTION" in text
+    assert "--schedule.kind" not in text
+    assert len(text) < 3000
+
+
+def test_help_of_a_section_describes_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    """With types in words, defaults, and values that stand in groups; others are not there."""
+    text = _help(capsys, "schedule", "logging")
+    assert (
+        "--schedule.warmup_samples VALUE Length of the linear rise from 0. (a whole number" in text
+    )
+    assert "(a number of at least 0 and at most 1; default 0.1)" in text
+    assert "--logging.profile.start VALUE The first step. (a whole number above 0; default" in text
+    assert "--optimizer.lr" not in text
+    with pytest.raises(ConfigError, match=r"known name, got 'optimiser'.*Did you mean optimizer"):
+        parse_config(["--help", "optimiser"])
+
+
+def test_help_of_all_describes_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has a line for each value, with the text of its docstring."""
+    text = _help(capsys, "all")
     for section, values in config_from_dict({}).to_dict().items():
         assert all(f"--{section}.{name} VALUE" in text for name in values)
-    assert "(float; default 0.1)" in text
-    assert "Length of the linear rise from 0." in text
+
+
+def test_groups_of_values_are_set_whole_or_one_by_one(tmp_path: Path) -> None:
+    """On a command line and in a file; a file's null is no obstacle."""
+    profile = parse_config(["--logging.profile", "{start: 5, ranks: [0, 1]}"]).logging.profile
+    assert profile == ProfileOptions(start=5, steps=3, ranks=[0, 1])
+    path = _write(tmp_path, "logging: {profile: null}")
+    words = ["--config", path, "--logging.profile.steps=2", "--logging.profile.ranks+=1"]
+    config = parse_config(words)
+    assert config.logging.profile == ProfileOptions(steps=2, ranks=[0, 1])
+    assert parse_config(["--config", _write(tmp_path, to_yaml(config))]) == config
+    with pytest.raises(ConfigError, match=r"'logging\.profile\.strat'.*logging\.profile\.start"):
+        parse_config(["--logging.profile", "{strat: 5}"])
 
 
 def test_differences_name_both_values() -> None:

@@ -26,7 +26,7 @@ def test_only_training_imports_the_library_of_the_configuration() -> None:
 
 def test_model_section_has_every_field_of_the_model() -> None:
     """Whatever a model can be, a configuration can say."""
-    names = {f.name for f in fields(ModelSection)} - {"preset"}
+    names = {f.name for f in fields(ModelSection)} - {"preset", "from_hf"}
     assert names == {f.name for f in fields(ModelConfig)}
 
 

@@ -85,7 +85,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("optimizer", {"exp_avg_sq_dtype": "fp8", "kind": "muon"}, "fp32 for muon"),
         ("optimizer", {"exp_avg_dtype": "fp16", "kind": "sgd"}, "fp32 for sgd"),
         ("optimizer", {"store_param_remainders": True}, "got fp32 with adamw in the megafsdp"),
-        ("optimizer", {"offload_fraction": 1.5}, "or equal to 1 or be 'auto', got 1.5"),
+        ("optimizer", {"offload_fraction": 1.5}, "at most 1 or auto, got 1.5"),
         ("optimizer", {"offload_fraction": "auto", "kind": "adam"}, "auto with adam in"),
         ("optimizer", {"speculate": True}, "optimizer.speculate"),
         (
@@ -94,11 +94,19 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
             "got true with 1.0 and offload_overlap False",
         ),
         ("optimizer", {"host_threads": 4}, "null without an offload_fraction .*, got 4"),
-        ("optimizer", {"host_threads": 0, "offload_fraction": 0.5}, "host_threads .*0, got 0"),
+        (
+            "optimizer",
+            {"host_threads": 0, "offload_fraction": 0.5},
+            "host_threads .*0 or null, got 0",
+        ),
         ("optimizer", {"offload_fraction": 0.5, "kind": "adam"}, "0.5 with adam in"),
         ("optimizer", {"offload_fraction": 0.5, "implementation": "fused"}, "the fused form"),
         ("optimizer", {"offload_fraction": 0.5, "exp_avg_dtype": "bf16"}, "states in bf16 and"),
-        ("optimizer", {"lr_multipliers": {"*emb*": -1.0}}, r"lr_multipliers\.\*emb\* .*, got -1"),
+        (
+            "optimizer",
+            {"lr_multipliers": {"*emb*": -1.0}},
+            r"lr_multipliers .*, got the mapping .*emb.*-1",
+        ),
         (
             "optimizer",
             {"lr_multipliers": {"*norm*": 2.0, "*emb": 2.0}},
@@ -110,12 +118,12 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("loss_scale", {"window": 5}, "param_dtype fp16, got fp32"),
         ("checkpoint", {"keep_last": 0}, "checkpoint.keep_last"),
         ("logging", {"interval_steps": 0}, "logging.interval_steps"),
-        ("run", {"seed": -1}, "run.seed .* greater than or equal to 0, got -1"),
+        ("run", {"seed": -1}, "run.seed .* of at least 0 and below .*, got -1"),
         ("run", {"seed": 2**64 - 1}, "at most 18446744073709551614 for 2 data-parallel ranks, got"),
-        ("run", {"seed": 2**64}, "run.seed to be less than 18446744073709551616, got"),
-        ("run", {"timeout_s": 1e15}, "run.timeout_s .* equal to 1000000000, got"),
-        ("data", {"seed": -1}, "data.seed to .*equal to 0, got -1"),
-        ("data", {"seed": 2**32}, "data.seed to be less than 4294967296, got"),
+        ("run", {"seed": 2**64}, "run.seed to .* below 18,446,744,073,709,551,616, got"),
+        ("run", {"timeout_s": 1e15}, "run.timeout_s .* at most 1,000,000,000, got"),
+        ("data", {"seed": -1}, "data.seed to .*at least 0 and .*, got -1"),
+        ("data", {"seed": 2**32}, "data.seed to .* below 4,294,967,296, got"),
         ("evaluation", {"sample_temperature": -0.5}, "evaluation.sample_temperature"),
         ("evaluation", {"sample_temperature": float("nan")}, "evaluation.sample_temperature"),
         ("evaluation", {"sample_temperature": float("inf")}, "evaluation.sample_temperature"),
@@ -133,7 +141,7 @@ def test_a_value_given_by_code_is_checked_too(tmp_path: Path) -> None:
     """Sections are plain dataclasses, whose values nothing checks before validate()."""
     config = tiny(tmp_path)
     config = replace(config, optimizer=replace(config.optimizer, lr=-1.0))
-    with pytest.raises(ConfigError, match=r"optimizer.lr to be greater than 0, got -1\.0"):
+    with pytest.raises(ConfigError, match=r"optimizer.lr to be a number above 0, got -1\.0"):
         validate(config, world_size=2)
 
 
@@ -227,15 +235,33 @@ def test_fused_sgd_is_refused_where_torchs_is_missing_or_wrong(
         validate(fused, world_size=2)
 
 
+@pytest.mark.parametrize("field", ["keep_fp32", "keep_unquantized"])
 @pytest.mark.parametrize("name", ["*typo_norm*", "final_layernorm", "LayerNorm", "decoder.layers"])
-def test_kept_name_that_matches_nothing_is_refused(tmp_path: Path, name: str) -> None:
+def test_kept_name_that_matches_nothing_is_refused(tmp_path: Path, name: str, field: str) -> None:
     """Beside one that does; a module of modules is a name."""
-    config = tiny(tmp_path, precision={"keep_fp32": ["embedding", name]})
+    config = tiny(tmp_path, precision={"recipe": "fp8_block", field: ["embedding", name]})
     if name == "decoder.layers":
         validate(config, world_size=2)
         return
-    with pytest.raises(ConfigError, match=rf"got \['{re.escape(name)}'\].*precision.keep_fp32"):
+    with pytest.raises(ConfigError, match=rf"got \['{re.escape(name)}'\].*{field} .* precision"):
         validate(config, world_size=2)
+
+
+def test_a_recipe_has_what_belongs_to_it_alone(tmp_path: Path) -> None:
+    """Choices of a recipe need one, and quantized weights stay on the device."""
+    given = {"recipe": "mxfp8", "keep_unquantized": ["output_layer"], "quantize_activations": False}
+    validate(tiny(tmp_path, precision=given), world_size=2)
+    for name in ("keep_unquantized", "quantize_activations"):
+        config = tiny(tmp_path, precision={name: given[name]})
+        with pytest.raises(ConfigError, match=rf"precision\.recipe is null.*precision\.{name}"):
+            validate(config, world_size=2)
+    on_host = {"parallel": {"offload_parameters": True}}, {"optimizer": {"offload_fraction": 0.5}}
+    for section in on_host:
+        config = tiny(tmp_path, precision={"recipe": "mxfp8"}, **section)
+        with pytest.raises(ConfigError, match=r"got mxfp8.*Leave out the recipe"):
+            validate(config, world_size=2)
+    with pytest.raises(ConfigError, match=r"fp8_block, mxfp8 or nvfp4 or null, got the text 'fp9'"):
+        tiny(tmp_path, precision={"recipe": "fp9"})
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])

@@ -454,6 +454,10 @@ def test_experts_of_eighty_billion_parameters_on_1024_ranks(
     assert "all_gather over edp" in printed
 
 
+# Memory that a rank has for weights that are quantized alone.
+OF_RECIPES = (Category.COMPUTE_WEIGHT, Category.SCALES)
+
+
 def test_table_names_units_memory_and_collectives(capsys: pytest.CaptureFixture[str]) -> None:
     """Without --json the same is a table."""
     words = [*EIGHT_BILLION, "--model.num_layers=2", "--dry-run=1024", "--parallel.dp_outer=4"]
@@ -466,10 +470,20 @@ def test_table_names_units_memory_and_collectives(capsys: pytest.CaptureFixture[
         "padding of all units",
         "all_reduce over dp_outer",
         "reduce_scatter over dp_shard",
-        *(category.value for category in Category if category is not Category.COMPUTE_WEIGHT),
+        *(category.value for category in Category if category not in OF_RECIPES),
     ):
         assert part in printed
-    assert Category.COMPUTE_WEIGHT.value not in printed, "casts need no memory of their own"
+    for category in OF_RECIPES:
+        assert category.value not in printed, "casts need no memory of their own"
+
+
+def test_table_counts_codes_scales_and_their_maxima(capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe adds rows of its own to the table, and says what it leaves as it is."""
+    words = [*EIGHT_BILLION, "--model.num_layers=2", "--dry-run=1024", "--precision.recipe=mxfp8"]
+    assert main(["train", *words]) == 0
+    printed = capsys.readouterr().out
+    for part in ("mxfp8: ", "unquantized, ", "all_reduce over", *(c.value for c in OF_RECIPES)):
+        assert part in printed
 
 
 def test_main_weights_cut_over_both_axes(tmp_path: Path) -> None:

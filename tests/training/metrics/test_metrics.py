@@ -17,6 +17,7 @@ from megafsdp.training.metrics.metrics import (
     peak_memory_nbytes,
     progress_line,
 )
+from megafsdp.training.metrics.terminal import Screen
 from megafsdp.training.step.train_step import StepResult
 from megafsdp.training.step.update import StepStatistics
 
@@ -92,9 +93,36 @@ def test_progress_line_shows_every_figure() -> None:
     """Step, share, loss, norm, rate, speed, memory and time left, on one line."""
     line = progress_line(POSITION, RESULT, 3e-3, RATES)
     assert line == (
-        "step  20/200   10.0%  loss 3.0563  grad norm 0.720  lr 3.00e-03  17,443 tokens/s"
-        "  0.0467 TFLOP/s  memory 0.50 GiB  ETA 1:02:03"
+        "step  20/200   10.0%  loss 3.0563  grad norm 0.720  lr 3.00e-03  176 ms/step"
+        "  17,443 tokens/s  0.0467 TFLOP/s  memory 0.50 GiB  ETA 1:02:03"
     )
+
+
+@pytest.mark.parametrize("width", [1, 10, 40, 79, 80, 120, 200])
+def test_progress_line_fits_the_terminal(width: int) -> None:
+    """Whole parts go, those that matter least first; the step stays, and what is wrong."""
+    line = progress_line(POSITION, RESULT, 3e-3, RATES, Screen(width))
+    whole = progress_line(POSITION, RESULT, 3e-3, RATES)
+    assert len(line) <= width
+    assert set(line.split("  ")) <= set(whole.split("  ")) or width < 12
+    # The next part would not have fitted.
+    assert line == whole or len(line) > width - 30
+    for least, part in ((12, "step"), (26, "loss 3.0563"), (40, "176 ms/step"), (200, "TFLOP/s")):
+        assert width < least or part in line
+    skipped = StepResult(float("nan"), 1.0, True, ())
+    if width >= 40:
+        assert "SKIPPED" in progress_line(POSITION, skipped, 0.0, RATES, Screen(width))
+
+
+def test_colours_take_no_room() -> None:
+    """The text of a coloured line is that of a plain one of the same width."""
+    skipped = StepResult(2.5, 1.0, True, ())
+    for width in (40, 80, None):
+        line = progress_line(POSITION, skipped, 0.0, RATES, Screen(width, has_colours=True))
+        plain = progress_line(POSITION, skipped, 0.0, RATES, Screen(width))
+        assert re.sub(r"\x1b\[\d+m", "", line) == plain
+        assert "\x1b[31mSKIPPED\x1b[0m" in line
+        assert "\x1b" not in plain
 
 
 def test_progress_line_shows_mfu_and_skips_where_there_are_any() -> None:

@@ -140,3 +140,86 @@ def test_a_tracker_that_fails_leaves_the_others_their_rows(
         trackers.close()
     assert _steps(config.run_directory / "metrics.jsonl") == [(1, "step"), (2, "step")]
     assert caplog.text.count("TensorBoardTracker lacks rows") == 1
+
+
+_OWN = """
+class Rows:
+    def __init__(self, config, *, last_step):
+        self.path = config.run_directory / "own.txt"
+        self.path.write_text(f"{config.run_name} from {last_step}\\n")
+    def log(self, row):
+        with self.path.open("a") as file:
+            file.write(f"{row['step']} {row.get('loss')}\\n")
+    def close(self):
+        with self.path.open("a") as file:
+            file.write("closed\\n")
+class Mute:
+    def __init__(self, config, *, last_step):
+        pass
+class Broken(Rows):
+    def __init__(self, config, *, last_step):
+        raise KeyError("token")
+class Outer:
+    Inner = Rows
+number = 7
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a module with trackers as a user writes them."""
+    (tmp_path / "own_trackers.py").write_text(_OWN)
+    (tmp_path / "torn_trackers.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own_trackers"
+
+
+@pytest.mark.parametrize("name", ["Rows", "Outer.Inner"])
+def test_a_tracker_of_the_users_own_gets_every_row(
+    tmp_path: Path, own_module: str, name: str
+) -> None:
+    """Beside metrics.jsonl; it knows the run and the step that it goes on from."""
+    config = tiny(tmp_path, logging={"trackers": [f"{own_module}:{name}"]})
+    config.run_directory.mkdir()
+    check_trackers(config)
+    trackers = Trackers(config, last_step=4, wandb_id=None)
+    trackers.log({"step": 5, "loss": 2.5})
+    trackers.close()
+    written = (config.run_directory / "own.txt").read_text()
+    assert written == "run from 4\n5 2.5\nclosed\n"
+    assert _steps(config.run_directory / "metrics.jsonl") == [(5, "step")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("own_trackers", "the name of a class as module:Class"),
+        ("own_trackers:", "the name of a class as module:Class"),
+        (":Rows", "the name of a class as module:Class"),
+        ("own_trackers:Row", "module 'own_trackers' has no attribute 'Row'"),
+        ("own_tracker:Rows", "No module named 'own_tracker'"),
+        ("torn_trackers:Rows", "No module named 'no_such_package'"),
+        ("own_trackers:number", "a class, got 7"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_refused_before_the_run(
+    tmp_path: Path, own_module: str, spec: str, message: str
+) -> None:
+    """With its name and how to write it."""
+    config = tiny(tmp_path, logging={"trackers": [spec]})
+    with pytest.raises(ConfigError, match=f"{message}.*logging.trackers '{spec}'.*PYTHONPATH"):
+        check_trackers(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("Mute", "the methods log and close, got Mute"), ("Broken", "got KeyError: 'token'")],
+)
+def test_a_tracker_that_cannot_be_made_is_refused(
+    tmp_path: Path, own_module: str, name: str, message: str
+) -> None:
+    """When the run opens its trackers, on which all ranks agree."""
+    config = tiny(tmp_path, logging={"trackers": [f"{own_module}:{name}"]})
+    config.run_directory.mkdir()
+    with pytest.raises(ConfigError, match=message):
+        Trackers(config, last_step=0, wandb_id=None)

@@ -83,6 +83,16 @@ def test_a_dry_run_that_is_refused_is_said(
     assert "no dry run of its memory" in caplog.text
 
 
+def test_the_lead_names_the_model(tmp_path: Path) -> None:
+    """Its preset, or the folder of the saved model that the run began with, names of no paths."""
+    said = []
+    for name, model in (("own", {}), ("begun", {"from_hf": str(tmp_path / "a<b"), "preset": "x"})):
+        config = tiny(tmp_path, model=model)
+        (run,) = read_runs([write_run(tmp_path / name, [step_row(1)], config=config)])
+        said.append(report_page([run]).lead.partition(",")[0])
+    assert said == ['<p class="lead">qwen3-toy', '<p class="lead">a&lt;b']
+
+
 def _two(folder: Path) -> list[Path]:
     first, second = tiny(folder), tiny(folder, optimizer={"lr": 0.5}, model={"num_layers": 3})
     return [

@@ -17,6 +17,7 @@ from megafsdp.training.config.sections import Config
 from megafsdp.training.datasets import build_datasets
 from megafsdp.training.step.evaluation import (
     EvaluationResult,
+    TextRequest,
     check_prompt,
     evaluate,
     sample_text,
@@ -117,16 +118,26 @@ def test_evaluation_stops_between_batches(ranks: Ranks, tmp_path: Path) -> None:
 
 def _sample(seed: int) -> str:
     model = fully_shard_model(_model(), unit_classes(ModelConfig(**MODEL)))
-    return sample_text(
-        model,
-        ByteTokenizer(),
-        prompt="def ",
-        num_tokens=20,
-        temperature=1.0,
-        max_context=SEQUENCE_LENGTH,
-        device=CPU,
-        seed=seed,
-    )
+    request = TextRequest("def ", 20, SEQUENCE_LENGTH, temperature=1.0, seed=seed)
+    return sample_text(model, ByteTokenizer(), request, device=CPU)
+
+
+class _Endless(torch.nn.Module):
+    """Writes "ab", the end of a document, and the same again."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits that single out the next of the three."""
+        following = {97: 98, 98: ByteTokenizer.eod, ByteTokenizer.eod: 97}
+        chosen = torch.tensor([[following[token] for token in row] for row in tokens.tolist()])
+        return torch.nn.functional.one_hot(chosen, ByteTokenizer.vocab_size).float()
+
+
+@pytest.mark.parametrize(("prompt"), ["a", ""])
+def test_a_text_may_end_with_its_document(prompt: str) -> None:
+    """At the first end behind the prompt, which may be one itself."""
+    for ends_early, text in ((False, "ababab"), (True, "ab")):
+        request = TextRequest(prompt, 8, 4, ends_early=ends_early)
+        assert sample_text(_Endless(), ByteTokenizer(), request, device=CPU) == text
 
 
 def test_ranks_write_the_same_text(ranks: Ranks) -> None:

@@ -44,7 +44,7 @@ def _spoiling(steps: frozenset[int]) -> Accumulate:
 
 def _lines_of(printed: str) -> list[str]:
     """Return what was printed, without what a clock or the machine gives."""
-    lines = [re.sub(r"  [\d,]+ tokens/s.*ETA [\d:]+", "", line) for line in printed.splitlines()]
+    lines = [re.sub(r"  [\d,]+ ms/step.*ETA [\d:]+", "", line) for line in printed.splitlines()]
     return [line for line in lines if not line.startswith(("finished", "saved"))]
 
 

@@ -1,0 +1,127 @@
+"""Part 12: training steps of Qwen3-1.7B's layers whose products take 8-bit codes, beside bf16.
+
+Few layers, and few words so that the head weighs little. One rank: what quantizing costs, and what
+products gain. Sides are in memory together and their blocks of steps alternate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import megafsdp
+from benchmarks.gpu.group import one_rank
+from benchmarks.gpu.part import Report, Size
+from benchmarks.record import spread
+from megafsdp.models import ModelConfig, build_model, presets
+from megafsdp.models.common import TransformerLayer
+
+_BF16 = "bf16"
+# Tokens a second over those of bf16, at least.
+TARGETS = {"fp8_current": 1.15, "fp8_block": 1.05}
+_SIDES = (_BF16, *TARGETS)
+_CHECKED_STEPS, _STEPS_A_BLOCK, _BLOCKS = 3, 4, 5
+# Losses differ by the rounding of 8-bit operands, a few thousandths of a loss near 8.
+_LOSS_TOLERANCE = 0.05
+_HYPER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-5, "weight_decay": 1e-2, "max_grad_norm": 1.0}
+
+
+class Side:
+    """A model in one precision with its optimizer; ``losses`` grows by each step.
+
+    Args:
+        name: ``"bf16"`` or a recipe.
+        config: The model.
+        tokens: ``(batch, sequence + 1)``.
+        is_compiled: Whether each layer is compiled.
+    """
+
+    def __init__(
+        self, name: str, config: ModelConfig, tokens: torch.Tensor, *, is_compiled: bool
+    ) -> None:
+        with tokens.device:
+            model: nn.Module = build_model(config, seed=0)
+        policy = megafsdp.MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, recipe=None if name == _BF16 else name
+        )
+        for layer in [m for m in model.modules() if isinstance(m, TransformerLayer)]:
+            if is_compiled:
+                layer.compile(backend="inductor" if tokens.is_cuda else "aot_eager")
+            megafsdp.fully_shard(layer, mp_policy=policy)
+        # The head stays as it is, as it mostly does.
+        plain = megafsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        megafsdp.fully_shard(model, mp_policy=plain)
+        self.model, self.tokens = model, tokens
+        self.optimizer = megafsdp.FusedAdam(model.parameters(), **_HYPER)
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        """Train one step; returns before the device has."""
+        loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    def block_ms(self) -> float:
+        """Return the milliseconds of a step in a block of them."""
+        gc.collect()
+        _synchronize(self.tokens)
+        begin_s = time.perf_counter()
+        for _ in range(_STEPS_A_BLOCK):
+            self.step()
+        _synchronize(self.tokens)
+        return 1e3 * (time.perf_counter() - begin_s) / _STEPS_A_BLOCK
+
+
+def run(size: Size, report: Report) -> None:
+    """Measure eager layers, then compiled ones."""
+    full = dataclasses.replace(presets["qwen3-1.7b"], num_layers=6, vocab_size=8192)
+    config = size.either(full, presets["qwen3-toy"])
+    batch, sequence = size.either((4, 4096), (1, 16))
+    generator = torch.Generator().manual_seed(1)
+    shape = (batch, sequence + 1)
+    tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
+    with one_rank(size) as device:
+        for is_compiled in (False, True):
+            _measure(config, tokens.to(device), report, is_compiled=is_compiled)
+
+
+def _measure(
+    config: ModelConfig, tokens: torch.Tensor, report: Report, *, is_compiled: bool
+) -> None:
+    way = "compiled" if is_compiled else "eager"
+    sides = {name: Side(name, config, tokens, is_compiled=is_compiled) for name in _SIDES}
+    for side in sides.values():
+        for _ in range(_CHECKED_STEPS):
+            side.step()
+    losses = {name: torch.stack(side.losses).float().cpu() for name, side in sides.items()}
+    times_ms: dict[str, list[float]] = {name: [] for name in sides}
+    for block in range(1 + _BLOCKS):
+        for name in _SIDES if block % 2 else _SIDES[::-1]:
+            elapsed_ms = sides[name].block_ms()
+            # The first block warms up.
+            if block:
+                times_ms[name].append(elapsed_ms)
+    found = {name: spread(times) for name, times in times_ms.items()}
+    report.figure(f"{way}: step_ms", found)
+    numel = tokens[:, 1:].numel()
+    rates = {name: 1e3 * numel / times["median"] for name, times in found.items()}
+    report.figure(f"{way}: tokens a second", rates)
+    for name, target in TARGETS.items():
+        difference = (losses[name] - losses[_BF16]).abs().max().item()
+        # Equal losses would mean that nothing was quantized.
+        is_met = 0 < difference <= _LOSS_TOLERANCE
+        report.check(f"{way}, {name}: losses", is_met, f"differ by {difference:.1e}")
+        ratio = rates[name] / rates[_BF16]
+        report.mark(f"{way}, {name}: tokens a second over bf16", ratio, at_least=target)
+
+
+def _synchronize(beside: torch.Tensor) -> None:
+    if beside.is_cuda:
+        torch.cuda.synchronize(beside.device)

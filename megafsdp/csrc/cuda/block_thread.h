@@ -1,0 +1,152 @@
+// One thread's part of scales and codes of blocks along rows, in one pass: a thread loads eight
+// neighbours of some rows, lanes of a warp compare their maxima, and each thread encodes what it
+// has.
+//
+//   block of 32, values of a row   0 .. 7   8 .. 15   16 .. 23   24 .. 31
+//   lane                              0        1         2          3
+//
+// The file compiles for the host too, where a test compares the maxima between the two halves.
+#pragma once
+
+#include <cstdint>
+
+#include "code_vectors.h"
+#include "tile_factors.h"
+#include "tile_table.h"
+
+namespace megafsdp {
+
+constexpr int kBlockRows = 4;
+constexpr int kWarpLanes = 32;
+
+// A matrix of whole blocks, but for the last of each row.
+struct BlockTask {
+  const void* values;
+  uint8_t* codes;
+  void* entries;
+  uint32_t rows;
+  uint32_t cols;
+  uint32_t blocks_across;
+  // Lanes of a block: a power of two, at most a warp.
+  uint32_t lanes;
+  // Threads side by side, whole blocks of lanes, and how often.
+  uint32_t panel;
+  uint32_t num_panels;
+  Dtype dtype;
+  ScalingKind scaling;
+  bool is_aligned;
+};
+
+inline bool is_block_width(int64_t width) {
+  const int64_t lanes = width / kNeighbours;
+  return width % kNeighbours == 0 && lanes > 0 && lanes <= kWarpLanes && (lanes & (lanes - 1)) == 0;
+}
+
+// Lays a matrix out for blocks of a width that is_block_width().
+inline BlockTask laid_out_in_blocks(const TileGrid& grid, const void* values, uint8_t* codes,
+                                    void* entries) {
+  BlockTask task{};
+  task.values = values;
+  task.codes = codes;
+  task.entries = entries;
+  task.rows = static_cast<uint32_t>(grid.num_matrices * grid.rows);
+  task.cols = static_cast<uint32_t>(grid.cols);
+  task.blocks_across = static_cast<uint32_t>(grid.tiles_across());
+  task.lanes = static_cast<uint32_t>(grid.tile_cols / kNeighbours);
+  const uint32_t vectors = task.blocks_across * task.lanes;
+  task.num_panels = (vectors + kTileThreads - 1) / kTileThreads;
+  const uint32_t panel = (vectors + task.num_panels - 1) / task.num_panels;
+  task.panel = (panel + task.lanes - 1) / task.lanes * task.lanes;
+  return task;
+}
+
+inline int64_t num_items_of(const BlockTask& task) {
+  const int64_t rows_of_item = int64_t{kBlockRows} * (kTileThreads / task.panel);
+  return (task.rows + rows_of_item - 1) / rows_of_item * task.num_panels;
+}
+
+template <typename Element, typename Source>
+class BlockThread {
+ public:
+  // Loads a thread's values; those that are beyond the matrix are zero.
+  MEGAFSDP_INLINE BlockThread(const BlockTask& task, int64_t item, int thread) {
+    const auto number = static_cast<uint32_t>(thread);
+    step_ = kTileThreads / task.panel;
+    const auto group = static_cast<uint32_t>(item / task.num_panels);
+    const auto panel = static_cast<uint32_t>(item - int64_t{group} * task.num_panels);
+    const uint32_t lane = number / task.panel;
+    const uint32_t vector = panel * task.panel + number - lane * task.panel;
+    row_ = group * kBlockRows * step_ + lane;
+    col_ = vector * kNeighbours;
+    is_there_ = lane < step_ && vector < task.blocks_across * task.lanes;
+    MEGAFSDP_UNROLL
+    for (int i = 0; i < kBlockRows; ++i) load_row(task, i);
+  }
+
+  // Returns the largest magnitude of one of the rows.
+  MEGAFSDP_INLINE uint32_t maximum(const BlockTask& task, int i) const {
+    const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+    uint32_t largest = 0;
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) {
+      const uint32_t bits = bits_of(values.at[k]) & kMagnitudeMask;
+      largest = bits > largest ? bits : largest;
+    }
+    return largest;
+  }
+
+  // Writes the codes of one of the rows, given the maximum of its block; and the first lane of a
+  // block what the table has of it.
+  MEGAFSDP_INLINE void finish(const BlockTask& task, int i, uint32_t maximum) const {
+    const uint32_t row = row_ + i * step_;
+    if (!is_there_ || row >= task.rows) return;
+    const uint32_t block = col_ / kNeighbours / task.lanes;
+    if (col_ / kNeighbours % task.lanes == 0) {
+      const int64_t place = int64_t{row} * task.blocks_across + block;
+      write_entry<Element>(task.scaling, maximum, nullptr, task.entries, place);
+    }
+    const float factor = encode_factor_of<Element>(task.scaling, maximum, nullptr);
+    Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) values.at[k] = scaled(values.at[k], factor);
+    const CodeVector<Element> codes = encode_values<Element>(values);
+    const int64_t first = int64_t{row} * task.cols + col_;
+    if (is_whole(task)) {
+      store(task.codes, first / kNeighbours, codes);
+      return;
+    }
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kCodeBytes<Element>; ++k) {
+      const uint32_t col = col_ + k * Element::kCodesPerByte;
+      if (col < task.cols) task.codes[first / Element::kCodesPerByte + k] = codes.at[k];
+    }
+  }
+
+ private:
+  MEGAFSDP_INLINE bool is_whole(const BlockTask& task) const {
+    return task.is_aligned && col_ + kNeighbours <= task.cols;
+  }
+
+  MEGAFSDP_INLINE void load_row(const BlockTask& task, int i) {
+    values_[i] = {};
+    const uint32_t row = row_ + i * step_;
+    if (!is_there_ || row >= task.rows) return;
+    const int64_t first = int64_t{row} * task.cols + col_;
+    if (is_whole(task)) {
+      values_[i] = load<Neighbours<Source>>(task.values, first / kNeighbours);
+      return;
+    }
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) {
+      if (col_ + k < task.cols) {
+        values_[i].at[k] = static_cast<const Source*>(task.values)[first + k];
+      }
+    }
+  }
+
+  Neighbours<Source> values_[kBlockRows];
+  uint32_t row_, step_, col_;
+  bool is_there_;
+};
+
+}  // namespace megafsdp

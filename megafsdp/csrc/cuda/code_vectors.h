@@ -1,0 +1,186 @@
+// Values and codes of a thread: eight neighbours of a row, in one or two vectors.
+//
+// What is read is fp32, or 16 bits that stand for bf16 or fp16; which of them is known at run time,
+// and so is a type to round to first. GPUs from sm_89 on have instructions for 8-bit floats. They
+// give the bits of kernels/float8.h but for NaN, whose code is chosen here.
+//
+// The file compiles for the host too.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../kernels/float16.h"
+#include "../kernels/float4.h"
+#include "../kernels/float8.h"
+#include "stored_values.h"
+#include "vectors.h"
+
+namespace megafsdp {
+
+// Elements of a row that one thread has: at least 16 bytes of every type that is read.
+constexpr int kNeighbours = 8;
+
+template <typename Element>
+constexpr int kCodeBytes = kNeighbours / Element::kCodesPerByte;
+
+template <typename Source>
+using Neighbours = Vector<Source, kNeighbours>;
+
+template <typename Element>
+using CodeVector = Vector<uint8_t, kCodeBytes<Element>>;
+
+// How values are read.
+struct Reading {
+  Dtype dtype;
+  // What fp32 is rounded to first; kNone: nothing.
+  Dtype through;
+};
+
+MEGAFSDP_INLINE float read_value(float value, const Reading& reading) {
+  if (reading.through == Dtype::kBFloat16) return to_float(FromFloat<BFloat16>::convert(value));
+  if (reading.through == Dtype::kFloat16) return to_float(FromFloat<Float16>::convert(value));
+  return value;
+}
+
+MEGAFSDP_INLINE float read_value(uint16_t bits, const Reading& reading) {
+  return decoded(bits, reading.dtype);
+}
+
+// The choice stands outside of the loops: it is one branch for all values.
+template <typename Source, typename Visit>
+MEGAFSDP_INLINE void visit_reading(const Reading& reading, const Visit& visit) {
+  if constexpr (std::is_same_v<Source, float>) {
+    if (reading.through == Dtype::kBFloat16) return visit(Reading{reading.dtype, Dtype::kBFloat16});
+    if (reading.through == Dtype::kFloat16) return visit(Reading{reading.dtype, Dtype::kFloat16});
+    visit(Reading{reading.dtype, Dtype::kNone});
+  } else {
+    if (reading.dtype == Dtype::kFloat16) return visit(Reading{Dtype::kFloat16, Dtype::kNone});
+    visit(Reading{Dtype::kBFloat16, Dtype::kNone});
+  }
+}
+
+template <typename Source>
+MEGAFSDP_INLINE Neighbours<float> read_values(const Neighbours<Source>& values,
+                                              const Reading& reading) {
+  Neighbours<float> result;
+  visit_reading<Source>(reading, [&](const Reading known) {
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) result.at[k] = read_value(values.at[k], known);
+  });
+  return result;
+}
+
+// As read_values(): one branch for all.
+template <typename Out>
+MEGAFSDP_INLINE Neighbours<Out> write_values(const Neighbours<float>& values, Dtype dtype) {
+  Neighbours<Out> results;
+  visit_reading<Out>({dtype, Dtype::kNone}, [&](const Reading known) {
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) encode(values.at[k], known.dtype, results.at[k]);
+  });
+  return results;
+}
+
+// Returns the value to encode: NaN for what is not finite, which times zero is no zero. A GPU has
+// more room for these three operations than for bit patterns and selects; a zero keeps its sign.
+MEGAFSDP_INLINE float scaled(float value, float factor) { return value * factor + value * 0.0f; }
+
+template <typename Element>
+MEGAFSDP_INLINE uint32_t code_of(float value) {
+  return Element::encode(value);
+}
+
+// Rounds to one of two codes by noise.
+MEGAFSDP_INLINE uint32_t code_by_chance(float value, float noise) {
+  return E2M1::encode_stochastically(value, noise);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+template <typename Element>
+MEGAFSDP_INLINE uint32_t encode_pair(float low, float high) {
+  uint16_t codes;
+  if constexpr (std::is_same_v<Element, E4M3>) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  }
+  const uint32_t of_low = low != low ? 0x7fu : codes & 0xffu;
+  const uint32_t of_high = high != high ? 0x7fu : codes >> 8;
+  return of_low | of_high << 8;
+}
+
+template <typename Element>
+MEGAFSDP_INLINE void decode_pair(uint32_t codes, float& low, float& high) {
+  uint32_t halves;
+  const auto pair = static_cast<uint16_t>(codes);
+  // Each of their values is one of fp16.
+  if constexpr (std::is_same_v<Element, E4M3>) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  } else {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  }
+  asm("cvt.f32.f16 %0, %1;" : "=f"(low) : "h"(static_cast<uint16_t>(halves)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(high) : "h"(static_cast<uint16_t>(halves >> 16)));
+}
+#else
+template <typename Element>
+MEGAFSDP_INLINE uint32_t encode_pair(float low, float high) {
+  return code_of<Element>(low) | code_of<Element>(high) << 8;
+}
+
+template <typename Element>
+MEGAFSDP_INLINE void decode_pair(uint32_t codes, float& low, float& high) {
+  low = Element::decode(codes & 0xff);
+  high = Element::decode(codes >> 8);
+}
+#endif
+
+// Returns the codes of values that are scaled.
+template <typename Element>
+MEGAFSDP_INLINE CodeVector<Element> encode_values(const Neighbours<float>& values) {
+  CodeVector<Element> codes;
+  MEGAFSDP_UNROLL
+  for (int k = 0; k < kNeighbours; k += 2) {
+    const float low = values.at[k], high = values.at[k + 1];
+    if constexpr (Element::kCodesPerByte == 1) {
+      const uint32_t pair = encode_pair<Element>(low, high);
+      codes.at[k] = static_cast<uint8_t>(pair);
+      codes.at[k + 1] = static_cast<uint8_t>(pair >> 8);
+    } else {
+      codes.at[k / 2] = static_cast<uint8_t>(code_of<Element>(low) | code_of<Element>(high) << 4);
+    }
+  }
+  return codes;
+}
+
+// As encode_values(), rounded by noise.
+MEGAFSDP_INLINE CodeVector<E2M1> encode_values_stochastically(const Neighbours<float>& values,
+                                                              const Neighbours<float>& noise) {
+  CodeVector<E2M1> codes;
+  MEGAFSDP_UNROLL
+  for (int k = 0; k < kNeighbours; k += 2) {
+    const uint32_t low = code_by_chance(values.at[k], noise.at[k]);
+    const uint32_t high = code_by_chance(values.at[k + 1], noise.at[k + 1]);
+    codes.at[k / 2] = static_cast<uint8_t>(low | high << 4);
+  }
+  return codes;
+}
+
+template <typename Element>
+MEGAFSDP_INLINE Neighbours<float> decode_values(const CodeVector<Element>& codes) {
+  Neighbours<float> values;
+  MEGAFSDP_UNROLL
+  for (int k = 0; k < kNeighbours; k += 2) {
+    if constexpr (Element::kCodesPerByte == 1) {
+      const uint32_t pair = codes.at[k] | static_cast<uint32_t>(codes.at[k + 1]) << 8;
+      decode_pair<Element>(pair, values.at[k], values.at[k + 1]);
+    } else {
+      values.at[k] = Element::decode(codes.at[k / 2] & 0xf);
+      values.at[k + 1] = Element::decode(codes.at[k / 2] >> 4);
+    }
+  }
+  return values;
+}
+
+}  // namespace megafsdp

@@ -1,0 +1,168 @@
+// One thread's part of an encoding whose codes are written transposed, as they are or both ways:
+// with a given maximum, or with those of blocks along columns. transpose_thread.h has the layout.
+#pragma once
+
+#include <cstdint>
+
+#include "transpose_thread.h"
+
+namespace megafsdp {
+
+constexpr uint32_t kMostBlocksDown = kTransposeRows / 16;
+
+inline bool is_block_height(int64_t height) {
+  return height >= 16 && height <= kTransposeRows && kTransposeRows % height == 0;
+}
+
+using EncodedCodes = SharedCodes<kNeighbours>;
+constexpr uint32_t kEncodedCols = EncodedCodes::kCols;
+
+// codes or transposed may be null. maximum is null for blocks: then entries has one
+// for each block of block_rows, which divide kTransposeRows, and column.
+struct EncodeTransposedTask {
+  TransposeGrid grid;
+  const void* values;
+  uint8_t* codes;
+  uint8_t* transposed;
+  const int32_t* maximum;
+  void* entries;
+  uint32_t block_rows;
+  Dtype dtype;
+  ScalingKind scaling;
+  bool is_aligned;
+  bool stores_vectors;
+};
+
+struct EncodeTransposedShared {
+  EncodedCodes codes;
+  uint32_t maxima[kMostBlocksDown * kEncodedCols];
+  alignas(16) float factors[kMostBlocksDown * kEncodedCols];
+};
+
+template <typename Element, typename Source>
+class EncodeTransposedThread {
+ public:
+  // Loads a thread's values; those that are beyond the matrix are zero. Clears shared maxima.
+  MEGAFSDP_INLINE EncodeTransposedThread(const EncodeTransposedTask& task, int64_t item, int thread,
+                                         EncodeTransposedShared& shared)
+      : block_(transpose_block(task.grid, item, kEncodedCols)),
+        thread_(static_cast<uint32_t>(thread)),
+        row_(block_.row + thread_ / kThreadsAcross * kRowsOfWord),
+        col_(block_.col + thread_ % kThreadsAcross * kNeighbours) {
+    for (uint32_t i = thread_; i < num_factors(task); i += kTransposeThreads) shared.maxima[i] = 0;
+    MEGAFSDP_UNROLL
+    for (uint32_t i = 0; i < kRowsOfWord; ++i) load_row(task, i);
+  }
+
+  // Raises the maxima of the thread's columns.
+  MEGAFSDP_INLINE void note_maxima(const EncodeTransposedTask& task,
+                                   EncodeTransposedShared& shared) const {
+    if (task.maximum != nullptr) return;
+    uint32_t largest[kNeighbours] = {};
+    MEGAFSDP_UNROLL
+    for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+      const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+      MEGAFSDP_UNROLL
+      for (int k = 0; k < kNeighbours; ++k) {
+        const uint32_t bits = bits_of(values.at[k]) & kMagnitudeMask;
+        largest[k] = bits > largest[k] ? bits : largest[k];
+      }
+    }
+    uint32_t* const maxima = shared.maxima + first_factor(task);
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) raise_shared(maxima + k, largest[k]);
+  }
+
+  // Computes the factors that the block of threads shares, and writes what the table has of blocks.
+  MEGAFSDP_INLINE void share_factors(const EncodeTransposedTask& task,
+                                     EncodeTransposedShared& shared) const {
+    MEGAFSDP_ROLL
+    for (uint32_t i = thread_; i < num_factors(task); i += kTransposeThreads) {
+      const bool is_given = task.maximum != nullptr;
+      const uint32_t maximum = is_given ? static_cast<uint32_t>(*task.maximum) : shared.maxima[i];
+      shared.factors[i] = encode_factor_of<Element>(task.scaling, maximum, nullptr);
+      const uint32_t row = block_.row + i / kEncodedCols * task.block_rows;
+      const uint32_t col = block_.col + i % kEncodedCols;
+      if (is_given || row >= task.grid.rows || col >= task.grid.cols) continue;
+      const int64_t place = int64_t{row / task.block_rows} * task.grid.cols + col;
+      write_entry<Element>(task.scaling, maximum, nullptr, task.entries, place);
+    }
+  }
+
+  // Encodes, writes the codes as they are, and shares them transposed.
+  MEGAFSDP_INLINE void share_codes_of(const EncodeTransposedTask& task,
+                                      EncodeTransposedShared& shared) const {
+    Vector<uint8_t, kNeighbours> rows[kRowsOfWord];
+    const auto factors = load<Neighbours<float>>(shared.factors + first_factor(task), 0);
+    MEGAFSDP_UNROLL
+    for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+      Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+      MEGAFSDP_UNROLL
+      for (int k = 0; k < kNeighbours; ++k) values.at[k] = scaled(values.at[k], factors.at[k]);
+      rows[i] = encode_values<Element>(values);
+      if (task.codes != nullptr) store_row(task, i, rows[i]);
+    }
+    if (task.transposed != nullptr) share_codes(rows, static_cast<int>(thread_), shared.codes);
+  }
+
+  MEGAFSDP_INLINE void write(const EncodeTransposedTask& task,
+                             const EncodeTransposedShared& shared) const {
+    if (task.transposed == nullptr) return;
+    write_transposed<1>(task.grid, block_, task.stores_vectors, static_cast<int>(thread_),
+                        shared.codes, task.transposed);
+  }
+
+ private:
+  MEGAFSDP_INLINE static uint32_t num_factors(const EncodeTransposedTask& task) {
+    return kTransposeRows / task.block_rows * kEncodedCols;
+  }
+
+  // Four rows are of one block.
+  MEGAFSDP_INLINE uint32_t first_factor(const EncodeTransposedTask& task) const {
+    return (row_ - block_.row) / task.block_rows * kEncodedCols + (col_ - block_.col);
+  }
+
+  MEGAFSDP_INLINE bool is_there(const EncodeTransposedTask& task, uint32_t i) const {
+    return row_ + i < task.grid.rows && col_ < task.grid.cols;
+  }
+
+  MEGAFSDP_INLINE bool is_whole(const EncodeTransposedTask& task) const {
+    return task.is_aligned && col_ + kNeighbours <= task.grid.cols;
+  }
+
+  MEGAFSDP_INLINE void load_row(const EncodeTransposedTask& task, uint32_t i) {
+    values_[i] = {};
+    if (!is_there(task, i)) return;
+    const int64_t first = int64_t{row_ + i} * task.grid.cols + col_;
+    if (is_whole(task)) {
+      values_[i] = load<Neighbours<Source>>(task.values, first / kNeighbours);
+      return;
+    }
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) {
+      if (col_ + k < task.grid.cols) {
+        values_[i].at[k] = static_cast<const Source*>(task.values)[first + k];
+      }
+    }
+  }
+
+  MEGAFSDP_INLINE void store_row(const EncodeTransposedTask& task, uint32_t i,
+                                 const Vector<uint8_t, kNeighbours>& codes) const {
+    if (!is_there(task, i)) return;
+    const int64_t first = int64_t{row_ + i} * task.grid.cols + col_;
+    if (is_whole(task)) {
+      store(task.codes, first / kNeighbours, codes);
+      return;
+    }
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) {
+      if (col_ + k < task.grid.cols) task.codes[first + k] = codes.at[k];
+    }
+  }
+
+  TransposeBlock block_;
+  uint32_t thread_, row_, col_;
+  Neighbours<Source> values_[kRowsOfWord];
+};
+
+}  // namespace megafsdp

@@ -1,0 +1,57 @@
+// The factors of tiles, their family being known at run time; for both compilers.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../kernels/scales.h"
+
+namespace megafsdp {
+
+// Returns what values are multiplied with before they are encoded. of_matrix, of two levels only,
+// is the largest maximum of the matrix.
+template <typename Element>
+MEGAFSDP_INLINE float encode_factor_of(ScalingKind scaling, uint32_t maximum,
+                                       const uint32_t* of_matrix) {
+  float factor = 0.0f;
+  visit_scaling(scaling, [&](auto family) {
+    using Scaling = decltype(family);
+    float matrix_factor = 0.0f;
+    if constexpr (Scaling::kHasTwoLevels) matrix_factor = Scaling::matrix_factor(*of_matrix);
+    factor = Scaling::template encode_factor<Element>(maximum, matrix_factor);
+  });
+  return factor;
+}
+
+// Returns what decoded codes are multiplied with; of_matrix is what the table has of the matrix.
+MEGAFSDP_INLINE float decode_factor_of(ScalingKind scaling, const void* entries, int64_t tile,
+                                       const float* of_matrix) {
+  float factor = 0.0f;
+  visit_scaling(scaling, [&](auto family) {
+    using Scaling = decltype(family);
+    float matrix_maximum = 0.0f;
+    if constexpr (Scaling::kHasTwoLevels) matrix_maximum = *of_matrix;
+    const auto* const of_tiles = static_cast<const typename Scaling::Entry*>(entries);
+    factor = Scaling::decode_factor(of_tiles[tile], matrix_maximum);
+  });
+  return factor;
+}
+
+// Writes what a table has of a tile. A GPU gives a NaN of its own pattern, a table has one.
+template <typename Element>
+MEGAFSDP_INLINE void write_entry(ScalingKind scaling, uint32_t maximum, const uint32_t* of_matrix,
+                                 void* entries, int64_t tile) {
+  visit_scaling(scaling, [&](auto family) {
+    using Scaling = decltype(family);
+    using Entry = typename Scaling::Entry;
+    float matrix_factor = 0.0f;
+    if constexpr (Scaling::kHasTwoLevels) matrix_factor = Scaling::matrix_factor(*of_matrix);
+    Entry entry = Scaling::template entry<Element>(maximum, matrix_factor);
+    if constexpr (std::is_same_v<Entry, float>) {
+      if (maximum >= kInfinityBits) entry = float_of(kNanBits);
+    }
+    static_cast<Entry*>(entries)[tile] = entry;
+  });
+}
+
+}  // namespace megafsdp

@@ -1,0 +1,200 @@
+// One thread's part of a transposition of codes, and of an encoding that is transposed on its way.
+//
+// A block of threads has kTransposeRows rows and eight times kWidth columns, a thread four
+// neighbouring rows and kWidth neighbouring columns. It turns its four codes of a column into one
+// word of what the block shares, where a column's words lie side by side:
+//
+//   row, byte    0: a b c d         word of column 0: a e i m
+//                1: e f g h                        1: b f j n     memory that a block shares:
+//                2: i j k l                        2: c g k o     column, word: the rows 4 w to
+//                3: m n o p                        3: d h l p     4 w + 3
+//
+// Words of columns that are written together would lie in one bank; so the place of a word within
+// its column is changed by the thread's columns. Sixteen bytes of a column, which is a row of the
+// transpose, stay together.
+//
+// Between the parts of a kernel all threads of its block wait for each other. The file compiles for
+// the host too, where a test runs all threads through one part after another.
+#pragma once
+
+#include <cstdint>
+
+#include "code_vectors.h"
+#include "raise.h"
+#include "tile_factors.h"
+
+namespace megafsdp {
+
+constexpr int kTransposeThreads = 256;
+constexpr uint32_t kTransposeRows = 128;
+constexpr uint32_t kRowsOfWord = 4;
+constexpr uint32_t kWordsOfCol = kTransposeRows / kRowsOfWord;
+constexpr uint32_t kThreadsAcross = kTransposeThreads / kWordsOfCol;
+// Codes that a thread writes at once, of a column.
+constexpr uint32_t kCodesOfStore = 16;
+
+template <int kWidth>
+struct SharedCodes {
+  static constexpr uint32_t kCols = kThreadsAcross * kWidth;
+  alignas(16) uint32_t words[kCols * kWordsOfCol];
+};
+
+template <int kWidth>
+MEGAFSDP_INLINE uint32_t place_of_word(uint32_t col, uint32_t word) {
+  return col * kWordsOfCol + (word ^ col / kWidth * kRowsOfWord);
+}
+
+// Matrices of one shape that are transposed each by itself, in blocks of threads.
+struct TransposeGrid {
+  uint32_t rows;
+  uint32_t cols;
+  uint32_t blocks_down;
+  uint32_t blocks_across;
+  int64_t num_items;
+};
+
+inline TransposeGrid transpose_grid(int64_t num_matrices, int64_t rows, int64_t cols,
+                                    uint32_t block_cols) {
+  const auto down = static_cast<uint32_t>((rows + kTransposeRows - 1) / kTransposeRows);
+  const auto across = static_cast<uint32_t>((cols + block_cols - 1) / block_cols);
+  return {static_cast<uint32_t>(rows), static_cast<uint32_t>(cols), down, across,
+          num_matrices * down * across};
+}
+
+// Where a block of threads works: the first element of its matrix, its first row and column.
+struct TransposeBlock {
+  int64_t matrix_offset;
+  uint32_t row;
+  uint32_t col;
+};
+
+MEGAFSDP_INLINE TransposeBlock transpose_block(const TransposeGrid& grid, int64_t item,
+                                               uint32_t block_cols) {
+  const auto of_row = static_cast<uint64_t>(item) / grid.blocks_across;
+  const auto across = static_cast<uint32_t>(item - of_row * grid.blocks_across);
+  const auto matrix = of_row / grid.blocks_down;
+  const auto down = static_cast<uint32_t>(of_row - matrix * grid.blocks_down);
+  const int64_t offset = static_cast<int64_t>(matrix) * grid.rows * grid.cols;
+  return {offset, down * kTransposeRows, across * block_cols};
+}
+
+#if defined(__CUDA_ARCH__)
+MEGAFSDP_INLINE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places) {
+  return __byte_perm(low, high, places);
+}
+#else
+MEGAFSDP_INLINE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) {
+    picked |= static_cast<uint32_t>(bytes >> 8 * (places >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return picked;
+}
+#endif
+
+// Turns the codes of four rows into words of columns.
+template <int kWidth>
+MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWord], int thread,
+                                 SharedCodes<kWidth>& shared) {
+  const uint32_t word = thread / kThreadsAcross, first = thread % kThreadsAcross * kWidth;
+  MEGAFSDP_UNROLL
+  for (int col = 0; col < kWidth; col += 4) {
+    uint32_t of_rows[kRowsOfWord];
+    MEGAFSDP_UNROLL
+    for (uint32_t i = 0; i < kRowsOfWord; ++i) std::memcpy(&of_rows[i], rows[i].at + col, 4);
+    const uint32_t low01 = pick_bytes(of_rows[0], of_rows[1], 0x5140);
+    const uint32_t high01 = pick_bytes(of_rows[0], of_rows[1], 0x7362);
+    const uint32_t low23 = pick_bytes(of_rows[2], of_rows[3], 0x5140);
+    const uint32_t high23 = pick_bytes(of_rows[2], of_rows[3], 0x7362);
+    const uint32_t transposed[4] = {
+        pick_bytes(low01, low23, 0x5410), pick_bytes(low01, low23, 0x7632),
+        pick_bytes(high01, high23, 0x5410), pick_bytes(high01, high23, 0x7632)};
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      shared.words[place_of_word<kWidth>(first + col + k, word)] = transposed[k];
+    }
+  }
+}
+
+// Writes the rows of the transpose from what the block shares, sixteen codes at a time.
+template <int kCodesPerByte, int kWidth>
+MEGAFSDP_INLINE void write_transposed(const TransposeGrid& grid, const TransposeBlock& block,
+                                      bool is_aligned, int thread,
+                                      const SharedCodes<kWidth>& shared, uint8_t* out) {
+  constexpr uint32_t kStoresOfCol = kTransposeRows / kCodesOfStore;
+  constexpr uint32_t kStores = SharedCodes<kWidth>::kCols * kStoresOfCol;
+  MEGAFSDP_ROLL
+  for (uint32_t i = thread; i < kStores; i += kTransposeThreads) {
+    const uint32_t col = i / kStoresOfCol, first = i % kStoresOfCol * kCodesOfStore;
+    const uint32_t row = block.row + first;
+    if (block.col + col >= grid.cols || row >= grid.rows) continue;
+    const auto codes = load<Vector<uint8_t, kCodesOfStore>>(
+        shared.words + place_of_word<kWidth>(col, first / kRowsOfWord), 0);
+    const int64_t at = block.matrix_offset + int64_t{block.col + col} * grid.rows + row;
+    const uint32_t left = grid.rows - row;
+    Vector<uint8_t, kCodesOfStore / kCodesPerByte> bytes;
+    MEGAFSDP_UNROLL
+    for (uint32_t k = 0; k < kCodesOfStore; k += kCodesPerByte) {
+      const uint32_t pair = kCodesPerByte == 1 ? 0 : codes.at[k + kCodesPerByte - 1] << 4;
+      bytes.at[k / kCodesPerByte] = static_cast<uint8_t>(codes.at[k] | pair);
+    }
+    if (is_aligned && left >= kCodesOfStore) {
+      store(out, at / kCodesOfStore, bytes);
+      continue;
+    }
+    MEGAFSDP_UNROLL
+    for (uint32_t k = 0; k < kCodesOfStore; k += kCodesPerByte) {
+      if (k < left) out[(at + k) / kCodesPerByte] = bytes.at[k / kCodesPerByte];
+    }
+  }
+}
+
+// A transposition of codes.
+struct TransposeTask {
+  TransposeGrid grid;
+  const uint8_t* codes;
+  uint8_t* out;
+  bool loads_vectors;
+  bool stores_vectors;
+};
+
+constexpr int kTransposeWidth = 16;
+using TransposeShared = SharedCodes<kTransposeWidth>;
+
+template <int kCodesPerByte>
+MEGAFSDP_INLINE void share_loaded(const TransposeTask& task, const TransposeBlock& block,
+                                  int thread, TransposeShared& shared) {
+  using Bytes = Vector<uint8_t, kTransposeWidth / kCodesPerByte>;
+  const uint32_t row = block.row + thread / kThreadsAcross * kRowsOfWord;
+  const uint32_t col = block.col + thread % kThreadsAcross * kTransposeWidth;
+  Bytes loaded[kRowsOfWord];
+  MEGAFSDP_UNROLL
+  for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+    loaded[i] = {};
+    if (row + i >= task.grid.rows || col >= task.grid.cols) continue;
+    const int64_t at = block.matrix_offset + int64_t{row + i} * task.grid.cols + col;
+    if (task.loads_vectors && col + kTransposeWidth <= task.grid.cols) {
+      loaded[i] = load<Bytes>(task.codes, at / kTransposeWidth);
+      continue;
+    }
+    MEGAFSDP_UNROLL
+    for (uint32_t k = 0; k < sizeof loaded[i]; ++k) {
+      if (col + k * kCodesPerByte < task.grid.cols)
+        loaded[i].at[k] = task.codes[at / kCodesPerByte + k];
+    }
+  }
+  Vector<uint8_t, kTransposeWidth> rows[kRowsOfWord];
+  MEGAFSDP_UNROLL
+  for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+    MEGAFSDP_UNROLL
+    for (uint32_t k = 0; k < kTransposeWidth; ++k) {
+      const uint32_t byte = loaded[i].at[k / kCodesPerByte];
+      const uint32_t code = k % 2 == 0 ? byte & 0xf : byte >> 4;
+      rows[i].at[k] = static_cast<uint8_t>(kCodesPerByte == 1 ? byte : code);
+    }
+  }
+  share_codes(rows, thread, shared);
+}
+
+}  // namespace megafsdp

@@ -1,0 +1,59 @@
+"""What a recipe quantizes of a model and what it leaves as it is, in few words.
+
+Which weights these are is decided in :mod:`megafsdp.fsdp.eligible`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megafsdp.errors import expected, listed
+from megafsdp.quantize.recipes import QuantizationRecipe
+
+
+def describe_kept(reasons: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason to leave parameters as they are, with their names.
+
+    Numbers in names become ``*``, so that the layers of a model are named once.
+
+    Args:
+        reasons: By the FQNs of parameters; empty for those that are quantized.
+    """
+    names: dict[str, list[str]] = {}
+    for fqn, reason in reasons.items():
+        if reason:
+            names.setdefault(reason, []).append(fqn)
+    return [f"{reason}: {listed(in_all_layers(found))}" for reason, found in names.items()]
+
+
+def in_all_layers(names: Iterable[str]) -> list[str]:
+    """Return names with ``*`` for each number, each once."""
+    split = (name.split(".") for name in names)
+    joined = (".".join("*" if part.isdecimal() else part for part in parts) for parts in split)
+    return list(dict.fromkeys(joined))
+
+
+def check_any_is_quantized(
+    recipes: Iterable[QuantizationRecipe], reasons: Mapping[str, str], *, where: str
+) -> None:
+    """Check that the recipes of a model's units quantize something of it.
+
+    Args:
+        recipes: Those of the units; none if nothing is to be quantized.
+        reasons: As for :func:`describe_kept`, of every parameter.
+        where: The call, for the message.
+
+    Raises:
+        ValueError: They leave all as it is; lists what there is.
+    """
+    names = sorted({recipe.name for recipe in recipes})
+    if names and reasons and all(reasons.values()):
+        raise ValueError(
+            expected(
+                f"weights that {' or '.join(names)} can quantize",
+                "; ".join(describe_kept(reasons)),
+                where=where,
+                hint="Leave out the recipe, choose another one, or declare weights of your own "
+                "layers by annotate(..., is_linear_weight=True)",
+            )
+        )

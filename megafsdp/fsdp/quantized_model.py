@@ -1,0 +1,415 @@
+"""Quantize the parameters of a plain model, or of one that torch's ``fully_shard`` has sharded.
+
+``quantize_`` replaces what parameters are made of, and leaves the parameters, their meshes and
+their placements. It is checked from global shapes, before any rank changes or exchanges anything.
+Values are set by ``requantize_`` alone, on all ranks, or by FusedAdam. Models of megafsdp's own
+``fully_shard`` keep fp32 parameters and take a recipe in their policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.dtensor.uneven import local_object
+from megafsdp.device.torch_private import replace_tensor
+from megafsdp.errors import expected, listed
+from megafsdp.fsdp.policy_names import matching_names
+from megafsdp.fsdp.runtime.torch_fsdp import (
+    CutWeight,
+    cut_weight_of,
+    encode_main_weights,
+    quantized_parameters,
+    shard_of,
+)
+from megafsdp.fsdp.runtime.unit import units_below
+from megafsdp.fsdp.weight_sync import watch_optimizer_steps
+from megafsdp.mesh.annotation import ParameterAnnotation, annotation_of
+from megafsdp.mesh.dtensor import cut_dim
+from megafsdp.mesh.torch_private import (
+    TorchShard,
+    check_before_torch_shards,
+    set_local,
+    torch_shards,
+)
+from megafsdp.quantize.delayed import DelayedState
+from megafsdp.quantize.formats import WeightFormat
+from megafsdp.quantize.recipes import RECIPE_NAMES, QuantizationRecipe, recipe_of
+from megafsdp.quantize.shard import QuantizedShard, new_shard
+from megafsdp.quantize.tiles import SOURCE_DTYPES
+
+_WHERE = "megafsdp.quantize_()"
+_VALUES = "the values of megafsdp.requantize_()"
+
+
+@runtime_checkable
+class _Declares(Protocol):
+    """A layer of megafsdp.parallel: torch's ``fully_shard`` drops what it wrote on parameters."""
+
+    # By name alone: this room does not import the layers.
+    declarations: Mapping[str, ParameterAnnotation]
+    weight_mesh: DeviceMesh | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A parameter that is to be quantized.
+
+    Attributes:
+        name: Its FQN.
+        parameter: The parameter.
+        cut: How torch has cut it; None if it has not.
+        weight_mesh: Ranks that its layer asks to combine maxima over.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    cut: TorchShard | None
+    weight_mesh: DeviceMesh | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape that this rank's data axis divides."""
+        return tuple(local_object(self.parameter).shape) if self.cut is None else self.cut.shape
+
+    @property
+    def chunk(self) -> int:
+        """Return how much of dimension 0 each rank but the last ones has."""
+        return -(-self.shape[0] // (1 if self.cut is None else self.cut.num_ranks))
+
+
+def quantize_(
+    model: nn.Module,
+    recipe: str | QuantizationRecipe,
+    keep_unquantized: tuple[str, ...] = (),
+) -> nn.Module:
+    """Quantize the weights of a model's linear layers in place.
+
+    Those are weights of ``nn.Linear``, and what layers of ``megafsdp.parallel`` declare, whose
+    shape the recipe's format takes. Call it after torch's ``fully_shard`` if that is used, and
+    before the first forward. The values in fp32 are kept as main weights, which
+    :class:`~megafsdp.FusedAdam` steps: other optimizers raise. Collective: one all-reduce over the
+    ranks that divide parameters, if the format has scales that they share.
+
+    Args:
+        model: A plain module on its device, or one of torch's ``fully_shard``.
+        recipe: A name of ``RECIPE_NAMES``, or a recipe.
+        keep_unquantized: FQNs of parameters or of modules above them, patterns (``fnmatch``) of
+            either, or classes of modules, that stay as they are.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: There is no such recipe, a name matches nothing, no weight can be quantized, or
+            ranks would have parts of a tile or no rows; on all ranks, before anything is changed.
+        RuntimeError: The model is quantized already, has run its first forward, or is sharded by
+            megafsdp.
+    """
+    recipe = recipe_of(recipe)
+    cuts = torch_shards(model)
+    _check_model(model, cuts)
+    found = list(_eligible(model, recipe, keep_unquantized, cuts))
+    if not found:
+        raise ValueError(
+            expected(
+                f"weights of linear layers that '{recipe.name}' takes",
+                "none",
+                where=_WHERE,
+                hint="Look at shapes and keep_unquantized: rows and columns must be multiples of "
+                f"{recipe.weight.multiple}",
+            )
+        )
+    # All of them before the first is changed, and from what all ranks know: none is left waiting.
+    for each in found:
+        _check_cut(each, recipe)
+    _quantize(found, recipe)
+    # The first step of another optimizer is refused there, before its moments change.
+    watch_optimizer_steps()
+    check_before_torch_shards(_refuse_quantized)
+    return model
+
+
+@torch.no_grad()
+def requantize_(model: nn.Module, values: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Set the values of quantized parameters: main weights, scales and codes.
+
+    Collective as :func:`quantize_`, on all ranks with the same names. An optimizer goes on from
+    these values with the moments that it has.
+
+    Args:
+        model: A model that was given to :func:`quantize_`.
+        values: By FQN, of any floating-point dtype: DTensors like the parameters, or plain tensors
+            of the whole where no model axis cuts them. Parameters that are left out are quantized
+            anew from their main weights, as all are without values: after these were edited.
+
+    Raises:
+        ValueError: A name is not of a quantized parameter, or a tensor has another shape or
+            placement; nothing is changed.
+    """
+    parameters = quantized_parameters(model)
+    shards = {name: s for name, p in parameters.items() if (s := shard_of(p)) is not None}
+    rows = {}
+    for name, given in (values or {}).items():
+        if name not in parameters:
+            raise ValueError(
+                expected(
+                    f"names of quantized parameters, {listed(sorted(parameters))}",
+                    f"'{name}'",
+                    where=_VALUES,
+                    hint="Copy into other parameters directly",
+                )
+            )
+        rows[name] = _own_rows(name, parameters[name], given)
+    # Only now, after every tensor was checked. The writes are counted, so that the values are seen
+    # as newer than codes that were loaded before.
+    for name, own in rows.items():
+        cut_weight_of(shards[name]).values.copy_(own)
+    encode_main_weights(list(shards.values()))
+
+
+def _own_rows(name: str, parameter: nn.Parameter, given: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of values for a parameter; refuse by what all ranks know."""
+    own = local_object(parameter)
+    is_cut = isinstance(parameter, DTensor)
+    if isinstance(given, DTensor) and isinstance(parameter, DTensor):
+        is_alike = given.device_mesh == parameter.device_mesh
+        if is_alike and (given.placements, given.shape) == (parameter.placements, parameter.shape):
+            return local_object(given).detach()
+    elif not isinstance(given, DTensor) and given.shape == parameter.shape:
+        placed = isinstance(parameter, DTensor) and [cut_dim(p) for p in parameter.placements]
+        if not placed:
+            return given
+        # Replicas first, then rows of one axis: no model axis.
+        if placed[-1] == 0 and all(dim is None for dim in placed[:-1]):
+            assert isinstance(own, QuantizedShard), "the parameter is quantized"
+            first = cut_weight_of(own).first_row
+            return given[first : first + own.shape[0]]
+    raise ValueError(
+        expected(
+            f"a DTensor like the parameter, of shape {tuple(parameter.shape)}"
+            + ("" if not is_cut else ", or a plain tensor of the whole that no model axis cuts"),
+            f"{type(given).__name__} of shape {tuple(given.shape)}",
+            where=f"'{name}' in {_VALUES}",
+            hint="Make it by torch.distributed.tensor.distribute_tensor()",
+        )
+    )
+
+
+def _check_model(model: nn.Module, cuts: Mapping[nn.Parameter, TorchShard]) -> None:
+    quantized = quantized_parameters(model)
+    if units_below([model]):
+        what, got = "a plain model, or one of torch's fully_shard()", "units of megafsdp"
+        hint = "Give fully_shard() MixedPrecisionPolicy(recipe=...) instead"
+    elif quantized:
+        what, got = "a model that is not quantized", f"'{next(iter(quantized))}', which is"
+        hint = "Set values by megafsdp.requantize_(model, values)"
+    # torch keeps what it gathered first: the class of a compute weight cannot change later.
+    elif any(cut.has_begun for cut in cuts.values()):
+        what, got = "a call before the first forward", "a model whose forward has run"
+        hint = "Call quantize_() right after fully_shard()"
+    else:
+        return
+    raise RuntimeError(expected(what, got, where=_WHERE, hint=hint))
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield FQN, owner, attribute and parameter, tied ones under each of their names."""
+    for path, module in model.named_modules(remove_duplicate=True):
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield f"{path}.{attribute}".lstrip("."), module, attribute, parameter
+
+
+def _weight_meshes(model: nn.Module) -> dict[int, DeviceMesh | None]:
+    return {
+        id(parameter): module.weight_mesh
+        for _, module, _, parameter in _owners(model)
+        if isinstance(module, _Declares)
+    }
+
+
+def _eligible(
+    model: nn.Module,
+    recipe: QuantizationRecipe,
+    keep: tuple[str, ...],
+    cuts: Mapping[nn.Parameter, TorchShard],
+) -> Iterator[_Found]:
+    """Yield what the recipe quantizes, each parameter once.
+
+    Raises:
+        ValueError: A name of ``keep`` matches nothing.
+    """
+    idle, kept = set(keep), set[int]()
+    names: dict[nn.Parameter, str] = {}
+    for name, module, attribute, parameter in _owners(model):
+        matching = matching_names(name, module, keep)
+        idle -= matching
+        # Of a tied weight every owner counts: an embedding reads rows of it.
+        if matching or not _is_linear_weight(module, attribute, parameter):
+            kept.add(id(parameter))
+        names.setdefault(parameter, name)
+    if idle:
+        raise ValueError(
+            expected(
+                "names of parameters, modules or classes of the model",
+                listed(sorted(idle)),
+                where=f"keep_unquantized of {_WHERE}",
+                hint=f"Names are FQNs, such as '{next(iter(names.values()), '')}', or patterns",
+            )
+        )
+    # In the order of the module tree, which ranks share, as maxima are combined in it.
+    meshes = _weight_meshes(model)
+    for parameter, name in names.items():
+        each = _Found(name, parameter, cuts.get(parameter), meshes.get(id(parameter)))
+        if id(parameter) not in kept and recipe.weight.reason_against(each.shape) is None:
+            yield each
+
+
+def _is_linear_weight(module: nn.Module, attribute: str, parameter: nn.Parameter) -> bool:
+    if isinstance(module, nn.Linear):
+        return attribute == "weight"
+    if isinstance(module, _Declares) and attribute in module.declarations:
+        return module.declarations[attribute].is_linear_weight
+    return annotation_of(parameter).is_linear_weight
+
+
+def _check_cut(each: _Found, recipe: QuantizationRecipe) -> None:
+    """Check from what all ranks know that each has whole tiles of a parameter.
+
+    Raises:
+        ValueError: It has not, or is of a dtype or on a device that cannot be quantized.
+    """
+    form, cut, shape = recipe.weight, each.cut, each.shape
+    num_ranks = 1 if cut is None else cut.num_ranks
+    multiple = form.row_multiple(shape)
+    # Without scales of their own, rows may be few: but each rank needs some to learn the scale.
+    has_own_scales = len(shape) == 3 or form.tile is not None
+    what = hint = ""
+    if each.parameter.dtype not in SOURCE_DTYPES or each.parameter.is_meta:
+        what, hint = "values of fp32, bf16 or fp16", "Cast and initialise the model first"
+        got = f"{each.parameter.dtype} on {each.parameter.device}"
+    elif cut is not None and (cut.is_on_host or cut.has_inner_mesh or cut.dim != 0):
+        what, got = (
+            "rows on the device, on one mesh",
+            "an offload_policy, another placement or mesh",
+        )
+        hint = "Call torch's fully_shard() without them, with reshard_after_forward True or False"
+    elif has_own_scales and num_ranks > 1 and shape[0] % (num_ranks * multiple):
+        unit = "matrices" if len(shape) == 3 else "rows"
+        what = f"{unit} that are a multiple of {num_ranks * multiple}, {multiple} for each rank"
+        got, hint = f"{shape[0]} on {num_ranks} ranks", _hint_of_rows(form, shape)
+    elif (num_ranks - 1) * each.chunk >= shape[0]:
+        what, got = "rows for each rank", f"{shape[0]} on {num_ranks} ranks"
+        hint = "Name the weight in keep_unquantized, or divide it among fewer ranks"
+    elif form.has_shared_scale(shape) and not _has_all_ranks(each):
+        what, got = "a weight_mesh with all ranks that divide rows", f"{each.weight_mesh}"
+        hint = "Give set_device_mesh() another weight_mesh, or none"
+    if what:
+        where = f"'{each.name}' of shape {shape} in {_WHERE} with '{recipe.name}'"
+        raise ValueError(expected(what, got, where=where, hint=hint))
+
+
+def _has_all_ranks(each: _Found) -> bool:
+    """Return whether ranks that read a scale of their own agree on it."""
+    if each.weight_mesh is None or each.cut is None or each.cut.num_ranks == 1:
+        return True
+    assert each.cut.group is not None, "several ranks are a group"
+    dividing = dist.get_process_group_ranks(each.cut.group)
+    return set(dividing) <= set(each.weight_mesh.mesh.flatten().tolist())
+
+
+def _hint_of_rows(form: WeightFormat, shape: tuple[int, ...]) -> str:
+    if len(shape) == 3:
+        return "Name the stack in keep_unquantized, or divide it among fewer ranks"
+    free = [name for name in RECIPE_NAMES if recipe_of(name).weight.tile is None]
+    return (
+        f"Use a recipe of one scale a weight, {' or '.join(free)}, fewer ranks, megafsdp's own "
+        "fully_shard(), or keep_unquantized"
+    )
+
+
+def _cut_weight(each: _Found, form: WeightFormat, values: torch.Tensor) -> CutWeight:
+    """Return where the rows of a parameter lie, and who has others under its scales."""
+    is_shared = form.has_shared_scale(each.shape)
+    groups: list[dist.ProcessGroup] = []
+    # Replicas have the same values, hence the same maxima: no axis of theirs is asked.
+    if is_shared and each.weight_mesh is not None:
+        if each.weight_mesh.size() > 1:
+            groups.append(each.weight_mesh.get_group())
+    elif is_shared or form.is_per_tensor:
+        groups += _dividing_groups(each, form)
+    first = 0 if each.cut is None else each.cut.rank * each.chunk
+    # Tiles and matrices that are a rank's own make a grid by themselves.
+    if is_shared:
+        return CutWeight(values, each.shape, first, tuple(groups), first_row=first)
+    return CutWeight(values, tuple(values.shape), 0, tuple(groups), first_row=first)
+
+
+def _dividing_groups(each: _Found, form: WeightFormat) -> Iterator[dist.ProcessGroup]:
+    """Yield the ranks that have other rows of a weight, then those with other parts of it."""
+    cut, is_stack = each.cut, len(each.shape) == 3
+    if cut is not None and cut.group is not None and cut.num_ranks > 1 and not is_stack:
+        yield cut.group
+    mesh, placements = (None, ()) if cut is None else (cut.model_mesh, cut.model_placements)
+    if cut is None and isinstance(each.parameter, DTensor):
+        mesh, placements = each.parameter.device_mesh, each.parameter.placements
+    # Grids of tiles are those of the part that a model axis has given, and a stack's scales those
+    # of its matrices: of which an axis cuts rows or columns, if not whole ones.
+    if mesh is not None and form.is_per_tensor:
+        for axis, placement in enumerate(placements):
+            dim = cut_dim(placement)
+            if dim is not None and not (is_stack and dim == 0) and mesh.size(axis) > 1:
+                yield mesh.get_group(axis)
+
+
+@torch.no_grad()
+def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
+    """Encode all parameters over new buffers, then put these in their place; collective."""
+    shards = []
+    for each in found:
+        rows = local_object(each.parameter).detach()
+        # A copy: torch frees its padded shard at the first forward, which a view would keep.
+        values = rows.to(torch.float32, copy=True).contiguous()
+        state = None
+        if recipe.history:
+            num_matrices = rows.shape[0] if rows.ndim == 3 else 1
+            state = DelayedState(recipe.history, num_matrices=num_matrices, device=rows.device)
+        shard = new_shard(
+            rows.shape,
+            recipe,
+            dtype=each.parameter.dtype,
+            device=rows.device,
+            state=state,
+            fqn=each.name,
+            main=_cut_weight(each, recipe.weight, values),
+        )
+        shards.append(shard)
+    # Over new buffers: a collective that fails leaves the model as it was.
+    encode_main_weights(shards)
+    for each, shard in zip(found, shards, strict=True):
+        # torch looks for gather hooks again at the first forward.
+        if isinstance(each.parameter, DTensor):
+            set_local(each.parameter, shard)
+        else:
+            replace_tensor(each.parameter, nn.Parameter(shard, each.parameter.requires_grad))
+
+
+def _refuse_quantized(module: nn.Module) -> None:
+    """Raise where torch would shard quantized parameters, whose fp32 values it would lose."""
+    name = next(iter(quantized_parameters(module)), None)
+    if name is not None:
+        raise RuntimeError(
+            expected(
+                "torch's fully_shard() before megafsdp.quantize_()",
+                f"'{name}', which is quantized",
+                where=f"fully_shard() of {type(module).__name__}",
+                hint="Shard the model first, then quantize it",
+            )
+        )

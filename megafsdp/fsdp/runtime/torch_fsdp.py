@@ -1,0 +1,193 @@
+"""Codes of quantized parameters under torch's FSDP2, made from fp32 main weights.
+
+The parameter of a rank is quantized (:mod:`megafsdp.quantize.shard`), and torch gathers its codes.
+A scale may be of rows that several ranks have: of the whole matrix, or in nvfp4 of the maximum of
+all tiles. Then maxima are combined first, for all parameters at once, as the engine does. Scales of
+tiles or of matrices of a stack are a rank's own, because cuts go between them:
+
+    rows 256 on 2 ranks     tiles of 128: rank 0 has tiles 0, rank 1 tiles 1; nothing is exchanged
+                            one scale:    maxima 3 and 5, the largest of which scales both
+
+Which parameters are quantized, and by whom, is in :mod:`megafsdp.fsdp.quantized_model`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megafsdp.buffer.dtensor.uneven import local_object
+from megafsdp.fsdp.runtime.agreement import take_largest
+from megafsdp.quantize.formats import WeightFormat
+from megafsdp.quantize.shard import MainWeight, QuantizedShard
+from megafsdp.quantize.tiles import Fragment
+
+_LOGGER = logging.getLogger("megafsdp.fsdp")
+# Of inputs and of output gradients, for each parameter with a history.
+_NUM_PENDING = 2
+
+
+@dataclass(slots=True)
+class CutWeight(MainWeight):
+    """The main weight of one parameter, where its rows lie, and who has others under its scales.
+
+    Copies and pickles of parameters are without it, hence without process groups.
+
+    Attributes:
+        shape: Of the whole that scales are made for: of these rows, where they are a rank's own.
+        first: The first index of dimension 0 there.
+        groups: The ranks over which maxima are combined, one group after the other.
+        first_row: The first index of dimension 0 in what data axes divide.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    groups: tuple[dist.ProcessGroup, ...]
+    first_row: int
+
+
+def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
+    """Return the quantized tensor that a parameter is, or is made of; None for any other."""
+    local = local_object(parameter)
+    return local if isinstance(local, QuantizedShard) else None
+
+
+def cut_weight_of(shard: QuantizedShard) -> CutWeight:
+    """Return the main weight of a parameter that ``quantize_`` has made."""
+    assert isinstance(shard.main, CutWeight), "quantize_() made the parameter"
+    return shard.main
+
+
+@torch.no_grad()
+def adopt_loaded_codes(shards: Iterable[QuantizedShard]) -> None:
+    """Give main weights the values of codes that were loaded without them; local."""
+    overtaken = []
+    for shard in shards:
+        main = cut_weight_of(shard)
+        if main.is_overtaken:
+            main.values.copy_(shard.decode(torch.float32))
+            main.note_encoded()
+            overtaken.append(shard.fqn)
+    if overtaken:
+        _LOGGER.warning(
+            "Main weights of %d quantized parameters begin from loaded codes, '%s' among them: "
+            "what the codes lack of fp32 is lost. Load the optimizer's states too.",
+            len(overtaken),
+            overtaken[0],
+        )
+
+
+class _Encoding:
+    """One weight within one encoding of many."""
+
+    def __init__(self, shard: QuantizedShard) -> None:
+        self.shard, self.weight = shard, cut_weight_of(shard)
+        self.format: WeightFormat = shard.recipe.weight
+        weight = self.weight
+        rows = 1 if len(weight.shape) == 2 else weight.shape[1]
+        # Contiguous since quantize_() copied them, or since a load did.
+        values = weight.values.view(-1)
+        self.fragment = Fragment(values, weight.shape, weight.first * rows)
+        self.num_maxima = self.format.num_maxima(weight.shape)
+        # Fixed by the recipe, so that ranks agree on sizes whatever their layers have recorded.
+        self.num_pending = 0 if shard.state is None else _NUM_PENDING
+        self.maxima = self.pending = values
+
+    def take_part(self, part: torch.Tensor) -> None:
+        """Use a part of the combined numbers, which is zero, and write what was recorded."""
+        self.maxima, self.pending = part.split([self.num_maxima, self.num_pending])
+        if self.shard.state is not None:
+            self.pending.copy_(self.shard.state.pending())
+
+    def roll(self) -> None:
+        """Note combined maxima in the histories, and use what scales are made from."""
+        if self.shard.state is not None:
+            # Equal on all ranks that read one scale: histories part ways otherwise.
+            self.shard.state.roll(self.maxima, self.pending)
+            self.maxima = self.shard.state.weight_maximum()
+
+    def new_table(self) -> torch.Tensor:
+        """Return where scales of the whole go: the parameter's own table if it is as long."""
+        nbytes = self.format.table_nbytes(self.weight.shape)
+        # The format computes the scales of a whole grid; nvfp4's are in units of its maximum.
+        is_whole = not self.shard.scales().own or self.weight.shape == self.shard.stored_shape
+        return self.shard.table if is_whole else self.shard.table.new_empty(nbytes)
+
+    def take_table(self, table: torch.Tensor) -> None:
+        """Keep the scales of the own rows of a table of :meth:`new_table`."""
+        if table is not self.shard.table:
+            first = self.weight.first
+            end = first + self.shard.stored_shape[0]
+            found = self.format.scales_of_rows(table, self.weight.shape, first, end)
+            self.shard.scales().copy_(found)
+
+
+@torch.no_grad()
+def encode_main_weights(shards: Sequence[QuantizedShard]) -> None:
+    """Make codes and scales of parameters from their main weights.
+
+    Collective over the ranks that have rows under one scale: one all-reduce for all parameters of
+    one mesh, and one more over each model axis that cuts a matrix of one scale. Allocates the
+    maxima, and frees them.
+
+    Args:
+        shards: The parameters, the same on all ranks in the same order.
+    """
+    # Before anything reads main weights: codes of a load would be overwritten by older values.
+    adopt_loaded_codes(shards)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]] = {}
+    for shard in shards:
+        encoding = _Encoding(shard)
+        by_groups.setdefault(encoding.weight.groups, []).append(encoding)
+    # What begins with the same ranks is combined over them together.
+    for first in dict.fromkeys(groups[:1] for groups in by_groups):
+        together = {groups: found for groups, found in by_groups.items() if groups[:1] == first}
+        _encode_together(first, together)
+    for shard in shards:
+        cut_weight_of(shard).note_encoded()
+
+
+def _encode_together(
+    first: tuple[dist.ProcessGroup, ...],
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]],
+) -> None:
+    every = [encoding for found in by_groups.values() for encoding in found]
+    sizes = [each.num_maxima + each.num_pending for each in every]
+    device = every[0].fragment.values.device
+    combined = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+    for each, part in zip(every, combined.split(sizes), strict=True):
+        each.take_part(part)
+    by_format: dict[WeightFormat, list[_Encoding]] = {}
+    for each in every:
+        by_format.setdefault(each.format, []).append(each)
+    # One call of the kernel a format: with a call a parameter, Python would dominate the step.
+    for form, found in by_format.items():
+        form.add_maxima([each.fragment for each in found], [each.maxima for each in found])
+    for process_group in first:
+        take_largest(combined, process_group)
+    # Each set of ranks has its numbers beside each other, in the order of the parameters.
+    numels = [sum(each.num_maxima + each.num_pending for each in f) for f in by_groups.values()]
+    for groups, part in zip(by_groups, combined.split(numels), strict=True):
+        for process_group in groups[1:]:
+            take_largest(part, process_group)
+    for each in every:
+        each.roll()
+    # In place: the buffers are what torch gathers and what flat aliases show.
+    for form, found in by_format.items():
+        maxima = [each.maxima for each in found]
+        tables = [each.new_table() for each in found]
+        form.fill_tables([each.weight.shape for each in found], maxima, tables)
+        codes = [each.shard.codes for each in found]
+        form.encode([each.fragment for each in found], maxima, codes)
+        for each, table in zip(found, tables, strict=True):
+            each.take_table(table)
+
+
+def quantized_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the quantized parameters of a model by FQN, in an order that all ranks share."""
+    return {name: p for name, p in model.named_parameters() if shard_of(p) is not None}

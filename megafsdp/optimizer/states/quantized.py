@@ -1,0 +1,78 @@
+"""Quantized parameters of torch's FSDP2 or of a plain model, and their fp32 main weights.
+
+Codes are too coarse to be stepped: an update far below the distance of two codes would be lost. So
+the state ``main_param`` is an fp32 weight like the parameter, over the memory that ``quantize_``
+kept. The step changes it as it does any fp32 weight, and then makes all codes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megafsdp.buffer.dtensor.uneven import local_object, local_tensor, wrap_like
+from megafsdp.errors import expected
+from megafsdp.fsdp.runtime.torch_fsdp import (
+    adopt_loaded_codes,
+    cut_weight_of,
+    encode_main_weights,
+    shard_of,
+)
+
+MAIN_WEIGHT = "main_param"
+
+
+def main_weight_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the fp32 weight of a quantized parameter, a tensor like it; aliases; None for others.
+
+    After a load of codes alone it has their values.
+    """
+    shard = shard_of(parameter)
+    if shard is None:
+        return None
+    adopt_loaded_codes([shard])
+    return wrap_like(parameter, cut_weight_of(shard).values)
+
+
+def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Show the main weight of a quantized parameter among its states, or take one over; local.
+
+    Raises:
+        ValueError: The one that is there is not like the parameter.
+    """
+    shard, current = shard_of(parameter), state.get(MAIN_WEIGHT)
+    if shard is None:
+        return
+    main = cut_weight_of(shard)
+    if current is None:
+        state[MAIN_WEIGHT] = main_weight_of(parameter)
+        return
+    own = local_object(current)
+    if own is main.values:
+        adopt_loaded_codes([shard])
+        return
+    # As a load leaves it.
+    if own.shape != main.values.shape:
+        raise ValueError(
+            expected(
+                f"a main weight of shape {tuple(main.values.shape)} on this rank",
+                tuple(own.shape),
+                where=f"state '{MAIN_WEIGHT}' of parameter '{shard.fqn}'",
+                hint="Load states of the same mesh, or by torch.distributed.checkpoint",
+            )
+        )
+    values = local_tensor(current).to(torch.float32).contiguous()
+    main.replace(values)
+    state[MAIN_WEIGHT] = wrap_like(parameter, values)
+
+
+def encode_quantized(parameters: Iterable[torch.Tensor]) -> None:
+    """Make the codes of all quantized parameters among these; one all-reduce or none.
+
+    Collective over the ranks that have rows of them, in the same order.
+    """
+    shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
+    if shards:
+        encode_main_weights(shards)

@@ -1,0 +1,585 @@
+"""A quantized parameter: this rank's rows of a weight as codes, or the whole of a plain model.
+
+Where the engine gathers compute weights from fp32 parameters, under torch's FSDP2 the parameter
+itself is quantized. So here, unlike in tensor.py, the buffers belong to the tensor: it can be cut
+along tiles, cloned, copied from another one of its format, moved, pickled and gathered.
+
+| call | result |
+|---|---|
+| ``detach``, ``alias``, ``view`` or ``as_strided`` of the same shape | the same buffers |
+| ``view(-1)`` | the same buffers, shown flat |
+| ``split``, ``chunk``, ``narrow``, ``w[a:b]`` along dim 0, between tiles | the same codes |
+| ``clone``, ``deepcopy``, ``.cpu()``, ``.to(device)``, ``pin_memory`` | quantized, buffers copied |
+| ``new_zeros``, ``new_empty``, ``empty_like`` of as long rows | quantized, new buffers |
+| ``copy_`` of a quantized tensor of the format and shape | the bytes are copied |
+| ``is_pinned`` | whether the codes are |
+| ``zeros_like``; the above with another dtype, or through a tile | plain |
+| any other operator | computes with decoded values |
+| ``copy_`` of floats or of another format, any other write | RuntimeError, nothing is changed |
+
+A cut shows the scales that were there when it was made; what is copied to it goes to the whole,
+and there to scales that rows share. Everything else is as tensor.py has it. The hooks by which
+torch gathers the rows are here too: codes, and scales where rows have their own. No tensor has a
+process group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafsdp.device.torch_private import OpOverload, version_of
+from megafsdp.errors import expected
+from megafsdp.quantize.delayed import DelayedState
+from megafsdp.quantize.formats import ScalesOfRows
+from megafsdp.quantize.recipes import RECIPE_NAMES, QuantizationRecipe, recipe_of
+from megafsdp.quantize.tensor import Fields, Part, QuantizedTensor, check, make
+
+_aten = torch.ops.aten
+_PAYLOAD_VERSION = 1
+
+
+@dataclass(slots=True)
+class MainWeight:
+    """The fp32 values that a parameter's codes are made from; an optimizer steps them.
+
+    Attributes:
+        values: Of this rank, like the parameter.
+        encoded_version: The version of the values at their last encoding.
+        has_other_codes: Whether codes were copied to the parameter since.
+    """
+
+    values: Tensor
+    encoded_version: int = field(default=-1, kw_only=True)
+    has_other_codes: bool = field(default=False, kw_only=True)
+
+    def replace(self, values: Tensor) -> None:
+        """Use other memory, with other values."""
+        if values is not self.values:
+            self.values, self.encoded_version = values, -1
+
+    def note_encoded(self) -> None:
+        """Record that codes and values agree."""
+        self.encoded_version, self.has_other_codes = version_of(self.values), False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """Return None: torch stages parameters for a save attribute by attribute."""
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Return whether codes were loaded and values were not."""
+        return self.has_other_codes and version_of(self.values) == self.encoded_version
+
+
+@dataclass(slots=True)
+class _Gather:
+    """What is found in the first gather of a parameter and used in each.
+
+    Attributes:
+        inputs: Views of codes, and of scales that rows have of their own.
+        scales: Views of the compute weight's scales, and what is copied there; None: what other
+            ranks have of it.
+    """
+
+    inputs: list[Tensor] | None = None
+    scales: list[tuple[Tensor, Tensor | None]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Gather:
+        """Return another one that has found nothing."""
+        return _Gather()
+
+
+class QuantizedShard(QuantizedTensor):
+    """Rows of a weight over buffers of its own; make it with :func:`new_shard`.
+
+    Attributes:
+        main: What the codes are made from; None for copies.
+    """
+
+    main: MainWeight | None
+    # Where a cut was made: scales of the whole, which copies to the cut write too.
+    _outer_scales: ScalesOfRows | None
+    _gather: _Gather
+
+    def with_part(self, part: Part) -> QuantizedTensor:
+        """Make another object over the same buffers; matrices of a stack are no parameters."""
+        if part.matrix is not None or part.is_transposed:
+            return super().with_part(part)
+        return _over(self, part, self.main, self._outer_scales)
+
+    def scales(self) -> ScalesOfRows:
+        """Return the scales in the table; aliases."""
+        return self.recipe.weight.scales_of_rows(
+            self.table, self.stored_shape, 0, self.stored_shape[0]
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run what a parameter can do on its buffers, and the rest as any quantized tensor."""
+        run = _OPERATORS.get(func)
+        if run is not None and isinstance(args[0], QuantizedShard):
+            result = run(*args, **(kwargs or {}))
+            if result is not None:
+                return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy buffers, histories and gradient."""
+        copied: Tensor = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied)
+        memo[id(self)] = copied
+        copied.requires_grad_(self.requires_grad)
+        if self.is_leaf and self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle buffers and plain values, by the name of one function."""
+        state = self.state
+        histories = None if state is None else tuple(h.clone() for h in state.histories())
+        description = {
+            "codes": _compact(self.codes),
+            "table": _compact(self.table),
+            "recipe": _described(self.recipe),
+            "quantizes_activations": self.recipe.input is not None,
+            "shape": tuple(self.stored_shape),
+            "dtype": str(self.value_dtype).removeprefix("torch."),
+            "name": self.fqn,
+            "is_flat": self._part.is_flat,
+            "is_parameter": isinstance(self, nn.Parameter),
+            "requires_grad": self.requires_grad,
+            "histories": histories,
+        }
+        return rebuild_quantized, (_PAYLOAD_VERSION, description)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: object,
+    ) -> tuple[tuple[Tensor, ...], torch.Size]:
+        """Return what torch gathers, uint8 of this rank's rows; local, called in each unshard.
+
+        The last ranks may have fewer rows, whose place is filled up, where rows have no scales.
+        """
+        inputs = self._gather.inputs
+        if inputs is None:
+            rows = self.stored_shape[0]
+            own = [each.view(torch.uint8).view(each.shape[0], -1) for each in self.scales().own]
+            inputs = self._gather.inputs = [self.codes.view(rows, -1), *own]
+        short = -(-outer_size[0] // mesh.size()) - self.stored_shape[0]
+        if short:
+            return tuple(F.pad(each, (0, 0, 0, short)) for each in inputs), outer_size
+        return tuple(inputs), outer_size
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[Tensor, ...],
+        outer_size: torch.Size,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Make the compute weight over what was gathered, once; later fill its table of scales.
+
+        A scale of a whole matrix is read where this rank keeps it. torch frees what is gathered,
+        and the table if it has scales of other ranks.
+        """
+        made = None
+        if out is None:
+            made = self._new_gathered(outputs[0], tuple(outer_size), param_dtype)
+        elif self._gather.scales is None:
+            face = out if isinstance(out, QuantizedTensor) else out.to_local()  # type: ignore[attr-defined]
+            self._note_gathered(face)
+        scales = self._gather.scales
+        assert scales is not None, "noted above"
+        # One rank is given the codes alone, and has all scales itself.
+        others = iter(outputs[1:] if len(outputs) > 1 else self._all_inputs()[1:])
+        for target, source in scales:
+            target.copy_(next(others).view(target.shape) if source is None else source)
+        if made is None:
+            return None
+        return made, (made.table,) if scales else ()
+
+    def _all_inputs(self) -> list[Tensor]:
+        assert self._gather.inputs is not None, "the other hook comes first"
+        return self._gather.inputs
+
+    def _new_gathered(
+        self, codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> QuantizedTensor:
+        form = self.recipe.weight
+        flat = codes.view(-1)[: torch.Size(shape).numel() // form.codes_per_byte]
+        table = self.table
+        if self.scales().own:
+            table = table.new_zeros(form.table_nbytes(shape))
+        fields = Fields(flat, table, self.recipe, shape, dtype, self.state, self.fqn)
+        made = make(QuantizedTensor, fields)
+        self._note_gathered(made)
+        return made
+
+    def _note_gathered(self, made: QuantizedTensor) -> None:
+        """Keep views of the scales that each gather fills; nothing else is made after the first."""
+        own = self.scales()
+        self._gather.scales = []
+        if own.own:
+            shape = made.stored_shape
+            found = self.recipe.weight.scales_of_rows(made.table, shape, 0, shape[0])
+            rows = [(each.view(torch.uint8), None) for each in found.own]
+            shared = list(zip(found.shared, own.shared, strict=True))
+            self._gather.scales = [*rows, *shared]
+
+
+def new_shard(
+    shape: Sequence[int],
+    recipe: QuantizationRecipe,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    state: DelayedState | None = None,
+    fqn: str = "",
+    main: MainWeight | None = None,
+) -> QuantizedShard:
+    """Make a parameter of zeros; allocates its buffers.
+
+    Args:
+        shape: Of the rows that this rank has.
+        recipe: What codes mean.
+        dtype: The dtype that the tensor shows.
+        device: Where the buffers are.
+        state: Histories of delayed scaling.
+        fqn: FQN of the parameter, for messages.
+        main: What the codes are made from.
+    """
+    form, shape = recipe.weight, tuple(shape)
+    num_codes = torch.Size(shape).numel() // form.codes_per_byte
+    codes = torch.zeros(num_codes, dtype=torch.uint8, device=device)
+    table = torch.zeros(form.table_nbytes(shape), dtype=torch.uint8, device=device)
+    return _over(Fields(codes, table, recipe, shape, dtype, state, fqn), None, main, None)
+
+
+def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
+    """Make a parameter from what was pickled; ``torch.load`` calls it.
+
+    Raises:
+        ValueError: The payload is of a newer version, or is damaged.
+    """
+    where = "a pickled quantized parameter"
+    if version != _PAYLOAD_VERSION:
+        raise ValueError(
+            expected(
+                f"version {_PAYLOAD_VERSION} of the payload",
+                version,
+                where=where,
+                hint="Load it with the release of megafsdp that wrote it, or with a newer one",
+            )
+        )
+    lacking = sorted(_FIELDS - set(description))
+    if lacking:
+        raise ValueError(
+            expected(
+                f"the fields {', '.join(sorted(_FIELDS))}",
+                f"none named {', '.join(lacking)}",
+                where=where,
+                hint="The file is damaged: load another copy",
+            )
+        )
+    activations = description["quantizes_activations"]
+    recipe = recipe_of(description["recipe"], quantize_activations=activations)
+    shape, dtype = tuple(description["shape"]), getattr(torch, description["dtype"])
+    codes, table = description["codes"], description["table"]
+    check(codes, table, recipe, shape, is_cut=True)
+    state = None
+    if description["histories"] is not None:
+        state = DelayedState.of_histories(*description["histories"])
+    fields = Fields(codes, table, recipe, shape, dtype, state, description["name"])
+    part = Part(is_flat=description["is_flat"])
+    made: Tensor = _over(fields, part, None, None)
+    if description["is_parameter"]:
+        made = nn.Parameter(made)
+    return made.requires_grad_(description["requires_grad"])
+
+
+_FIELDS = frozenset(
+    {"codes", "table", "recipe", "quantizes_activations", "shape", "dtype", "name"}
+    | {"is_flat", "is_parameter", "requires_grad", "histories"}
+)
+# What torch.load(weights_only=True) may call, and the class that it gives.
+torch.serialization.add_safe_globals([rebuild_quantized, QuantizedShard])
+
+
+def _over(
+    source: Fields | QuantizedTensor,
+    part: Part | None,
+    main: MainWeight | None,
+    outer_scales: ScalesOfRows | None,
+) -> QuantizedShard:
+    made = make(QuantizedShard, source, part)
+    made.main, made._outer_scales = main, outer_scales
+    made._gather = _Gather()
+    return made
+
+
+def _described(recipe: QuantizationRecipe) -> str:
+    """Return a name that gives the recipe again."""
+    named = recipe.name in RECIPE_NAMES
+    if not named or recipe != recipe_of(recipe.name, quantize_activations=recipe.input is not None):
+        raise ValueError(
+            expected(
+                f"one of the recipes {', '.join(RECIPE_NAMES)}",
+                f"another one, '{recipe.name}'",
+                where="pickle of a quantized parameter",
+                hint="Save main weights, or quantize by the name of a recipe",
+            )
+        )
+    return recipe.name
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a tensor whose storage has nothing else; pickles have whole storages."""
+    is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.clone()
+
+
+def _cut(shard: QuantizedShard, start: int, stop: int) -> Tensor | None:
+    """Return rows, or matrices of a stack; None where the cut goes through a tile."""
+    form, shape = shard.recipe.weight, shard.stored_shape
+    extent, multiple = shape[0], form.row_multiple(shape)
+    start, stop = min(start, extent), min(max(stop, start), extent)
+    if shard._part.is_flat or start % multiple or (stop % multiple and stop != extent):
+        return None
+    if (start, stop) == (0, extent):
+        return shard.with_part(shard._part)
+    codes, table = form.rows_of(shard.codes, shard.table, shape, start, stop)
+    scales = form.scales_of_rows(shard.table, shape, start, stop)
+    if not scales.own:
+        # One scale for all rows: nothing to cut, and writes are seen at once.
+        table = shard.table
+    fields = Fields(
+        codes,
+        table,
+        shard.recipe,
+        (stop - start, *shape[1:]),
+        shard.value_dtype,
+        shard.state,
+        shard.fqn,
+    )
+    return _over(fields, None, shard.main, scales if scales.own else None)
+
+
+def _split(shard: QuantizedShard, size: int, dim: int = 0) -> list[Tensor] | None:
+    extent = shard.stored_shape[0]
+    if dim % shard.dim():
+        return None
+    starts = range(0, extent, max(size, 1))
+    return _all([_cut(shard, start, min(start + size, extent)) for start in starts])
+
+
+def _split_with_sizes(
+    shard: QuantizedShard, sizes: Sequence[int], dim: int = 0
+) -> list[Tensor] | None:
+    if dim % shard.dim():
+        return None
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return _all([_cut(shard, a, a + n) for a, n in zip(starts, sizes, strict=True)])
+
+
+def _all(cuts: Sequence[Tensor | None]) -> list[Tensor] | None:
+    found = [cut for cut in cuts if cut is not None]
+    return found if len(found) == len(cuts) else None
+
+
+def _slice(
+    shard: QuantizedShard,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Tensor | None:
+    if dim % shard.dim() or step != 1:
+        return None
+    first, stop, _ = slice(start, end).indices(shard.shape[0])
+    return _cut(shard, first, stop)
+
+
+def _view(shard: QuantizedShard, size: Sequence[int]) -> Tensor | None:
+    numel, sizes = shard.numel(), list(size)
+    if -1 in sizes:
+        known = -torch.Size(sizes).numel()
+        sizes[sizes.index(-1)] = numel // max(known, 1)
+    if tuple(sizes) == shard.stored_shape:
+        return shard.with_part(Part())
+    return shard.with_part(Part(is_flat=True)) if sizes == [numel] else None
+
+
+def _clone(shard: QuantizedShard, *, memory_format: object = None) -> Tensor:
+    return _moved(shard, lambda buffer: buffer.clone())
+
+
+def _to_copy(
+    shard: QuantizedShard,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    pin_memory: bool | None = None,
+    **unused: object,
+) -> Tensor | None:
+    if dtype not in (None, shard.value_dtype):
+        return None
+
+    def copied(buffer: Tensor) -> Tensor:
+        found = buffer.to(device=device, non_blocking=non_blocking, copy=True)
+        return found.pin_memory() if pin_memory else found
+
+    return _moved(shard, copied)
+
+
+def _pin_memory(shard: QuantizedShard, device: object = None) -> Tensor:
+    return _moved(shard, lambda buffer: buffer.pin_memory())
+
+
+def _is_pinned(shard: QuantizedShard, device: object = None) -> bool:
+    return shard.codes.is_pinned()
+
+
+def _moved(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the parameter over copies of its buffers; it has no main weight."""
+    codes, table = copied(shard.codes), copied(shard.table)
+    state = None if shard.state is None else shard.state.copy(codes.device)
+    fields = Fields(
+        codes, table, shard.recipe, shard.stored_shape, shard.value_dtype, state, shard.fqn
+    )
+    return _over(fields, shard._part, None, None)
+
+
+def _new(
+    shard: QuantizedShard,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    **unused: object,
+) -> Tensor | None:
+    """Return zeros of other rows, with the scales that rows share and what all rows have."""
+    shape = tuple(size)
+    is_alike = len(shape) == len(shard.stored_shape) and shape[1:] == shard.stored_shape[1:]
+    if dtype not in (None, shard.value_dtype) or not is_alike:
+        return None
+    form = shard.recipe.weight
+    # Rows of a matrix of one scale may be any number: they are a part of one that the format takes.
+    if shape[0] and not form.is_per_tensor and form.reason_against(shape):
+        return None
+    is_here = device is None or device == shard.device
+    made = new_shard(
+        shape,
+        shard.recipe,
+        dtype=shard.value_dtype,
+        device=device or shard.device,
+        state=shard.state if is_here else None,
+        fqn=shard.fqn,
+        main=shard.main if is_here else None,
+    )
+    if made.scales().shared and shape[0]:
+        for target, values in zip(made.scales().shared, shard.scales().shared, strict=True):
+            target.copy_(values)
+    return _pin_memory(made) if pin_memory else made
+
+
+def _new_plain(
+    shard: QuantizedShard,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    **unused: object,
+) -> Tensor:
+    return torch.zeros(
+        tuple(size),
+        dtype=dtype or shard.value_dtype,
+        device=device or shard.device,
+        pin_memory=bool(pin_memory),
+    )
+
+
+def _new_or_plain(shard: QuantizedShard, size: Sequence[int], **options: Any) -> Tensor:
+    made = _new(shard, size, **options)
+    return _new_plain(shard, size, **options) if made is None else made
+
+
+def _empty_like(shard: QuantizedShard, *, memory_format: object = None, **options: Any) -> Tensor:
+    return _new_or_plain(shard, shard.shape, **options)
+
+
+def _zeros_like(shard: QuantizedShard, *, memory_format: object = None, **options: Any) -> Tensor:
+    return _new_plain(shard, shard.shape, **options)
+
+
+def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(source, QuantizedTensor):
+        raise RuntimeError(
+            expected(
+                "a quantized tensor of its format",
+                f"{source.dtype} values",
+                where=f"copy_() to the quantized parameter '{target.fqn}'",
+                hint="Set values by megafsdp.requantize_(model, values), on all ranks, and step "
+                "them with FusedAdam",
+            )
+        )
+    wanted = (target.recipe.weight.name, tuple(target.shape), target._part)
+    given = (source.recipe.weight.name, tuple(source.shape), source._part)
+    if wanted != given:
+        raise ValueError(
+            expected(
+                f"a tensor of format {wanted[0]} and shape {wanted[1]}",
+                f"one of format {given[0]} and shape {given[1]}",
+                where=f"copy_() to the quantized parameter '{target.fqn}'",
+                hint="Quantize both models by one recipe, or load main weights",
+            )
+        )
+    target.codes.copy_(source.codes, non_blocking)
+    target.table.copy_(source.table, non_blocking)
+    if target._outer_scales is not None:
+        target._outer_scales.copy_(target.scales())
+    both = target.state, source.state
+    if both[0] is not None and both[1] is not None and both[0] is not both[1]:
+        both[0].load(*both[1].histories())
+    other = source.main if isinstance(source, QuantizedShard) else None
+    if target.main is not None and target.main is not other:
+        target.main.has_other_codes = True
+    return target
+
+
+_OPERATORS: Mapping[OpOverload, Callable[..., Any]] = {
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split_with_sizes,
+    _aten.slice.Tensor: _slice,
+    _aten.view.default: _view,
+    _aten._unsafe_view.default: _view,
+    _aten.clone.default: _clone,
+    _aten._to_copy.default: _to_copy,
+    _aten._pin_memory.default: _pin_memory,
+    _aten.is_pinned.default: _is_pinned,
+    _aten.new_zeros.default: _new_or_plain,
+    _aten.new_empty.default: _new_or_plain,
+    _aten.empty_like.default: _empty_like,
+    _aten.zeros_like.default: _zeros_like,
+    _aten.copy_.default: _copy,
+}

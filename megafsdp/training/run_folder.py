@@ -1,0 +1,71 @@
+"""Find the checkpoints of a run by the run's folder, and the configuration in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from megafsdp.checkpoint import latest_step
+from megafsdp.errors import CheckpointError, ConfigError, expected
+from megafsdp.training.config.parse import config_from_dict
+from megafsdp.training.config.sections import Config
+from megafsdp.training.metrics.tracker import CONFIG_FILE
+
+# What says which model a run has trained, and how its text becomes tokens.
+_SECTIONS = ("model", "precision", "data")
+
+
+def checkpoints_of(directory: str | Path) -> Path:
+    """Return the save root of a run; any other folder comes back as it is.
+
+    Args:
+        directory: A run's folder, by its config.yaml; or a save root, or one checkpoint's own.
+
+    Raises:
+        CheckpointError: The run has no checkpoint yet.
+        ConfigError: Its config.yaml cannot be read.
+    """
+    folder = Path(directory)
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return folder
+    root = folder / "checkpoints"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        section = values.get("checkpoint") or {}
+        # Set apart, they are where the run was started from; else they moved with the folder.
+        root = Path(section.get("directory") or root)
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        what, hint = "the configuration of a run in YAML", "Name the folder of the checkpoints"
+        raise ConfigError(expected(what, error, where=f"'{path}'", hint=hint)) from error
+    if latest_step(root) is None:
+        raise CheckpointError.expected(
+            "a checkpoint of the run",
+            "none",
+            where=f"'{root}', where {path} has them",
+            hint="Wait for the run's first save, or train it on to the end",
+        )
+    return root
+
+
+def config_in(extra: object) -> Config | None:
+    """Return what the ``extra`` of a checkpoint says of its run's model, dtypes and data.
+
+    Fields that this version has no longer are left out.
+
+    Returns:
+        A configuration whose other sections are defaults; None if no run saved the checkpoint.
+
+    Raises:
+        ConfigError: A value is not one of this version.
+    """
+    run = extra.get("config") if isinstance(extra, Mapping) else None
+    if not isinstance(run, Mapping) or not isinstance(run.get("model"), Mapping):
+        return None
+    default, values = Config().to_dict(), {}
+    for section in _SECTIONS:
+        stored = run.get(section, {})
+        values[section] = {name: stored[name] for name in default[section] if name in stored}
+    return config_from_dict(values)

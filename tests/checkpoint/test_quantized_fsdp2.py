@@ -1,0 +1,196 @@
+"""Checkpoints of quantized parameters under torch's FSDP2: torch's own, and ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import megafsdp
+from megafsdp import FusedAdam, MixedPrecisionPolicy, checkpoint, full_state_dict
+from megafsdp.buffer.dtensor.uneven import local_object
+from megafsdp.quantize.recipes import RECIPE_NAMES
+from tests.fsdp.torch_sharded import batch, mesh_of, new_model, shard, sharded, shards_of
+from tests.ranks import Ranks
+
+# Each of 4, 2, 3 and 1 ranks has whole tiles of 128 rows.
+ROWS = 1536
+
+
+def _step(model: nn.Module, optimizer: FusedAdam, step: int) -> list[Tensor]:
+    """Train a step, and return what it computes."""
+    torch.manual_seed(step)
+    output = model(batch(step))
+    loss = (output.float() - 1).pow(2).mean()
+    loss.backward()
+    found = [output.detach(), loss.detach()]
+    found += [local_object(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def _artifacts(model: nn.Module, optimizer: FusedAdam) -> list[Tensor]:
+    """Return everything that a model and its optimizer go on from, of this rank."""
+    found = []
+    for parameter in model.parameters():
+        if parameter in optimizer.state:
+            states = sorted(optimizer.state[parameter].items())
+            found += [local_object(value).clone() for _, value in states]
+    for each in shards_of(model).values():
+        found += [each.codes.clone(), each.table.clone()]
+        found += [h.clone() for h in each.state.histories()] if each.state else []
+    return found
+
+
+def _save(model: nn.Module, optimizer: FusedAdam, path: Path, *, is_async: bool) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    if is_async:
+        dcp.async_save(state, checkpoint_id=path).result()
+    else:
+        dcp.save(state, checkpoint_id=path)
+
+
+def _load(model: nn.Module, optimizer: FusedAdam, path: Path) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+def _fork_equals_uninterrupted(recipe: str, is_async: bool, path: Path) -> None:
+    model = sharded(recipe, 2)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    for step in range(2):
+        _step(model, optimizer, step)
+    _save(model, optimizer, path, is_async=is_async)
+    saved = _artifacts(model, optimizer)
+    other = sharded(recipe, 2)
+    others = FusedAdam(other.parameters(), lr=1e-3)
+    _step(other, others, 7)
+    assert not all(map(torch.equal, _artifacts(other, others), saved))
+    _load(other, others, path)
+    assert all(map(torch.equal, _artifacts(other, others), saved))
+    for step in (2, 3):
+        found, expected = _step(other, others, step), _step(model, optimizer, step)
+        assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, _artifacts(other, others), _artifacts(model, optimizer)))
+    files = [each for each in path.iterdir() if each.suffix == ".distcp"]
+    assert files and not any(b"ProcessGroup" in each.read_bytes() for each in files)
+
+
+@pytest.mark.filterwarnings("ignore:.*cpu device mesh.*:UserWarning")
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_fork_after_a_load_of_dcp_equals_the_uninterrupted_run(
+    ranks: Ranks, tmp_path: Path, recipe: str, is_async: bool
+) -> None:
+    """In outputs, losses, gradients, main weights, moments, counts, codes, scales, histories."""
+    ranks(2).run(_fork_equals_uninterrupted, recipe, is_async, tmp_path / "dcp")
+
+
+def _set_grads(model: nn.Module, step: int) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        full = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        assert isinstance(parameter, DTensor)
+        parameter.grad = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+
+
+def _reshard(recipe: str, source: Path | None, target: Path) -> dict[str, list[Tensor]]:
+    """Load or train, save, and return the rows of this rank."""
+    model = shard(new_model(width=ROWS)[:1], mesh_of(dist.get_world_size()))
+    megafsdp.quantize_(model, recipe)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    for step in range(2 if source is None else 1):
+        # Whatever stands there before a load, and other values than those that are loaded.
+        _set_grads(model, step if source is None else 5)
+        optimizer.step()
+    if source is not None:
+        _load(model, optimizer, source)
+    _save(model, optimizer, target, is_async=False)
+    weight = next(model.parameters())
+    (found,) = shards_of(model).values()
+    scales = found.scales()
+    states = [local_object(optimizer.state[weight][n]) for n in ("main_param", "exp_avg")]
+    histories = [] if found.state is None else list(found.state.histories())
+    return {
+        "rows": [found.codes, *(s.reshape(-1) for s in scales.own), *(s.view(-1) for s in states)],
+        "all": [*scales.shared, *histories],
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_dcp_moves_between_numbers_of_ranks(ranks: Ranks, tmp_path: Path, recipe: str) -> None:
+    """Of 4, 2, 1 and 3 ranks each loads what the one before has saved, bit for bit."""
+    seen: list[list[Tensor]] = []
+    source = None
+    for world_size in (4, 2, 1, 3):
+        target = tmp_path / str(world_size)
+        answers: list[dict[str, Any]] = ranks(world_size).run(_reshard, recipe, source, target)
+        rows = [torch.cat(parts) for parts in zip(*(a["rows"] for a in answers), strict=True)]
+        for answer in answers:
+            assert all(map(torch.equal, answer["all"], answers[0]["all"]))
+        seen.append([*rows, *answers[0]["all"]])
+        source = target
+    for found in seen[1:]:
+        assert all(map(torch.equal, found, seen[0]))
+
+
+def _interchange(recipe: str, root: Path) -> None:
+    """FSDP2 -> engine -> FSDP2; parameters are quantized on both sides."""
+    model = sharded(recipe, 2)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    for step in range(2):
+        _step(model, optimizer, step)
+    checkpoint.save(root / "fsdp2", model=model, optimizer=optimizer, step=2)
+    policy = MixedPrecisionPolicy(torch.bfloat16, recipe=recipe)
+    engine = megafsdp.fully_shard(new_model(), mesh=mesh_of(2), mp_policy=policy)
+    engines = FusedAdam(engine.parameters(), lr=1e-3)
+    # Beside quantized ones FSDP2 has bf16 parameters, our engine fp32 main weights of all.
+    checkpoint.load(root / "fsdp2", model=engine, optimizer=engines, strict="none")
+    full = full_state_dict(engine)
+    for name, parameter in model.named_parameters():
+        main = optimizer.state[parameter].get("main_param", parameter)
+        assert isinstance(main, DTensor)
+        assert torch.equal(full[name], main.full_tensor().float())
+    checkpoint.save(root / "engine", model=engine, optimizer=engines, step=2)
+    before = _artifacts(model, optimizer)
+    other = sharded(recipe, 2)
+    others = FusedAdam(other.parameters(), lr=1e-3)
+    _step(other, others, 9)
+    checkpoint.load(root / "engine", model=other, optimizer=others, strict="none")
+    if recipe == "fp8_delayed":
+        # Histories are not in it: scales begin anew.
+        return
+    for parameter, mine in zip(other.parameters(), model.parameters(), strict=True):
+        found, expected = others.state[parameter], optimizer.state[mine]
+        assert found["step"] == expected["step"]
+        assert torch.equal(local_object(found["exp_avg"]), local_object(expected["exp_avg"]))
+    for name, each in shards_of(other).items():
+        mine = shards_of(model)[name]
+        assert torch.equal(each.codes, mine.codes) and torch.equal(each.table, mine.table)
+    for step in (2, 3):
+        assert all(map(torch.equal, _step(other, others, step), _step(model, optimizer, step)))
+    assert before and all(map(torch.equal, _artifacts(other, others), _artifacts(model, optimizer)))
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_our_checkpoints_go_to_the_engine_and_back(
+    ranks: Ranks, tmp_path: Path, recipe: str
+) -> None:
+    """Main weights are stored under the parameters' names; codes are made of them anew."""
+    ranks(2).run(_interchange, recipe, tmp_path)

@@ -1,0 +1,185 @@
+"""Training with quantized compute weights, against one process that quantizes whole weights."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from megafsdp import full_state_dict, load_full_state_dict, materialize
+from tests.fsdp.quantized import (
+    OPERANDS,
+    RECIPES,
+    Net,
+    assert_equal,
+    batch,
+    optimizer_of,
+    options_of,
+    policy_for,
+    quantize_layers,
+    quantized_parameters,
+    recipe_for,
+    roll_layers,
+    shard,
+    train,
+    trained_alone,
+)
+from tests.pairwise import each_value, gate_of
+from tests.ranks import Ranks
+
+PRODUCT = "quantized"
+NUM_STEPS = 3
+# Sums over two ranks do not depend on their order.
+ON_TWO = (
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3 free",
+    "zero3 keep",
+    "hsdp 2x1",
+    "hsdp 1x2",
+    "hfsdp 2x1",
+    "hfsdp 1x2",
+)
+ON_FOUR = ("hsdp 2x2", "hfsdp 2x2", "zero3 neighbours")
+
+
+def _trained(
+    layout: str, name: str, operands: str, num_steps: int, num_microbatches: int
+) -> dict[str, torch.Tensor]:
+    policy = policy_for(recipe_for(name, operands))
+    net = shard(Net(), policy, **options_of(layout))
+    return train(net, num_steps, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "operands", "num_microbatches"),
+    gate_of(list(itertools.product(ON_TWO, RECIPES, OPERANDS, (1, 3))), PRODUCT),
+)
+def test_two_ranks_train_as_one_process_that_quantizes_whole_weights(
+    ranks: Ranks, layout: str, name: str, operands: str, num_microbatches: int
+) -> None:
+    """Main weights are equal bit by bit, whatever is gathered, kept or divided."""
+    wanted = trained_alone(name, operands, NUM_STEPS, 2, num_microbatches)
+    for found in ranks(2).run(_trained, layout, name, operands, NUM_STEPS, num_microbatches):
+        assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "operands"),
+    gate_of(
+        list(itertools.product(RECIPES, OPERANDS)),
+        PRODUCT,
+        selected=[("mxfp8", "all"), ("fp8_delayed", "all")],
+    ),
+)
+def test_many_steps_stay_those_of_one_process(ranks: Ranks, name: str, operands: str) -> None:
+    """Twenty steps, bit by bit."""
+    wanted = trained_alone(name, operands, 20, 2, 1)
+    for found in ranks(2).run(_trained, "zero3", name, operands, 20, 1):
+        assert_equal(found, wanted)
+
+
+def _gathers_codes_or_values(layout: str, name: str, operands: str) -> None:
+    recipe = recipe_for(name, operands)
+    states = []
+    for policy, is_engine in ((policy_for(recipe), True), (policy_for(None), False)):
+        net = Net() if is_engine else quantize_layers(Net(), recipe)
+        shard(net, policy, **options_of(layout))
+        optimizer = optimizer_of(list(net.parameters()))
+        for step in range(NUM_STEPS):
+            if not is_engine:
+                roll_layers(net, full_state_dict(net))
+            for microbatch in range(2):
+                (net(batch(step, microbatch, dist.get_rank())) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(full_state_dict(net))
+    assert_equal(*states)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "operands"),
+    gate_of(
+        list(itertools.product(ON_FOUR, RECIPES, OPERANDS)),
+        PRODUCT,
+        each_value(list(itertools.product(ON_FOUR, RECIPES, OPERANDS))),
+    ),
+)
+def test_gathered_codes_are_those_of_gathered_values(
+    ranks: Ranks, layout: str, name: str, operands: str
+) -> None:
+    """On four ranks as if bf16 was gathered, and each rank quantized the whole for itself."""
+    ranks(4).run(_gathers_codes_or_values, layout, name, operands)
+
+
+def _rounds_by_chance(layout: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7 + dist.get_rank())
+    return train(shard(Net(), policy_for("nvfp4"), **options_of(layout)), NUM_STEPS)
+
+
+def test_stochastic_rounding_is_the_same_under_every_strategy(ranks: Ranks) -> None:
+    """Each rank draws by its own generator, whatever is gathered when."""
+    first, *others = [ranks(2).run(_rounds_by_chance, kind)[0] for kind in ("zero3", *ON_TWO[:3])]
+    for other in others:
+        assert_equal(other, first)
+    plain = ranks(2).run(_trained, "zero3", "nvfp4", "all", NUM_STEPS, 1)[0]
+    assert any(not torch.equal(first[name], plain[name]) for name in first), "it rounds by chance"
+
+
+class Recomputed(Net):
+    """The net with its blocks' activations recomputed in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return (self.head(x).float() - 1).square().mean()
+
+
+def _variants(name: str) -> list[dict[str, torch.Tensor]]:
+    policy = policy_for(recipe_for(name, "all"))
+    states = [train(shard(Recomputed(), policy), NUM_STEPS)]
+    for backend in ("eager", "aot_eager"):
+        net = shard(Net(), policy)
+        for block in net.blocks:
+            block.compile(backend=backend)
+        states.append(train(net, NUM_STEPS))
+    with torch.device("meta"):
+        net = Net()
+    shard(net, policy)
+    materialize(net)
+    load_full_state_dict(net, Net().state_dict())
+    states.append(train(net, NUM_STEPS))
+    return states
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.matrix(PRODUCT)) for n in RECIPES],
+)
+def test_recomputed_compiled_and_meta_models_train_alike(ranks: Ranks, name: str) -> None:
+    """Activations that run again, blocks under the compiler, and parameters without values."""
+    wanted = trained_alone(name, "all", NUM_STEPS, 2, 1)
+    for states in ranks(2).run(_variants, name):
+        for found in states:
+            assert_equal(found, wanted)
+
+
+def _is_quantized(name: str) -> tuple[int, bool]:
+    net = shard(Net(), policy_for(recipe_for(name, "weights")))
+    plain = shard(Net(), policy_for(None))
+    x = batch(0, 0, 0)
+    return len(quantized_parameters(net)), bool(torch.equal(net(x), plain(x)))
+
+
+def test_the_weights_of_linears_are_quantized_and_count(ranks: Ranks) -> None:
+    """Those of a format that takes them; the loss is another than that of bf16."""
+    for name in RECIPES:
+        num = 5 if name == "fp8_block" else 4
+        assert ranks(2).run(_is_quantized, name) == [(num, False)] * 2
