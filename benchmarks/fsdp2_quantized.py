@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import megafsdp
 from benchmarks.record import CheckError, spread
@@ -137,6 +136,9 @@ def _hooks(weight: Any, arguments: tuple[object, ...], repeats: int) -> dict[str
 
 
 def _torchao_hooks(width: int, repeats: int) -> dict[str, float]:
+    # Only this case needs it, and its import takes seconds.
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     model = nn.Sequential(nn.Linear(width, width, bias=False).bfloat16())
     convert_to_float8_training(model, config=config)

@@ -47,7 +47,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (collectives, "sum_shards", "summing"),
     (collectives, "_write_scaled", "summing"),
     (GradientReducer, "_pack", "packing"),
-    (CastOnGather, "inputs", "casting"),
+    (CastOnGather, "input", "casting"),
     (FlatStorage, "allocate", "storage"),
     (FlatStorage, "release", "storage"),
     (collectives, "_all_gather_single", ISSUING),

@@ -254,8 +254,8 @@ def mark_main_weights_changed(
 def roll_histories(module: nn.Module) -> None:
     """Roll the histories of delayed scaling that the next forward would roll; collective.
 
-    One all-reduce of maxima if weights with a history have changed since their last use, which then
-    need none in the forward. Nothing happens where something has no values yet.
+    One all-reduce of maxima if weights with a history have changed since their last use. What is
+    rolled twice stays as it is. Nothing happens where something has no values yet.
 
     Args:
         module: A module with units below it, at rest.

@@ -77,7 +77,7 @@ class ParameterAnnotation:
         experts: Which experts of the layer it has; None means that all ranks have the same.
         sums_over_tp: True if each rank of tp computes an addend of the gradient only, as of a norm
             whose ranks have different parts of the sequence.
-        weight_mesh: Ranks over which a quantization recipe's statistics of the parameter are
+        weight_mesh: Ranks over which a quantization recipe's maxima of the parameter are
             combined; None means those that divide it, on data axes and a model axis.
         is_linear_weight: True if the layer uses it in products of matrices alone, as
             ``F.linear(x, weight)`` or grouped by expert, so that a recipe may quantize it.
@@ -112,7 +112,7 @@ def annotate(
         fused: Logical tensors inside the parameter.
         experts: Which experts of the layer it has; implies ``is_expert``.
         sums_over_tp: True if the gradient is a sum over the ranks of tp.
-        weight_mesh: Ranks over which statistics of a recipe are combined.
+        weight_mesh: Ranks over which a recipe's maxima are combined.
         is_linear_weight: True if it is used in products of matrices alone.
 
     Raises:

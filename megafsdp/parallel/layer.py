@@ -48,7 +48,7 @@ class ParallelModule(nn.Module):
         tp_mesh: Mesh of the ranks that have the other parts; None before ``set_device_mesh``.
         ep_mesh: Mesh of the ranks that have the other experts of a stack; None before
             ``parallelize``, and where this rank has all.
-        weight_mesh: Ranks over which a quantization recipe's statistics of a weight are combined;
+        weight_mesh: Ranks over which a quantization recipe's maxima of a weight are combined;
             None means those that divide it: never replicas.
     """
 
@@ -130,7 +130,7 @@ class ParallelModule(nn.Module):
         Args:
             tp_mesh: 1-D mesh of the ranks that have the parts; None leaves the parameters as they
                 are.
-            weight_mesh: 1-D mesh of the ranks that combine a recipe's statistics of each weight, in
+            weight_mesh: 1-D mesh of the ranks that combine a recipe's maxima of each weight, in
                 place of those that divide it. Among them must be all ranks of the data axis that
                 divides it, which ``fully_shard`` checks.
 

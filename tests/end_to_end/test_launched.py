@@ -239,3 +239,24 @@ def test_offload_sweep_compares_fractions(
     assert device[0] > device[1] > device[2] == 0
     assert 0 == host[0] < host[1] < host[2]
     assert (tmp_path / "sweep.svg").read_text().count("<rect") == 3
+
+
+def test_quantized_compares_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs start from the same weights, each recipe changes the losses, and a picture is drawn."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--recipes", "fp8_block", "nvfp4", "--plot", "losses.svg", "--run.device=cpu"]
+    words += ["--model.hidden_size=64", "--model.ffn_hidden_size=64", "--train.steps=3"]
+    words += ["--data.sequence_length=16", "--train.global_batch_size=2"]
+    path = str(ROOT / "examples/quantized.py")
+    monkeypatch.setattr(sys, "argv", [path, *words])
+    runpy.run_path(path, run_name="__main__")
+    *_, header, bf16, block, narrow, _ = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["recipe", "first", "last"]
+    rows = [line.split() for line in (bf16, block, narrow)]
+    assert [row[0] for row in rows] == ["bf16", "fp8_block", "nvfp4"]
+    first, last = ([float(row[column]) for row in rows] for column in (1, 2))
+    assert max(first) - min(first) < 0.02 * first[0], "the same weights and samples"
+    assert len(set(last)) == 3, "recipes compute otherwise"
+    assert (tmp_path / "losses.svg").read_text().count("<polyline") == 3

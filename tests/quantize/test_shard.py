@@ -26,9 +26,12 @@ ROWS, COLS = 256, 256
 
 
 def made(recipe: str, seed: int = 0) -> QuantizedShard:
-    """Return a quantized parameter of a plain linear."""
+    """Return a quantized parameter of a plain linear; scales differ by row and by seed."""
     torch.manual_seed(seed)
-    model = megafsdp.quantize_(nn.Linear(COLS, ROWS, bias=False).bfloat16(), recipe)
+    linear = nn.Linear(COLS, ROWS, bias=False).bfloat16()
+    with torch.no_grad():
+        linear.weight.mul_(torch.linspace(1, 4 + 60 * seed, ROWS)[:, None])
+    model = megafsdp.quantize_(linear, recipe)
     weight = model.weight
     assert isinstance(weight, QuantizedShard)
     return weight

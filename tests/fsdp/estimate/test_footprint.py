@@ -208,11 +208,15 @@ MIXED = MixedPrecisionPolicy(
 )
 
 
+# Block formats take the odd sizes of the toy; its head is tied and stays as it is.
+CODES = MixedPrecisionPolicy(torch.bfloat16, recipe="fp8_block")
+
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": BF16,
     "narrow sum": NARROW_SUM,
     "low": MIXED,
+    "codes": CODES,
 }
 LOOPS = [(1, True), (3, True), (3, False)]
 PRODUCT_NAME = "footprint"
@@ -220,14 +224,14 @@ ON_ONE_AXIS = [
     (strategy, prefetch, policy, *loop, is_frozen)
     for strategy in STRATEGIES
     for prefetch in (0, 1, 2)
-    for policy in ("fp32", "bf16", "low")
+    for policy in ("fp32", "bf16", "low", "codes")
     for loop in LOOPS
     for is_frozen in (False, True)
 ]
 ON_TWO_AXES = [
     (is_outer_sharded, policy, *loop)
     for is_outer_sharded in (False, True)
-    for policy in ("fp32", "narrow sum", "low")
+    for policy in ("fp32", "narrow sum", "low", "codes")
     for loop in LOOPS
 ]
 
@@ -310,9 +314,9 @@ def test_a_step_on_two_axes_costs_what_was_said(
 @pytest.mark.parametrize(
     ("policy", "num_microbatches"),
     gate_of(
-        [(policy, num) for policy in ("fp32", "bf16") for num in (1, 2)],
+        [(policy, num) for policy in ("fp32", "bf16", "codes") for num in (1, 2)],
         PRODUCT_NAME,
-        selected=[("fp32", 1), ("bf16", 2)],
+        selected=[("fp32", 1), ("codes", 2)],
     ),
 )
 def test_slices_kept_among_neighbours_cost_what_was_said(

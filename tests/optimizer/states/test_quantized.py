@@ -264,6 +264,13 @@ def _codes_alone(recipe: str) -> list[str]:
     loaded = shards_of(model)["3.weight"].decode(torch.float32)
     assert torch.equal(local_object(main), loaded)
     assert torch.equal(shards_of(other)["3.weight"].decode(torch.float32), loaded)
+    # Neither does a call that makes all codes anew.
+    _set_grads(model, 1)
+    ours.step()
+    other.load_state_dict(model.state_dict())
+    megafsdp.requantize_(other)
+    loaded = shards_of(model)["3.weight"].decode(torch.float32)
+    assert torch.equal(shards_of(other)["3.weight"].decode(torch.float32), loaded)
     return records
 
 
