@@ -320,7 +320,9 @@ def transpose_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def _is_one_pass(coding: TileCoding) -> bool:
-    return coding.tile is not None and not isinstance(coding.scaling, TwoLevelScaling)
+    """Return whether the compiled kernels for blocks take a coding."""
+    has_one_level = not isinstance(coding.scaling, TwoLevelScaling)
+    return coding.tile is not None and has_one_level and coding.element.codes_per_byte == 1
 
 
 def _module_for(tensor: torch.Tensor) -> Kernels | None:

@@ -310,6 +310,7 @@ def _wrong() -> list[tuple[str, str, dict[str, Any]]]:
         ("decode_tiles", "out: expected 2048", {"out": (64, 2049)}),
         ("decode_tiles", "codes", {"codes": (64, 2049)}),
         ("encode_blocks", "scaling", {"coding": ("e4m3", "two_level", 32, 1)}),
+        ("encode_blocks", "element", {"coding": ("e2m1", "e8m0", 32, 1)}),
         ("encode_blocks", "tile", {"coding": ("e4m3", "e8m0", 32, 32)}),
         ("encode_blocks", "tile", {"coding": ("e4m3", "e8m0", 0, 0)}),
         ("encode_blocks", "dtype", {"dtype": "float64"}),

@@ -103,8 +103,8 @@ def _drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _run(recipe: str, num_tokens: int, bias: Tensor | None = None) -> list[Tensor]:
-    weight = quantized(_drawn(160, 224, seed=1), recipe)
-    x = _drawn(num_tokens, 224).requires_grad_()
+    weight = quantized(_drawn(160, 288, seed=1), recipe)
+    x = _drawn(num_tokens, 288).requires_grad_()
     y = F.linear(x, weight, bias)
     torch.manual_seed(0)
     return [y, *torch.autograd.grad(y, (x, weight), _drawn(num_tokens, 160, seed=3))]
@@ -189,7 +189,7 @@ def test_products_that_cannot_be_had_decode_and_say_so_once(
     assert len(messages) == len(set(messages)) > 0
 
 
-_FITTING = (144, 224, 160)
+_FITTING = (144, 288, 160)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ _FITTING = (144, 224, 160)
         ("fp8_block", {"cuda": (12, 8)}, "blocks of 128 need 9.0"),
         ("fp8_current", {"cuda": (12, 8)}, None),
         ("fp8_current", {"dtype": torch.float32}, "products in torch.float32"),
-        ("fp8_current", {"sizes": (144, 224, 168)}, "not all multiples of 16"),
+        ("fp8_current", {"sizes": (144, 288, 168)}, "not all multiples of 16"),
         ("mxfp8", {}, "no product is built"),
         ("nvfp4", {}, "no product is built"),
     ],

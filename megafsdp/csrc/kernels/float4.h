@@ -33,9 +33,11 @@ struct E2M1 {
     const float in_steps = clamped * steps_per_one;
     const int32_t below = static_cast<int32_t>(in_steps);
     const int32_t is_up = noise < in_steps - static_cast<float>(below) ? 1 : 0;
-    const uint32_t code =
-        static_cast<uint32_t>(below + is_up + offset) | (sign >> 31 << 3);
-    return is_nan ? kNanCode : code;
+    const uint32_t code = static_cast<uint32_t>(below + is_up + offset) | (sign >> 31 << 3);
+    // A mask in place of a choice, behind which the compiler would leave the conversion to an
+    // integer, and then not vectorise it.
+    static_assert(kNanCode == 0, "a mask gives zero");
+    return code & (static_cast<uint32_t>(is_nan) - 1);
   }
 
   MEGAFSDP_INLINE static uint32_t encode_stochastically(float value, float noise) {

@@ -341,116 +341,43 @@ struct MaximaJob {
   }
 };
 
-// Writes the codes of the rows. of_matrices has the factor of each matrix of the stack, and is null
-// where the family has none.
-template <typename Element, typename Source, typename Through>
-struct EncodeJob {
-  FragmentRows rows;
-  const Source* values;
-  const float* noise;
+// Writes what values of some tiles are multiplied with before they are encoded.
+template <typename Element>
+struct EncodeFactorsJob {
   const int32_t* maxima;
-  const float* of_matrices;
+  int64_t num_tiles;
+  float of_matrix;
   ScalingKind scaling;
-  uint8_t* codes;
+  float* factors;
 
   MEGAFSDP_INLINE void operator()() const {
-    float of_tiles[kPanelCols];
-    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
-      fill_factors(panel, of_tiles);
-      encode_panel<Element, Through>(values + panel.offset,
-                                     noise == nullptr ? nullptr : noise + panel.offset, panel,
-                                     of_tiles, codes + panel.offset / Element::kCodesPerByte);
-    });
-  }
-
-  MEGAFSDP_INLINE void fill_factors(const Panel& panel, float* of_tiles) const {
-    const int32_t* const of_panel = maxima + panel.first_tile;
-    const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
-    const int64_t num_tiles = panel.num_tiles();
     visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
       using Scaling = decltype(family);
       for (int64_t i = 0; i < num_tiles; ++i) {
-        const uint32_t maximum = static_cast<uint32_t>(of_panel[i]);
-        of_tiles[i] = Scaling::template encode_factor<Element>(maximum, of_matrix);
+        const uint32_t maximum = static_cast<uint32_t>(maxima[i]);
+        factors[i] = Scaling::template encode_factor<Element>(maximum, of_matrix);
       }
     });
   }
 };
 
-// Writes the values of the rows, whose codes and values begin with those of the stack. of_matrices
-// has the maximum of each matrix, and is null where the family has none.
-template <typename Element, typename Out>
-struct DecodeJob {
-  FragmentRows rows;
-  const uint8_t* codes;
+// Writes what decoded codes of some tiles are multiplied with, of NaN the pattern without bits in
+// its low half.
+struct DecodeFactorsJob {
   const void* entries;
-  const float* of_matrices;
+  int64_t first_tile;
+  int64_t num_tiles;
+  float of_matrix;
   ScalingKind scaling;
-  Out* out;
+  float* factors;
 
   MEGAFSDP_INLINE void operator()() const {
-    float of_tiles[kPanelCols];
-    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
-      fill_factors(panel, of_tiles);
-      decode_panel<Element>(codes + panel.offset / Element::kCodesPerByte, panel, of_tiles,
-                            out + panel.offset);
-    });
-  }
-
-  MEGAFSDP_INLINE void fill_factors(const Panel& panel, float* of_tiles) const {
-    const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
-    const int64_t num_tiles = panel.num_tiles();
     visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
       using Scaling = decltype(family);
-      using Entry = typename Scaling::Entry;
-      const Entry* const of_panel = static_cast<const Entry*>(entries) + panel.first_tile;
+      const auto* of_tiles = static_cast<const typename Scaling::Entry*>(entries) + first_tile;
       for (int64_t i = 0; i < num_tiles; ++i) {
-        const float factor = Scaling::decode_factor(of_panel[i], of_matrix);
-        of_tiles[i] = factor == factor ? factor : float_of(kNanBits);
-      }
-    });
-  }
-};
-
-// Writes the entries and the codes of the rows in one pass: each panel is read for its maxima, then
-// from the cache for its codes. The rows must have all of their tiles, and the family one level.
-template <typename Element, typename Source>
-struct BlockJob {
-  FragmentRows rows;
-  const Source* values;
-  void* entries;
-  ScalingKind scaling;
-  uint8_t* codes;
-
-  MEGAFSDP_INLINE void operator()() const {
-    // Between tiles of one column a panel may end anywhere.
-    const int64_t cached_cols = kCachedNumel / rows.grid.tile_rows;
-    const int64_t panel_cols =
-        rows.grid.tile_cols > 1 || cached_cols > kPanelCols ? kPanelCols : cached_cols;
-    uint32_t maxima_of_panel[kPanelCols], of_tiles_in_bits[kPanelCols];
-    float of_tiles[kPanelCols];
-    for_each_panel(rows, panel_cols, [&](const Panel& panel) __attribute__((always_inline)) {
-      maxima_of_cols<NoRounding>(values + panel.offset, panel, maxima_of_panel);
-      visit_tiles_of(panel, maxima_of_panel,
-                     [&](int64_t tile, uint32_t bits) __attribute__((always_inline)) {
-                       of_tiles_in_bits[tile] = bits;
-                     });
-      fill_factors(panel, of_tiles_in_bits, of_tiles);
-      encode_panel<Element, NoRounding>(values + panel.offset, nullptr, panel, of_tiles,
-                                        codes + panel.offset / Element::kCodesPerByte);
-    });
-  }
-
-  MEGAFSDP_INLINE void fill_factors(const Panel& panel, const uint32_t* maxima,
-                                    float* of_tiles) const {
-    const int64_t num_tiles = panel.num_tiles();
-    visit_scaling(scaling, [&](auto family) __attribute__((always_inline)) {
-      using Scaling = decltype(family);
-      using Entry = typename Scaling::Entry;
-      Entry* const of_panel = static_cast<Entry*>(entries) + panel.first_tile;
-      for (int64_t i = 0; i < num_tiles; ++i) {
-        of_tiles[i] = Scaling::template encode_factor<Element>(maxima[i], 0.0f);
-        of_panel[i] = Scaling::template entry<Element>(maxima[i], 0.0f);
+        const float factor = Scaling::decode_factor(of_tiles[i], of_matrix);
+        factors[i] = factor == factor ? factor : float_of(kNanBits);
       }
     });
   }
@@ -473,6 +400,93 @@ struct EntriesJob {
         const uint32_t maximum = static_cast<uint32_t>(maxima[i]);
         to[i] = Scaling::template entry<Element>(maximum, of_matrix);
       }
+    });
+  }
+};
+
+// Writes the codes of the rows. of_matrices has the factor of each matrix of the stack, and is null
+// where the family has none. Factors are found by calls: the loops of all families in each of these
+// functions would take longer to compile than all else.
+template <typename Element, typename Source, typename Through>
+struct EncodeJob {
+  FragmentRows rows;
+  const Source* values;
+  const float* noise;
+  const int32_t* maxima;
+  const float* of_matrices;
+  ScalingKind scaling;
+  uint8_t* codes;
+  Simd level;
+
+  MEGAFSDP_INLINE void operator()() const {
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
+      const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
+      run_at(level, EncodeFactorsJob<Element>{maxima + panel.first_tile, panel.num_tiles(),
+                                              of_matrix, scaling, of_tiles});
+      encode_panel<Element, Through>(values + panel.offset,
+                                     noise == nullptr ? nullptr : noise + panel.offset, panel,
+                                     of_tiles, codes + panel.offset / Element::kCodesPerByte);
+    });
+  }
+};
+
+// Writes the values of the rows, whose codes and values begin with those of the stack. of_matrices
+// has the maximum of each matrix, and is null where the family has none.
+template <typename Element, typename Out>
+struct DecodeJob {
+  FragmentRows rows;
+  const uint8_t* codes;
+  const void* entries;
+  const float* of_matrices;
+  ScalingKind scaling;
+  Out* out;
+  Simd level;
+
+  MEGAFSDP_INLINE void operator()() const {
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
+      const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
+      run_at(level, DecodeFactorsJob{entries, panel.first_tile, panel.num_tiles(), of_matrix,
+                                     scaling, of_tiles});
+      decode_panel<Element>(codes + panel.offset / Element::kCodesPerByte, panel, of_tiles,
+                            out + panel.offset);
+    });
+  }
+};
+
+// Writes the entries and the codes of the rows in one pass: each panel is read for its maxima, then
+// from the cache for its codes. The rows must have all of their tiles, and the family one level.
+template <typename Element, typename Source>
+struct BlockJob {
+  FragmentRows rows;
+  const Source* values;
+  uint8_t* entries;
+  int64_t entry_nbytes;
+  ScalingKind scaling;
+  uint8_t* codes;
+  Simd level;
+
+  MEGAFSDP_INLINE void operator()() const {
+    // Between tiles of one column a panel may end anywhere.
+    const int64_t cached_cols = kCachedNumel / rows.grid.tile_rows;
+    const int64_t panel_cols =
+        rows.grid.tile_cols > 1 || cached_cols > kPanelCols ? kPanelCols : cached_cols;
+    uint32_t of_cols[kPanelCols];
+    int32_t maxima[kPanelCols];
+    float of_tiles[kPanelCols];
+    for_each_panel(rows, panel_cols, [&](const Panel& panel) __attribute__((always_inline)) {
+      maxima_of_cols<NoRounding>(values + panel.offset, panel, of_cols);
+      visit_tiles_of(panel, of_cols,
+                     [&](int64_t tile, uint32_t bits) __attribute__((always_inline)) {
+                       maxima[tile] = static_cast<int32_t>(bits);
+                     });
+      const int64_t num_tiles = panel.num_tiles();
+      run_at(level, EncodeFactorsJob<Element>{maxima, num_tiles, 0.0f, scaling, of_tiles});
+      run_at(level, EntriesJob<Element>{maxima, num_tiles, 0.0f, scaling,
+                                        entries + panel.first_tile * entry_nbytes});
+      encode_panel<Element, NoRounding>(values + panel.offset, nullptr, panel, of_tiles,
+                                        codes + panel.offset / Element::kCodesPerByte);
     });
   }
 };

@@ -52,15 +52,14 @@ void for_ranges(const std::vector<Range>& ranges, int64_t numel, int64_t num_thr
 }
 
 template <typename Visit>
+void visit_byte_element(const std::string& name, const Visit& visit) {
+  element_of(name) == ElementKind::kE4M3 ? visit(E4M3{}) : visit(E5M2{});
+}
+
+template <typename Visit>
 void visit_element(const std::string& name, const Visit& visit) {
-  switch (element_of(name)) {
-    case ElementKind::kE4M3:
-      return visit(E4M3{});
-    case ElementKind::kE5M2:
-      return visit(E5M2{});
-    case ElementKind::kE2M1:
-      return visit(E2M1{});
-  }
+  if (element_of(name) == ElementKind::kE2M1) return visit(E2M1{});
+  visit_byte_element(name, visit);
 }
 
 template <typename Visit>
@@ -181,7 +180,8 @@ void run_encode(const TileArguments& arguments, const std::vector<TileFragment>&
                           of.maxima,
                           factors.empty() ? nullptr : factors.data(),
                           scaling,
-                          of.codes});
+                          of.codes,
+                          level});
       });
     });
   });
@@ -243,7 +243,8 @@ void run_decode(const DecodeArguments& arguments, const ScaleTable& table, int64
                           table.entries,
                           table.of_matrices,
                           scaling,
-                          out});
+                          out,
+                          level});
       });
     });
   });
@@ -256,7 +257,7 @@ void run_blocks(const BlockArguments& arguments, const ScaleTable& table, int64_
   cut_rows(table.grid, 0, 0, num_rows, ranges);
   auto* const codes = reinterpret_cast<uint8_t*>(std::get<0>(arguments.codes));
   const ScalingKind scaling = scaling_of(arguments.coding.scaling);
-  visit_element(arguments.coding.element, [&](auto element) {
+  visit_byte_element(arguments.coding.element, [&](auto element) {
     visit_dtype(arguments.dtype, [&](auto source) {
       using Source = decltype(source);
       const auto* const values = reinterpret_cast<const Source*>(std::get<0>(arguments.values));
@@ -264,9 +265,11 @@ void run_blocks(const BlockArguments& arguments, const ScaleTable& table, int64_
         run_at(level, BlockJob<decltype(element), Source>{
                           {table.grid, 0, range.first_row, range.end_row},
                           values,
-                          table.entries,
+                          static_cast<uint8_t*>(table.entries),
+                          entry_nbytes(scaling),
                           scaling,
-                          codes});
+                          codes,
+                          level});
       });
     });
   });

@@ -267,6 +267,7 @@ inline ScaleTable check_blocks(const BlockArguments& arguments) {
   const ElementKind element = element_of(arguments.coding.element);
   const ScalingKind scaling = scaling_of(arguments.coding.scaling);
   check(scaling != ScalingKind::kTwoLevel, "scaling: expected one level, got two_level");
+  check(element != ElementKind::kE2M1, "element: expected 8 bits, got e2m1");
   // Threads take whole rows of tiles, and the maximum of a tile is not shared between them.
   const int64_t tile_rows = arguments.coding.tile_rows;
   check(tile_rows == 1 || (arguments.coding.tile_cols == 1 && 0 < tile_rows &&
