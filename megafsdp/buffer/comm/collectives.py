@@ -212,8 +212,9 @@ def _gather_on_gloo(
 
 def _swap(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     other = 1 - group.rank()
-    splits = [[numel * (r == other) for r in range(2)] for numel in (received.numel(), sent.numel())]
-    return dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)
+    outs = [received.numel() * (r == other) for r in range(2)]
+    pieces = [sent.numel() * (r == other) for r in range(2)]
+    return dist.all_to_all_single(received, sent, outs, pieces, group=group, async_op=True)
 
 
 def reduce_scatter(
