@@ -24,6 +24,10 @@ class DataError(ValueError):
     """Report a data file that is missing, truncated, or not what its header says."""
 
 
+class RankError(RuntimeError):
+    """Report ranks that do not come, or that leave the others waiting."""
+
+
 class CheckpointError(RuntimeError):
     """Report a checkpoint that cannot be written, found, trusted, or matched to the model."""
 

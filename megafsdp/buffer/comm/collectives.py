@@ -121,7 +121,10 @@ atexit.register(wait_for_rest)
 
 
 def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
-    trace.note(kind, label, nbytes, "" if group is None else group.group_name)
+    name = "" if group is None else group.group_name
+    if name not in trace.issued.members:
+        trace.issued.members[name] = dist.get_process_group_ranks(group)
+    trace.note(kind, label, nbytes, name)
     if trace.is_enabled():
         _compare_labels(kind, label, 0 if kind == _UNEVEN else nbytes, group)
 

@@ -5,8 +5,9 @@
 labels: a unit that only some ranks run makes the others wait in another collective, for ever or
 until sizes clash, and with the check all ranks raise an error that names the unit. That costs a
 second, small collective each time. The variable is read once, and again by each root's forward:
-a look before every collective would be a part of what hooks cost. This file makes and compares the
-labels and exchanges nothing.
+a look before every collective would be a part of what hooks cost. :data:`issued` has the number of
+collectives by group and the last ones, for the report on a rank that leaves the others waiting.
+This file makes and compares the labels and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ import torch
 from megafsdp.errors import MAX_RANKS, expected, listed
 
 DEBUG_VARIABLE = "MEGAFSDP_DEBUG"
+# How many of the last collectives are remembered: more than ranks differ by in a step.
+_NUM_RECENT = 1024
 # Bytes of a label. Equal on all ranks, because labels are gathered into one tensor.
 _WIDTH = 256
 
@@ -47,6 +50,32 @@ class CollectiveRecord:
     events: list[tuple[str, str]] = field(default_factory=list)
 
 
+class IssuedCollectives:
+    """How far this rank has come, since the last :meth:`forget`.
+
+    Attributes:
+        counts: Number of collectives by the name of the process group, empty for all ranks.
+        members: Ranks of each of these groups.
+        recent: The last ones as (name of the group, number in the group from 1, kind, label).
+    """
+
+    __slots__ = ("counts", "members", "recent")
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.members: dict[str, Sequence[int]] = {}
+        self.recent: deque[tuple[str, int, str, str]] = deque(maxlen=_NUM_RECENT)
+
+    def forget(self) -> None:
+        """Start anew, as process groups of other ranks may get the same names."""
+        self.counts.clear()
+        self.members.clear()
+        self.recent.clear()
+
+
+# Process-wide like the records, and always written: a hang is explained after it has begun.
+issued = IssuedCollectives()
+
 # Process-wide, not of one thread: backward may issue collectives on another thread.
 _open_records: list[CollectiveRecord] = []
 
@@ -64,7 +93,9 @@ def record_collectives() -> Iterator[CollectiveRecord]:
 
 
 def note(kind: str, label: str, nbytes: int, group_name: str) -> None:
-    """Count one collective in every open record."""
+    """Count one collective, in every open record too; its group is among the members."""
+    number = issued.counts[group_name] = issued.counts.get(group_name, 0) + 1
+    issued.recent.append((group_name, number, kind, label))
     key = (kind, group_name)
     for record in _open_records:
         record.calls[kind] += 1

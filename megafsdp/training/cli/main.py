@@ -1,7 +1,8 @@
 """The console entry ``megafsdp``: train, prep, generate, report, doctor, ckpt.
 
-Errors of the caller's configuration, data and checkpoints end as one message and a code that is not
-0; other errors keep their traceback.
+Errors of the caller's configuration, data and checkpoints, and ranks that are missing, end as one
+message and a code that is not 0; other errors keep their traceback. Under torchrun the message also
+stands below "Root Cause".
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from megafsdp.checkpoint.state.merge import library_versions
 from megafsdp.data import PrepOptions, prepare
-from megafsdp.errors import CheckpointError, ConfigError, DataError
+from megafsdp.errors import CheckpointError, ConfigError, DataError, RankError
 from megafsdp.training.cli.checkpoint_tools import add_ckpt_commands
 from megafsdp.training.config.parse import parse_config
 from megafsdp.training.dry_run.dry_run import dry_run, split_options
@@ -27,6 +30,7 @@ from megafsdp.training.pictures.dry_run_page import write_dry_run
 from megafsdp.training.pictures.page import require_library
 from megafsdp.training.pictures.run_report import write_report
 from megafsdp.training.process.doctor import examine
+from megafsdp.training.process.failure import describe, is_recorded, report_failure
 
 _CONFIG_EXIT_CODE = 2
 _FAILURE_EXIT_CODE = 1
@@ -41,18 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _configure_logging()
     try:
-        if words[:1] == ["train"]:
-            # Its options are those of the configuration, with a --help of their own.
-            _train(words[1:])
-        else:
-            options = _parser().parse_args(words)
-            # Tools that look for something return a code; None is success like any other.
-            return options.run(options) or 0
+        # Success is None too, where a command has no code or leaves with 0.
+        return (record(_run) if is_recorded() else _run)(words) or 0
     except (ConfigError, NotImplementedError) as error:
-        return _fail(error, _CONFIG_EXIT_CODE)
-    except (DataError, CheckpointError) as error:
-        return _fail(error, _FAILURE_EXIT_CODE)
-    return 0
+        report_failure(describe(error))
+        return _CONFIG_EXIT_CODE
+    except (DataError, CheckpointError, RankError) as error:
+        report_failure(describe(error))
+        return _FAILURE_EXIT_CODE
+
+
+def _run(words: Sequence[str]) -> int | None:
+    if words[:1] == ["train"]:
+        # Its options are those of the configuration, with a --help of their own.
+        _train(words[1:])
+        return None
+    options = _parser().parse_args(words)
+    # Tools that look for something return a code.
+    return options.run(options)
 
 
 def _train(words: Sequence[str]) -> None:
@@ -184,11 +194,6 @@ def _configure_logging() -> None:
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _fail(error: Exception, code: int) -> int:
-    print(f"megafsdp: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""Turn SIGTERM and SIGINT into a request to stop, which all ranks follow at the same step."""
+"""Turn SIGTERM and SIGINT into a request to stop, which all ranks follow at the same step.
+
+Before the ranks have met there is no step to follow, and a signal ends the process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,6 +15,7 @@ from types import FrameType
 import torch
 
 from megafsdp.buffer.comm.collectives import all_reduce
+from megafsdp.training.process.failure import report_failure
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -71,3 +76,45 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.request()
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """End this process by SIGTERM or SIGINT inside the context, with a message; main thread only.
+
+    It ends at once also while the main thread waits in native code, where Python's own handlers
+    would run only after the wait.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # The interpreter writes the number of a signal there in the moment in which it comes.
+    previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _ignore) for number in _SIGNALS}
+    thread = threading.Thread(target=_end_by_signal, args=(reader,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_writer)
+        # The end of the pipe ends the thread, after all signals that are in it.
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the thread at the pipe acts."""
+
+
+def _end_by_signal(reader: int) -> None:
+    while read := os.read(reader, 1):
+        if read[0] in _SIGNALS:
+            name = signal.Signals(read[0]).name
+            report_failure(f"{name} while the ranks met: nothing was trained, nothing to save")
+            # Not by an exception: the main thread may wait in native code for half an hour.
+            os._exit(128 + read[0])

@@ -12,9 +12,21 @@ import torch
 import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import barrier
+from megafsdp.buffer.comm.trace import issued
 from megafsdp.device.host_memory import keep_freed_memory
-from megafsdp.errors import ConfigError, expected
+from megafsdp.errors import ConfigError, RankError, expected
 from megafsdp.mesh.torch_private import high_priority_options
+from megafsdp.training.process.hang_watch import MAX_NAMING_S, watching_for_hangs
+from megafsdp.training.process.rendezvous import meet
+from megafsdp.training.process.signals import ending_on_signals
+
+# Set by torchrun to True or False.
+_SERVED_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+# What gloo and NCCL say where the process at the other end of a connection has ended.
+_LOST_RANK = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+    *("remote process exit", "ncclRemoteError", "peer has closed"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +127,21 @@ def _wrong_launch(what: str, got: str, name: str) -> ConfigError:
 def process_group(world: World, *, timeout_s: float) -> Iterator[None]:
     """Keep a default process group open; one that is open already is used and left open.
 
-    Collective over all ranks on entry, and on exit without an error. On CPU with several ranks a
-    machine each gets one thread, unless OMP_NUM_THREADS is set: threads of ranks that share cores
-    slow each other down many times over. There glibc keeps freed memory, unless its own variables
-    are set.
+    Collective over all ranks on entry, and on exit without an error. Until the ranks have met,
+    SIGTERM and SIGINT end the process. Afterwards a thread looks for ranks that leave the others
+    waiting, and ends all processes if there are any.
+
+    On CPU with several ranks a machine each gets one thread, unless OMP_NUM_THREADS is set: threads
+    of ranks that share cores slow each other down many times over. There glibc keeps freed memory,
+    unless its own variables are set.
+
+    Args:
+        world: Where this process stands.
+        timeout_s: How long ranks may wait for each other, to meet and in a collective.
 
     Raises:
         ConfigError: The environment names a rank and not where the ranks meet.
+        RankError: Other ranks did not come, or one has ended.
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -132,33 +152,81 @@ def process_group(world: World, *, timeout_s: float) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    _init(world, datetime.timedelta(seconds=timeout_s))
+    with ending_on_signals():
+        store = _open_store(world, timeout_s)
+        _init(world, store, timeout_s)
     try:
-        yield
-        # Leaving while another rank still communicates would fail that rank.
-        barrier()
+        with watching_for_hangs(store, rank=world.rank, world_size=world.size, timeout_s=timeout_s):
+            yield
+            # Leaving while another rank still communicates would fail that rank.
+            barrier()
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _LOST_RANK):
+            raise
+        raise _lost_rank(error) from error
     finally:
         dist.destroy_process_group()
 
 
-def _init(world: World, timeout: datetime.timedelta) -> None:
+def _lost_rank(error: RuntimeError) -> RankError:
+    """Return what stands for the many texts of libraries on a connection whose other end died."""
+    kind, label = issued.recent[-1][2:] if issued.recent else ("the first collective", "")
+    return RankError(
+        expected(
+            "all ranks to go on",
+            f"the end of one ({str(error).splitlines()[0][-160:]})",
+            where=f"{kind} of '{label}'" if label else kind,
+            hint="Look for the first error, or the signal, of the other ranks: this error only"
+            " followed. The same command goes on from the last checkpoint, and torchrun does so by"
+            " itself with --max-restarts",
+        )
+    )
+
+
+def _open_store(world: World, timeout_s: float) -> dist.Store:
+    """Return what the ranks of this start exchange addresses in; collective over all ranks."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise _wrong_launch(f"{name} beside RANK", "none", "RANK")
+    address, port = os.environ["MASTER_ADDR"], launch_number("MASTER_PORT", 0)
+    # torchrun serves a store itself; ranks that something else has started meet at the first one.
+    is_served = os.environ.get(_SERVED_VARIABLE) == "True"
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            world.size,
+            is_master=world.is_first and not is_served,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise RankError(
+            expected(
+                f"the store of the ranks at {address}:{port} within {timeout_s:g} s",
+                f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                where=f"the rendezvous of rank {world.rank}, MASTER_ADDR and MASTER_PORT",
+                hint="Start rank 0 too, or the launcher of the first machine, let the machines"
+                " reach this port, or raise run.timeout_s",
+            )
+        ) from error
+    return meet(store, rank=world.rank, world_size=world.size, timeout_s=timeout_s)
+
+
+def _init(world: World, store: dist.Store, timeout_s: float) -> None:
     is_cuda = world.device.type == "cuda"
-    # Small objects travel over gloo, so that they cost the GPU nothing.
-    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-    device_id = world.device if is_cuda else None
-    options = high_priority_options(timeout) if is_cuda else None
-    if "RANK" in os.environ:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise _wrong_launch(f"{name} beside RANK", "none", "RANK")
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id, pg_options=options)
-        return
+    # The watch names the ranks that others wait for. torch's own limit is for what it cannot see.
+    timeout = datetime.timedelta(seconds=timeout_s + MAX_NAMING_S)
     dist.init_process_group(
-        backend,
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
+        # Small objects travel over gloo, so that they cost the GPU nothing.
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
         timeout=timeout,
-        device_id=device_id,
-        pg_options=options,
+        device_id=world.device if is_cuda else None,
+        pg_options=high_priority_options(timeout) if is_cuda else None,
     )
