@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafsdp.errors import ConfigError
+from megafsdp.training.process.hang_watch import MAX_NAMING_S
 from megafsdp.training.process.world import World, find_world, process_group
 from tests.ranks import Ranks
 
@@ -129,19 +130,22 @@ def test_ranks_that_share_cores_have_one_thread(
 def test_collectives_of_gpus_go_before_other_kernels(
     monkeypatch: pytest.MonkeyPatch, is_launched: bool
 ) -> None:
-    """The world's NCCL group, which a mesh of one axis uses, has a stream of high priority."""
+    """The world's NCCL group, which a mesh of one axis uses, has a stream of high priority.
+
+    Its own limit is later than that of the watch for hangs.
+    """
     given: dict[str, object] = {}
     options = SimpleNamespace(Options=SimpleNamespace)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **kwargs: given.update(kwargs))
     if is_launched:
-        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.setenv(name, "0")
+        for name, value in (("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+            monkeypatch.setenv(name, value)
     world = World(0, 1, 0, 1, torch.device("cuda", 0))
     # Nothing was opened that could be closed.
     with contextlib.suppress(ValueError, AssertionError), process_group(world, timeout_s=10):
         pass
-    timeout = datetime.timedelta(seconds=10)
+    timeout = datetime.timedelta(seconds=10 + MAX_NAMING_S)
     wanted = SimpleNamespace(is_high_priority_stream=True, _timeout=timeout)
     assert given["pg_options"] == wanted and given["timeout"] == timeout
