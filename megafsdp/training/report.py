@@ -21,7 +21,7 @@ from megafsdp.training.metrics.terminal import Screen, escape_controls
 from megafsdp.training.metrics.tracker import CONFIG_FILE, EVALUATION_KEY, Trackers
 from megafsdp.training.process.machine import describe_machine, versions
 from megafsdp.training.process.world import World
-from megafsdp.training.resume import RunState
+from megafsdp.training.resume import RunState, SaveTimes
 from megafsdp.training.step.evaluation import EvaluationResult
 from megafsdp.training.step.train_step import StepResult
 
@@ -118,10 +118,10 @@ class Report:
         if self._trackers is not None:
             self._trackers.log_event(event, {"step": step, **self._now(), **values})
 
-    def log_saved(self, step: int) -> None:
-        """Print that a checkpoint is published, and log it."""
+    def log_saved(self, step: int, times: SaveTimes) -> None:
+        """Print that a checkpoint is published, and log it with what it has cost."""
         self.print_line(f"saved step {step} in {self._config.checkpoint_directory}")
-        self._log_event(Event.SAVED, step)
+        self._log_event(Event.SAVED, step, stall_s=times.stall_s, save_s=times.save_s)
 
     def log_skipped(self, step: int) -> None:
         """Log that a step was skipped; its progress line says so if it has one."""

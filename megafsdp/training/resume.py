@@ -9,6 +9,7 @@ lists the differences. The format of checkpoints is in ``megafsdp.checkpoint``; 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -92,6 +93,20 @@ class Restorable:
     loss_scaler: LossScaler | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """What a save costs.
+
+    Attributes:
+        stall_s: How long the training waits for it.
+        save_s: From its begin to its publication. The publication of a background save is seen
+            after a step, or where it is waited for.
+    """
+
+    stall_s: float = 0.0
+    save_s: float = 0.0
+
+
 class Saver:
     """Save checkpoints of a run, at most one at a time in the background.
 
@@ -100,7 +115,7 @@ class Saver:
         state: Where it stands; it changes with every step.
         targets: What to store.
         order: What decides the order of samples.
-        on_saved: Called with a step when its checkpoint is published.
+        on_saved: Called with a step and the times of its save when the checkpoint is published.
     """
 
     def __init__(
@@ -110,7 +125,7 @@ class Saver:
         targets: Restorable,
         *,
         order: Mapping[str, object],
-        on_saved: Callable[[int], None],
+        on_saved: Callable[[int, SaveTimes], None],
     ) -> None:
         self._config = config
         self._state = state
@@ -119,6 +134,7 @@ class Saver:
         self._on_saved = on_saved
         self._saved_step = state.step
         self._pending: checkpoint.PendingSave | None = None
+        self._begun_s, self._stall_s = 0.0, 0.0
 
     def save(self) -> None:
         """Save the state unless it is saved, or begin to; collective over all ranks.
@@ -161,15 +177,22 @@ class Saver:
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            waited_from_s = time.perf_counter()
             try:
                 pending.result()
             except CheckpointError:
                 self._begin(in_background=False)
                 raise
-            self._on_saved(self._saved_step)
+            self._stall_s += time.perf_counter() - waited_from_s
+            self._report()
+
+    def _report(self) -> None:
+        save_s = time.perf_counter() - self._begun_s
+        self._on_saved(self._saved_step, SaveTimes(self._stall_s, save_s))
 
     def _begin(self, *, in_background: bool) -> None:
         config, targets = self._config, self._targets
+        self._begun_s = time.perf_counter()
         begun = (checkpoint.async_save if in_background else checkpoint.save)(
             config.checkpoint_directory,
             step=self._state.step,
@@ -186,10 +209,11 @@ class Saver:
             keep_every=config.checkpoint.keep_every,
         )
         self._saved_step = self._state.step
+        self._stall_s = time.perf_counter() - self._begun_s
         if isinstance(begun, checkpoint.PendingSave):
             self._pending = begun
         else:
-            self._on_saved(self._saved_step)
+            self._report()
 
 
 def require_writable(config: Config) -> None:

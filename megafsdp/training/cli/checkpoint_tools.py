@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.summary import inspect
 from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.errors import ConfigError, expected
+from megafsdp.training.metrics.cadence import cadence
+from megafsdp.training.metrics.events import Event
+from megafsdp.training.pictures.run_folder import read_runs
 from megafsdp.training.run_folder import checkpoints_of, config_in
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "keep": None}
@@ -153,6 +157,7 @@ def add_ckpt_commands(parser: argparse.ArgumentParser) -> None:
     _add_convert(tools.add_parser("convert", help="write a checkpoint in another format"))
     _add_export(tools.add_parser("export-hf", help="write a checkpoint's weights for transformers"))
     _add_import(tools.add_parser("import-hf", help="make a checkpoint from Hugging Face files"))
+    _add_cadence(tools.add_parser("cadence", help="say how often a run should save"))
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +232,18 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_convert)
 
 
+def _add_cadence(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN", help="a run's folder, in which it has saved")
+    parser.add_argument(
+        "--mtbf-hours",
+        type=float,
+        required=True,
+        help="hours between failures of the whole job: of one machine, divided by their number",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_cadence)
+
+
 def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", help=_DIRECTORY)
     parser.add_argument("--step", type=int, help="step; the latest by default")
@@ -279,4 +296,20 @@ def _convert(options: argparse.Namespace) -> int:
         show_progress=not options.no_progress,
     )
     print(json.dumps({"written": str(written)}) if options.json else written)
+    return 0
+
+
+def _cadence(options: argparse.Namespace) -> int:
+    if not 0 < options.mtbf_hours < math.inf:
+        raise ConfigError(
+            expected(
+                "a number of hours above 0",
+                options.mtbf_hours,
+                where="--mtbf-hours",
+                hint="Give the mean time between failures of the whole job, such as 24",
+            )
+        )
+    (run,) = read_runs([options.run_folder])
+    found = cadence(run.steps, run.events_of(Event.SAVED), mtbf_s=3600 * options.mtbf_hours)
+    print(found.to_json() if options.json else found.describe())
     return 0
