@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megafsdp.errors import RankError
 from megafsdp.training import Config, train
 from megafsdp.training.cli.main import main
 from megafsdp.training.step.train_step import StepResult
@@ -29,7 +30,7 @@ from tests.end_to_end.launchers import (
     until,
     workers,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, RanksError
 from tests.training.runs import stored_tensors, tiny, write_corpus
 
 NUM_STEPS = 12
@@ -162,6 +163,49 @@ def test_one_message_is_the_root_cause(ranks: Ranks, tmp_path: Path) -> None:
     cause = log.read_text().partition("Root Cause")[2]
     assert "traceback : ConfigError: Expected a known name, got" in cause
     assert "Traceback (most recent call last)" not in cause
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Return all files of a folder of checkpoints."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _alone(config: Config, port: int) -> str:
+    """Start the first of two ranks alone; return the error."""
+    leave_process_group()
+    launched = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        for name, value in launched.items():
+            patch.setenv(name, str(value))
+        with pytest.raises(RankError) as error:
+            train(config)
+    return str(error.value)
+
+
+def test_restarts_that_cannot_go_on_leave_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that never joins, and a number of machines that does not divide the batch.
+
+    Each is one error that says what to do, and the run's own number of ranks goes on afterwards.
+    """
+    write_corpus(tmp_path)
+    short = _config(tmp_path, "run", train={"steps": 3}, run={"timeout_s": 1})
+    ranks(2).run(_train, short)
+    before = _contents(short.checkpoint_directory)
+    assert before
+    longer = _config(tmp_path, "run", run={"timeout_s": 1})
+    (message,) = ranks(1).run(_alone, longer, free_port())
+    assert message.startswith("Expected 2 ranks to meet within 1 s, got no sign of rank 1. In")
+    assert "start as many ranks as WORLD_SIZE says, or raise run.timeout_s" in message
+    with pytest.raises(RanksError) as failure:
+        ranks(5).run(_train, longer)
+    assert set(failure.value.failures) == set(range(5))
+    wanted = "ConfigError: Expected a multiple of the 5 data-parallel ranks"
+    assert all(wanted in text for text in failure.value.failures.values())
+    assert all("train.global_batch_size. Use 15" in t for t in failure.value.failures.values())
+    assert _contents(short.checkpoint_directory) == before
+    ranks(2).run(_train, longer)
+    assert sorted(_losses(longer.run_directory)) == list(range(1, NUM_STEPS + 1))
 
 
 def _kills(launch: Launch, folder: Path, num_kills: int) -> tuple[int, list[int]]:
