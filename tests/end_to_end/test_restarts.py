@@ -102,20 +102,27 @@ def _launched(launch: Launch) -> int:
     return ended(launch.start())
 
 
-def test_a_hung_and_a_killed_worker_change_nothing(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def unbroken(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Return a run of two ranks that nothing interrupted; its folder's parent has the corpus."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    write_corpus(folder)
+    config = _config(folder, "whole")
+    ranks(2).run(_train, config)
+    return config
+
+
+def test_a_hung_and_a_killed_worker_change_nothing(
+    ranks: Ranks, tmp_path: Path, unbroken: Config
+) -> None:
     """The hang ends with the collective, the rank and its place; both restarts go on."""
-    write_corpus(tmp_path)
-    whole, broken = (
-        _config(tmp_path, name, run={"timeout_s": limit})
-        for name, limit in (("whole", 60), ("run", 2))
-    )
-    ranks(2).run(_train, whole)
+    broken = _config(unbroken.run_directory.parent, "hung", run={"timeout_s": 2})
     log = tmp_path / "log"
     worker = functools.partial(_failing_once, broken, {4: "hang", 8: "kill"})
     (code,) = ranks(1).run(_launched, Launch(worker, log, max_restarts=2))
     output = log.read_text()
     assert code == 0, output
-    _assert_equal(broken, whole)
+    _assert_equal(broken, unbroken)
     assert output.count("RankError: Expected ranks 0, 1 to reach") == 2, "once from each rank"
     found = re.search(
         r"to reach (\w+) of '([^']+)' within 2 s, got all but rank 1\. In collective \d+ of these"
@@ -135,11 +142,11 @@ def _machine_that_returns(launch: Launch, folder: Path) -> tuple[int, int]:
     return ended(first), ended(second)
 
 
-def test_a_killed_machine_that_returns_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_killed_machine_that_returns_changes_nothing(
+    ranks: Ranks, tmp_path: Path, unbroken: Config
+) -> None:
     """The launcher that stays counts one restart and the new one none; their workers still meet."""
-    write_corpus(tmp_path)
-    whole, broken = (_config(tmp_path, name, train={"steps": 24}) for name in ("whole", "run"))
-    ranks(2).run(_train, whole)
+    broken = _config(unbroken.run_directory.parent, "machine")
     log = tmp_path / "log"
     worker = functools.partial(_train, broken)
     launch = Launch(worker, log, num_ranks=1, num_nodes=2, max_restarts=2, port=free_port())
@@ -147,7 +154,7 @@ def test_a_killed_machine_that_returns_changes_nothing(ranks: Ranks, tmp_path: P
     output = log.read_text()
     assert codes == (0, 0), output
     assert "resumed from step" in output
-    _assert_equal(broken, whole)
+    _assert_equal(broken, unbroken)
 
 
 def _fail_by_name(folder: Path) -> None:
