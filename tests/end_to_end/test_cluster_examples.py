@@ -221,3 +221,21 @@ def test_slurm_job_goes_on_after_it_was_queued_again(
     theirs = stored_tensors(whole.checkpoint_directory, 150)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_page_names_what_there_is() -> None:
+    """Links, options and programs of docs/cluster.md exist."""
+    page = ROOT / "docs/cluster.md"
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert len(links) > 3
+    assert all((page.parent / link).exists() for link in links)
+    sections = Config().to_dict()
+    named = set(re.findall(r"`(?:--)?(\w+)\.(\w+)[` ]", text)) - {("events", "jsonl")}
+    assert {section for section, _ in named} >= {"run", "checkpoint", "parallel", "train", "data"}
+    options = [(s, f) for s, f in named if (s, f) not in {("slurm", "sbatch"), ("node", "sh")}]
+    for section, field in options:
+        assert field in sections[section], f"{section}.{field}"
+    sources = "".join(path.read_text() for path in (ROOT / "megafsdp/training").rglob("*.py"))
+    for phrase in ("no sign of rank", "while the ranks met", "does not answer", "the end of one"):
+        assert phrase in text and phrase in sources

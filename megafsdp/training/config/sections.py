@@ -178,7 +178,7 @@ class RunSection:
         name: Name for trackers; empty takes the last part of the directory.
         seed: Seeds the initial weights and each data-parallel rank's random state.
         device: cpu, cuda, or auto for CUDA where there is a GPU.
-        timeout_s: How long a collective may wait for another rank.
+        timeout_s: How long ranks may wait for each other, to meet and in a collective.
     """
 
     directory: Annotated[str, Field(min_length=1)] = "runs/default"
