@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megafsdp.errors import ConfigError
+from megafsdp.buffer.comm.collectives import all_reduce
+from megafsdp.errors import ConfigError, RankError
 from megafsdp.training.process.hang_watch import MAX_NAMING_S
 from megafsdp.training.process.world import World, find_world, process_group
+from tests.end_to_end.launchers import free_port
 from tests.ranks import Ranks
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -149,3 +153,31 @@ def test_collectives_of_gpus_go_before_other_kernels(
     timeout = datetime.timedelta(seconds=10 + MAX_NAMING_S)
     wanted = SimpleNamespace(is_high_priority_stream=True, _timeout=timeout)
     assert given["pg_options"] == wanted and given["timeout"] == timeout
+
+
+def _other_rank_dies(port: int) -> str:
+    """Open the group of two launched ranks, of which the second is killed; return the error."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    # The pool's own rank stays.
+    if rank == 1 and (child := os.fork()):
+        os.waitpid(child, 0)
+        return ""
+    world = World(rank, 2, 0, 1, torch.device("cpu"))
+    launched = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in launched.items():
+            patch.setenv(name, str(value))
+        with pytest.raises(RankError) as error, process_group(world, timeout_s=30):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            all_reduce(torch.ones(1), label="the loss")
+    return str(error.value)
+
+
+def test_end_of_another_rank_is_named(ranks: Ranks) -> None:
+    """In place of a library's words: what it waited for, and that the cause is elsewhere."""
+    message, _ = ranks(2).run(_other_rank_dies, free_port())
+    assert message.startswith("Expected all ranks to go on, got the end of one (")
+    assert "In all_reduce of 'the loss'. Look for the first error" in message
