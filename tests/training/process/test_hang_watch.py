@@ -55,7 +55,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 
 def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
     """Of two groups the one is named whose missing rank waits for nobody."""
-    groups = {"a": [0, 1], "b": [0, 2], "c": [1, 3]}
+    groups = {"b": [0, 2], "a": [0, 1], "c": [1, 3]}
 
     def own(rank: int, counts: dict[str, int]) -> Progress:
         return _at(counts, {name: ranks for name, ranks in groups.items() if rank in ranks})
@@ -69,6 +69,19 @@ def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
     text = judge(progress, timeout_s=LIMIT_S)
     assert "Expected ranks 0, 1 to reach all_gather of 'unit 3'" in text
     assert "got all but rank 1." in text
+
+
+def test_of_the_ranks_that_a_group_misses_the_cause_alone_is_named() -> None:
+    """Rank 0 is missed by rank 2 as well, but only because it waits for rank 1."""
+    members = {"": [0, 1, 2], "a": [0, 1]}
+    progress = {
+        0: _at({"": 1, "a": 2}, members),
+        1: _at({"": 1, "a": 1}, members),
+        2: _at({"": 2}, {"": [0, 1, 2]}),
+    }
+    text = judge(progress, timeout_s=LIMIT_S)
+    assert "Expected ranks 0, 1, 2 to reach all_gather of 'unit 2'" in text
+    assert "got all but rank 1. " in text
 
 
 def test_a_group_that_a_rank_has_never_used_counts() -> None:

@@ -78,6 +78,13 @@ def test_ranks_that_do_not_come_are_named_on_all_that_came(store: dist.Store) ->
     assert "MASTER_ADDR" in message and "run.timeout_s" in message and "checkpoint" in message
 
 
+def test_a_rank_that_came_to_the_last_start_alone_is_missed(store: dist.Store) -> None:
+    """What its dead process left does not count as its coming."""
+    _meet(store, {0: 2, 1: 2})
+    (message,) = _meet(store, {0: 2}, timeout_s=0.3)
+    assert "no sign of rank 1" in str(message)
+
+
 def test_a_first_rank_that_does_not_come_is_named(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
