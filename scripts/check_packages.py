@@ -1,8 +1,9 @@
 """Build the packages of a release from the checkout, and use them as a stranger would.
 
-``.venv/bin/python scripts/check_packages.py [--folder FOLDER] [--cuda] [--release]`` needs a clone and
-the extra ``release``; docs/packaging.md says what it checks and how long that takes. The packages are
-left in ``FOLDER/dist``; without a folder everything is removed. Files that git ignores take no part.
+``.venv/bin/python scripts/check_packages.py [--folder FOLDER] [--cuda] [--release]`` needs a clone
+and the extra ``release``; docs/packaging.md says what it checks and how long that takes. The packages
+are left in ``FOLDER/dist``; without a folder everything is removed. Files that git ignores take no
+part.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _check(folder: Path, *, has_cuda: bool) -> None:
         path.mkdir(parents=True)
     tracked = copy_checkout(checkout)
     with _step("every file runs on the oldest Python that is promised"):
-        vermin = "-m vermin -t=3.10- --no-tips --violations --eval-annotations"
+        vermin = f"{Path(sys.executable).parent}/vermin -t=3.10- --violations --eval-annotations"
         # Part of torch's own requirements.
         _run([*vermin.split(), "--backport", "typing_extensions", str(checkout)], away)
     with _step("cibuildwheel reads its configuration"):

@@ -1,8 +1,8 @@
 """Use an installed megafsdp from its command to a run on two ranks, away from any checkout.
 
-``python scripts/try_package.py [--cuda]`` takes a minute, by the Python that has the package. It ends
-with an error where the package was found anywhere else, came without its compiled kernels, or does
-not train with them. ``--cuda`` asks for the kernels for GPUs besides.
+``python scripts/try_package.py [--cuda]`` takes a minute, by the Python that has the package. It
+ends with an error where the package was found anywhere else, came without its compiled kernels, or
+does not train with them. ``--cuda`` asks for the kernels for GPUs besides.
 """
 
 from __future__ import annotations
