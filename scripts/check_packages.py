@@ -1,8 +1,9 @@
 """Build the packages of a release from the checkout, and use them as a stranger would.
 
 ``.venv/bin/python scripts/check_packages.py [--folder FOLDER] [--cuda] [--release]`` needs a clone
-and the extra ``release``; docs/packaging.md says what it checks and how long that takes. Packages are
-left in ``FOLDER/dist``; without a folder everything is removed. Files that git ignores take no part.
+and the extra ``release``; docs/packaging.md says what it checks and how long that takes. Packages
+are left in ``FOLDER/dist``; without a folder everything is removed. Files that git ignores take no
+part.
 """
 
 from __future__ import annotations
