@@ -28,7 +28,7 @@ def _run(page: str, directory: str) -> dict[str, Any]:
         exec(compile(block, f"{page}, block {number}", "exec"), names)
     model = names["model"]
     assert isinstance(model, nn.Module)
-    assert isinstance(names.get("optimizer", None), Optimizer | None)
+    assert isinstance(names.get("optimizer"), Optimizer | None)
     if not isinstance(model, FSDPModule):
         # One that torch has sharded.
         return {name: p.full_tensor().dequantize() for name, p in model.named_parameters()}
