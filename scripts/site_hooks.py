@@ -23,6 +23,8 @@ from megafsdp.training.config.words import type_in_words
 
 _ROOT = Path(__file__).parents[1]
 _FIRST_PAGE = "index.md"
+# The list of pages beside the first one would name itself alone.
+_FIRST_PAGE_OPTIONS = "---\nhide: [navigation]\n---\n"
 _CONFIGURATION_PAGE = "configuration.md"
 _SECTIONS_MARK = "<!-- the sections -->\n"
 # A role of Sphinx in a docstring, as mkdocstrings has rendered it.
@@ -39,7 +41,8 @@ _FETCHED = re.compile(
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add README.md as the first page, with its links as seen from the folder of the pages."""
     text = (_ROOT / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, _FIRST_PAGE, content=text.replace("](docs/", "](")))
+    text = _FIRST_PAGE_OPTIONS + text.replace("](docs/", "](")
+    files.append(File.generated(config, _FIRST_PAGE, content=text))
     return files
 
 

@@ -41,3 +41,21 @@ def test_the_programs_of_a_page_run(ranks: Ranks, page: str, tmp_path: Path) -> 
     first, second = ranks(2).run(_run, page, str(tmp_path))
     assert first.keys() == second.keys() and len(first) > 0
     assert all(value.equal(second[name]) for name, value in first.items())
+
+
+def _run_troubles(directory: str) -> list[str]:
+    """Run the programs of the page of troubles block by block; return the messages they meet."""
+    os.chdir(directory)
+    names: dict[str, Any] = {"__name__": "program"}
+    messages = []
+    for block in python_blocks((DOCS / "troubleshooting.md").read_text()):
+        exec(compile(block, "troubleshooting.md", "exec"), names)
+        messages.append(names["message"])
+    return messages
+
+
+def test_the_message_of_ranks_that_disagree_is_shown_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
+    """Word for word, on both ranks; the page breaks its lines."""
+    text = " ".join((DOCS / "troubleshooting.md").read_text().split())
+    for messages in ranks(2).run(_run_troubles, str(tmp_path)):
+        assert f"RuntimeError: {messages[0]}" in text

@@ -100,4 +100,9 @@ def test_a_dropped_phrase_is_found(text: str) -> None:
 
 def test_words_that_only_look_alike_are_left_alone() -> None:
     """A rule that finds too much would be switched off."""
-    assert _dropped_in("what they told; outlets good; surfaces of a parameter; is untold; are told apart") == []
+    assert (
+        _dropped_in(
+            "what they told; outlets good; surfaces of a parameter; is untold; are told apart"
+        )
+        == []
+    )
