@@ -32,8 +32,8 @@ class Fault:
     Attributes:
         verb: ``info``, ``list``, ``read``, ``write`` or ``remove``.
         kind: ``denied``, ``full``, ``broken``; ``torn``: of a write half arrives, and it fails;
-            ``cut``: half arrives, and nobody notices; ``killed``: half arrives, and the process
-            ends.
+            ``cut``: half arrives, and no error comes; ``killed``: the process ends, and half of
+            what went in several requests arrives.
         match: A part of the path.
         after: How many requests like this one pass before.
         count: How many fail then.
@@ -104,7 +104,7 @@ class FaultyStore:
         )
         found = {}
         for path in paths:
-            if path.is_relative_to(folder):
+            if path.is_relative_to(folder) and str(path) != folder:
                 first, *rest = path.relative_to(folder).parts
                 found[first] = "directory" if rest else "file"
         return found
@@ -189,6 +189,9 @@ class FaultyFileSystem(AbstractFileSystem):
         """Write an object at once."""
         path = self._strip_protocol(path)
         fault = FaultyStore.of(path).ask("write", path, 0, len(value))
+        if fault is not None and fault.kind == "killed":
+            # What goes with one request arrives whole or not at all.
+            os._exit(EXIT_CODE)
         _put(path, value, fault)
 
     def rm_file(self, path: str) -> None:

@@ -2,7 +2,8 @@
 
 On a disk a checkpoint is written to a hidden temporary directory, made durable, renamed to
 ``iter_0000050`` in one step, and only then named in ``latest_checkpointed_iteration.txt``, itself
-replaced in one step. A crash at any instant leaves what the tracker named before, whole. The rules that follow:
+replaced in one step. A crash at any instant leaves what the tracker named before, whole. The rules
+that follow:
 
 - Saving the step that the tracker names is refused: replacing it could not be atomic. Any other
   existing directory of the same step (a run that went back and came by again) is replaced.

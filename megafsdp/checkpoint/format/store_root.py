@@ -76,9 +76,10 @@ class StoreSaves:
     def describe(self, manifest: Manifest, draft: Draft) -> None:
         """Write ``.metadata``, then the manifest, which publishes the folder."""
         folder = _in_store(draft)
-        # Of a run that went back and came by again. Its manifest would not fit the new .metadata.
-        folder.remove([MANIFEST_FILE])
-        reached("old manifest removed")
+        if is_published(folder):
+            # By a run that went back and came by again. It would not fit the new .metadata.
+            folder.remove([MANIFEST_FILE])
+            reached("old manifest removed")
         described = write_dcp_metadata(manifest, folder)
         nbytes = described.nbytes()
         assert nbytes is not None, "closing the file has looked for it"
@@ -107,8 +108,8 @@ class StoreSaves:
         folder = _in_store(draft)
         try:
             names = folder.list_names()[0]
-            if is_published(folder):
-                # By this attempt, whose tracker failed, or by the one that it was to replace.
+            if _has_whole_manifest(folder):
+                # Of this attempt, whose tracker failed, or of the one that it was to replace.
                 kept = read_manifest(folder).files
                 names = [name for name in names if draft.suffix in name and name not in kept]
             folder.remove(names)
@@ -148,7 +149,7 @@ class StoreSaves:
             folder = self.root / str(named_by(marker))
             is_latest = latest is not None and folder == step_directory(self.root, latest)
             try:
-                if not is_latest and not is_published(folder):
+                if not is_latest and not _has_whole_manifest(folder):
                     folder.remove(folder.list_names()[0])
                 self.root.remove([marker])
             except CheckpointError as error:
@@ -158,6 +159,18 @@ class StoreSaves:
 def _in_store(draft: Draft) -> StorePath:
     assert isinstance(draft.folder, StorePath), "the draft of a store"
     return draft.folder
+
+
+def _has_whole_manifest(folder: StorePath) -> bool:
+    """Return whether a folder has a manifest that was written to its end.
+
+    Raises:
+        CheckpointError: The store does not answer.
+    """
+    try:
+        return (folder / MANIFEST_FILE).read_bytes().endswith(b"}\n")
+    except FileNotFoundError:
+        return False
 
 
 def _marker_of(draft: Draft) -> str:

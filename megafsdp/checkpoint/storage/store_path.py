@@ -149,6 +149,7 @@ class StorePath(os.PathLike[str]):
         fs, path = self._open_driver()
         with _store_errors(self, "can be written to", is_missing_wrong=True):
             fs.pipe_file(path, data)
+        _require_size(self, len(data))
 
     def write_text(self, text: str) -> None:
         """Write the object at once, as :meth:`write_bytes` does."""
@@ -340,15 +341,7 @@ class StoreOutput(io.RawIOBase):
         super().close()
         with self._errors():
             self._stream.close()
-        # A store may keep a part of what it said it took; a reader would find that much later.
-        found = self._place.nbytes()
-        if found != self._nbytes:
-            raise CheckpointError.expected(
-                f"an object of {self._nbytes} bytes",
-                "no such object" if found is None else f"{found} bytes",
-                where=f"'{self._place}', which was just written",
-                hint="Try again; if it stays so, use a store that keeps what it takes",
-            )
+        _require_size(self._place, self._nbytes)
 
     def discard(self) -> None:
         """Give the object up, and the parts of it that the store has; never fails."""
@@ -375,6 +368,22 @@ class StoreOutput(io.RawIOBase):
         # Otherwise the end of its life would complete the object with what is there.
         with contextlib.suppress(Exception):
             stream.closed = True
+
+
+def _require_size(place: StorePath, nbytes: int) -> None:
+    """Check that a store has what it said it took; a reader would find less much later.
+
+    Raises:
+        CheckpointError: It has not, or does not answer.
+    """
+    found = place.nbytes()
+    if found != nbytes:
+        raise CheckpointError.expected(
+            f"an object of {nbytes} bytes",
+            "no such object" if found is None else f"{found} bytes",
+            where=f"'{place}', which was just written",
+            hint="Try again; if it stays so, use a store that keeps what it takes",
+        )
 
 
 def _driver_of(url: str) -> tuple[Any, str]:
