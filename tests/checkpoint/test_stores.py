@@ -366,6 +366,16 @@ def test_a_step_is_replaced_where_a_run_goes_back(store: FaultyStore) -> None:
     _require_whole(store, 2)
 
 
+def test_a_crash_while_a_step_is_replaced_leaves_the_latest(store: FaultyStore) -> None:
+    """The old attempt loses its manifest before its descriptions are written over."""
+    _save_steps(store.root, [1, 2])
+    (store.objects / "run/latest_checkpointed_iteration.txt").write_text("1\n")
+    _die_saving(store, point="old manifest removed")
+    assert latest_step(store.root) == 1
+    assert save_root.published_steps(StorePath(store.root)) == [1]
+    _require_recovery(store)
+
+
 def test_a_late_upload_of_a_dead_job_replaces_nothing(store: FaultyStore) -> None:
     """Files of records are named anew in each attempt."""
     _save_steps(store.root, [1])
