@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shlex
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,6 +167,25 @@ def test_a_bucket_that_is_not_there_is_named(s3: s3fs.S3FileSystem) -> None:
     assert latest_step("s3://other/run") is None
     with pytest.raises(CheckpointError, match=r"In 's3://other/run.*Make the bucket first"):
         save("s3://other/run", step=1, model=nn.Linear(2, 2))
+
+
+def test_the_page_works_as_written(
+    s3: s3fs.S3FileSystem,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The program and the commands of docs/object-stores.md."""
+    page = (Path(__file__).parents[2] / "docs" / "object-stores.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(program, "object-stores.md", "exec"), {})
+    commands = [line for line in page.splitlines() if line.startswith("megafsdp ckpt")]
+    assert len(commands) == 4
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == (1 if " diff " in command else 0)
+    assert "iter_0000100: sound" in capsys.readouterr().out
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["model"]["weight"].shape == (16, 16)
 
 
 def test_the_tools_take_urls(

@@ -152,6 +152,23 @@ def test_small_neighbours_come_with_one_request(store: FaultyStore) -> None:
     assert len([entry for entry in store.requests("read") if ".distcp" in entry[0]]) == 2
 
 
+def test_a_save_makes_few_requests(store: FaultyStore) -> None:
+    """As many as docs/object-stores.md says, and of retention as many as steps go or stay."""
+    _save_steps(store.root, [1, 2, 3])
+
+    def requests(step: int, keep_last: int | None) -> dict[str, int]:
+        store.plan()
+        _save_steps(store.root, [step], keep_last=keep_last)
+        return {verb: len(store.requests(verb)) for verb in ("write", "remove", "list", "read")}
+
+    assert requests(4, None) == {"write": 5, "remove": 1, "list": 2, "read": 1}
+    sizes = len(store.requests("info"))
+    assert sizes == 7
+    # Of 5 steps one goes; objects are removed one by one here, of a step 3 and the marker.
+    assert requests(5, 4) == {"write": 6, "remove": 5, "list": 4, "read": 2}
+    assert len(store.requests("info")) == sizes + 5 + 1
+
+
 def test_uploads_and_reads_take_no_memory_for_a_whole_file(store: FaultyStore) -> None:
     """Parts have a bounded size, and long reads go by ranges."""
     model = nn.Linear(1024, 256, bias=False)

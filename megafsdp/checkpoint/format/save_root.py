@@ -253,8 +253,10 @@ def prune(
     Returns:
         The removed steps.
     """
+    if keep_last is None and keep_every is None:
+        return []
     latest = latest_step(root)
-    if latest is None or (keep_last is None and keep_every is None):
+    if latest is None:
         return []
     steps = [step for step in published_steps(root) if step <= latest]
     staying = {latest, *steps[-(keep_last or 1) :]}
