@@ -19,7 +19,7 @@ from moto.server import ThreadedMotoServer
 from torch import nn
 
 from megafsdp.checkpoint import StorePath, async_save, latest_step, load, save
-from megafsdp.checkpoint.storage import store_path
+from megafsdp.checkpoint.storage import store_files
 from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.errors import CheckpointError
 from megafsdp.training.cli.main import main
@@ -115,7 +115,7 @@ def test_ranks_load_from_s3_what_others_saved_there(
 
 def test_large_files_go_in_parts(s3: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of three parts comes back; one that fails in its second leaves no part there."""
-    monkeypatch.setattr(store_path, "_PART_NBYTES", 5 << 20)
+    monkeypatch.setattr(store_files, "_PART_NBYTES", 5 << 20)
     model, loaded = (nn.Linear(1024, 3 << 10, bias=False) for _ in range(2))
     save(ROOT, step=1, model=model)
     load(ROOT, model=loaded)

@@ -16,7 +16,7 @@ from megafsdp.checkpoint import StorePath, async_save, latest_step, load, save
 from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format import save_root, store_root
 from megafsdp.checkpoint.format.manifest import read_manifest
-from megafsdp.checkpoint.storage import store_path
+from megafsdp.checkpoint.storage import store_files
 from megafsdp.checkpoint.tools.summary import inspect
 from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.errors import CheckpointError
@@ -123,7 +123,7 @@ def test_a_store_has_the_bytes_of_a_disk(store: FaultyStore, tmp_path: Path) -> 
 
 
 def _load_same_cuts(root: str) -> None:
-    with mock.patch.object(store_path, "_LEAST_NBYTES", 1):
+    with mock.patch.object(store_files, "_LEAST_NBYTES", 1):
         load(root, model=shard(Toy(), whole_mesh()))
 
 
@@ -173,7 +173,7 @@ def test_uploads_and_reads_take_no_memory_for_a_whole_file(store: FaultyStore) -
     """Parts have a bounded size, and long reads go by ranges."""
     model = nn.Linear(1024, 256, bias=False)
     small = {"_PART_NBYTES": 1 << 16, "_WRITE_NBYTES": 1 << 14, "_RANGE_NBYTES": 1 << 15}
-    with mock.patch.multiple(store_path, **small):
+    with mock.patch.multiple(store_files, **small):
         save(store.root, step=1, model=model)
         written = [n for path, _, n in store.requests("write") if path.endswith(".distcp")]
         assert len(written) > 15

@@ -24,7 +24,7 @@ import torch
 
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record
 from megafsdp.checkpoint.storage.locations import Location, size_of
-from megafsdp.checkpoint.storage.store_path import StoreOutput
+from megafsdp.checkpoint.storage.store_files import StoreOutput
 from megafsdp.device.torch_private import tensor_rebuilder
 from megafsdp.errors import CheckpointError, listed
 from megafsdp.mesh.torch_private import file_view
