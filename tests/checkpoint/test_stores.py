@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
+from uuid import uuid4
 
 import pytest
 import torch
@@ -142,6 +143,18 @@ def test_a_rank_reads_the_ranges_that_it_needs(ranks: Ranks, store: FaultyStore)
     wanted += 2 * manifest.objects["extra"].nbytes
     assert found == wanted
     assert wanted < sum(manifest.files.values()) / 2
+
+
+def test_the_memory_of_fsspec_is_a_store() -> None:
+    """Any file system of fsspec is, be it with or without renames of its own."""
+    root = f"memory://{uuid4().hex}/run"
+    for step in (1, 2, 3):
+        save(root, step=step, model=_filled(step), keep_last=2)
+    loaded = Toy()
+    load(root, model=loaded)
+    assert differences(full_state(_filled(3), None), full_state(loaded, None)) == []
+    assert save_root.published_steps(StorePath(root)) == [2, 3]
+    assert verify(root, 2).is_sound
 
 
 def test_small_neighbours_come_with_one_request(store: FaultyStore) -> None:
