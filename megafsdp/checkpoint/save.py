@@ -185,7 +185,7 @@ def save(
     between ranks are stored as rank 0 has them, the random states per rank. Saving the step that is
     already the latest published one is refused; any other directory of the same step is replaced.
     Waits for a background save that is still going on. Allocates no memory on the CPU, and host
-    memory for one tensor at a time elsewhere.
+    memory for one tensor at a time elsewhere; in a store, a buffer for a part of 64 MiB beside.
 
     Args:
         directory: The save root, on a file system that all ranks share, or the URL of a folder in
