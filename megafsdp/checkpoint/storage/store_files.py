@@ -119,6 +119,7 @@ class StoreOutput(io.RawIOBase):
     def __init__(self, url: str, fs: Any, path: str) -> None:
         super().__init__()
         self._url, self._fs, self._path, self._nbytes = url, fs, path, 0
+        self._error: CheckpointError | None = None
         with self._errors():
             self._stream = fs.open(path, "wb", block_size=_PART_NBYTES)
 
@@ -177,13 +178,17 @@ class StoreOutput(io.RawIOBase):
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        with store_errors(self._url, "can be written to", is_missing_wrong=True):
-            try:
+        # An archive that is written to this file adds its end even after an error.
+        if self._error is not None:
+            raise self._error
+        try:
+            with store_errors(self._url, "can be written to", is_missing_wrong=True):
                 yield
-            except Exception:
-                io.RawIOBase.close(self)
-                self._give_up()
-                raise
+        except CheckpointError as error:
+            self._error = error
+            io.RawIOBase.close(self)
+            self._give_up()
+            raise
 
     def _give_up(self) -> None:
         if (stream := getattr(self, "_stream", None)) is None:
