@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from megafsdp import microbatch
+from megafsdp import fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.runtime.unit import units_below
@@ -224,6 +225,30 @@ def test_persistent_codes_are_gathered_once_a_step(ranks: Ranks, layout: str) ->
     found = ranks(2).run(_step, "mxfp8", "all", layout, 3)[0]
     assert found.gathers == 2 * NUM_BLOCKS + 1
     assert found.reductions == (2 * NUM_BLOCKS + 1) * (1 if layout == "zero1" else 3)
+
+
+def _gathers_of_a_root(name: str, keeps: bool, recomputes: bool) -> tuple[int, int]:
+    net = fully_shard(
+        nn.Linear(WIDTH, INNER, bias=False),
+        mp_policy=policy_for(recipe_for(name, "all")),
+        reshard_after_forward=not keeps,
+    )
+    for step in range(2):
+        x = batch(step, 0, dist.get_rank())
+        with record_collectives() as record:
+            y = checkpoint(net, x, use_reentrant=False) if recomputes else net(x)
+            y.float().square().mean().backward()
+    return record.calls["all_gather"], record.nbytes["all_gather"]
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
+def test_one_set_of_codes_serves_forward_and_backward(ranks: Ranks, name: str) -> None:
+    """A byte an element, or a half, for each; none in backward if codes stay; recomputed or not."""
+    nbytes = WIDTH * INNER * CODE_BITS[name] // 8
+    for recomputes in (False, True):
+        for keeps, num in ((False, 2), (True, 1)):
+            found = ranks(2).run(_gathers_of_a_root, name, keeps, recomputes)
+            assert found == [(num, num * nbytes)] * 2, (keeps, recomputes)
 
 
 def test_what_is_unsharded_at_once_does_not_grow_with_layers(ranks: Ranks) -> None:
