@@ -94,7 +94,7 @@ def _gathers_codes_or_values(
     states = []
     for policy, is_engine in ((policy_for(recipe), True), (policy_for(None), False)):
         net = kind() if is_engine else quantize_layers(kind(), recipe)
-        shard(net, policy, **options_of(layout))
+        shard(net, policy, type(net.blocks[0]), **options_of(layout))
         optimizer = optimizer_of(list(net.parameters()))
         for step in range(NUM_STEPS):
             if not is_engine:
@@ -145,7 +145,7 @@ def _few_rows(operands: str) -> list[list[tuple[str, str]]]:
     found, wanted = _gathers_codes_or_values("zero3", "fp8_block", operands, FewRows)
     for key, initial in FewRows().state_dict().items():
         assert torch.equal(found[key], wanted[key]) and not torch.equal(found[key], initial), key
-    net = shard(FewRows(), policy_for(recipe_for("fp8_block", operands)))
+    net = shard(FewRows(), policy_for(recipe_for("fp8_block", operands)), nn.Linear)
     assert len(quantized_parameters(net)) == 3
     num_rows = [p.to_local().shape[0] for p in net.parameters()]
     assert 0 in num_rows if dist.get_rank() == 3 else sum(num_rows) > 0
