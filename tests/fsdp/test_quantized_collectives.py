@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -205,16 +206,23 @@ def _labels_of_two_forwards() -> list[list[str]]:
     # A load writes to all weights, which the first unit's forward finds for all.
     net.load_state_dict(net.state_dict())
     with record_collectives() as record:
-        net(batch(0, 0, dist.get_rank()))
+        loss = net(batch(0, 0, dist.get_rank()))
+    seen.append([label for kind, label in record.events if kind == "all_reduce"])
+    # And so does a change of one weight by hand.
+    with torch.no_grad():
+        net.blocks[1].up.weight.mul_(2)
+    with record_collectives() as record:
+        assert not torch.equal(net(batch(0, 0, dist.get_rank())), loss)
     seen.append([label for kind, label in record.events if kind == "all_reduce"])
     return seen
 
 
 def test_unchanged_weights_combine_nothing_again(ranks: Ranks) -> None:
-    """Not in the next microbatch, nor without a step; once after a load."""
+    """Not in the next microbatch, nor without a step; once after a load, or a change by hand."""
     assert ranks(2).run(_labels_of_two_forwards)[0] == [
         ["maxima", "usage", "usage", "usage"],
         ["usage"] * 3,
+        ["maxima"],
         ["maxima"],
     ]
 
