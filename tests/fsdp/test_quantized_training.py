@@ -124,6 +124,27 @@ def test_gathered_codes_are_those_of_gathered_values(
     ranks(4).run(_gathers_codes_or_values, layout, name, operands)
 
 
+class HalfFrozen(Net):
+    """The net with half of its matrices frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+
+def _delays_of_frozen_layers() -> None:
+    found, wanted = _gathers_codes_or_values("zero3", "fp8_delayed", "all", HalfFrozen)
+    for key, initial in HalfFrozen().state_dict().items():
+        assert torch.equal(found[key], wanted[key]), key
+        assert torch.equal(found[key], initial) == key.endswith("up.weight"), key
+
+
+def test_frozen_layers_scale_inputs_by_what_all_ranks_recorded(ranks: Ranks) -> None:
+    """Delayed scaling goes on though their weights do not change: inputs and gradients do."""
+    ranks(2).run(_delays_of_frozen_layers)
+
+
 class FewRows(nn.Module):
     """Linears of one row and of three, beside one of five: less than one for each of four ranks."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -184,6 +185,12 @@ def test_codes_of_the_input_are_all_that_is_saved(
     x = _drawn(160, 64).requires_grad_()
     weight = quantized(_drawn(96, 64), recipe)
     assert _saved_nbytes(weight, x) == codes_nbytes + scales_nbytes
+    # Nor does the graph keep the input in another way.
+    inner = x * 2
+    memory = StorageWeakRef(inner.untyped_storage())
+    y = F.linear(inner, weight)
+    del inner
+    assert memory.expired() and y.requires_grad
     alone = quantized(_drawn(96, 64), recipe, quantize_activations=False)
     assert _saved_nbytes(alone, x) == 2 * 64 * 160
 

@@ -277,6 +277,29 @@ def test_frozen_weights_are_quantized_apart(ranks: Ranks, strategy: int) -> None
     ranks(2).run(_frozen, strategy)
 
 
+def _backward_after_a_refresh(layout: str) -> None:
+    grads = []
+    for is_refreshed in (False, True):
+        net = shard(Net(), policy_for("mxfp8"), **options_of(layout))
+        for block in net.blocks:
+            block.compile(backend="aot_eager")
+        losses = []
+        for _ in range(2):
+            losses.append(net(batch(0, 0, dist.get_rank())))
+            if is_refreshed:
+                mark_main_weights_changed(net)
+        torch.stack(losses).sum().backward()
+        grads.append([full_tensor(p.grad) for p in net.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("layout", ["zero0", "zero3"])
+def test_graphs_of_earlier_forwards_survive_a_refresh(ranks: Ranks, layout: str) -> None:
+    """Compiled ones save codes and tables, and take no refill for a change of theirs."""
+    ranks(2).run(_backward_after_a_refresh, layout)
+
+
 def test_every_recipe_and_operand_has_a_name() -> None:
     """The lists that the tests go through are those of the package."""
     assert RECIPES == ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
