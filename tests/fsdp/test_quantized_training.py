@@ -125,7 +125,7 @@ def test_gathered_codes_are_those_of_gathered_values(
 
 
 class HalfFrozen(Net):
-    """The net with half of its matrices frozen."""
+    """The net with half of its linears frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def _delays_of_frozen_layers() -> None:
     found, wanted = _gathers_codes_or_values("zero3", "fp8_delayed", "all", HalfFrozen)
     for key, initial in HalfFrozen().state_dict().items():
         assert torch.equal(found[key], wanted[key]), key
-        assert torch.equal(found[key], initial) == key.endswith("up.weight"), key
+        assert torch.equal(found[key], initial) == (".up." in key), key
 
 
 def test_frozen_layers_scale_inputs_by_what_all_ranks_recorded(ranks: Ranks) -> None:

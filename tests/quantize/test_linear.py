@@ -277,6 +277,22 @@ def test_compiled_and_recomputed_blocks_have_the_same_bits(
         assert _alike(_trained(block, torch.compile(block, backend=backend)), wanted), backend
 
 
+@pytest.mark.parametrize("quantize_activations", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_a_compiled_graph_saves_codes(recipe: str, quantize_activations: bool) -> None:
+    """Of weight and input, as an eager linear: what forward decodes is not kept for backward."""
+    weight = quantized(_drawn(96, 64), recipe, quantize_activations=quantize_activations)
+    x = _drawn(160, 64).requires_grad_()
+    linear = torch.compile(lambda x: F.linear(x, weight), backend="aot_eager", fullgraph=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(x)
+    codes = [t.numel() for t in saved if t.dtype == torch.uint8]
+    assert 96 * 64 in codes and (160 * 64 in codes) == quantize_activations
+    inputs = [] if quantize_activations else [(160, 64)]
+    assert [tuple(t.shape) for t in saved if t.dtype == BF16] == inputs
+
+
 def test_weights_and_blocks_without_state_compile_to_one_graph() -> None:
     """Nothing of a linear that keeps no state from step to step ends a graph."""
     torch._dynamo.reset()
