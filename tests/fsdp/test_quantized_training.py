@@ -95,7 +95,8 @@ def _gathers_codes_or_values(
     for policy, is_engine in ((policy_for(recipe), True), (policy_for(None), False)):
         net = kind() if is_engine else quantize_layers(kind(), recipe)
         shard(net, policy, type(net.blocks[0]), **options_of(layout))
-        optimizer = optimizer_of(list(net.parameters()))
+        # Not frozen ones: a step marks all that an optimizer has as changed.
+        optimizer = optimizer_of([p for p in net.parameters() if p.requires_grad])
         for step in range(NUM_STEPS):
             if not is_engine:
                 roll_layers(net, full_state_dict(net))
