@@ -18,9 +18,8 @@ along tiles, cloned, copied from another one of its format, moved, pickled and g
 | ``copy_`` of floats or of another format, any other write | RuntimeError, nothing is changed |
 
 A cut shows the scales that were there when it was made; what is copied to it goes to the whole,
-and there to scales that rows share. Everything else is as tensor.py has it. The hooks by which
-torch gathers the rows are here too: codes, and scales where rows have their own. No tensor has a
-process group.
+and there to scales that rows share. Everything else is as tensor.py has it, and the hooks by which
+torch gathers rows are in gathered_rows.py. No tensor has a process group.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megafsdp.device.torch_private import OpOverload, version_of
 from megafsdp.errors import expected
 from megafsdp.quantize.delayed import DelayedState
 from megafsdp.quantize.formats import ScalesOfRows
+from megafsdp.quantize.gathered_rows import Gather, GatheredRows
 from megafsdp.quantize.recipes import RECIPE_NAMES, QuantizationRecipe, recipe_of
 from megafsdp.quantize.tensor import Fields, Part, QuantizedTensor, check, make
 
@@ -77,25 +76,7 @@ class MainWeight:
         return self.has_other_codes and version_of(self.values) == self.encoded_version
 
 
-@dataclass(slots=True)
-class _Gather:
-    """What is found in the first gather of a parameter and used in each.
-
-    Attributes:
-        inputs: Views of codes, and of scales that rows have of their own.
-        scales: Views of the compute weight's scales, and what is copied there; None: what other
-            ranks have of it.
-    """
-
-    inputs: list[Tensor] | None = None
-    scales: list[tuple[Tensor, Tensor | None]] | None = None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Gather:
-        """Return another one that has found nothing."""
-        return _Gather()
-
-
-class QuantizedShard(QuantizedTensor):
+class QuantizedShard(GatheredRows):
     """Rows of a weight over buffers of its own; make it with :func:`new_shard`.
 
     Attributes:
@@ -105,19 +86,12 @@ class QuantizedShard(QuantizedTensor):
     main: MainWeight | None
     # Where a cut was made: scales of the whole, which copies to the cut write too.
     _outer_scales: ScalesOfRows | None
-    _gather: _Gather
 
     def with_part(self, part: Part) -> QuantizedTensor:
         """Make another object over the same buffers; matrices of a stack are no parameters."""
         if part.matrix is not None or part.is_transposed:
             return super().with_part(part)
         return _over(self, part, self.main, self._outer_scales)
-
-    def scales(self) -> ScalesOfRows:
-        """Return the scales in the table; aliases."""
-        return self.recipe.weight.scales_of_rows(
-            self.table, self.stored_shape, 0, self.stored_shape[0]
-        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -164,85 +138,6 @@ class QuantizedShard(QuantizedTensor):
             "histories": histories,
         }
         return rebuild_quantized, (_PAYLOAD_VERSION, description)
-
-    def fsdp_pre_all_gather(
-        self,
-        mesh: Any,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: object,
-    ) -> tuple[tuple[Tensor, ...], torch.Size]:
-        """Return what torch gathers, uint8 of this rank's rows; local, called in each unshard.
-
-        The last ranks may have fewer rows, whose place is filled up, where rows have no scales.
-        """
-        inputs = self._gather.inputs
-        if inputs is None:
-            rows = self.stored_shape[0]
-            own = [each.view(torch.uint8).view(each.shape[0], -1) for each in self.scales().own]
-            inputs = self._gather.inputs = [self.codes.view(rows, -1), *own]
-        short = -(-outer_size[0] // mesh.size()) - self.stored_shape[0]
-        if short:
-            return tuple(F.pad(each, (0, 0, 0, short)) for each in inputs), outer_size
-        return tuple(inputs), outer_size
-
-    def fsdp_post_all_gather(
-        self,
-        outputs: tuple[Tensor, ...],
-        outer_size: torch.Size,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Make the compute weight over what was gathered, once; later fill its table of scales.
-
-        A scale of a whole matrix is read where this rank keeps it. torch frees what is gathered,
-        and the table if it has scales of other ranks.
-        """
-        made = None
-        if out is None:
-            made = self._new_gathered(outputs[0], tuple(outer_size), param_dtype)
-        elif self._gather.scales is None:
-            face = out if isinstance(out, QuantizedTensor) else out.to_local()  # type: ignore[attr-defined]
-            self._note_gathered(face)
-        scales = self._gather.scales
-        assert scales is not None, "noted above"
-        # One rank is given the codes alone, and has all scales itself.
-        others = iter(outputs[1:] if len(outputs) > 1 else self._all_inputs()[1:])
-        for target, source in scales:
-            target.copy_(next(others).view(target.shape) if source is None else source)
-        if made is None:
-            return None
-        return made, (made.table,) if scales else ()
-
-    def _all_inputs(self) -> list[Tensor]:
-        assert self._gather.inputs is not None, "the other hook comes first"
-        return self._gather.inputs
-
-    def _new_gathered(
-        self, codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> QuantizedTensor:
-        form = self.recipe.weight
-        flat = codes.view(-1)[: torch.Size(shape).numel() // form.codes_per_byte]
-        table = self.table
-        if self.scales().own:
-            table = table.new_zeros(form.table_nbytes(shape))
-        fields = Fields(flat, table, self.recipe, shape, dtype, self.state, self.fqn)
-        made = make(QuantizedTensor, fields)
-        self._note_gathered(made)
-        return made
-
-    def _note_gathered(self, made: QuantizedTensor) -> None:
-        """Keep views of the scales that each gather fills; nothing else is made after the first."""
-        own = self.scales()
-        self._gather.scales = []
-        if own.own:
-            shape = made.stored_shape
-            found = self.recipe.weight.scales_of_rows(made.table, shape, 0, shape[0])
-            rows = [(each.view(torch.uint8), None) for each in found.own]
-            shared = list(zip(found.shared, own.shared, strict=True))
-            self._gather.scales = [*rows, *shared]
 
 
 def new_shard(
@@ -331,7 +226,7 @@ def _over(
 ) -> QuantizedShard:
     made = make(QuantizedShard, source, part)
     made.main, made._outer_scales = main, outer_scales
-    made._gather = _Gather()
+    made._gather = Gather()
     return made
 
 
