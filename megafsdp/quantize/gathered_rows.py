@@ -3,8 +3,9 @@
 torch asks the local tensor of each parameter before a gather what to gather, and afterwards what to
 make of it. Here that is codes and, where rows have scales of their own, these scales:
 
-    rank 0   codes of rows   0..127   scales of tiles 0       \\  gathered codes and scales, over
-    rank 1   codes of rows 128..255   scales of tiles 1       /   which the compute weight lies
+    rank 0    codes of rows   0..127    scales of tile row 0
+    rank 1    codes of rows 128..255    scales of tile row 1
+    gathered  codes of rows   0..255    scales of tile rows 0, 1     the compute weight
 
 In later gathers torch fills the same memory again, so nothing is left to do, unless a table has
 more than the scales of tiles. The parameter itself is in shard.py.
@@ -135,9 +136,7 @@ class GatheredRows(QuantizedTensor):
             Fields(codes, table, self.recipe, shape, dtype, self.state, self.fqn),
         )
 
-    def _find_copies(
-        self, made: QuantizedTensor, outputs: tuple[Tensor, ...]
-    ) -> tuple[_Copy, ...]:
+    def _find_copies(self, made: QuantizedTensor, outputs: tuple[Tensor, ...]) -> tuple[_Copy, ...]:
         """Keep views of what each gather fills; nothing else is made after the first."""
         self._gather.copies = tuple(self._copies(made, outputs))
         return self._gather.copies

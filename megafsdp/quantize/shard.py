@@ -9,17 +9,20 @@ along tiles, cloned, copied from another one of its format, moved, pickled and g
 | ``detach``, ``alias``, ``view`` or ``as_strided`` of the same shape | the same buffers |
 | ``view(-1)`` | the same buffers, shown flat |
 | ``split``, ``chunk``, ``narrow``, ``w[a:b]`` along dim 0, between tiles | the same codes |
+| ``narrow``, ``w[:, a:b]`` of a matrix along dim 1, between tiles | quantized, codes copied |
 | ``clone``, ``deepcopy``, ``.cpu()``, ``.to(device)``, ``pin_memory`` | quantized, buffers copied |
 | ``new_zeros``, ``new_empty``, ``empty_like`` of as long rows | quantized, new buffers |
 | ``copy_`` of a quantized tensor of the format and shape | the bytes are copied |
 | ``is_pinned`` | whether the codes are |
 | ``zeros_like``; the above with another dtype, or through a tile | plain |
+| ``narrow`` through a tile | RuntimeError: torch's loads write to what they narrow |
 | any other operator | computes with decoded values |
 | ``copy_`` of floats or of another format, any other write | RuntimeError, nothing is changed |
 
 A cut shows the scales that were there when it was made; what is copied to it goes to the whole,
-and there to scales that rows share. Everything else is as tensor.py has it, and the hooks by which
-torch gathers rows are in gathered_rows.py. No tensor has a process group.
+and there to scales that rows share, so only parts of as large a matrix under one scale are copied.
+Everything else is as tensor.py has it, and the hooks by which torch gathers rows are in gathered_rows.py. No tensor has a
+process group.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,22 +79,49 @@ class MainWeight:
         return self.has_other_codes and version_of(self.values) == self.encoded_version
 
 
+class _Outer(NamedTuple):
+    """Where a cut was made; what is copied to the cut goes there too.
+
+    Attributes:
+        codes: Its codes there, ``(rows, bytes)``; None where the cut's own are these.
+        scales: Its scales there, and those that it shares.
+    """
+
+    codes: Tensor | None
+    scales: ScalesOfRows
+
+
 class QuantizedShard(GatheredRows):
     """Rows of a weight over buffers of its own; make it with :func:`new_shard`.
 
     Attributes:
         main: What the codes are made from; None for copies.
+        scale_shape: Of the matrix whose one scale the rows depend on, of which they may be a part;
+            empty where there is none.
     """
 
     main: MainWeight | None
-    # Where a cut was made: scales of the whole, which copies to the cut write too.
-    _outer_scales: ScalesOfRows | None
+    scale_shape: tuple[int, ...]
+    _outer: _Outer | None
 
     def with_part(self, part: Part) -> QuantizedTensor:
         """Make another object over the same buffers; matrices of a stack are no parameters."""
         if part.matrix is not None or part.is_transposed:
             return super().with_part(part)
-        return _over(self, part, self.main, self._outer_scales)
+        return _over(self, part, self.main, self._outer, self.scale_shape)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Refuse a cut that is made to be written to, and run the rest as any quantized tensor."""
+        if func is Tensor.narrow and isinstance(args[0], QuantizedShard):
+            _check_narrow(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -130,6 +160,7 @@ class QuantizedShard(GatheredRows):
             "recipe": _described(self.recipe),
             "quantizes_activations": self.recipe.input is not None,
             "shape": tuple(self.stored_shape),
+            "scale_shape": self.scale_shape,
             "dtype": str(self.value_dtype).removeprefix("torch."),
             "name": self.fqn,
             "is_flat": self._part.is_flat,
@@ -149,6 +180,7 @@ def new_shard(
     state: DelayedState | None = None,
     fqn: str = "",
     main: MainWeight | None = None,
+    scale_shape: Sequence[int] | None = None,
 ) -> QuantizedShard:
     """Make a parameter of zeros; allocates its buffers.
 
@@ -160,12 +192,16 @@ def new_shard(
         state: Histories of delayed scaling.
         fqn: FQN of the parameter, for messages.
         main: What the codes are made from.
+        scale_shape: As the attribute; None: the rows are a whole.
     """
     form, shape = recipe.weight, tuple(shape)
     num_codes = torch.Size(shape).numel() // form.codes_per_byte
     codes = torch.zeros(num_codes, dtype=torch.uint8, device=device)
     table = torch.zeros(form.table_nbytes(shape), dtype=torch.uint8, device=device)
-    return _over(Fields(codes, table, recipe, shape, dtype, state, fqn), None, main, None)
+    if scale_shape is None:
+        scale_shape = shape if form.has_shared_scale(shape) else ()
+    fields = Fields(codes, table, recipe, shape, dtype, state, fqn)
+    return _over(fields, None, main, None, tuple(scale_shape))
 
 
 def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
@@ -204,7 +240,7 @@ def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
         state = DelayedState.of_histories(*description["histories"])
     fields = Fields(codes, table, recipe, shape, dtype, state, description["name"])
     part = Part(is_flat=description["is_flat"])
-    made: Tensor = _over(fields, part, None, None)
+    made: Tensor = _over(fields, part, None, None, tuple(description["scale_shape"]))
     if description["is_parameter"]:
         made = nn.Parameter(made)
     return made.requires_grad_(description["requires_grad"])
@@ -212,7 +248,7 @@ def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
 
 _FIELDS = frozenset(
     {"codes", "table", "recipe", "quantizes_activations", "shape", "dtype", "name"}
-    | {"is_flat", "is_parameter", "requires_grad", "histories"}
+    | {"is_flat", "is_parameter", "requires_grad", "histories", "scale_shape"}
 )
 # What torch.load(weights_only=True) may call, and the class that it gives.
 torch.serialization.add_safe_globals([rebuild_quantized, QuantizedShard])
@@ -222,10 +258,11 @@ def _over(
     source: Fields | QuantizedTensor,
     part: Part | None,
     main: MainWeight | None,
-    outer_scales: ScalesOfRows | None,
+    outer: _Outer | None,
+    scale_shape: tuple[int, ...],
 ) -> QuantizedShard:
     made = make(QuantizedShard, source, part)
-    made.main, made._outer_scales = main, outer_scales
+    made.main, made._outer, made.scale_shape = main, outer, scale_shape
     made._gather = Gather()
     return made
 
@@ -251,30 +288,72 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if is_whole else tensor.clone()
 
 
-def _cut(shard: QuantizedShard, start: int, stop: int) -> Tensor | None:
-    """Return rows, or matrices of a stack; None where the cut goes through a tile."""
-    form, shape = shard.recipe.weight, shard.stored_shape
-    extent, multiple = shape[0], form.row_multiple(shape)
-    start, stop = min(start, extent), min(max(stop, start), extent)
-    if shard._part.is_flat or start % multiple or (stop % multiple and stop != extent):
+def _range(extent: int, start: int, stop: int) -> tuple[int, int]:
+    first = min(start, extent)
+    return first, min(max(stop, first), extent)
+
+
+def _is_between_tiles(shard: QuantizedShard, dim: int, start: int, stop: int) -> bool:
+    multiple = shard.recipe.weight.cut_multiple(shard.stored_shape, dim)
+    if multiple is None or shard._part.is_flat:
+        return False
+    return start % multiple == 0 and (stop % multiple == 0 or stop == shard.stored_shape[dim])
+
+
+def _cut(shard: QuantizedShard, dim: int, start: int, stop: int) -> Tensor | None:
+    """Return rows or columns, or matrices of a stack; None where the cut goes through a tile."""
+    form, shape, outer = shard.recipe.weight, shard.stored_shape, shard._outer
+    start, stop = _range(shape[dim], start, stop)
+    if not _is_between_tiles(shard, dim, start, stop):
         return None
-    if (start, stop) == (0, extent):
+    if (start, stop) == (0, shape[dim]):
         return shard.with_part(shard._part)
-    codes, table = form.rows_of(shard.codes, shard.table, shape, start, stop)
-    scales = form.scales_of_rows(shard.table, shape, start, stop)
-    if not scales.own:
-        # One scale for all rows: nothing to cut, and writes are seen at once.
-        table = shard.table
+    has_copy = outer is not None and outer.codes is not None
+    codes = outer.codes if has_copy else shard.codes.view(shape[0], -1)  # type: ignore[union-attr]
+    assert codes is not None
+    per_byte = form.codes_per_byte if dim else 1
+    codes = codes.narrow(dim, start // per_byte, (stop - start) // per_byte)
+    multiple = 1 if len(shape) == 3 or form.tile is None else form.tile[dim]
+    whole = shard.scales() if outer is None else outer.scales
+    scales = whole.cut(dim, start // multiple, -(-stop // multiple))
+    own_shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    # One scale for all rows: nothing to cut, and writes are seen at once.
+    table = shard.table
+    if scales.own:
+        table = table.new_zeros(form.table_nbytes(own_shape))
+        if stop > start:
+            form.scales_of_rows(table, own_shape, 0, own_shape[0]).copy_(scales)
     fields = Fields(
-        codes,
+        codes.reshape(-1),
         table,
         shard.recipe,
-        (stop - start, *shape[1:]),
+        own_shape,
         shard.value_dtype,
         shard.state,
         shard.fqn,
     )
-    return _over(fields, None, shard.main, scales if scales.own else None)
+    inner = None if codes.is_contiguous() else codes
+    return _over(fields, None, shard.main, _Outer(inner, scales), shard.scale_shape)
+
+
+def _check_narrow(shard: QuantizedShard, dim: int, start: Any, length: int) -> None:
+    dim, start = dim % shard.dim(), int(start)
+    start += shard.shape[dim] if start < 0 else 0
+    if _is_between_tiles(shard, dim, start, start + length):
+        return
+    multiple = shard.recipe.weight.cut_multiple(shard.stored_shape, dim)
+    raise RuntimeError(
+        expected(
+            "no cut along this dimension"
+            if multiple is None
+            else f"cuts at multiples of {multiple}",
+            f"{start} to {start + length} of dimension {dim}",
+            where=f"narrow() of the quantized parameter '{shard.fqn}' of shape "
+            f"{tuple(shard.shape)} in {shard.recipe.weight.name}",
+            hint="Load a checkpoint whose parts have whole tiles, or main weights by "
+            "megafsdp.checkpoint; to read values, call decode()",
+        )
+    )
 
 
 def _split(shard: QuantizedShard, size: int, dim: int = 0) -> list[Tensor] | None:
@@ -282,7 +361,7 @@ def _split(shard: QuantizedShard, size: int, dim: int = 0) -> list[Tensor] | Non
     if dim % shard.dim():
         return None
     starts = range(0, extent, max(size, 1))
-    return _all([_cut(shard, start, min(start + size, extent)) for start in starts])
+    return _all([_cut(shard, 0, start, min(start + size, extent)) for start in starts])
 
 
 def _split_with_sizes(
@@ -291,7 +370,7 @@ def _split_with_sizes(
     if dim % shard.dim():
         return None
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return _all([_cut(shard, a, a + n) for a, n in zip(starts, sizes, strict=True)])
+    return _all([_cut(shard, 0, a, a + n) for a, n in zip(starts, sizes, strict=True)])
 
 
 def _all(cuts: Sequence[Tensor | None]) -> list[Tensor] | None:
@@ -306,10 +385,11 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor | None:
-    if dim % shard.dim() or step != 1:
+    dim %= shard.dim()
+    if step != 1:
         return None
-    first, stop, _ = slice(start, end).indices(shard.shape[0])
-    return _cut(shard, first, stop)
+    first, stop, _ = slice(start, end).indices(shard.shape[dim])
+    return _cut(shard, dim, first, stop)
 
 
 def _view(shard: QuantizedShard, size: Sequence[int]) -> Tensor | None:
@@ -360,7 +440,7 @@ def _moved(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> Tensor:
     fields = Fields(
         codes, table, shard.recipe, shard.stored_shape, shard.value_dtype, state, shard.fqn
     )
-    return _over(fields, shard._part, None, None)
+    return _over(fields, shard._part, None, None, shard.scale_shape)
 
 
 def _new(
@@ -390,6 +470,7 @@ def _new(
         state=shard.state if is_here else None,
         fqn=shard.fqn,
         main=shard.main if is_here else None,
+        scale_shape=shard.scale_shape,
     )
     if made.scales().shared and shape[0]:
         for target, values in zip(made.scales().shared, shard.scales().shared, strict=True):
@@ -427,6 +508,13 @@ def _zeros_like(shard: QuantizedShard, *, memory_format: object = None, **option
     return _new_plain(shard, shard.shape, **options)
 
 
+def _scale_shape_of(source: QuantizedTensor) -> tuple[int, ...]:
+    if isinstance(source, QuantizedShard):
+        return source.scale_shape
+    shape = source.stored_shape
+    return shape if source.recipe.weight.has_shared_scale(shape) else ()
+
+
 def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(source, QuantizedTensor):
         raise RuntimeError(
@@ -440,6 +528,18 @@ def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) ->
         )
     wanted = (target.recipe.weight.name, tuple(target.shape), target._part)
     given = (source.recipe.weight.name, tuple(source.shape), source._part)
+    both = target.scale_shape, _scale_shape_of(source)
+    if wanted == given and both[0] != both[1]:
+        # The rest of the matrix, on this rank or another, would be read by the wrong scale.
+        raise ValueError(
+            expected(
+                f"codes under one scale of a matrix of shape {both[0]}",
+                f"codes under that of a matrix of shape {both[1]}",
+                where=f"copy_() to the quantized parameter '{target.fqn}'",
+                hint="Load with the weight_mesh and the degree of tp that the codes were saved "
+                "with, or load main weights by megafsdp.checkpoint",
+            )
+        )
     if wanted != given:
         raise ValueError(
             expected(
@@ -451,8 +551,11 @@ def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) ->
         )
     target.codes.copy_(source.codes, non_blocking)
     target.table.copy_(source.table, non_blocking)
-    if target._outer_scales is not None:
-        target._outer_scales.copy_(target.scales())
+    if target._outer is not None:
+        codes, scales = target._outer
+        if codes is not None:
+            codes.copy_(target.codes.view(codes.shape))
+        scales.copy_(target.scales())
     both = target.state, source.state
     if both[0] is not None and both[1] is not None and both[0] is not both[1]:
         both[0].load(*both[1].histories())

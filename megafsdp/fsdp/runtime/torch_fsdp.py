@@ -3,7 +3,8 @@
 The parameter of a rank is quantized (:mod:`megafsdp.quantize.shard`), and torch gathers its codes.
 A scale may be of rows that several ranks have: of the whole matrix, or in nvfp4 of the maximum of
 all tiles. Then maxima are combined first, for all parameters at once, as the engine does. Scales of
-tiles or of matrices of a stack are a rank's own, because cuts go between them:
+tiles or of matrices of a stack are a rank's own, because cuts go between them. Parts that tensor
+parallelism makes of a matrix have one scale of the matrix too, so files are of any degree:
 
     rows 256 on 2 ranks     tiles of 128: rank 0 has tiles 0, rank 1 tiles 1; nothing is exchanged
                             one scale:    maxima 3 and 5, the largest of which scales both
@@ -43,12 +44,14 @@ class CutWeight(MainWeight):
         first: The first index of dimension 0 there.
         groups: The ranks over which maxima are combined, one group after the other.
         first_row: The first index of dimension 0 in what data axes divide.
+        recorded_groups: The ranks over which what layers have recorded is combined besides.
     """
 
     shape: tuple[int, ...]
     first: int
     groups: tuple[dist.ProcessGroup, ...]
     first_row: int
+    recorded_groups: tuple[dist.ProcessGroup, ...]
 
 
 def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
@@ -175,6 +178,7 @@ def _encode_together(
     for groups, part in zip(by_groups, combined.split(numels), strict=True):
         for process_group in groups[1:]:
             take_largest(part, process_group)
+    _combine_recorded(every)
     for each in every:
         each.roll()
     # In place: the buffers are what torch gathers and what flat aliases show.
@@ -186,6 +190,20 @@ def _encode_together(
         form.encode([each.fragment for each in found], maxima, codes)
         for each, table in zip(found, tables, strict=True):
             each.take_table(table)
+
+
+def _combine_recorded(every: Sequence[_Encoding]) -> None:
+    """Combine what layers have recorded over ranks whose maxima are equal, such as replicas."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for each in every:
+        if each.weight.recorded_groups:
+            by_groups.setdefault(each.weight.recorded_groups, []).append(each.pending)
+    for groups, parts in by_groups.items():
+        combined = torch.cat(parts)
+        for process_group in groups:
+            take_largest(combined, process_group)
+        for part, found in zip(parts, combined.split(_NUM_PENDING), strict=True):
+            part.copy_(found)
 
 
 def quantized_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
