@@ -20,9 +20,9 @@ along tiles, cloned, copied from another one of its format, moved, pickled and g
 | ``copy_`` of floats or of another format, any other write | RuntimeError, nothing is changed |
 
 A cut shows the scales that were there when it was made; what is copied to it goes to the whole,
-and there to scales that rows share, so only parts of as large a matrix under one scale are copied.
-Everything else is as tensor.py has it, and the hooks by which torch gathers rows are in gathered_rows.py. No tensor has a
-process group.
+and there to scales that rows share. So a source must be of as large a matrix under one scale.
+Everything else is as tensor.py has it, and the hooks by which torch gathers rows are in
+gathered_rows.py. No tensor has a process group.
 """
 
 from __future__ import annotations

@@ -199,6 +199,32 @@ def test_new_values_are_seen_by_the_next_forward(ranks: Ranks, recipe: str, num_
     ranks(num_ranks).run(_larger_values, recipe, num_ranks)
 
 
+def _other_shards(recipe: str, num_ranks: int) -> None:
+    """As after a load with ``assign=True``: other tensors are gathered into the same weight."""
+    model, other = sharded(recipe, num_ranks), shard(new_model(), mesh_of(num_ranks))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(100)
+    megafsdp.quantize_(other, recipe)
+    model(batch())
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    for step in range(2):
+        torch.manual_seed(step)
+        found = model(batch(step))
+        torch.manual_seed(step)
+        assert torch.equal(found, other(batch(step))) and found.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_ranks"), pairwise([(r, n) for r in RECIPE_NAMES for n in (1, 2)])
+)
+def test_parameters_may_be_replaced_after_the_first_forward(
+    ranks: Ranks, recipe: str, num_ranks: int
+) -> None:
+    """Codes and scales are those of the new ones, of one rank and of two."""
+    ranks(num_ranks).run(_other_shards, recipe, num_ranks)
+
+
 def _nan_is_not_lost(recipe: str, rank_with_nan: int) -> None:
     model = shard(new_model(), mesh_of(2))
     weight = model[3].weight

@@ -337,7 +337,8 @@ def _torch_parallel(recipe: str) -> None:
     """Layers that torch's own parallelize_module has cut compute with decoded values."""
     axes = axes_of(2, 2)
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 256)).bfloat16()
+    layers = [nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 256), nn.GELU()]
+    plain = nn.Sequential(*layers).bfloat16()
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     models = []
     for _ in range(2):

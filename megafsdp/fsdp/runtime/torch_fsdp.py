@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp.buffer.dtensor.uneven import local_object
+from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.agreement import take_largest
 from megafsdp.quantize.formats import WeightFormat
 from megafsdp.quantize.shard import MainWeight, QuantizedShard
@@ -61,8 +62,20 @@ def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
 
 
 def cut_weight_of(shard: QuantizedShard) -> CutWeight:
-    """Return the main weight of a parameter that ``quantize_`` has made."""
-    assert isinstance(shard.main, CutWeight), "quantize_() made the parameter"
+    """Return the main weight of a parameter that ``quantize_`` has made.
+
+    Raises:
+        RuntimeError: It is a copy of one.
+    """
+    if not isinstance(shard.main, CutWeight):
+        raise RuntimeError(
+            expected(
+                "a parameter that megafsdp.quantize_() has made",
+                "a copy or a pickle of one, which has no main weight",
+                where=f"the quantized parameter '{shard.fqn}'",
+                hint="Give the model to quantize_(), and load the state dict without assign=True",
+            )
+        )
     return shard.main
 
 

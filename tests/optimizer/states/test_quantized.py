@@ -280,6 +280,17 @@ def test_codes_that_are_loaded_alone_are_not_undone_by_the_next_step(ranks: Rank
     assert "begin from loaded codes" in first
 
 
+def test_copies_of_parameters_are_not_stepped() -> None:
+    """They have no main weight: steps of their codes would be lost."""
+    model = copy.deepcopy(megafsdp.quantize_(nn.Linear(64, 64, bias=False), "mxfp8"))
+    optimizer = FusedAdam(model.parameters())
+    codes = shard_of(model.weight).codes.clone()  # type: ignore[union-attr]
+    model(batch(dtype=torch.float32)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"a copy or a pickle of one.*without assign=True"):
+        optimizer.step()
+    assert torch.equal(shard_of(model.weight).codes, codes)  # type: ignore[union-attr]
+
+
 def _in_place() -> None:
     model = sharded("fp8_current", 1)
     weight, codes = model[3].weight, shards_of(model)["3.weight"].codes.clone()
