@@ -481,7 +481,7 @@ def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
         )
         shards.append(shard)
     # Over new buffers: a collective that fails leaves the model as it was.
-    encode_main_weights(shards)
+    encode_main_weights(shards, has_recorded=False)
     for each, shard in zip(found, shards, strict=True):
         # torch looks for gather hooks again at the first forward.
         if isinstance(each.parameter, DTensor):
