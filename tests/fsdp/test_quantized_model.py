@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import megafsdp
+from benchmarks.live_bytes import LiveBytes
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.runtime.torch_fsdp import shard_of
 from megafsdp.quantize import formats, tensor
@@ -292,6 +293,48 @@ def _keeps_no_shadow(recipe: str) -> None:
 def test_no_copy_in_the_old_dtype_stays(ranks: Ranks, recipe: str) -> None:
     """Torch keeps a flat alias of each parameter for good."""
     ranks(2).run(_keeps_no_shadow, recipe)
+
+
+def _live_bytes(recipe: str, num_layers: int) -> tuple[int, int, int]:
+    """Return the peak of a forward, what one keeps for backward, and the peak of that."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(num_layers)]).bfloat16()
+    megafsdp.quantize_(shard(model, mesh_of(1)), recipe)
+    x = torch.ones(32, 256, dtype=torch.bfloat16)
+    with LiveBytes() as live:
+        with torch.no_grad():
+            model(x)
+            live.peak = 0
+            model(x)
+        peak = live.peak
+        assert live.total() == 0
+        for _ in range(2):
+            output, kept = model(x), live.total()
+            live.peak = 0
+            output.sum().backward()
+            of_backward = live.peak
+            del output
+            model.zero_grad()
+            assert live.total() == 0
+    return peak, kept, of_backward
+
+
+def _bytes_by_layers(recipe: str) -> None:
+    found = {n: _live_bytes(recipe, n) for n in (2, 4, 8)}
+    assert found[2][0] == found[4][0] == found[8][0] > 0
+    # Quantized inputs of each layer, and its gradient in bf16.
+    form = recipe_of(recipe).input
+    assert form is not None
+    inputs = (found[8][1] - found[4][1]) // 4
+    assert found[4][1] - found[2][1] == 2 * inputs and inputs < 2 * 32 * 256
+    gradient = 2 * 256 * 256
+    assert found[8][2] - found[4][2] == 4 * gradient
+    assert found[4][2] - found[2][2] == 2 * gradient
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_what_lives_does_not_grow_with_layers(ranks: Ranks, recipe: str) -> None:
+    """Nothing stays of a gather; a backward has quantized inputs and gradients besides."""
+    ranks(1).run(_bytes_by_layers, recipe)
 
 
 def _mixed_precision() -> None:
