@@ -4,9 +4,9 @@ Hooks: the median host time of the two gather hooks of a parameter after the fir
 and of torchao's float8 weight beside it. Unshard: the host time of all that FSDP2 does for a
 parameter before its unit's forward, and of freeing it again, of plain bf16 parameters, ours and
 torchao's, in turn. Step: FusedAdam on parameters sharded by FSDP2 in bf16, and on the same
-quantized, in turn. All on one process, on which FSDP2 copies in place of a gather. The bytes that
-are gathered follow from the hooks' inputs; live bytes are the most that a forward without gradients
-has made and not freed, with more and more layers.
+quantized, in turn. All on one thread of one process, on which FSDP2 copies in place of a gather.
+The bytes that are gathered follow from the hooks' inputs; live bytes are the most that a forward
+without gradients has made and not freed, with more and more layers.
 
 A figure is printed only if the step on quantized parameters has moved main weights, their codes are
 those of a fresh encoding, and live bytes are the same for any number of layers.
@@ -50,6 +50,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         CheckError: A step has changed nothing, codes are not those of main weights, or live bytes
             grow with the layers.
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shape = (options.parameters, options.width)
@@ -59,6 +61,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         live = {name: _live_nbytes(name, options.width) for name in RECIPE_NAMES}
     finally:
         dist.destroy_process_group()
+        torch.set_num_threads(num_threads)
     return {
         "parameters": options.parameters,
         "width": options.width,

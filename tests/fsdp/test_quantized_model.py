@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,68 @@ def _nothing_is_made(recipe: str, num_ranks: int) -> None:
 def test_steps_make_no_tensors_and_no_formats(ranks: Ranks, recipe: str, num_ranks: int) -> None:
     """The compute weight and the recipe are the same objects in each forward and backward."""
     ranks(num_ranks).run(_nothing_is_made, recipe, num_ranks)
+
+
+def _gathers_write_buffers_alone(recipe: str, num_ranks: int) -> None:
+    model = sharded(recipe, num_ranks)
+    layer, own = model[3], shards_of(model)["3.weight"]
+    seen: list[tuple[object, ...]] = []
+    results: list[object] = []
+    hook = type(own).fsdp_post_all_gather
+
+    def noted(self: QuantizedShard, *args: Any, **kwargs: Any) -> object:
+        result = hook(self, *args, **kwargs)
+        results.append(result if kwargs.get("out") is not None else ())
+        return result
+
+    def look(module: nn.Module, _: object) -> None:
+        weight = module.weight
+        assert not _process_groups_of(weight) and weight.recipe is own.recipe
+        others = {key: id(value) for key, value in vars(weight).items()}
+        seen.append((id(weight), weight.codes.data_ptr(), weight.table.data_ptr(), others))
+
+    layer.register_forward_pre_hook(look)
+    QuantizedShard.fsdp_post_all_gather = noted  # type: ignore[assignment, method-assign]
+    try:
+        for step in range(5):
+            # In backward the same object is filled again.
+            model(batch(step)).sum().backward()
+    finally:
+        QuantizedShard.fsdp_post_all_gather = hook  # type: ignore[method-assign]
+    assert len(seen) == 5 and all(each[0] == seen[0][0] for each in seen)
+    assert all(each[3] == seen[0][3] for each in seen), "no attribute is another object"
+    # Each of both quantized weights, in five forwards and backwards.
+    assert len(results) > 10 and results.count(()) == 2 and results.count(None) == len(results) - 2
+    assert not _process_groups_of(own) and not _process_groups_of(copy.deepcopy(own))
+
+
+def _process_groups_of(tensor: object) -> list[object]:
+    """Return the process groups among all that a tensor's attributes lead to, main weight apart."""
+    found, waiting, met = [], [v for k, v in vars(tensor).items() if k != "main"], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in met:
+            continue
+        met.add(id(each))
+        if isinstance(each, torch.distributed.ProcessGroup):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            waiting += each
+        else:
+            slots = [name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())]
+            waiting += [getattr(each, name) for name in slots if hasattr(each, name)]
+            waiting += getattr(each, "__dict__", {}).values()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_ranks"), pairwise([(r, n) for r in RECIPE_NAMES for n in (1, 2)])
+)
+def test_later_gathers_write_buffers_and_return_nothing(
+    ranks: Ranks, recipe: str, num_ranks: int
+) -> None:
+    """Over five steps the weight and all its attributes are the same, without process groups."""
+    ranks(num_ranks).run(_gathers_write_buffers_alone, recipe, num_ranks)
 
 
 def _larger_values(recipe: str, num_ranks: int) -> None:
