@@ -528,13 +528,13 @@ def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) ->
         )
     wanted = (target.recipe.weight.name, tuple(target.shape), target._part)
     given = (source.recipe.weight.name, tuple(source.shape), source._part)
-    both = target.scale_shape, _scale_shape_of(source)
-    if wanted == given and both[0] != both[1]:
+    scaled = target.scale_shape, _scale_shape_of(source)
+    if wanted == given and scaled[0] != scaled[1]:
         # The rest of the matrix, on this rank or another, would be read by the wrong scale.
         raise ValueError(
             expected(
-                f"codes under one scale of a matrix of shape {both[0]}",
-                f"codes under that of a matrix of shape {both[1]}",
+                f"codes under one scale of a matrix of shape {scaled[0]}",
+                f"codes under that of a matrix of shape {scaled[1]}",
                 where=f"copy_() to the quantized parameter '{target.fqn}'",
                 hint="Load with the weight_mesh and the degree of tp that the codes were saved "
                 "with, or load main weights by megafsdp.checkpoint",
