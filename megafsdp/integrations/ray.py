@@ -2,7 +2,7 @@
 
 The function runs on every worker, in a process group that ``TorchTrainer`` makes, so
 ``fully_shard_model`` needs nothing more. All workers write one checkpoint, each its rows, into the
-``storage_path`` that they share, and Ray is told where it lies: nothing is copied. Any number of
+``storage_path`` that they share, and Ray gets its path: nothing is copied. Any number of
 workers goes on from it.
 """
 
