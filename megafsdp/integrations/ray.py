@@ -52,7 +52,7 @@ def report(
     train.report(
         dict(metrics) | {"step": step},
         checkpoint=Checkpoint.from_directory(saved),
-        checkpoint_dir_name=os.fspath(saved.relative_to(_storage())),
+        checkpoint_dir_name=os.fspath(Path(saved).relative_to(_storage())),
         checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
     )
 
