@@ -19,7 +19,7 @@ Rules, all of which hold for each history by itself:
 - The first maximum is used at once. Until it is known, an input is scaled by its own maximum.
 - A maximum of zero is not recorded: nothing has run, or every value was zero.
 - One that is not finite is not recorded either, or every later step would be lost. What has it
-  becomes NaN, for that step.
+  becomes NaN, for that step. Finite ones of the same step count.
 - A weight's maximum that equals the newest is not recorded again. So it makes no difference how
   often unchanged weights are encoded, and a load needs no more than the histories.
 """
@@ -103,10 +103,12 @@ class DelayedState:
 
         Args:
             operand: Which.
-            bits: ``(1,)`` int32 bits of a magnitude.
+            bits: ``(1,)`` int32 bits of a magnitude; one that is not finite is left out.
         """
         recorded = self._pending[operand : operand + 1]
-        torch.maximum(recorded, bits, out=recorded)
+        # One that is not finite would be above all, and hide what else the step records.
+        finite = torch.where(bits < _INFINITE_BITS, bits, 0)
+        torch.maximum(recorded, finite, out=recorded)
 
     def maximum_for(self, operand: int, bits: Tensor) -> Tensor:
         """Return the maximum that an ``INPUT`` or ``GRAD`` is to be scaled by.

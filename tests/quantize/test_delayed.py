@@ -97,9 +97,19 @@ def test_recorded_maxima_wait_for_the_roll() -> None:
     state.roll(_bits(1.0), state.pending().clone())
     assert _values(state.pending()) == [0.0, 0.0]
     assert _values(state.input_maximum) == [5.0] and _values(state.grad_maximum) == [0.5]
-    state.record(GRAD, _bits(math.nan))
-    state.record(GRAD, _bits(1.0))
-    assert math.isnan(_values(state.pending())[GRAD]), "NaN is above all"
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_a_maximum_that_is_not_finite_hides_no_other(wrong: float) -> None:
+    """Neither what was recorded before it nor what comes after: only it is left out."""
+    state = DelayedState(4)
+    for value in (2.0, wrong, 3.0, wrong):
+        state.record(INPUT, _bits(value))
+        state.record(GRAD, _bits(wrong))
+    assert _values(state.pending()) == [3.0, 0.0]
+    state.roll(_bits(1.0), state.pending().clone())
+    assert state.input_history.tolist() == [0.0, 0.0, 0.0, 3.0]
+    assert state.grad_history.tolist() == [0.0] * 4
 
 
 def test_an_own_maximum_is_used_only_where_the_historys_cannot_be() -> None:
