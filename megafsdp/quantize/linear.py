@@ -25,7 +25,7 @@ The products themselves are in products.py. Experts, whose products are grouped 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -172,12 +172,15 @@ class _Quantized(torch.autograd.Function):
 
 
 def _version_of(weight: LinearWeight) -> int | None:
-    """Return how often the codes were written; None in a graph, which has its own count.
+    """Return how often the weight was written; None in a graph, which has its own count.
 
-    Whatever changes a weight writes its codes. Where FSDP2 or a unit gathers them anew the count is
-    put back, since the bytes are the same; that of the table is not.
+    Whatever changes a weight writes its codes, so the table needs no look. Where they are gathered
+    anew, by a unit or by torch's FSDP2, the count is put back: the bytes are the same.
     """
-    return None if torch.compiler.is_compiling() else version_of(weight.codes)
+    if torch.compiler.is_compiling():
+        return None
+    # A copy to the tensor itself counts there: within an operator autograd counts nothing.
+    return version_of(weight.codes) + version_of(cast(Tensor, weight))
 
 
 def _check_unchanged(weight: LinearWeight, version: int | None) -> None:

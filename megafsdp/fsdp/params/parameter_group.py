@@ -168,6 +168,7 @@ class ParameterGroup:
             because an optimizer has moved them.
         step_in_flight: The step that changes the main weight beside the calling thread.
         num_changes: How many changes of the main weight were marked on this rank.
+        num_marks: How many of these all ranks mark alike: steps and loads, not writes found here.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class ParameterGroup:
             model=self._model_gradients(),
         )
         self.step_in_flight: AsyncStep | None = None
-        self.num_changes = 0
+        self.num_changes = self.num_marks = 0
         # Modules by their dictionaries: every forward and backward walks all places four times.
         self._places = [
             (owner._parameters, attribute, p.sharded, p.unsharded)
@@ -492,6 +493,10 @@ class ParameterGroup:
 
     def mark_stale(self) -> None:
         """Note that main weights changed: the next unshard refreshes, once."""
+        self.num_marks += 1
+        self._mark_changed()
+
+    def _mark_changed(self) -> None:
         # A step may write on some ranks only. On those mark_stale_if_written() must not find the
         # same writes again: all ranks would not gather alike.
         self._num_writes = self._count_writes()
@@ -501,7 +506,7 @@ class ParameterGroup:
     def mark_stale_if_written(self) -> None:
         """Mark the group stale if its tensors were written to, as by loads; local."""
         if self._count_writes() != self._num_writes:
-            self.mark_stale()
+            self._mark_changed()
 
     def _count_writes(self) -> int:
         return sum_of_versions(self._written)
