@@ -131,16 +131,6 @@ class DelayedState:
         """
         return self._weight_bits
 
-    @property
-    def input_maximum(self) -> Tensor:
-        """Return the bits that inputs are scaled by, ``(1,)`` int32; 0 before the first roll."""
-        return self._operand_bits[INPUT : INPUT + 1]
-
-    @property
-    def grad_maximum(self) -> Tensor:
-        """Return the bits that gradients are scaled by, ``(1,)`` int32; 0 before there is one."""
-        return self._operand_bits[GRAD : GRAD + 1]
-
     @torch.no_grad()
     def roll(self, weight_bits: Tensor, pending_bits: Tensor) -> None:
         """Append maxima to the histories, and choose what the next step is scaled by; local.

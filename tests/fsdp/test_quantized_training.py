@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafsdp import full_state_dict, load_full_state_dict, materialize
 from megafsdp.buffer.comm.collectives import all_reduce, record_collectives
+from megafsdp.fsdp.weight_sync import roll_histories
 from megafsdp.quantize.delayed import DelayedState
 from tests.fsdp.quantized import (
     OPERANDS,
@@ -216,8 +217,11 @@ def _frozen_weights_roll(layout: str) -> None:
             recorded[name].append(pending.view(torch.float32))
         optimizer.step()
         optimizer.zero_grad()
-    with torch.no_grad():
+    # As a save does, whose file has what the next forward scales by.
+    roll_histories(net)
+    with record_collectives() as record, torch.no_grad():
         net(batch(3, 0, dist.get_rank()))
+    assert "maxima" not in [label for _, label in record.events]
     for name, state in states.items():
         wanted = torch.stack(recorded[name], dim=1)
         assert torch.equal(state.input_history[-4:], torch.cat((torch.zeros(1), wanted[0])))

@@ -398,7 +398,8 @@ def test_delayed_scaling_uses_histories_and_records_maxima() -> None:
     ]
     state.roll(torch.ones(1).view(torch.int32), state.pending().clone())
     small = (x / 16).detach().requires_grad_()
-    wanted = form.quantize(small, along=ALONG_FEATURES, maximum=state.input_maximum)
+    largest = state.maximum_for(INPUT, torch.zeros(1, dtype=torch.int32))
+    wanted = form.quantize(small, along=ALONG_FEATURES, maximum=largest)
     y = F.linear(small, weight)
     assert torch.equal(y, F.linear(wanted.dequantize(BF16), weight.decode()))
     assert not torch.equal(y, F.linear(small, current))

@@ -160,7 +160,7 @@ class QuantizedWeight(GatheredWeight):
         shapes: Of the weights, as this rank of a model axis has them.
         dtype: What codes are decoded to.
         axes: Ranks that divide or replicate the group.
-        is_persistent: Whether the strategy keeps the full codes between uses.
+        stays_gathered: Whether the strategy keeps the full codes between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
 
@@ -176,14 +176,13 @@ class QuantizedWeight(GatheredWeight):
         *,
         dtype: torch.dtype,
         axes: DataParallelAxes,
-        is_persistent: bool,
+        stays_gathered: bool,
         device: torch.device,
         ledger: ByteLedger,
     ) -> None:
         self._quantization, self._dtype = quantization, dtype
         self.scales = WeightScales(quantization, main_weight, shapes, device=device, ledger=ledger)
-        self.stays_gathered = is_persistent
-        is_persistent = is_persistent or not axes.is_sharded
+        is_persistent = stays_gathered or not axes.is_sharded
         buffers = WeightBuffers(
             main_weight,
             axes,
@@ -210,7 +209,7 @@ class QuantizedWeight(GatheredWeight):
             joined(source, buffers, axes),
             buffers,
             axes=axes,
-            is_persistent=is_persistent,
+            stays_gathered=stays_gathered,
             is_gathered=axes.is_sharded,
         )
 

@@ -315,7 +315,7 @@ class FSDPContext:
         self._join_divided()
 
     def roll_histories(self) -> None:
-        """Roll the histories of delayed scaling, once after each change of main weights; collective.
+        """Roll the histories of delayed scaling, once after each change of weights; collective.
 
         Also where a step changes other weights alone, as that of adapters on frozen ones: layers
         record maxima all the same. Before any layer of the pass records others.
