@@ -140,7 +140,7 @@ def test_every_place_names_the_same_torch(metadata: email.message.Message) -> No
     script = (ROOT / "scripts" / "setup_env.sh").read_text()
     assert f"({bounds['>=']}) <= " in script and f" < ({bounds['<']})" in script
     (pin,) = _pins()["torch"]
-    assert f"pip install torch{pin.specifier} " in PROJECT
+    assert f'"pip install torch{pin.specifier}"' in PROJECT
 
 
 def test_a_wheel_of_other_files_is_refused(check_packages: dict[str, Any], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ Values are set by ``requantize_`` alone, on all ranks, or by FusedAdam. Models o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -288,7 +288,8 @@ def _check_cut(each: _Found, recipe: QuantizationRecipe) -> None:
     """
     form, cut, shape = recipe.weight, each.cut, each.shape
     num_ranks = 1 if cut is None else cut.num_ranks
-    multiple = form.row_multiple(shape)
+    multiple = form.cut_multiple(shape)
+    assert multiple is not None, "rows can be cut"
     # Without scales of their own, rows may be few: but each rank needs some to learn the scale.
     has_own_scales = len(shape) == 3 or form.tile is not None
     what = hint = ""
@@ -335,8 +336,9 @@ def _hint_of_rows(form: WeightFormat, shape: tuple[int, ...]) -> str:
     )
 
 
-def _cut_weight(each: _Found, form: WeightFormat, values: torch.Tensor) -> CutWeight:
+def _cut_weight(each: _Found, recipe: QuantizationRecipe, values: torch.Tensor) -> CutWeight:
     """Return where the rows of a parameter lie, and who has others under its scales."""
+    form, is_stack = recipe.weight, len(each.shape) == 3
     is_shared = form.has_shared_scale(each.shape)
     groups: list[dist.ProcessGroup] = []
     # Replicas have the same values, hence the same maxima: no axis of theirs is asked.
@@ -344,29 +346,118 @@ def _cut_weight(each: _Found, form: WeightFormat, values: torch.Tensor) -> CutWe
         if each.weight_mesh.size() > 1:
             groups.append(each.weight_mesh.get_group())
     elif is_shared or form.is_per_tensor:
-        groups += _dividing_groups(each, form)
+        if not is_stack:
+            groups += _data_groups(each)
+        # Of a stack's matrices an axis may cut rows or columns, if not give whole ones.
+        groups += [
+            axis.group
+            for axis in _model_axes(each)
+            if axis.dim is not None and not (is_stack and axis.dim == 0)
+        ]
+    # Inputs and gradients of replicas differ, and all go on from one checkpoint.
+    everyone = [*_data_groups(each), *_replicas(each), *(a.group for a in _model_axes(each))]
+    recorded = everyone if recipe.history and recipe.input is not None else []
     first = 0 if each.cut is None else each.cut.rank * each.chunk
-    # Tiles and matrices that are a rank's own make a grid by themselves.
-    if is_shared:
-        return CutWeight(values, each.shape, first, tuple(groups), first_row=first)
-    return CutWeight(values, tuple(values.shape), 0, tuple(groups), first_row=first)
+    shape, offset = each.shape, first
+    if not is_shared:
+        # Tiles and matrices that are a rank's own make a grid by themselves.
+        shape, offset = tuple(values.shape), 0
+    elif not form.is_per_tensor:
+        shape, offset = _joined_parts(each, first)
+    return CutWeight(
+        values,
+        shape,
+        offset,
+        tuple(groups),
+        first_row=first,
+        recorded_groups=tuple(_not_combined(recorded, groups)),
+    )
 
 
-def _dividing_groups(each: _Found, form: WeightFormat) -> Iterator[dist.ProcessGroup]:
-    """Yield the ranks that have other rows of a weight, then those with other parts of it."""
-    cut, is_stack = each.cut, len(each.shape) == 3
-    if cut is not None and cut.group is not None and cut.num_ranks > 1 and not is_stack:
-        yield cut.group
+def _joined_parts(each: _Found, first: int) -> tuple[tuple[int, ...], int]:
+    """Return a shape with the parts of a matrix one below the other, and a row of this part in it.
+
+    The tiles of all parts are then tiles of one matrix, whichever dimension model axes cut.
+    """
+    rows, cols = each.shape
+    # Axes in their order, the last one fastest, on all ranks alike.
+    num_parts, part = 1, 0
+    for axis in _model_axes(each):
+        if axis.dim is not None:
+            num_parts, part = num_parts * axis.size, part * axis.size + axis.rank
+    return (num_parts * rows, cols), part * rows + first
+
+
+def _scale_shape(
+    each: _Found, form: WeightFormat, groups: Sequence[dist.ProcessGroup]
+) -> tuple[int, ...]:
+    """Return the shape of the matrix that has one scale: with parts whose maxima are combined."""
+    if not form.has_shared_scale(each.shape):
+        return ()
+    shape = list(each.shape)
+    # A layer's weight_mesh may leave an axis out, whose parts then have scales of their own.
+    for axis in _model_axes(each):
+        if axis.dim is not None and not list(_not_combined([axis.group], groups)):
+            shape[axis.dim] *= axis.size
+    return tuple(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelAxis:
+    """A model axis of several ranks, on which a parameter lies.
+
+    Attributes:
+        group: Its ranks.
+        size: How many there are.
+        rank: This one's number.
+        dim: The dimension of the parameter that it cuts; None where all ranks have the same.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    dim: int | None
+
+
+def _model_axes(each: _Found) -> list[_ModelAxis]:
+    cut = each.cut
     mesh, placements = (None, ()) if cut is None else (cut.model_mesh, cut.model_placements)
+    # Without torch's fully_shard the parameter itself lies on the model axes alone.
     if cut is None and isinstance(each.parameter, DTensor):
         mesh, placements = each.parameter.device_mesh, each.parameter.placements
-    # Grids of tiles are those of the part that a model axis has given, and a stack's scales those
-    # of its matrices: of which an axis cuts rows or columns, if not whole ones.
-    if mesh is not None and form.is_per_tensor:
-        for axis, placement in enumerate(placements):
-            dim = cut_dim(placement)
-            if dim is not None and not (is_stack and dim == 0) and mesh.size(axis) > 1:
-                yield mesh.get_group(axis)
+    if mesh is None:
+        return []
+    return [
+        _ModelAxis(
+            mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), cut_dim(placement)
+        )
+        for axis, placement in enumerate(placements)
+        if mesh.size(axis) > 1
+    ]
+
+
+def _data_groups(each: _Found) -> list[dist.ProcessGroup]:
+    """Return the ranks that have other rows of a parameter."""
+    cut = each.cut
+    return [] if cut is None or cut.group is None or cut.num_ranks == 1 else [cut.group]
+
+
+def _replicas(each: _Found) -> list[dist.ProcessGroup]:
+    """Return the data ranks that have the same rows."""
+    replicas = None if each.cut is None else each.cut.replicas
+    return [] if replicas is None or replicas.size() == 1 else [replicas]
+
+
+def _not_combined(
+    wanted: Sequence[dist.ProcessGroup], groups: Sequence[dist.ProcessGroup]
+) -> Iterator[dist.ProcessGroup]:
+    """Yield the groups whose ranks are not all in one over which maxima are combined anyway."""
+    # By ranks: a flattened mesh has a group of its own for those of several axes.
+    combined = [set(dist.get_process_group_ranks(group)) for group in groups]
+    for group in wanted:
+        ranks = set(dist.get_process_group_ranks(group))
+        if not any(ranks <= others for others in combined):
+            yield group
 
 
 @torch.no_grad()
@@ -381,6 +472,7 @@ def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
         if recipe.history:
             num_matrices = rows.shape[0] if rows.ndim == 3 else 1
             state = DelayedState(recipe.history, num_matrices=num_matrices, device=rows.device)
+        main = _cut_weight(each, recipe, values)
         shard = new_shard(
             rows.shape,
             recipe,
@@ -388,11 +480,12 @@ def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
             device=rows.device,
             state=state,
             fqn=each.name,
-            main=_cut_weight(each, recipe.weight, values),
+            main=main,
+            scale_shape=_scale_shape(each, recipe.weight, main.groups),
         )
         shards.append(shard)
     # Over new buffers: a collective that fails leaves the model as it was.
-    encode_main_weights(shards)
+    encode_main_weights(shards, has_recorded=False)
     for each, shard in zip(found, shards, strict=True):
         # torch looks for gather hooks again at the first forward.
         if isinstance(each.parameter, DTensor):

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_file
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Partial
 
@@ -218,6 +218,7 @@ class TorchShard:
         group: The ranks among which it is divided; None where it is not.
         rank: This rank's number there.
         num_ranks: How many there are.
+        replicas: The ranks that have the same of it; None without others.
         model_mesh: The model axes whose ranks have other parts of it or the same; None without.
         model_placements: How they have.
         has_inner_mesh: Whether it is kept on fewer ranks between forward and backward.
@@ -230,6 +231,7 @@ class TorchShard:
     group: dist.ProcessGroup | None
     rank: int
     num_ranks: int
+    replicas: dist.ProcessGroup | None
     model_mesh: DeviceMesh | None
     model_placements: tuple[Placement, ...]
     has_inner_mesh: bool
@@ -256,6 +258,9 @@ def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
                 group=mesh_info.shard_process_group if is_divided else None,
                 rank=mesh_info.shard_mesh_rank if is_divided else 0,
                 num_ranks=mesh_info.shard_mesh_size if is_divided else 1,
+                replicas=mesh_info.replicate_process_group
+                if isinstance(mesh_info, DDPMeshInfo)
+                else None,
                 model_mesh=None if before is None else before.mesh,
                 model_placements=() if before is None else tuple(before.placements),
                 has_inner_mesh=each.post_forward_mesh_info is not None

@@ -34,9 +34,15 @@ class ScalesOfRows:
     """Parts of a table; they alias it.
 
     Attributes:
-        own: Scales of these rows alone, ``(rows of tiles, ...)`` or ``(matrices, ...)`` each.
+        own: Scales of these rows alone, ``(rows of tiles, columns of tiles)`` or
+            ``(matrices, ...)`` each.
         shared: Scales that the other rows of the tensor depend on too.
     """
+
+    def cut(self, dim: int, first: int, end: int) -> ScalesOfRows:
+        """Return those of fewer rows or columns of tiles, or matrices; they alias the table."""
+        own = [each.narrow(dim, first, end - first) for each in self.own]
+        return ScalesOfRows(own, self.shared)
 
     own: list[torch.Tensor]
     shared: list[torch.Tensor]
@@ -163,6 +169,8 @@ class WeightFormat:
         shape: Sequence[int],
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
+        *,
+        in_backward: bool = False,
     ) -> torch.Tensor:
         """Return a whole tensor's values.
 
@@ -172,10 +180,19 @@ class WeightFormat:
             shape: Its shape.
             dtype: fp32, bf16 or fp16; products of codes and scales are rounded to it once.
             out: What to write to, of that shape and dtype and contiguous; None: allocate.
+            in_backward: Whether backward decodes. In a graph of forward and backward it is another
+                operator than forward's: as one, values would be kept from the one to the other.
         """
         if torch.compiler.is_compiling():
             found: torch.Tensor = torch.ops.megafsdp.decode_tiles(
-                codes, table, self.element.name, self.scaling.name, self.tile or (), shape, dtype
+                codes,
+                table,
+                self.element.name,
+                self.scaling.name,
+                self.tile or (),
+                shape,
+                dtype,
+                in_backward,
             )
             return found if out is None else out.copy_(found)
         if out is None:
@@ -205,14 +222,16 @@ class WeightFormat:
         own[: found.numel()] = found
         return codes.view(num_matrices, -1)[index], own
 
-    def row_multiple(self, shape: Sequence[int]) -> int:
-        """Return what a cut along the first dimension must be a multiple of.
+    def cut_multiple(self, shape: Sequence[int], dim: int = 0) -> int | None:
+        """Return what a cut along a dimension must be a multiple of; None: there can be none.
 
         Matrices of a stack may be cut anywhere between them, and a matrix of one scale at any row.
         """
-        if len(shape) == 3 or self.tile is None:
-            return 1
-        return self.tile[0]
+        if len(shape) == 3:
+            return 1 if dim == 0 else None
+        if self.tile is not None:
+            return self.tile[dim]
+        return 1 if dim == 0 else self.codes_per_byte
 
     def has_shared_scale(self, shape: Sequence[int]) -> bool:
         """Return whether all rows of a tensor depend on one scale: of a matrix, not of a stack."""
@@ -226,7 +245,7 @@ class WeightFormat:
         Args:
             table: The ``(table_nbytes,)`` uint8 of the whole tensor.
             shape: Its shape.
-            start: The first index of dimension 0, a multiple of :meth:`row_multiple`.
+            start: The first index of dimension 0, a multiple of :meth:`cut_multiple`.
             stop: The end, a multiple or the extent of the dimension.
         """
         shape = tuple(shape)

@@ -116,7 +116,7 @@ class _Decoded(torch.autograd.Function):
         grad_x = grad_weight = None
         if needs_x:
             _check_unchanged(ctx.weight, ctx.version)
-            weight = ctx.weight.decode(grad.dtype)
+            weight = ctx.weight.decode(grad.dtype, in_backward=True)
             grad_x = rows.mm(weight).view(*grad.shape[:-1], weight.shape[1])
         if needs_weight:
             grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1])).to(ctx.weight.value_dtype)
@@ -348,7 +348,7 @@ class _Grouped(torch.autograd.Function):
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
             _check_unchanged(ctx.weight, ctx.version)
-            weight = ctx.weight.decode(grad.dtype)
+            weight = ctx.weight.decode(grad.dtype, in_backward=True)
             grad_x = ctx.multiply(grad, weight.transpose(1, 2), offs=ends)
         if ctx.needs_input_grad[1]:
             # As the stack lies, (experts, outputs, inputs).

@@ -9,18 +9,20 @@ along tiles, cloned, copied from another one of its format, moved, pickled and g
 | ``detach``, ``alias``, ``view`` or ``as_strided`` of the same shape | the same buffers |
 | ``view(-1)`` | the same buffers, shown flat |
 | ``split``, ``chunk``, ``narrow``, ``w[a:b]`` along dim 0, between tiles | the same codes |
+| ``narrow``, ``w[:, a:b]`` of a matrix along dim 1, between tiles | quantized, codes copied |
 | ``clone``, ``deepcopy``, ``.cpu()``, ``.to(device)``, ``pin_memory`` | quantized, buffers copied |
 | ``new_zeros``, ``new_empty``, ``empty_like`` of as long rows | quantized, new buffers |
 | ``copy_`` of a quantized tensor of the format and shape | the bytes are copied |
 | ``is_pinned`` | whether the codes are |
 | ``zeros_like``; the above with another dtype, or through a tile | plain |
+| ``narrow`` through a tile | RuntimeError: torch's loads write to what they narrow |
 | any other operator | computes with decoded values |
 | ``copy_`` of floats or of another format, any other write | RuntimeError, nothing is changed |
 
 A cut shows the scales that were there when it was made; what is copied to it goes to the whole,
-and there to scales that rows share. Everything else is as tensor.py has it. The hooks by which
-torch gathers the rows are here too: codes, and scales where rows have their own. No tensor has a
-process group.
+and there to scales that rows share. So a source must be of as large a matrix under one scale.
+Everything else is as tensor.py has it, and the hooks by which torch gathers rows are in
+gathered_rows.py. No tensor has a process group.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megafsdp.device.torch_private import OpOverload, version_of
 from megafsdp.errors import expected
 from megafsdp.quantize.delayed import DelayedState
 from megafsdp.quantize.formats import ScalesOfRows
+from megafsdp.quantize.gathered_rows import Gather, GatheredRows
 from megafsdp.quantize.recipes import RECIPE_NAMES, QuantizationRecipe, recipe_of
 from megafsdp.quantize.tensor import Fields, Part, QuantizedTensor, check, make
 
@@ -77,47 +79,49 @@ class MainWeight:
         return self.has_other_codes and version_of(self.values) == self.encoded_version
 
 
-@dataclass(slots=True)
-class _Gather:
-    """What is found in the first gather of a parameter and used in each.
+class _Outer(NamedTuple):
+    """Where a cut was made; what is copied to the cut goes there too.
 
     Attributes:
-        inputs: Views of codes, and of scales that rows have of their own.
-        scales: Views of the compute weight's scales, and what is copied there; None: what other
-            ranks have of it.
+        codes: Its codes there, ``(rows, bytes)``; None where the cut's own are these.
+        scales: Its scales there, and those that it shares.
     """
 
-    inputs: list[Tensor] | None = None
-    scales: list[tuple[Tensor, Tensor | None]] | None = None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Gather:
-        """Return another one that has found nothing."""
-        return _Gather()
+    codes: Tensor | None
+    scales: ScalesOfRows
 
 
-class QuantizedShard(QuantizedTensor):
+class QuantizedShard(GatheredRows):
     """Rows of a weight over buffers of its own; make it with :func:`new_shard`.
 
     Attributes:
         main: What the codes are made from; None for copies.
+        scale_shape: Of the matrix whose one scale the rows depend on, of which they may be a part;
+            empty where there is none.
     """
 
     main: MainWeight | None
-    # Where a cut was made: scales of the whole, which copies to the cut write too.
-    _outer_scales: ScalesOfRows | None
-    _gather: _Gather
+    scale_shape: tuple[int, ...]
+    _outer: _Outer | None
 
     def with_part(self, part: Part) -> QuantizedTensor:
         """Make another object over the same buffers; matrices of a stack are no parameters."""
         if part.matrix is not None or part.is_transposed:
             return super().with_part(part)
-        return _over(self, part, self.main, self._outer_scales)
+        return _over(self, part, self.main, self._outer, self.scale_shape)
 
-    def scales(self) -> ScalesOfRows:
-        """Return the scales in the table; aliases."""
-        return self.recipe.weight.scales_of_rows(
-            self.table, self.stored_shape, 0, self.stored_shape[0]
-        )
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Refuse a cut that is made to be written to, and run the rest as any quantized tensor."""
+        if func is Tensor.narrow and isinstance(args[0], QuantizedShard):
+            _check_narrow(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -156,6 +160,7 @@ class QuantizedShard(QuantizedTensor):
             "recipe": _described(self.recipe),
             "quantizes_activations": self.recipe.input is not None,
             "shape": tuple(self.stored_shape),
+            "scale_shape": self.scale_shape,
             "dtype": str(self.value_dtype).removeprefix("torch."),
             "name": self.fqn,
             "is_flat": self._part.is_flat,
@@ -164,85 +169,6 @@ class QuantizedShard(QuantizedTensor):
             "histories": histories,
         }
         return rebuild_quantized, (_PAYLOAD_VERSION, description)
-
-    def fsdp_pre_all_gather(
-        self,
-        mesh: Any,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: object,
-    ) -> tuple[tuple[Tensor, ...], torch.Size]:
-        """Return what torch gathers, uint8 of this rank's rows; local, called in each unshard.
-
-        The last ranks may have fewer rows, whose place is filled up, where rows have no scales.
-        """
-        inputs = self._gather.inputs
-        if inputs is None:
-            rows = self.stored_shape[0]
-            own = [each.view(torch.uint8).view(each.shape[0], -1) for each in self.scales().own]
-            inputs = self._gather.inputs = [self.codes.view(rows, -1), *own]
-        short = -(-outer_size[0] // mesh.size()) - self.stored_shape[0]
-        if short:
-            return tuple(F.pad(each, (0, 0, 0, short)) for each in inputs), outer_size
-        return tuple(inputs), outer_size
-
-    def fsdp_post_all_gather(
-        self,
-        outputs: tuple[Tensor, ...],
-        outer_size: torch.Size,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Make the compute weight over what was gathered, once; later fill its table of scales.
-
-        A scale of a whole matrix is read where this rank keeps it. torch frees what is gathered,
-        and the table if it has scales of other ranks.
-        """
-        made = None
-        if out is None:
-            made = self._new_gathered(outputs[0], tuple(outer_size), param_dtype)
-        elif self._gather.scales is None:
-            face = out if isinstance(out, QuantizedTensor) else out.to_local()  # type: ignore[attr-defined]
-            self._note_gathered(face)
-        scales = self._gather.scales
-        assert scales is not None, "noted above"
-        # One rank is given the codes alone, and has all scales itself.
-        others = iter(outputs[1:] if len(outputs) > 1 else self._all_inputs()[1:])
-        for target, source in scales:
-            target.copy_(next(others).view(target.shape) if source is None else source)
-        if made is None:
-            return None
-        return made, (made.table,) if scales else ()
-
-    def _all_inputs(self) -> list[Tensor]:
-        assert self._gather.inputs is not None, "the other hook comes first"
-        return self._gather.inputs
-
-    def _new_gathered(
-        self, codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> QuantizedTensor:
-        form = self.recipe.weight
-        flat = codes.view(-1)[: torch.Size(shape).numel() // form.codes_per_byte]
-        table = self.table
-        if self.scales().own:
-            table = table.new_zeros(form.table_nbytes(shape))
-        fields = Fields(flat, table, self.recipe, shape, dtype, self.state, self.fqn)
-        made = make(QuantizedTensor, fields)
-        self._note_gathered(made)
-        return made
-
-    def _note_gathered(self, made: QuantizedTensor) -> None:
-        """Keep views of the scales that each gather fills; nothing else is made after the first."""
-        own = self.scales()
-        self._gather.scales = []
-        if own.own:
-            shape = made.stored_shape
-            found = self.recipe.weight.scales_of_rows(made.table, shape, 0, shape[0])
-            rows = [(each.view(torch.uint8), None) for each in found.own]
-            shared = list(zip(found.shared, own.shared, strict=True))
-            self._gather.scales = [*rows, *shared]
 
 
 def new_shard(
@@ -254,6 +180,7 @@ def new_shard(
     state: DelayedState | None = None,
     fqn: str = "",
     main: MainWeight | None = None,
+    scale_shape: Sequence[int] | None = None,
 ) -> QuantizedShard:
     """Make a parameter of zeros; allocates its buffers.
 
@@ -265,12 +192,16 @@ def new_shard(
         state: Histories of delayed scaling.
         fqn: FQN of the parameter, for messages.
         main: What the codes are made from.
+        scale_shape: As the attribute; None: the rows are a whole.
     """
     form, shape = recipe.weight, tuple(shape)
     num_codes = torch.Size(shape).numel() // form.codes_per_byte
     codes = torch.zeros(num_codes, dtype=torch.uint8, device=device)
     table = torch.zeros(form.table_nbytes(shape), dtype=torch.uint8, device=device)
-    return _over(Fields(codes, table, recipe, shape, dtype, state, fqn), None, main, None)
+    if scale_shape is None:
+        scale_shape = shape if form.has_shared_scale(shape) else ()
+    fields = Fields(codes, table, recipe, shape, dtype, state, fqn)
+    return _over(fields, None, main, None, tuple(scale_shape))
 
 
 def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
@@ -309,7 +240,7 @@ def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
         state = DelayedState.of_histories(*description["histories"])
     fields = Fields(codes, table, recipe, shape, dtype, state, description["name"])
     part = Part(is_flat=description["is_flat"])
-    made: Tensor = _over(fields, part, None, None)
+    made: Tensor = _over(fields, part, None, None, tuple(description["scale_shape"]))
     if description["is_parameter"]:
         made = nn.Parameter(made)
     return made.requires_grad_(description["requires_grad"])
@@ -317,7 +248,7 @@ def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
 
 _FIELDS = frozenset(
     {"codes", "table", "recipe", "quantizes_activations", "shape", "dtype", "name"}
-    | {"is_flat", "is_parameter", "requires_grad", "histories"}
+    | {"is_flat", "is_parameter", "requires_grad", "histories", "scale_shape"}
 )
 # What torch.load(weights_only=True) may call, and the class that it gives.
 torch.serialization.add_safe_globals([rebuild_quantized, QuantizedShard])
@@ -327,11 +258,12 @@ def _over(
     source: Fields | QuantizedTensor,
     part: Part | None,
     main: MainWeight | None,
-    outer_scales: ScalesOfRows | None,
+    outer: _Outer | None,
+    scale_shape: tuple[int, ...],
 ) -> QuantizedShard:
     made = make(QuantizedShard, source, part)
-    made.main, made._outer_scales = main, outer_scales
-    made._gather = _Gather()
+    made.main, made._outer, made.scale_shape = main, outer, scale_shape
+    made._gather = Gather()
     return made
 
 
@@ -356,30 +288,72 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if is_whole else tensor.clone()
 
 
-def _cut(shard: QuantizedShard, start: int, stop: int) -> Tensor | None:
-    """Return rows, or matrices of a stack; None where the cut goes through a tile."""
-    form, shape = shard.recipe.weight, shard.stored_shape
-    extent, multiple = shape[0], form.row_multiple(shape)
-    start, stop = min(start, extent), min(max(stop, start), extent)
-    if shard._part.is_flat or start % multiple or (stop % multiple and stop != extent):
+def _range(extent: int, start: int, stop: int) -> tuple[int, int]:
+    first = min(start, extent)
+    return first, min(max(stop, first), extent)
+
+
+def _is_between_tiles(shard: QuantizedShard, dim: int, start: int, stop: int) -> bool:
+    multiple = shard.recipe.weight.cut_multiple(shard.stored_shape, dim)
+    if multiple is None or shard._part.is_flat:
+        return False
+    return start % multiple == 0 and (stop % multiple == 0 or stop == shard.stored_shape[dim])
+
+
+def _cut(shard: QuantizedShard, dim: int, start: int, stop: int) -> Tensor | None:
+    """Return rows or columns, or matrices of a stack; None where the cut goes through a tile."""
+    form, shape, outer = shard.recipe.weight, shard.stored_shape, shard._outer
+    start, stop = _range(shape[dim], start, stop)
+    if not _is_between_tiles(shard, dim, start, stop):
         return None
-    if (start, stop) == (0, extent):
+    if (start, stop) == (0, shape[dim]):
         return shard.with_part(shard._part)
-    codes, table = form.rows_of(shard.codes, shard.table, shape, start, stop)
-    scales = form.scales_of_rows(shard.table, shape, start, stop)
-    if not scales.own:
-        # One scale for all rows: nothing to cut, and writes are seen at once.
-        table = shard.table
+    has_copy = outer is not None and outer.codes is not None
+    codes = outer.codes if has_copy else shard.codes.view(shape[0], -1)  # type: ignore[union-attr]
+    assert codes is not None
+    per_byte = form.codes_per_byte if dim else 1
+    codes = codes.narrow(dim, start // per_byte, (stop - start) // per_byte)
+    multiple = 1 if len(shape) == 3 or form.tile is None else form.tile[dim]
+    whole = shard.scales() if outer is None else outer.scales
+    scales = whole.cut(dim, start // multiple, -(-stop // multiple))
+    own_shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    # One scale for all rows: nothing to cut, and writes are seen at once.
+    table = shard.table
+    if scales.own:
+        table = table.new_zeros(form.table_nbytes(own_shape))
+        if stop > start:
+            form.scales_of_rows(table, own_shape, 0, own_shape[0]).copy_(scales)
     fields = Fields(
-        codes,
+        codes.reshape(-1),
         table,
         shard.recipe,
-        (stop - start, *shape[1:]),
+        own_shape,
         shard.value_dtype,
         shard.state,
         shard.fqn,
     )
-    return _over(fields, None, shard.main, scales if scales.own else None)
+    inner = None if codes.is_contiguous() else codes
+    return _over(fields, None, shard.main, _Outer(inner, scales), shard.scale_shape)
+
+
+def _check_narrow(shard: QuantizedShard, dim: int, start: Any, length: int) -> None:
+    dim, start = dim % shard.dim(), int(start)
+    start += shard.shape[dim] if start < 0 else 0
+    if _is_between_tiles(shard, dim, start, start + length):
+        return
+    multiple = shard.recipe.weight.cut_multiple(shard.stored_shape, dim)
+    raise RuntimeError(
+        expected(
+            "no cut along this dimension"
+            if multiple is None
+            else f"cuts at multiples of {multiple}",
+            f"{start} to {start + length} of dimension {dim}",
+            where=f"narrow() of the quantized parameter '{shard.fqn}' of shape "
+            f"{tuple(shard.shape)} in {shard.recipe.weight.name}",
+            hint="Load a checkpoint whose parts have whole tiles, or main weights by "
+            "megafsdp.checkpoint; to read values, call decode()",
+        )
+    )
 
 
 def _split(shard: QuantizedShard, size: int, dim: int = 0) -> list[Tensor] | None:
@@ -387,7 +361,7 @@ def _split(shard: QuantizedShard, size: int, dim: int = 0) -> list[Tensor] | Non
     if dim % shard.dim():
         return None
     starts = range(0, extent, max(size, 1))
-    return _all([_cut(shard, start, min(start + size, extent)) for start in starts])
+    return _all([_cut(shard, 0, start, min(start + size, extent)) for start in starts])
 
 
 def _split_with_sizes(
@@ -396,7 +370,7 @@ def _split_with_sizes(
     if dim % shard.dim():
         return None
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return _all([_cut(shard, a, a + n) for a, n in zip(starts, sizes, strict=True)])
+    return _all([_cut(shard, 0, a, a + n) for a, n in zip(starts, sizes, strict=True)])
 
 
 def _all(cuts: Sequence[Tensor | None]) -> list[Tensor] | None:
@@ -411,10 +385,11 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor | None:
-    if dim % shard.dim() or step != 1:
+    dim %= shard.dim()
+    if step != 1:
         return None
-    first, stop, _ = slice(start, end).indices(shard.shape[0])
-    return _cut(shard, first, stop)
+    first, stop, _ = slice(start, end).indices(shard.shape[dim])
+    return _cut(shard, dim, first, stop)
 
 
 def _view(shard: QuantizedShard, size: Sequence[int]) -> Tensor | None:
@@ -465,7 +440,7 @@ def _moved(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> Tensor:
     fields = Fields(
         codes, table, shard.recipe, shard.stored_shape, shard.value_dtype, state, shard.fqn
     )
-    return _over(fields, shard._part, None, None)
+    return _over(fields, shard._part, None, None, shard.scale_shape)
 
 
 def _new(
@@ -495,6 +470,7 @@ def _new(
         state=shard.state if is_here else None,
         fqn=shard.fqn,
         main=shard.main if is_here else None,
+        scale_shape=shard.scale_shape,
     )
     if made.scales().shared and shape[0]:
         for target, values in zip(made.scales().shared, shard.scales().shared, strict=True):
@@ -532,6 +508,13 @@ def _zeros_like(shard: QuantizedShard, *, memory_format: object = None, **option
     return _new_plain(shard, shard.shape, **options)
 
 
+def _scale_shape_of(source: QuantizedTensor) -> tuple[int, ...]:
+    if isinstance(source, QuantizedShard):
+        return source.scale_shape
+    shape = source.stored_shape
+    return shape if source.recipe.weight.has_shared_scale(shape) else ()
+
+
 def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(source, QuantizedTensor):
         raise RuntimeError(
@@ -545,6 +528,18 @@ def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) ->
         )
     wanted = (target.recipe.weight.name, tuple(target.shape), target._part)
     given = (source.recipe.weight.name, tuple(source.shape), source._part)
+    scaled = target.scale_shape, _scale_shape_of(source)
+    if wanted == given and scaled[0] != scaled[1]:
+        # The rest of the matrix, on this rank or another, would be read by the wrong scale.
+        raise ValueError(
+            expected(
+                f"codes under one scale of a matrix of shape {scaled[0]}",
+                f"codes under that of a matrix of shape {scaled[1]}",
+                where=f"copy_() to the quantized parameter '{target.fqn}'",
+                hint="Load with the weight_mesh and the degree of tp that the codes were saved "
+                "with, or load main weights by megafsdp.checkpoint",
+            )
+        )
     if wanted != given:
         raise ValueError(
             expected(
@@ -556,8 +551,11 @@ def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) ->
         )
     target.codes.copy_(source.codes, non_blocking)
     target.table.copy_(source.table, non_blocking)
-    if target._outer_scales is not None:
-        target._outer_scales.copy_(target.scales())
+    if target._outer is not None:
+        codes, scales = target._outer
+        if codes is not None:
+            codes.copy_(target.codes.view(codes.shape))
+        scales.copy_(target.scales())
     both = target.state, source.state
     if both[0] is not None and both[1] is not None and both[0] is not both[1]:
         both[0].load(*both[1].histories())

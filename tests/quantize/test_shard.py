@@ -126,6 +126,9 @@ def test_cuts_between_tiles_stay_quantized(recipe: str) -> None:
         *zip(weight.split(128), full.split(128), strict=True),
         *zip(weight.chunk(2), full.chunk(2), strict=True),
         *zip(torch.split(weight, [128, 128]), full.split(128), strict=True),
+        (weight[:, :128], full[:, :128]),
+        (weight.narrow(1, 128, 128).narrow(0, 0, 128), full[:128, 128:]),
+        (weight[128:][:, 128:], full[128:, 128:]),
     ]
     for found, expected in cuts:
         assert isinstance(found, QuantizedShard) and torch.equal(found.decode(), expected)
@@ -133,14 +136,20 @@ def test_cuts_between_tiles_stay_quantized(recipe: str) -> None:
         assert torch.equal(again.decode(), expected)
         assert len(pickle.dumps(found)) < len(pickle.dumps(weight))
     for found, expected in (
-        (weight[:, :128], full[:, :128]),
         (weight[::2], full[::2]),
         (weight.split(128, dim=1)[0], full[:, :128]),
     ):
         assert type(found) is Tensor and torch.equal(found, expected)
     tile = recipe_of(recipe).weight.tile
-    through = weight[8:136]
-    assert isinstance(through, QuantizedShard) == (tile is None)
+    for through in (weight[8:136], weight[:, 8:136]):
+        assert isinstance(through, QuantizedShard) == (tile is None)
+    # As torch's loads cut what they then write to: a decoded copy would be written in vain.
+    for dim in (0, 1):
+        if tile is not None:
+            with pytest.raises(RuntimeError, match=f"cuts at multiples of {tile[dim]}"):
+                weight.narrow(dim, 8, 128)
+    with pytest.raises(RuntimeError, match="narrow"):
+        weight.view(-1).narrow(0, 8, 128)
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
@@ -154,6 +163,13 @@ def test_copies_between_quantized_tensors_are_of_bytes(recipe: str) -> None:
     for start in (0, 128):
         target[start : start + 128].copy_(other[start : start + 128])
     assert _same_bytes(target, other) and not _same_bytes(target, weight)
+    target = weight.clone()
+    for row in (0, 128):
+        for col in (0, 128):
+            target[row:][:, col:].narrow(1, 0, 128).narrow(0, 0, 128).copy_(
+                other.narrow(1, col, 128).narrow(0, row, 128)
+            )
+    assert _same_bytes(target, other)
     plain = torch.zeros(ROWS, COLS, dtype=torch.bfloat16)
     assert torch.equal(plain.copy_(other), other.decode())
 
@@ -179,6 +195,22 @@ def test_other_writes_raise_and_change_nothing(recipe: str) -> None:
     with pytest.raises(RuntimeError, match="FusedAdam"):
         weight.data = torch.zeros(ROWS, COLS)
     assert isinstance(before, QuantizedShard) and _same_bytes(weight, before)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_parts_under_another_scale_are_refused(recipe: str) -> None:
+    """Codes of a matrix that was quantized by itself are no rows of a larger one."""
+    target = made(recipe).detach()
+    before = target.clone()
+    torch.manual_seed(1)
+    half = megafsdp.quantize_(nn.Linear(COLS, 128, bias=False).bfloat16(), recipe).weight.detach()
+    if recipe in ("fp8_block", "mxfp8"):
+        target[128:].copy_(half)
+        assert torch.equal(target.decode()[128:], half.decode())
+        return
+    with pytest.raises(ValueError, match=r"one scale of a matrix of shape \(256, 256\)"):
+        target[128:].copy_(half)
+    assert isinstance(before, QuantizedShard) and _same_bytes(target, before)
 
 
 def _saved(value: object) -> bytes:
@@ -245,7 +277,7 @@ def test_payloads_of_other_versions_and_damaged_ones_are_refused() -> None:
 
 
 def test_a_newer_payload_leaves_the_target_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As read from a file."""
+    """As read from a file; and a file that was cut short."""
     with monkeypatch.context() as patched:
         patched.setattr(shard_file, "_PAYLOAD_VERSION", 2)
         data = _saved(made("nvfp4", 1))
@@ -253,6 +285,8 @@ def test_a_newer_payload_leaves_the_target_as_it_is(monkeypatch: pytest.MonkeyPa
     before = target.clone()
     with pytest.raises(ValueError, match="or with a newer one"):
         target.copy_(torch.load(io.BytesIO(data), weights_only=True))
+    with pytest.raises((RuntimeError, ValueError), match=r"central directory|seek"):
+        target.copy_(torch.load(io.BytesIO(data[: len(data) // 2]), weights_only=True))
     assert isinstance(before, QuantizedShard) and _same_bytes(target, before)
 
 

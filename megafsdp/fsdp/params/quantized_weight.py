@@ -32,7 +32,7 @@ from megafsdp.fsdp.params.gathered_weight import GatheredWeight, WeightBuffers, 
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import Quantization
 from megafsdp.mesh.placement import Residence
-from megafsdp.quantize.delayed import DelayedState
+from megafsdp.quantize.delayed import DelayedState, roll_together
 from megafsdp.quantize.tensor import QuantizedTensor
 from megafsdp.quantize.tiles import Fragment
 
@@ -119,11 +119,10 @@ class WeightScales:
         """
         *maxima, pending = self._split(combined)
         if self.states:
-            of_layers = pending.view(-1, _NUM_PENDING) if self.has_pending else None
-            for i, (state, own) in enumerate(zip(self.states, maxima, strict=True)):
-                recorded = own.new_zeros(_NUM_PENDING) if of_layers is None else of_layers[i]
-                # Zeros of weights that have not changed leave their history alone.
-                state.roll(own, recorded)
+            if not self.has_pending:
+                pending = pending.new_zeros(_NUM_PENDING * len(self.states))
+            # Zeros of weights that have not changed leave their history alone.
+            roll_together(self.states, maxima, pending.split(_NUM_PENDING))
             maxima = [state.weight_maximum() for state in self.states]
         if is_stale:
             self._maxima = maxima

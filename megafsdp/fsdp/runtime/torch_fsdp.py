@@ -3,7 +3,8 @@
 The parameter of a rank is quantized (:mod:`megafsdp.quantize.shard`), and torch gathers its codes.
 A scale may be of rows that several ranks have: of the whole matrix, or in nvfp4 of the maximum of
 all tiles. Then maxima are combined first, for all parameters at once, as the engine does. Scales of
-tiles or of matrices of a stack are a rank's own, because cuts go between them:
+tiles or of matrices of a stack are a rank's own, because cuts go between them. Parts that tensor
+parallelism makes of a matrix have one scale of the matrix too, so files are of any degree:
 
     rows 256 on 2 ranks     tiles of 128: rank 0 has tiles 0, rank 1 tiles 1; nothing is exchanged
                             one scale:    maxima 3 and 5, the largest of which scales both
@@ -15,14 +16,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megafsdp.buffer.dtensor.uneven import local_object
+from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.agreement import take_largest
+from megafsdp.quantize.delayed import DelayedState, roll_together
 from megafsdp.quantize.formats import WeightFormat
 from megafsdp.quantize.shard import MainWeight, QuantizedShard
 from megafsdp.quantize.tiles import Fragment
@@ -43,12 +46,16 @@ class CutWeight(MainWeight):
         first: The first index of dimension 0 there.
         groups: The ranks over which maxima are combined, one group after the other.
         first_row: The first index of dimension 0 in what data axes divide.
+        recorded_groups: The ranks over which what layers have recorded is combined besides.
+        layout: What the first encoding has found.
     """
 
     shape: tuple[int, ...]
     first: int
     groups: tuple[dist.ProcessGroup, ...]
     first_row: int
+    recorded_groups: tuple[dist.ProcessGroup, ...]
+    layout: _Layout | None = field(default=None, kw_only=True)
 
 
 def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
@@ -58,8 +65,20 @@ def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
 
 
 def cut_weight_of(shard: QuantizedShard) -> CutWeight:
-    """Return the main weight of a parameter that ``quantize_`` has made."""
-    assert isinstance(shard.main, CutWeight), "quantize_() made the parameter"
+    """Return the main weight of a parameter that ``quantize_`` has made.
+
+    Raises:
+        RuntimeError: It is a copy of one.
+    """
+    if not isinstance(shard.main, CutWeight):
+        raise RuntimeError(
+            expected(
+                "a parameter that megafsdp.quantize_() has made",
+                "a copy or a pickle of one, which has no main weight",
+                where=f"the quantized parameter '{shard.fqn}'",
+                hint="Give the model to quantize_(), and load the state dict without assign=True",
+            )
+        )
     return shard.main
 
 
@@ -82,41 +101,70 @@ def adopt_loaded_codes(shards: Iterable[QuantizedShard]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What encodings of a weight share, found in the first.
+
+    Attributes:
+        values: The memory of the main weight.
+        fragment: The same, as rows of what scales are made for.
+        num_maxima: Tiles of that.
+        table_nbytes: Of its table; 0 where the parameter's own table is that.
+    """
+
+    values: torch.Tensor
+    fragment: Fragment
+    num_maxima: int
+    table_nbytes: int
+
+
+def _layout_of(shard: QuantizedShard, weight: CutWeight) -> _Layout:
+    # A load may have brought other memory for the main weight, never another shape.
+    layout, values = weight.layout, weight.values
+    if layout is None or layout.values is not values:
+        form, shape = shard.recipe.weight, weight.shape
+        rows = 1 if len(shape) == 2 else shape[1]
+        # The format computes the scales of a whole grid; nvfp4's are in units of its maximum.
+        is_whole = not shard.scales().own or shape == shard.stored_shape
+        layout = weight.layout = _Layout(
+            values,
+            # Contiguous since quantize_() copied them, or since a load did.
+            Fragment(values.view(-1), shape, weight.first * rows),
+            form.num_maxima(shape),
+            0 if is_whole else form.table_nbytes(shape),
+        )
+    return layout
+
+
 class _Encoding:
     """One weight within one encoding of many."""
+
+    # One a parameter and step: plain attributes cost as much as all that is done with them.
+    __slots__ = ("format", "layout", "maxima", "num_pending", "pending", "shard", "weight")
 
     def __init__(self, shard: QuantizedShard) -> None:
         self.shard, self.weight = shard, cut_weight_of(shard)
         self.format: WeightFormat = shard.recipe.weight
-        weight = self.weight
-        rows = 1 if len(weight.shape) == 2 else weight.shape[1]
-        # Contiguous since quantize_() copied them, or since a load did.
-        values = weight.values.view(-1)
-        self.fragment = Fragment(values, weight.shape, weight.first * rows)
-        self.num_maxima = self.format.num_maxima(weight.shape)
+        self.layout = _layout_of(shard, self.weight)
         # Fixed by the recipe, so that ranks agree on sizes whatever their layers have recorded.
         self.num_pending = 0 if shard.state is None else _NUM_PENDING
-        self.maxima = self.pending = values
+        self.maxima = self.pending = self.layout.values
+
+    @property
+    def num_combined(self) -> int:
+        """Return how many numbers it adds to those that are combined."""
+        return self.layout.num_maxima + self.num_pending
 
     def take_part(self, part: torch.Tensor) -> None:
-        """Use a part of the combined numbers, which is zero, and write what was recorded."""
-        self.maxima, self.pending = part.split([self.num_maxima, self.num_pending])
-        if self.shard.state is not None:
-            self.pending.copy_(self.shard.state.pending())
-
-    def roll(self) -> None:
-        """Note combined maxima in the histories, and use what scales are made from."""
-        if self.shard.state is not None:
-            # Equal on all ranks that read one scale: histories part ways otherwise.
-            self.shard.state.roll(self.maxima, self.pending)
-            self.maxima = self.shard.state.weight_maximum()
+        """Use a part of the combined numbers."""
+        self.maxima = part
+        if self.num_pending:
+            self.maxima, self.pending = part.split([self.layout.num_maxima, self.num_pending])
 
     def new_table(self) -> torch.Tensor:
         """Return where scales of the whole go: the parameter's own table if it is as long."""
-        nbytes = self.format.table_nbytes(self.weight.shape)
-        # The format computes the scales of a whole grid; nvfp4's are in units of its maximum.
-        is_whole = not self.shard.scales().own or self.weight.shape == self.shard.stored_shape
-        return self.shard.table if is_whole else self.shard.table.new_empty(nbytes)
+        table, nbytes = self.shard.table, self.layout.table_nbytes
+        return table.new_empty(nbytes) if nbytes else table
 
     def take_table(self, table: torch.Tensor) -> None:
         """Keep the scales of the own rows of a table of :meth:`new_table`."""
@@ -128,7 +176,7 @@ class _Encoding:
 
 
 @torch.no_grad()
-def encode_main_weights(shards: Sequence[QuantizedShard]) -> None:
+def encode_main_weights(shards: Sequence[QuantizedShard], *, has_recorded: bool = True) -> None:
     """Make codes and scales of parameters from their main weights.
 
     Collective over the ranks that have rows under one scale: one all-reduce for all parameters of
@@ -137,6 +185,7 @@ def encode_main_weights(shards: Sequence[QuantizedShard]) -> None:
 
     Args:
         shards: The parameters, the same on all ranks in the same order.
+        has_recorded: Whether layers may have recorded something on some rank.
     """
     # Before anything reads main weights: codes of a load would be overwritten by older values.
     adopt_loaded_codes(shards)
@@ -147,7 +196,7 @@ def encode_main_weights(shards: Sequence[QuantizedShard]) -> None:
     # What begins with the same ranks is combined over them together.
     for first in dict.fromkeys(groups[:1] for groups in by_groups):
         together = {groups: found for groups, found in by_groups.items() if groups[:1] == first}
-        _encode_together(first, together)
+        _encode_together(first, together, has_recorded)
     for shard in shards:
         cut_weight_of(shard).note_encoded()
 
@@ -155,37 +204,85 @@ def encode_main_weights(shards: Sequence[QuantizedShard]) -> None:
 def _encode_together(
     first: tuple[dist.ProcessGroup, ...],
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]],
+    has_recorded: bool,
 ) -> None:
     every = [encoding for found in by_groups.values() for encoding in found]
-    sizes = [each.num_maxima + each.num_pending for each in every]
-    device = every[0].fragment.values.device
+    sizes = [each.num_combined for each in every]
+    device = every[0].layout.values.device
     combined = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
     for each, part in zip(every, combined.split(sizes), strict=True):
         each.take_part(part)
+    delayed = _delayed(every)
+    if has_recorded and delayed:
+        # In one call: an operator for each parameter takes longer than its two numbers.
+        recorded = [state.pending() for _, state in delayed]
+        torch._foreach_copy_([each.pending for each, _ in delayed], recorded)
     by_format: dict[WeightFormat, list[_Encoding]] = {}
     for each in every:
         by_format.setdefault(each.format, []).append(each)
     # One call of the kernel a format: with a call a parameter, Python would dominate the step.
     for form, found in by_format.items():
-        form.add_maxima([each.fragment for each in found], [each.maxima for each in found])
-    for process_group in first:
-        take_largest(combined, process_group)
-    # Each set of ranks has its numbers beside each other, in the order of the parameters.
-    numels = [sum(each.num_maxima + each.num_pending for each in f) for f in by_groups.values()]
-    for groups, part in zip(by_groups, combined.split(numels), strict=True):
-        for process_group in groups[1:]:
-            take_largest(part, process_group)
-    for each in every:
-        each.roll()
+        form.add_maxima([e.layout.fragment for e in found], [e.maxima for e in found])
+    _combine(combined, first, by_groups)
+    if has_recorded:
+        _combine_recorded([each for each, _ in delayed])
+    _roll(delayed)
     # In place: the buffers are what torch gathers and what flat aliases show.
     for form, found in by_format.items():
         maxima = [each.maxima for each in found]
         tables = [each.new_table() for each in found]
         form.fill_tables([each.weight.shape for each in found], maxima, tables)
         codes = [each.shard.codes for each in found]
-        form.encode([each.fragment for each in found], maxima, codes)
+        form.encode([each.layout.fragment for each in found], maxima, codes)
         for each, table in zip(found, tables, strict=True):
             each.take_table(table)
+
+
+def _combine(
+    combined: torch.Tensor,
+    first: tuple[dist.ProcessGroup, ...],
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]],
+) -> None:
+    for process_group in first:
+        take_largest(combined, process_group)
+    # Each set of ranks has its numbers beside each other, in the order of the parameters.
+    numels = [sum(each.num_combined for each in found) for found in by_groups.values()]
+    for groups, part in zip(by_groups, combined.split(numels), strict=True):
+        for process_group in groups[1:]:
+            take_largest(part, process_group)
+
+
+def _delayed(every: Sequence[_Encoding]) -> list[tuple[_Encoding, DelayedState]]:
+    found = [(each, each.shard.state) for each in every]
+    return [(each, state) for each, state in found if state is not None]
+
+
+def _roll(delayed: Sequence[tuple[_Encoding, DelayedState]]) -> None:
+    """Note combined maxima in the histories, and use what scales are made from."""
+    # Equal on all ranks that read one scale: histories part ways otherwise.
+    roll_together(
+        [state for _, state in delayed],
+        [each.maxima for each, _ in delayed],
+        [each.pending for each, _ in delayed],
+    )
+    # What the histories give, which is the newest maximum of the first step alone.
+    for each, state in delayed:
+        each.maxima = state.weight_maximum()
+
+
+def _combine_recorded(every: Sequence[_Encoding]) -> None:
+    """Combine what layers have recorded over ranks whose maxima are equal, such as replicas."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for each in every:
+        if each.weight.recorded_groups:
+            by_groups.setdefault(each.weight.recorded_groups, []).append(each.pending)
+    for groups, parts in by_groups.items():
+        # Beside the maxima of weights, which would travel to ranks that have equal ones.
+        combined = torch.cat(parts)
+        for process_group in groups:
+            take_largest(combined, process_group)
+        for part, found in zip(parts, combined.split(_NUM_PENDING), strict=True):
+            part.copy_(found)
 
 
 def quantized_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
