@@ -27,8 +27,8 @@ def _used(state: DelayedState, operand: int) -> list[float]:
 class _Written:
     """One history as a list, the newest last."""
 
-    def __init__(self, length: int, choice: str, is_weight: bool) -> None:
-        self.steps, self.choice, self.is_weight = [0.0] * length, choice, is_weight
+    def __init__(self, length: int, is_weight: bool) -> None:
+        self.steps, self.is_weight = [0.0] * length, is_weight
 
     def roll(self, value: float) -> None:
         is_again = self.is_weight and value == self.steps[-1]
@@ -37,17 +37,15 @@ class _Written:
 
     def used(self) -> float:
         steps = self.steps[:-1] if self.is_weight else self.steps
-        chosen = max(steps, default=0.0) if self.choice == "max" else [0.0, *steps][-1]
-        return chosen or self.steps[-1]
+        return max(steps, default=0.0) or self.steps[-1]
 
 
-@pytest.mark.parametrize("choice", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_histories_equal_lists_of_steps(choice: str, length: int) -> None:
+def test_histories_equal_lists_of_steps(length: int) -> None:
     """Twenty steps with zeros, repeated maxima and maxima that are not finite."""
-    state = DelayedState(length, num_matrices=2, choice=choice)
-    weights = [_Written(length, choice, True) for _ in range(2)]
-    operands = [_Written(length, choice, False) for _ in range(2)]
+    state = DelayedState(length, num_matrices=2)
+    weights = [_Written(length, True) for _ in range(2)]
+    operands = [_Written(length, False) for _ in range(2)]
     generator = torch.Generator().manual_seed(length)
     for step in range(20):
         values = (torch.randint(0, 6, (4,), generator=generator) / 2).tolist()
@@ -171,8 +169,8 @@ def test_histories_stay_the_same_tensors() -> None:
     assert kept[1].tolist() == [0.0, 0.0, 2.0]
 
 
-@pytest.mark.parametrize(("history", "choice"), [(0, "max"), (4, "mean")])
-def test_a_history_that_cannot_be_is_refused(history: int, choice: str) -> None:
-    """No steps, or an unknown choice among them."""
+@pytest.mark.parametrize("history", [0, -1])
+def test_a_history_without_steps_is_refused(history: int) -> None:
+    """Weights would have no maximum to be encoded by."""
     with pytest.raises(ValueError, match="a history of at least 1 step"):
-        DelayedState(history, choice=choice)
+        DelayedState(history)
