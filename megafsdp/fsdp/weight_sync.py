@@ -35,7 +35,6 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import mark_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
-from megafsdp.fsdp.runtime.agreement import refresh_with_maxima
 from megafsdp.fsdp.runtime.torch_fsdp import shard_of
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.torch_private import local_of, write_full_states_by
@@ -254,23 +253,20 @@ def mark_main_weights_changed(
 def roll_histories(module: nn.Module) -> None:
     """Roll the histories of delayed scaling that the next forward would roll; collective.
 
-    One all-reduce of maxima if weights with a history have changed since their last use. What is
-    rolled twice stays as it is. Nothing happens where something has no values yet.
+    One all-reduce of maxima if main weights have changed since the last roll. Nothing happens where
+    something has no values yet.
 
     Args:
         module: A module with units below it, at rest.
     """
     units = list(units_below([module]).values())
-    with_history = [g for unit in units for g in unit.groups if g.has_history]
-    if not all(p.is_initialized for unit in units for g in unit.groups for p in g.parameters):
+    groups = [group for unit in units for group in unit.groups]
+    if not all(parameter.is_initialized for group in groups for parameter in group.parameters):
         return
-    for group in with_history:
-        group.mark_stale_if_written()
-    if any(group.compute_weight.is_stale for group in with_history):
+    if any(group.has_history for group in groups):
         # The outermost unit first, which adopts the others: each would else become a root.
-        contexts = dict.fromkeys(unit.require_context() for unit in units)
-        for context in contexts:
-            refresh_with_maxima(context.groups)
+        for context in dict.fromkeys(unit.require_context() for unit in units):
+            context.roll_histories()
 
 
 def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -6,8 +6,8 @@ own values, of its layer's inputs, and of the gradients of its layer's outputs. 
 stands last, zeros are steps that have not been:
 
     history 4, after steps with maxima 3, 5, 4      0 3 5 4
-    inputs and gradients are scaled by              5          the largest; by most_recent 4
-    weights are scaled by                           5          the same of 0 3 5, the steps before
+    inputs and gradients are scaled by              5          the largest
+    weights are scaled by                           5          that of 0 3 5, the steps before
     after one more step, with maximum 2             3 5 4 2
 
 Layers record the maxima of their inputs and gradients on each rank. Once a step, what was recorded
@@ -19,7 +19,7 @@ Rules, all of which hold for each history by itself:
 - The first maximum is used at once. Until it is known, an input is scaled by its own maximum.
 - A maximum of zero is not recorded: nothing has run, or every value was zero.
 - One that is not finite is not recorded either, or every later step would be lost. What has it
-  becomes NaN, for that step.
+  becomes NaN, for that step. Finite ones of the same step count.
 - A weight's maximum that equals the newest is not recorded again. So it makes no difference how
   often unchanged weights are encoded, and a load needs no more than the histories.
 """
@@ -27,16 +27,15 @@ Rules, all of which hold for each history by itself:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megafsdp.errors import expected
 
-Choice = Literal["max", "most_recent"]
-
 INPUT, GRAD = 0, 1
+# Of inputs and of output gradients, for each parameter with a history.
+NUM_PENDING = 2
 # Of states that are rolled together: copies of their histories then stay in a cache.
 _MAX_TOGETHER = 64
 _INFINITE_BITS = 0x7F80_0000
@@ -49,7 +48,6 @@ class DelayedState:
     Args:
         history: Number of steps.
         num_matrices: Experts of a stack, each of which has a history and a scale; else 1.
-        choice: Which maximum of a history makes the scale.
         device: Where the tensors lie.
 
     Attributes:
@@ -63,19 +61,17 @@ class DelayedState:
         history: int,
         *,
         num_matrices: int = 1,
-        choice: Choice = "max",
         device: torch.device | str | None = None,
     ) -> None:
-        if history < 1 or choice not in ("max", "most_recent"):
+        if history < 1:
             raise ValueError(
                 expected(
-                    "a history of at least 1 step, of which 'max' or 'most_recent' is taken",
-                    f"{history} steps and {choice!r}",
+                    "a history of at least 1 step",
+                    history,
                     where="DelayedState",
-                    hint="Use 1024 and 'max'",
+                    hint="Use 1024, as the recipe 'fp8_delayed' does",
                 )
             )
-        self.choice: Choice = choice
         self.weight_history = torch.zeros(num_matrices, history, device=device)
         self._operands = torch.zeros(2, history, device=device)
         self._pending = torch.zeros(2, dtype=torch.int32, device=device)
@@ -106,10 +102,12 @@ class DelayedState:
 
         Args:
             operand: Which.
-            bits: ``(1,)`` int32 bits of a magnitude.
+            bits: ``(1,)`` int32 bits of a magnitude; one that is not finite is left out.
         """
         recorded = self._pending[operand : operand + 1]
-        torch.maximum(recorded, bits, out=recorded)
+        # One that is not finite would be above all, and hide what else the step records.
+        finite = torch.where(bits < _INFINITE_BITS, bits, 0)
+        torch.maximum(recorded, finite, out=recorded)
 
     def maximum_for(self, operand: int, bits: Tensor) -> Tensor:
         """Return the maximum that an ``INPUT`` or ``GRAD`` is to be scaled by.
@@ -131,16 +129,6 @@ class DelayedState:
         of a weight that was not finite at the last roll.
         """
         return self._weight_bits
-
-    @property
-    def input_maximum(self) -> Tensor:
-        """Return the bits that inputs are scaled by, ``(1,)`` int32; 0 before the first roll."""
-        return self._operand_bits[INPUT : INPUT + 1]
-
-    @property
-    def grad_maximum(self) -> Tensor:
-        """Return the bits that gradients are scaled by, ``(1,)`` int32; 0 before there is one."""
-        return self._operand_bits[GRAD : GRAD + 1]
 
     @torch.no_grad()
     def roll(self, weight_bits: Tensor, pending_bits: Tensor) -> None:
@@ -172,7 +160,8 @@ class DelayedState:
             target.zero_()
             target[:, target.shape[1] - kept :] = source[:, source.shape[1] - kept :]
         self._pending.zero_()
-        self._choose(torch.zeros_like(self._weight_bits))
+        zeros = torch.zeros_like(self._weight_bits)
+        _set_used([self], self.weight_history, self._operands, zeros)
 
     def histories(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the histories as :meth:`load` takes them; aliases."""
@@ -188,13 +177,7 @@ class DelayedState:
     def copy(self, device: torch.device) -> DelayedState:
         """Return a state with the same histories, and nothing recorded, on a device."""
         moved = (history.to(device) for history in self.histories())
-        made = DelayedState.of_histories(*moved)
-        made.choice = self.choice
-        return made
-
-    def _choose(self, weight_bits: Tensor) -> None:
-        """Set the maxima that scales are made of, a function of the histories."""
-        _choose([self], self.weight_history, self._operands, weight_bits)
+        return DelayedState.of_histories(*moved)
 
 
 @torch.no_grad()
@@ -208,10 +191,9 @@ def roll_together(
         weight_bits: As the argument of the method, for each.
         pending_bits: Likewise.
     """
-    alike: dict[tuple[int, Choice], list[int]] = {}
+    alike: dict[int, list[int]] = {}
     for index, state in enumerate(states):
-        key = state.weight_history.shape[1], state.choice
-        alike.setdefault(key, []).append(index)
+        alike.setdefault(state.weight_history.shape[1], []).append(index)
     for indices in alike.values():
         for first in range(0, len(indices), _MAX_TOGETHER):
             chosen = indices[first : first + _MAX_TOGETHER]
@@ -232,24 +214,23 @@ def _roll(states: Sequence[DelayedState], weight_bits: Tensor, pending_bits: Ten
     _write([state.weight_history for state in states], weight_history)
     _write([state._operands for state in states], operand_history)
     torch._foreach_zero_([state._pending for state in states])
-    _choose(states, weight_history, operand_history, weight_bits)
+    _set_used(states, weight_history, operand_history, weight_bits)
 
 
-def _choose(
+def _set_used(
     states: Sequence[DelayedState],
     weight_history: Tensor,
     operand_history: Tensor,
     weight_bits: Tensor,
 ) -> None:
-    """Set what scales are made of, from all histories of states, one below the other."""
-    choice = states[0].choice
+    """Set the maxima that scales are made of, from all histories of states, below each other."""
     before, newest = weight_history[:, :-1], weight_history[:, -1]
     if before.shape[1] > 0:
-        chosen = _chosen(before, choice)
-        newest = torch.where(chosen > 0, chosen, newest)
+        largest = before.amax(dim=1)
+        newest = torch.where(largest > 0, largest, newest)
     is_finite = weight_bits < _INFINITE_BITS
     weight = torch.where(is_finite, newest.contiguous().view(torch.int32), _NAN_BITS)
-    operands = _chosen(operand_history, choice).view(torch.int32)
+    operands = operand_history.amax(dim=1).view(torch.int32)
     # A history that has nothing yet limits nothing.
     limits = torch.where(operands > 0, _INFINITE_BITS - 1, -1).to(torch.int32)
     _write([state._weight_bits for state in states], weight)
@@ -261,10 +242,6 @@ def _write(targets: Sequence[Tensor], joined: Tensor) -> None:
     """Copy rows of one tensor to tensors that have some of them each."""
     parts = joined.split([target.shape[0] for target in targets])
     torch._foreach_copy_(list(targets), list(parts))
-
-
-def _chosen(history: Tensor, choice: Choice) -> Tensor:
-    return history[:, -1].clone() if choice == "most_recent" else history.amax(dim=1)
 
 
 def _is_recorded(bits: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ class WeightFormat:
             tables: ``(table_nbytes,)`` uint8 for each, written in place; aligned to 4 bytes.
         """
         kernels.fill_tables(self.coding, shapes, maxima, tables)
+        _count_writes(tables)
 
     def encode(
         self,
@@ -159,6 +160,7 @@ class WeightFormat:
             through: As of :meth:`add_maxima`.
         """
         kernels.encode(self.coding, fragments, maxima, codes, through)
+        _count_writes(codes)
 
     def decode(
         self,
@@ -300,6 +302,11 @@ class WeightFormat:
         nbytes = self.coding.table_nbytes(tuple(shape))
         scales = self.scaling.tile_scales(table[:nbytes], grid.num_matrices)
         return scales.reshape(-1, grid.tiles_across)
+
+
+def _count_writes(buffers: Sequence[torch.Tensor]) -> None:
+    """Count a write to each: compiled kernels get addresses, and autograd does not see them."""
+    torch.autograd.graph.increment_version(buffers)
 
 
 FP8_CURRENT = WeightFormat("fp8_current", E4M3, Fp32Scaling(is_power_of_two=False), None, 16)

@@ -18,6 +18,8 @@ from megafsdp.quantize.scales import E8M0Scaling, Fp32Scaling, Scaling, TwoLevel
 from megafsdp.quantize.tiles import SOURCE_DTYPES, Fragment, TileCoding
 
 ALONG_TOKENS, ALONG_FEATURES = 0, 1
+# The widest one whose maximum the compiled kernels find in one piece.
+_MAX_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,30 @@ class InputFormat:
         name: What errors and logs call it.
         element: The code of one value.
         scaling: What a scale is.
-        block: Consecutive elements that share a scale; None: all of a tensor.
+        block: Consecutive elements that share a scale, a power of two up to 1024; None: all of a
+            tensor.
     """
 
     name: str
     element: Element
     scaling: Scaling
     block: int | None
+
+    def __post_init__(self) -> None:
+        """Check that kernels take the block.
+
+        Raises:
+            ValueError: They do not.
+        """
+        if self.block is not None and (self.block < 1 or _MAX_BLOCK % self.block):
+            raise ValueError(
+                expected(
+                    f"a block of a power of two up to {_MAX_BLOCK} elements, or None",
+                    self.block,
+                    where=f"input format {self.name}",
+                    hint="Use 16, 32 or 128 as formats of the field do",
+                )
+            )
 
     def coding(self, *, along: int) -> TileCoding:
         """Return element, scaling and tile: a part of a row, or of a column if along tokens."""

@@ -10,7 +10,7 @@ With Q for a quantization along features, and Qc for one along tokens:
 Formats with one scale a tensor have one quantization for both. A recipe that quantizes weights
 alone decodes them in forward and again in backward, and saves x as it is. Either way what is kept
 of a weight is the object itself, whose codes may be gathered anew before backward: no decoded copy
-outlives the product that it was made for.
+outlives the product that it was made for. Codes of other values are an error there.
 
 NVFP4 transforms both operands of the weight gradient (hadamard.py) and rounds both quantizations of
 g by chance (rounding.py). Tokens that lack to a whole block make a shorter block, and to a whole
@@ -25,14 +25,15 @@ The products themselves are in products.py. Experts, whose products are grouped 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megafsdp.device.torch_private import refuse_graphs, without_dynamo
+from megafsdp.device.torch_private import refuse_graphs, version_of, without_dynamo
+from megafsdp.errors import expected
 from megafsdp.quantize.delayed import GRAD, INPUT, DelayedState
 from megafsdp.quantize.hadamard import transform_tokens
 from megafsdp.quantize.input_formats import (
@@ -53,10 +54,11 @@ from megafsdp.quantize.rounding import Noise, draw_seed
 
 
 class LinearWeight(CodedMatrix, Protocol):
-    """What a linear reads of a quantized weight, and needs to make its gradient."""
+    """A coded matrix with what else a linear needs: histories, the gradient's dtype, a name."""
 
     state: DelayedState | None
     value_dtype: torch.dtype
+    fqn: str
 
 
 @without_dynamo
@@ -70,10 +72,11 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         weight: ``(outputs, inputs)``, its gradient is dense and of its dtype.
         bias: ``(outputs,)`` or None.
     """
+    dtype = weight.value_dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    elif x.dtype != weight.value_dtype:
+        x, bias = _autocast(x, dtype), None if bias is None else _autocast(bias, dtype)
+    if x.dtype != dtype:
         # torch says what is wrong with operands of two dtypes.
         return F.linear(x, weight.decode(), bias)
     is_quantized = weight.recipe.input is not None and x.numel() > 0
@@ -89,12 +92,18 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     return result
 
 
+def _autocast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in a dtype, but for those that torch's autocast leaves as they are."""
+    is_cast = values.is_floating_point() and values.dtype != torch.float64
+    return values.to(dtype) if is_cast else values
+
+
 class _Decoded(torch.autograd.Function):
     """A linear that decodes its weight for each product and quantizes nothing else."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
+        ctx.weight, ctx.version = weight, _version_of(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         return F.linear(x, weight.decode(x.dtype), bias)
 
@@ -106,6 +115,7 @@ class _Decoded(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = None
         if needs_x:
+            _check_unchanged(ctx.weight, ctx.version)
             weight = ctx.weight.decode(grad.dtype, in_backward=True)
             grad_x = rows.mm(weight).view(*grad.shape[:-1], weight.shape[1])
         if needs_weight:
@@ -127,7 +137,8 @@ class _Quantized(torch.autograd.Function):
             rows, weight, INPUT, is_recorded=True, is_transposed=is_transposed
         )
         y = output(by_features, weight, bias, x.dtype)
-        ctx.weight, ctx.x_shape, ctx.meaning = weight, x.shape, None
+        ctx.weight, ctx.version = weight, _version_of(weight)
+        ctx.x_shape, ctx.meaning = x.shape, None
         if ctx.needs_input_grad[1]:
             if saved is None:
                 saved = _quantize(rows, weight, INPUT, ALONG_TOKENS, is_transposed=is_transposed)
@@ -150,6 +161,7 @@ class _Quantized(torch.autograd.Function):
         given: dict[str, Any] = {"is_recorded": True, "seed": seed}
         given["is_transposed"] = x is not None and x.is_transposed
         if needs_x:
+            _check_unchanged(weight, ctx.version)
             coded, for_weight = _quantize_for_both(rows, weight, GRAD, **given)
             grad_x = input_grad(coded, weight, grad.dtype).view(ctx.x_shape)
         if x is not None:
@@ -157,6 +169,39 @@ class _Quantized(torch.autograd.Function):
                 for_weight = _quantize(rows, weight, GRAD, ALONG_TOKENS, **given)
             grad_weight = weight_grad(for_weight, x, grad.dtype).to(weight.value_dtype)
         return grad_x, grad_weight, rows.sum(0) if needs_bias else None
+
+
+def _version_of(weight: LinearWeight) -> int | None:
+    """Return how often the weight was written; None in a graph, which has its own count.
+
+    Whatever changes a weight writes its codes, so the table needs no look. Where they are gathered
+    anew, by a unit or by torch's FSDP2, the count is put back: the bytes are the same.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    # A copy to the tensor itself counts there: within an operator autograd counts nothing.
+    return version_of(weight.codes) + version_of(cast(Tensor, weight))
+
+
+def _check_unchanged(weight: LinearWeight, version: int | None) -> None:
+    """Raise where backward would read other codes than forward did, as autograd does.
+
+    Raises:
+        RuntimeError: The codes were written since, and not gathered anew.
+    """
+    now = _version_of(weight)
+    if now != version and None not in (now, version):
+        name = f"'{weight.fqn}', " if weight.fqn else ""
+        raise RuntimeError(
+            expected(
+                f"codes at version {version}, as forward read them",
+                f"version {now}",
+                where=f"backward of a linear on {name}a weight of shape "
+                f"{tuple(weight.stored_shape)} quantized by '{weight.recipe.name}'",
+                hint="Run backward before optimizer steps, requantize_() and loads, or forward "
+                "again after them",
+            )
+        )
 
 
 def _quantized_output(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
@@ -210,6 +255,7 @@ def _quantize_for_both(
     """
     serves_both = _serves_both(weight, operand)
     if serves_both and is_transposed:
+        assert seed is None, "what is rounded by chance has 4 bits, of which no product takes codes"
         maximum = _maximum_for(rows, weight, operand, is_recorded=is_recorded)
         return _format_of(weight, operand).quantize_both_ways(rows, maximum=maximum)
     coded = _quantize(rows, weight, operand, ALONG_FEATURES, is_recorded=is_recorded, seed=seed)
@@ -291,7 +337,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: LinearWeight, ends: Tensor, multiply: Callable[..., Tensor]
     ) -> Tensor:
-        ctx.weight, ctx.multiply = weight, multiply
+        ctx.weight, ctx.version, ctx.multiply = weight, _version_of(weight), multiply
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, ends)
         return multiply(x, weight.decode(x.dtype), offs=ends)
 
@@ -301,6 +347,7 @@ class _Grouped(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
+            _check_unchanged(ctx.weight, ctx.version)
             weight = ctx.weight.decode(grad.dtype, in_backward=True)
             grad_x = ctx.multiply(grad, weight.transpose(1, 2), offs=ends)
         if ctx.needs_input_grad[1]:

@@ -42,7 +42,7 @@ _TILE_ROW_SCALES = 4
 
 
 class CodedMatrix(Protocol):
-    """What a linear reads of a quantized weight."""
+    """A weight as products take it: codes, or decoded values."""
 
     codes: Tensor
     table: Tensor
@@ -154,6 +154,7 @@ def _of_weight(weight: CodedMatrix, *, is_transposed: bool = False) -> _Operand:
 
 
 def _is_on_gpu(values: Tensor) -> bool:
+    """Return whether products of codes may exist; tests of them emulate a GPU here."""
     return values.is_cuda
 
 

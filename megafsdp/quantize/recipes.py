@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megafsdp.errors import expected
 from megafsdp.quantize import formats, input_formats
+from megafsdp.quantize.elements import E2M1
 from megafsdp.quantize.formats import WeightFormat
 from megafsdp.quantize.input_formats import InputFormat
 
@@ -24,7 +25,8 @@ class QuantizationRecipe:
         grad: The format of output gradients, given or not as ``input``.
         has_hadamard: Transform both operands of the weight gradient before they are quantized.
         has_stochastic_rounding: Round gradients up or down by chance.
-        history: Maxima of earlier steps that scales are made from; 0: of the values themselves.
+        history: Maxima of earlier steps that scales are made from, one a matrix; 0: of the values
+            themselves.
     """
 
     name: str
@@ -34,6 +36,32 @@ class QuantizationRecipe:
     has_hadamard: bool = False
     has_stochastic_rounding: bool = False
     history: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the parts go together.
+
+        Raises:
+            ValueError: They do not.
+        """
+        has_products = self.input is not None and self.grad is not None
+        if (self.input is None) != (self.grad is None):
+            what = "formats of both inputs and gradients, or of neither"
+            got = f"input={self.input}, grad={self.grad}"
+            hint = "Give both, or none to quantize weights alone"
+        elif self.has_hadamard and not has_products:
+            what, got = "has_hadamard beside formats of inputs and gradients", "none of these"
+            hint = "Leave has_hadamard out: it transforms what is quantized"
+        elif self.has_stochastic_rounding and (self.grad is None or self.grad.element != E2M1):
+            what = f"has_stochastic_rounding beside gradients in {E2M1.name}"
+            got = "none" if self.grad is None else self.grad.element.name
+            hint = "Leave it out: 8-bit codes are rounded to nearest"
+        elif self.history < 0 or (self.history and not self.weight.is_per_tensor):
+            what = "a history of 0, or of several steps beside one scale a matrix"
+            got = f"{self.history} with tiles {self.weight.tile}"
+            hint = "Leave history out: scales of tiles are made from their own values"
+        else:
+            return
+        raise ValueError(expected(what, got, where=f"the recipe '{self.name}'", hint=hint))
 
 
 _RECIPES = {

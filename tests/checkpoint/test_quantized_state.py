@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megafsdp import FusedAdam, ParallelDims, full_state_dict, fully_shard
 from megafsdp import summon_full_params as summon
@@ -195,6 +197,39 @@ def _any_recipe_loads_any_checkpoint(directory: str) -> None:
 def test_any_recipe_loads_any_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """Main weights are equal, codes those of main weights; missing histories begin, with a line."""
     ranks(2).run(_any_recipe_loads_any_checkpoint, str(tmp_path))
+
+
+def _other_lengths(directory: str) -> None:
+    recipe = recipe_for("fp8_delayed", "all")
+    nets = []
+    for history in (4, 2, 6):
+        policy = policy_for(dataclasses.replace(recipe, history=history))
+        net = shard(Net(), policy, **options_of("zero3"))
+        nets.append((history, net, FusedAdam(net.parameters(), lr=1e-2)))
+    _, saved, optimizer = nets[0]
+    for step in range(3):
+        _step(saved, optimizer, step)
+    save(directory, step=3, model=saved, optimizer=optimizer)
+    handler, logger = _Lines(), logging.getLogger("megafsdp.checkpoint")
+    logger.addHandler(handler)
+    try:
+        for history, net, own in nets[1:]:
+            _step(net, own, 7)
+            load(directory, model=net, optimizer=own)
+            for fqn, state in _states(net).items():
+                for kind in KINDS:
+                    wanted = getattr(_states(saved)[fqn], f"{kind}_history")
+                    assert wanted.count_nonzero() >= 3
+                    wanted = functional.pad(wanted, (2, 0))[..., -history:]
+                    assert torch.equal(getattr(state, f"{kind}_history"), wanted), (fqn, kind)
+    finally:
+        logger.removeHandler(handler)
+    assert handler.lines == []
+
+
+def test_histories_of_other_lengths_keep_the_newest_steps(ranks: Ranks, tmp_path: Path) -> None:
+    """A recipe with fewer or more steps goes on with those that both have."""
+    ranks(2).run(_other_lengths, str(tmp_path))
 
 
 def _experts(ep: int) -> tuple[nn.Module, Any]:

@@ -22,6 +22,7 @@ from megafsdp.quantize.recipes import RECIPE_NAMES, recipe_of
 from megafsdp.quantize.shard import QuantizedShard
 from megafsdp.quantize.tensor import QuantizedTensor
 from tests.fsdp.torch_sharded import (
+    WIDTH,
     assert_codes_of,
     batch,
     mesh_of,
@@ -501,3 +502,31 @@ def test_a_plain_model_keeps_its_parameter_objects() -> None:
     assert weight.mark == "kept" and weight.requires_grad and weight.fqn == "0.weight"
     assert_codes_of(weight, plain, "mxfp8")
     assert len(list(model.parameters())) == 1
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("change", ["requantize", "load", "step"])
+def test_values_that_change_before_backward_are_refused(recipe: str, change: str) -> None:
+    """In a plain model, where backward would multiply with other weights than forward did."""
+    model = megafsdp.quantize_(new_model(), recipe)
+    optimizer = megafsdp.FusedAdam(model.parameters(), lr=1e-3)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    x = batch().requires_grad_()
+
+    def changes() -> None:
+        if change == "requantize":
+            megafsdp.requantize_(model, {"3.weight": torch.zeros(WIDTH, WIDTH)})
+        elif change == "load":
+            model.load_state_dict(saved)
+        else:
+            optimizer.step()
+
+    model(x).sum().backward()
+    loss = model(x).sum()
+    changes()
+    with pytest.raises(
+        RuntimeError, match=r"codes at version \d+.*'3.weight'.*Run backward before"
+    ):
+        loss.backward()
+    optimizer.zero_grad()
+    model(x).sum().backward()

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megafsdp import full_state_dict, load_full_state_dict, materialize
-from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.comm.collectives import all_reduce, record_collectives
+from megafsdp.fsdp.weight_sync import roll_histories
+from megafsdp.quantize.delayed import DelayedState
 from tests.fsdp.quantized import (
     OPERANDS,
     RECIPES,
@@ -254,3 +256,49 @@ def test_the_weights_of_linears_are_quantized_and_count(ranks: Ranks) -> None:
     for name in RECIPES:
         num = 5 if name == "fp8_block" else 4
         assert ranks(2).run(_is_quantized, name) == [(num, False)] * 2
+
+
+def _histories(net: nn.Module) -> dict[str, DelayedState]:
+    found = {}
+    for name, (group, record) in quantized_parameters(net).items():
+        found[name] = group.compute_weight.scales.states[group.parameters.index(record)]
+    return found
+
+
+def _frozen_weights_roll(layout: str) -> None:
+    net = Net()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    net = shard(net, policy_for("fp8_delayed"), **options_of(layout))
+    optimizer = optimizer_of([p for p in net.parameters() if p.requires_grad])
+    states = _histories(net)
+    assert states
+    recorded: dict[str, list[torch.Tensor]] = {name: [] for name in states}
+    for step in range(3):
+        with record_collectives() as record:
+            for microbatch in range(2):
+                net(batch(step, microbatch, dist.get_rank())).backward()
+        assert [label for _, label in record.events].count("maxima") == 1
+        for name, state in states.items():
+            pending = state.pending().clone()
+            all_reduce(pending, op="max")
+            assert pending.count_nonzero() == 2
+            recorded[name].append(pending.view(torch.float32))
+        optimizer.step()
+        optimizer.zero_grad()
+    # As a save does, whose file has what the next forward scales by.
+    roll_histories(net)
+    with record_collectives() as record, torch.no_grad():
+        net(batch(3, 0, dist.get_rank()))
+    assert "maxima" not in [label for _, label in record.events]
+    for name, state in states.items():
+        wanted = torch.stack(recorded[name], dim=1)
+        assert torch.equal(state.input_history[-4:], torch.cat((torch.zeros(1), wanted[0])))
+        assert torch.equal(state.grad_history[-4:], torch.cat((torch.zeros(1), wanted[1])))
+        assert state.weight_history.count_nonzero() == 1, "the weight does not change"
+
+
+@pytest.mark.parametrize("layout", ["zero3", "hfsdp 1x2"])
+def test_histories_of_frozen_weights_roll_once_a_step(ranks: Ranks, layout: str) -> None:
+    """Of all quantized weights, where a step changes others: as adapters are trained."""
+    ranks(2).run(_frozen_weights_roll, layout)

@@ -19,11 +19,16 @@ def _values(bits: Tensor) -> list[float]:
     return bits.view(torch.float32).tolist()
 
 
+def _used(state: DelayedState, operand: int) -> list[float]:
+    """Return what a small input or gradient is scaled by; 0 where the history has nothing."""
+    return _values(state.maximum_for(operand, _bits(0.0)))
+
+
 class _Written:
     """One history as a list, the newest last."""
 
-    def __init__(self, length: int, choice: str, is_weight: bool) -> None:
-        self.steps, self.choice, self.is_weight = [0.0] * length, choice, is_weight
+    def __init__(self, length: int, is_weight: bool) -> None:
+        self.steps, self.is_weight = [0.0] * length, is_weight
 
     def roll(self, value: float) -> None:
         is_again = self.is_weight and value == self.steps[-1]
@@ -32,17 +37,15 @@ class _Written:
 
     def used(self) -> float:
         steps = self.steps[:-1] if self.is_weight else self.steps
-        chosen = max(steps, default=0.0) if self.choice == "max" else [0.0, *steps][-1]
-        return chosen or self.steps[-1]
+        return max(steps, default=0.0) or self.steps[-1]
 
 
-@pytest.mark.parametrize("choice", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_histories_equal_lists_of_steps(choice: str, length: int) -> None:
+def test_histories_equal_lists_of_steps(length: int) -> None:
     """Twenty steps with zeros, repeated maxima and maxima that are not finite."""
-    state = DelayedState(length, num_matrices=2, choice=choice)
-    weights = [_Written(length, choice, True) for _ in range(2)]
-    operands = [_Written(length, choice, False) for _ in range(2)]
+    state = DelayedState(length, num_matrices=2)
+    weights = [_Written(length, True) for _ in range(2)]
+    operands = [_Written(length, False) for _ in range(2)]
     generator = torch.Generator().manual_seed(length)
     for step in range(20):
         values = (torch.randint(0, 6, (4,), generator=generator) / 2).tolist()
@@ -58,8 +61,8 @@ def test_histories_equal_lists_of_steps(choice: str, length: int) -> None:
         found = _values(state.weight_maximum())
         for used, written, value in zip(found, weights, values[:2], strict=True):
             assert used == written.used() if math.isfinite(value) else math.isnan(used)
-        assert _values(state.input_maximum) == [operands[0].used()]
-        assert _values(state.grad_maximum) == [operands[1].used()]
+        assert _used(state, INPUT) == [operands[0].used()]
+        assert _used(state, GRAD) == [operands[1].used()]
 
 
 def test_the_first_maximum_is_used_at_once_and_the_next_a_step_later() -> None:
@@ -68,10 +71,10 @@ def test_the_first_maximum_is_used_at_once_and_the_next_a_step_later() -> None:
     state.roll(_bits(3.0), _bits(0.0, 0.0))
     assert _values(state.weight_maximum()) == [3.0]
     state.roll(_bits(5.0), _bits(2.0, 0.0))
-    assert _values(state.weight_maximum()) == [3.0] and _values(state.input_maximum) == [2.0]
+    assert _values(state.weight_maximum()) == [3.0] and _used(state, INPUT) == [2.0]
     state.roll(_bits(4.0), _bits(7.0, 0.0))
-    assert _values(state.weight_maximum()) == [5.0] and _values(state.input_maximum) == [7.0]
-    assert _values(state.grad_maximum) == [0.0], "nothing has been recorded"
+    assert _values(state.weight_maximum()) == [5.0] and _used(state, INPUT) == [7.0]
+    assert _used(state, GRAD) == [0.0], "nothing has been recorded"
 
 
 def test_unchanged_weights_are_recorded_once() -> None:
@@ -93,13 +96,23 @@ def test_recorded_maxima_wait_for_the_roll() -> None:
         state.record(INPUT, _bits(value))
     state.record(GRAD, _bits(0.5))
     assert _values(state.pending()) == [5.0, 0.5]
-    assert _values(state.input_maximum) == [0.0]
+    assert _used(state, INPUT) == [0.0]
     state.roll(_bits(1.0), state.pending().clone())
     assert _values(state.pending()) == [0.0, 0.0]
-    assert _values(state.input_maximum) == [5.0] and _values(state.grad_maximum) == [0.5]
-    state.record(GRAD, _bits(math.nan))
-    state.record(GRAD, _bits(1.0))
-    assert math.isnan(_values(state.pending())[GRAD]), "NaN is above all"
+    assert _used(state, INPUT) == [5.0] and _used(state, GRAD) == [0.5]
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_a_maximum_that_is_not_finite_hides_no_other(wrong: float) -> None:
+    """Neither what was recorded before it nor what comes after: only it is left out."""
+    state = DelayedState(4)
+    for value in (2.0, wrong, 3.0, wrong):
+        state.record(INPUT, _bits(value))
+        state.record(GRAD, _bits(wrong))
+    assert _values(state.pending()) == [3.0, 0.0]
+    state.roll(_bits(1.0), state.pending().clone())
+    assert state.input_history.tolist() == [0.0, 0.0, 0.0, 3.0]
+    assert state.grad_history.tolist() == [0.0] * 4
 
 
 def test_an_own_maximum_is_used_only_where_the_historys_cannot_be() -> None:
@@ -127,7 +140,7 @@ def test_a_load_needs_the_histories_alone() -> None:
         for name in ("weight_history", "input_history", "grad_history"):
             assert torch.equal(getattr(loaded, name), getattr(saved, name))
         assert torch.equal(loaded.weight_maximum(), saved.weight_maximum())
-        assert torch.equal(loaded.input_maximum, saved.input_maximum)
+        assert _used(loaded, INPUT) == _used(saved, INPUT)
         for state in (saved, loaded):
             state.roll(_bits(9.0), _bits(0.5, 4.0))
 
@@ -141,7 +154,7 @@ def test_a_load_of_another_length_keeps_the_newest(length: int, wanted: list[flo
     history = torch.tensor([1.0, 2.0, 3.0, 4.0])
     state.load(history, history, history)
     assert state.weight_history.tolist() == [wanted] and state.input_history.tolist() == wanted
-    assert _values(state.grad_maximum) == [4.0]
+    assert _used(state, GRAD) == [4.0]
 
 
 def test_histories_stay_the_same_tensors() -> None:
@@ -156,8 +169,8 @@ def test_histories_stay_the_same_tensors() -> None:
     assert kept[1].tolist() == [0.0, 0.0, 2.0]
 
 
-@pytest.mark.parametrize(("history", "choice"), [(0, "max"), (4, "mean")])
-def test_a_history_that_cannot_be_is_refused(history: int, choice: str) -> None:
-    """No steps, or an unknown choice among them."""
+@pytest.mark.parametrize("history", [0, -1])
+def test_a_history_without_steps_is_refused(history: int) -> None:
+    """Weights would have no maximum to be encoded by."""
     with pytest.raises(ValueError, match="a history of at least 1 step"):
-        DelayedState(history, choice=choice)
+        DelayedState(history)

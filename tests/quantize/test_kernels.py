@@ -333,6 +333,8 @@ def _wrong() -> list[tuple[str, str, dict[str, Any]]]:
         ("encode_blocks", "element", {"coding": ("e2m1", "e8m0", 32, 1)}),
         ("encode_blocks", "tile", {"coding": ("e4m3", "e8m0", 32, 32)}),
         ("encode_blocks", "tile", {"coding": ("e4m3", "e8m0", 0, 0)}),
+        ("encode_blocks", "tile: expected one row", {"coding": ("e4m3", "e8m0", 1, 2048)}),
+        ("encode_blocks", "tile: expected one row", {"coding": ("e4m3", "e8m0", 2048, 1)}),
         ("encode_blocks", "dtype", {"dtype": "float64"}),
     ]
 

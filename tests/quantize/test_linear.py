@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megafsdp.device.torch_private import preserving_versions
 from megafsdp.models.activation_checkpointing import ActivationCheckpointing
 from megafsdp.parallel import GroupedLinear, Linear
 from megafsdp.parallel import experts as experts_module
@@ -197,19 +198,57 @@ def test_codes_of_the_input_are_all_that_is_saved(
 
 @pytest.mark.parametrize("quantize_activations", [False, True])
 def test_backward_reads_what_was_gathered_anew(quantize_activations: bool) -> None:
-    """Buffers that are refilled between forward and backward are no error, and are what is read."""
+    """A gather puts the count of writes back, and is no error; what it left is what is read."""
     weight = quantized(_drawn(96, 64), "mxfp8", quantize_activations=quantize_activations)
     assert isinstance(weight, QuantizedTensor)
     x, grad = _drawn(32, 64).requires_grad_(), _drawn(32, 96, seed=3)
     before = _gradients(F.linear(x, weight), grad, x, weight)
     y = F.linear(x, weight)
-    weight.codes.fill_(0)
-    weight.table.fill_(0)
-    refill(weight, _drawn(96, 64))
+    with preserving_versions(weight.codes, weight.table):
+        weight.codes.fill_(0)
+        weight.table.fill_(0)
+        refill(weight, _drawn(96, 64))
     assert all(map(torch.equal, _gradients(y, grad, x, weight), before))
     y = F.linear(x, weight)
-    refill(weight, 2 * _drawn(96, 64))
+    with preserving_versions(weight.codes, weight.table):
+        refill(weight, 2 * _drawn(96, 64))
     assert torch.equal(_gradients(y, grad, x)[0], 2 * before[0])
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("quantize_activations", [False, True])
+@pytest.mark.parametrize("shape", [(96, 64), (2, 96, 64)], ids=str)
+def test_a_weight_that_changed_before_backward_is_an_error(
+    shape: tuple[int, ...], quantize_activations: bool
+) -> None:
+    """By an encoding or a copy, of a matrix or a stack; the gradient of the weight needs no codes.
+
+    Gradients of another weight than that of forward would be wrong, and nothing would show it.
+    """
+    weight = quantized(_drawn(*shape), "mxfp8", quantize_activations=quantize_activations)
+    assert isinstance(weight, QuantizedTensor)
+    experts, x, grad = GroupedLinear(2, 64, 96), _drawn(32, 64), _drawn(32, 96, seed=3)
+    experts.weight = weight
+
+    def product(x: Tensor) -> Tensor:
+        return F.linear(x, weight) if len(shape) == 2 else experts(x, torch.tensor([20, 12]))
+
+    def changed() -> None:
+        refill(weight, 2 * _drawn(*shape))
+
+    def copied() -> None:
+        weight.codes.copy_(weight.codes.clone())
+
+    wanted = _gradients(product(x), grad, weight)
+    x.requires_grad_()
+    for change in (changed, copied):
+        y = product(x)
+        change()
+        with pytest.raises(RuntimeError, match=r"codes at version \d+, .* got .*'layer.weight'"):
+            _gradients(y, grad, x)
+    y = product(x.detach())
+    changed()
+    assert torch.equal(_gradients(y, grad, weight)[0], wanted[0])
 
 
 class _Block(nn.Module):
@@ -321,6 +360,11 @@ def test_autocast_casts_as_for_torchs_linear(quantize_activations: bool) -> None
     x = _drawn(32, 64, dtype=torch.float32).requires_grad_()
     with torch.autocast("cpu", dtype=BF16):
         y = F.linear(x, weight, bias)
+        # torch leaves fp64 as it is, and then has operands of two dtypes.
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(x.double(), weight)
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(x.double(), weight.decode())
     assert y.dtype == BF16
     y.backward(torch.ones_like(y))
     assert x.grad.dtype == weight.grad.dtype == bias.grad.dtype == torch.float32
@@ -377,7 +421,8 @@ def test_delayed_scaling_uses_histories_and_records_maxima() -> None:
     ]
     state.roll(torch.ones(1).view(torch.int32), state.pending().clone())
     small = (x / 16).detach().requires_grad_()
-    wanted = form.quantize(small, along=ALONG_FEATURES, maximum=state.input_maximum)
+    largest = state.maximum_for(INPUT, torch.zeros(1, dtype=torch.int32))
+    wanted = form.quantize(small, along=ALONG_FEATURES, maximum=largest)
     y = F.linear(small, weight)
     assert torch.equal(y, F.linear(wanted.dequantize(BF16), weight.decode()))
     assert not torch.equal(y, F.linear(small, current))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -40,3 +41,36 @@ def test_an_unknown_recipe_is_refused_by_a_list_of_those_there_are() -> None:
         recipe_of("int3")
     own = QuantizationRecipe("own", recipe_of("mxfp8").weight, None, None)
     assert recipe_of(own) is own
+
+
+_BLOCK, _TENSOR = recipe_of("fp8_block"), recipe_of("fp8_current")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "message"),
+    [
+        (_BLOCK, {"grad": None}, "formats of both inputs and gradients, or of neither"),
+        (_BLOCK, {"input": None}, "formats of both inputs and gradients, or of neither"),
+        (_BLOCK, {"has_stochastic_rounding": True}, "gradients in e2m1, got e4m3"),
+        (_TENSOR, {"has_stochastic_rounding": True}, "gradients in e2m1, got e5m2"),
+        (recipe_of("nvfp4"), {"input": None, "grad": None}, "has_hadamard beside formats"),
+        (_TENSOR, {"history": -1}, "a history of 0, or of several steps"),
+        (_BLOCK, {"history": 16}, r"got 16 with tiles \(128, 128\)"),
+    ],
+    ids=lambda given: given.name if isinstance(given, QuantizationRecipe) else None,
+)
+def test_parts_that_do_not_go_together_are_refused(
+    recipe: QuantizationRecipe, changes: dict[str, Any], message: str
+) -> None:
+    """When the recipe is made, not in the first forward or backward."""
+    with pytest.raises(ValueError, match=message) as caught:
+        dataclasses.replace(recipe, **changes)
+    assert f"the recipe '{recipe.name}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("block", [0, -32, 48, 2048])
+def test_blocks_that_kernels_do_not_take_are_refused(block: int) -> None:
+    """Only powers of two up to 1024, of which compiled code and torch make the same bits."""
+    assert _BLOCK.input is not None
+    with pytest.raises(ValueError, match=f"a block of a power of two up to 1024.*got {block}"):
+        dataclasses.replace(_BLOCK.input, block=block)

@@ -3,7 +3,8 @@
 Scales are made from the maxima of steps before, which no main weight shows. So these are stored, a
 fixed number of steps each, equal on all ranks; of a stack of experts a row for each expert, by its
 index in the layer. Any recipe loads any checkpoint: what a model does not use is left alone, and
-what a checkpoint has not begins anew, as in a first step.
+what a checkpoint has not begins anew, as in a first step. Of a longer history the newest steps are
+loaded, and a shorter one is preceded by steps that have not been.
 
 Which key goes where is said here; reading and writing is that of every tensor.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,14 +33,19 @@ from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.quantize.delayed import DelayedState
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
+_KINDS = ("weight", "input", "grad")
+
+# Of the weight, its inputs and its gradients, as DelayedState.histories() returns them.
+Histories = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def history_state(model: nn.Module) -> CanonicalState:
     """List the histories of a model's quantized weights; local."""
     state = CanonicalState()
-    for form, _, tensors in _histories_of(model):
+    for weight in _weights_of(model):
+        tensors = weight.stored(weight.state.histories())
         state.tensors.update(tensors)
-        state.note_ranks(tensors, form)
+        state.note_ranks(tensors, weight.form)
     return state
 
 
@@ -50,17 +57,24 @@ class HistoryLoad:
         stored: What the checkpoint has, by key.
 
     Attributes:
-        tensors: Targets by key, of which the checkpoint has tensors of the same shape.
+        tensors: Targets by key, of which the checkpoint has tensors of the same shape. Where it has
+            another number of steps, they are memory of this object.
         ranks_of: Keys that not all ranks have -> the ranks that have them.
     """
 
     def __init__(self, model: nn.Module, stored: Mapping[str, TensorEntry]) -> None:
-        self._histories = [(state, tensors) for _, state, tensors in _histories_of(model)]
-        listed_state = history_state(model)
-        self.ranks_of = listed_state.ranks_of
+        found = CanonicalState()
+        self._loads: list[tuple[DelayedState, Histories, Collection[str]]] = []
+        for weight in _weights_of(model):
+            histories = weight.histories_like(stored)
+            tensors = weight.stored(histories)
+            self._loads.append((weight.state, histories, tensors))
+            found.tensors.update(tensors)
+            found.note_ranks(tensors, weight.form)
+        self.ranks_of = found.ranks_of
         self.tensors = {
             key: tensor
-            for key, tensor in listed_state.tensors.items()
+            for key, tensor in found.tensors.items()
             if key in stored and stored[key].shape == tuple(tensor.shape)
         }
 
@@ -71,11 +85,10 @@ class HistoryLoad:
             sources: Keys that were read.
         """
         missing = []
-        for state, tensors in self._histories:
-            lacking = [key for key in tensors if key not in sources]
+        for state, histories, keys in self._loads:
+            lacking = [key for key in keys if key not in sources]
             missing += lacking
-            loaded = (state.weight_history, state.input_history, state.grad_history)
-            state.load(*(torch.zeros_like(t) if lacking else t.clone() for t in loaded))
+            state.load(*(torch.zeros_like(t) if lacking else t.clone() for t in histories))
         if missing:
             _LOGGER.warning(
                 "Delayed scaling begins with new histories, of which the checkpoint has none: %s",
@@ -83,10 +96,48 @@ class HistoryLoad:
             )
 
 
-def _histories_of(
-    model: nn.Module,
-) -> Iterator[tuple[StoredForm, DelayedState, dict[str, Stored]]]:
-    """Yield how each parameter with histories is stored, and these in memory and by key."""
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A quantized weight with histories, and how these are stored.
+
+    Attributes:
+        form: The keys and ranks of the weight.
+        group: Its parameter group.
+        parameter: The weight there.
+        state: The histories.
+    """
+
+    form: StoredForm
+    group: ParameterGroup
+    parameter: ManagedParameter
+    state: DelayedState
+
+    def stored(self, histories: Histories) -> dict[str, Stored]:
+        """Return histories by key, which alias these; equal on all ranks in number and length."""
+        kinds = dict(zip(_KINDS, histories, strict=True))
+        if len(self.parameter.shape) == 3:
+            # Inputs of stacks are not quantized.
+            kinds = {"weight": kinds["weight"]}
+        else:
+            kinds["weight"] = kinds["weight"][0]
+        return {
+            self._key(kind): _as_stored(self.form, self.group, self.parameter, history)
+            for kind, history in kinds.items()
+        }
+
+    def histories_like(self, stored: Mapping[str, TensorEntry]) -> Histories:
+        """Return the histories, or zeros of as many steps as a checkpoint has."""
+        own, entry = self.state.histories(), stored.get(self._key("weight"))
+        if entry is None or not entry.shape or entry.shape[-1] == own[0].shape[-1]:
+            return own
+        weight, *operands = (each.new_zeros(*each.shape[:-1], entry.shape[-1]) for each in own)
+        return weight, operands[0], operands[1]
+
+    def _key(self, kind: str) -> str:
+        return f"quantize.{self.form.name}.{kind}_maxima"
+
+
+def _weights_of(model: nn.Module) -> Iterator[_Weight]:
     names = parameter_names(model)
     for unit in units_below([model]).values():
         for group in unit.groups:
@@ -94,26 +145,7 @@ def _histories_of(
             if isinstance(weight, QuantizedWeight) and weight.scales.states:
                 for parameter, state in zip(group.parameters, weight.scales.states, strict=True):
                     form = stored_form(names[parameter.sharded], parameter.sharded)
-                    yield form, state, _stored_tensors(form, group, parameter, state)
-
-
-def _stored_tensors(
-    form: StoredForm, group: ParameterGroup, parameter: ManagedParameter, state: DelayedState
-) -> dict[str, Stored]:
-    """Return the histories of one parameter by key; they alias those in memory."""
-    if len(parameter.shape) == 3:
-        # Inputs of stacks are not quantized.
-        found = {"weight": state.weight_history}
-    else:
-        found = {
-            "weight": state.weight_history[0],
-            "input": state.input_history,
-            "grad": state.grad_history,
-        }
-    return {
-        f"quantize.{form.name}.{kind}_maxima": _as_stored(form, group, parameter, history)
-        for kind, history in found.items()
-    }
+                    yield _Weight(form, group, parameter, state)
 
 
 def _as_stored(

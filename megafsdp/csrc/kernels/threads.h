@@ -17,6 +17,9 @@
 
 namespace megafsdp {
 
+// Elements that one thread takes at least: with fewer, waking it takes as long as the work.
+constexpr int64_t kMinRangeNumel = 1 << 15;
+
 // While it lives, this thread takes and gives zero for subnormal numbers, if asked to; if not, it
 // computes with them, whatever mode it was in.
 class DenormalMode {

@@ -7,12 +7,11 @@
 #include "../kernels/adam.h"
 #include "../kernels/square_sum.h"
 #include "../kernels/threads.h"
+#include "dtypes.h"
 
 namespace megafsdp {
 namespace {
 
-// Less than this takes no longer than waking a thread.
-constexpr int64_t kMinRangeNumel = 1 << 15;
 // Cuts between threads keep to whole cache lines of every element type.
 constexpr int64_t kGrainNumel = 1024;
 
@@ -72,16 +71,9 @@ double run_square_sum(const SquareSumArguments& arguments, int64_t num_threads, 
                       square_sum_at(level, job, first, last);
                     });
   };
-  switch (dtype_of(arguments.dtype)) {
-    case Dtype::kBFloat16:
-      run(reinterpret_cast<const BFloat16*>(arguments.values));
-      break;
-    case Dtype::kFloat16:
-      run(reinterpret_cast<const Float16*>(arguments.values));
-      break;
-    default:
-      run(reinterpret_cast<const float*>(arguments.values));
-  }
+  visit_dtype(arguments.dtype, [&](auto element) {
+    run(reinterpret_cast<const decltype(element)*>(arguments.values));
+  });
   return add_in_runs(block_sums.data(), num_blocks);
 }
 

@@ -4,20 +4,10 @@
 #include "../kernels/philox.h"
 #include "../kernels/threads.h"
 #include "arguments.h"
+#include "dtypes.h"
 
 namespace megafsdp {
 namespace {
-
-// Less than this takes no longer than waking a thread.
-constexpr int64_t kMinRangeNumel = 1 << 15;
-
-template <typename Visit>
-bool visit_dtype(const std::string& name, const Visit& visit) {
-  if (name == "float32") return visit(float{}), true;
-  if (name == "bfloat16") return visit(BFloat16{}), true;
-  if (name == "float16") return visit(Float16{}), true;
-  return false;
-}
 
 int64_t num_blocks_of(const HadamardArguments& arguments) {
   return (arguments.num_rows + kHadamardRows - 1) / kHadamardRows;

@@ -4,14 +4,13 @@
 
 #include "../kernels/threads.h"
 #include "../kernels/tiles.h"
+#include "dtypes.h"
 
 namespace megafsdp {
 namespace {
 
 static_assert(kPanelCols % kMostTileCols == 0, "panels begin where tiles do");
 
-// Less than this takes no longer than waking a thread.
-constexpr int64_t kMinRangeNumel = 1 << 15;
 // Tiles of which one range of a table consists.
 constexpr int64_t kRangeTiles = 1 << 14;
 
@@ -60,18 +59,6 @@ template <typename Visit>
 void visit_element(const std::string& name, const Visit& visit) {
   if (element_of(name) == ElementKind::kE2M1) return visit(E2M1{});
   visit_byte_element(name, visit);
-}
-
-template <typename Visit>
-void visit_dtype(const std::string& name, const Visit& visit) {
-  switch (dtype_of(name)) {
-    case Dtype::kBFloat16:
-      return visit(BFloat16{});
-    case Dtype::kFloat16:
-      return visit(Float16{});
-    default:
-      return visit(float{});
-  }
 }
 
 // Calls visit(type of values, type to round to).

@@ -268,12 +268,12 @@ inline ScaleTable check_blocks(const BlockArguments& arguments) {
   const ScalingKind scaling = scaling_of(arguments.coding.scaling);
   check(scaling != ScalingKind::kTwoLevel, "scaling: expected one level, got two_level");
   check(element != ElementKind::kE2M1, "element: expected 8 bits, got e2m1");
-  // Threads take whole rows of tiles, and the maximum of a tile is not shared between them.
-  const int64_t tile_rows = arguments.coding.tile_rows;
-  check(tile_rows == 1 || (arguments.coding.tile_cols == 1 && 0 < tile_rows &&
-                           tile_rows <= kMostTileCols),
-        "tile: expected one row, or one column of " + std::to_string(kMostTileCols) +
-            " rows at most");
+  // Threads take whole rows of tiles, and the maximum of a tile is not shared between them. Nor is
+  // it between the parts that a wider row would be cut into.
+  const int64_t tile_rows = arguments.coding.tile_rows, tile_cols = arguments.coding.tile_cols;
+  check((tile_rows == 1 || tile_cols == 1) && std::max(tile_rows, tile_cols) <= kMostTileCols,
+        "tile: expected one row or one column of " + std::to_string(kMostTileCols) +
+            " elements at most");
   const int64_t itemsize = itemsize_of_name("dtype", arguments.dtype);
   const int64_t numel = grid.num_matrices * grid.rows * grid.cols;
   const ScaleTable table = scale_table_of(scaling, grid, 0, arguments.table);

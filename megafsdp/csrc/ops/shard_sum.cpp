@@ -2,23 +2,21 @@
 
 #include "../kernels/shard_sum.h"
 #include "arguments.h"
+#include "dtypes.h"
 
 namespace megafsdp {
 namespace {
 
-// Calls visit with a value of the named element type; returns false if the name is unknown.
-template <typename Visitor>
-bool visit_dtype(const std::string& name, Visitor visit) {
+// As visit_dtype, also for sums in double.
+template <typename Visit>
+bool visit_summed(const std::string& name, const Visit& visit) {
   if (name == "float64") return visit(double{}), true;
-  if (name == "float32") return visit(float{}), true;
-  if (name == "bfloat16") return visit(BFloat16{}), true;
-  if (name == "float16") return visit(Float16{}), true;
-  return false;
+  return visit_dtype(name, visit);
 }
 
 uintptr_t itemsize_of(const std::string& argument, const std::string& dtype) {
   uintptr_t itemsize = 0;
-  if (!visit_dtype(dtype, [&](auto element) { itemsize = sizeof element; })) {
+  if (!visit_summed(dtype, [&](auto element) { itemsize = sizeof element; })) {
     throw std::invalid_argument(argument +
                                 ": expected float64, float32, bfloat16 or float16, got " + dtype);
   }
@@ -37,8 +35,8 @@ void check_shard_sum(const ShardSumArguments& arguments) {
 }
 
 void run_shard_sum(const ShardSumArguments& arguments, Simd level) {
-  visit_dtype(arguments.shard_dtype, [&](auto in) {
-    visit_dtype(arguments.out_dtype, [&](auto out) {
+  visit_summed(arguments.shard_dtype, [&](auto in) {
+    visit_summed(arguments.out_dtype, [&](auto out) {
       using In = decltype(in);
       using Out = decltype(out);
       std::vector<const In*> shards;

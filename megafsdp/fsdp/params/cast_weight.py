@@ -37,7 +37,7 @@ class CastWeight(GatheredWeight):
         dtype: The compute dtype.
         main_weight: The group's main weight, a shard or the whole.
         axes: Ranks that divide or replicate the group.
-        is_persistent: Whether the strategy keeps the full buffer between uses.
+        stays_gathered: Whether the strategy keeps the full buffer between uses.
         device: Where the buffers live.
         ledger: Counts their bytes.
         host_weight: The cast and the copies of a main weight that lives on the host.
@@ -49,19 +49,18 @@ class CastWeight(GatheredWeight):
         main_weight: DBuffer,
         *,
         axes: DataParallelAxes,
-        is_persistent: bool,
+        stays_gathered: bool,
         device: torch.device,
         ledger: ByteLedger,
         host_weight: HostWeight | None = None,
     ) -> None:
         self._main = main_weight
         self._host_weight = host_weight
-        self.stays_gathered = is_persistent
         is_same = dtype == main_weight.flat.dtype and host_weight is None
         # Forward may read what the optimizer writes where that is the whole: one buffer less.
         is_main = is_same and (axes.is_alone or not axes.is_sharded)
         is_gathered = axes.is_sharded and not is_main
-        is_persistent = is_persistent or not is_gathered
+        is_persistent = stays_gathered or not is_gathered
         buffers = WeightBuffers(main_weight, axes, dtype, device=device, ledger=ledger)
         if is_main:
             full = main_weight
@@ -91,7 +90,7 @@ class CastWeight(GatheredWeight):
             joined(source, buffers, axes, on_copy_stream),
             buffers,
             axes=axes,
-            is_persistent=is_persistent,
+            stays_gathered=stays_gathered,
             is_gathered=is_gathered,
             on_copy_stream=on_copy_stream,
         )

@@ -110,7 +110,7 @@ class GatheredWeight:
         source: What this rank contributes to its gather.
         buffers: Makes the slices that a unit may save between forward and backward.
         axes: Ranks that divide or replicate the group.
-        is_persistent: Whether the full buffer stays between uses.
+        stays_gathered: Whether the strategy keeps the full buffer between uses.
         is_gathered: Whether a gather fills it; else it is read as its source leaves it.
         on_copy_stream: Returns the context in which collectives read a copy from the host: they run
             on the stream of the copy.
@@ -118,11 +118,8 @@ class GatheredWeight:
     Attributes:
         is_stale: Whether the main weight has changed since the last refresh.
         label: FQN of the unit, for counters and profilers.
-        stays_gathered: Whether the strategy keeps the weight in full between uses; set by
-            subclasses.
+        stays_gathered: The argument.
     """
-
-    stays_gathered: bool
 
     def __init__(
         self,
@@ -131,16 +128,18 @@ class GatheredWeight:
         buffers: WeightBuffers,
         *,
         axes: DataParallelAxes,
-        is_persistent: bool,
+        stays_gathered: bool,
         is_gathered: bool,
         on_copy_stream: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         # Before the first use there is nothing to read.
         self.is_stale = True
         self.label = ""
+        self.stays_gathered = stays_gathered
         self._full, self._source, self._buffers = full, source, buffers
         self._axes = axes
-        self._is_persistent, self._is_gathered = is_persistent, is_gathered
+        # What no gather fills stays, whatever the strategy.
+        self._is_persistent, self._is_gathered = stays_gathered or not is_gathered, is_gathered
         self._on_copy_stream = on_copy_stream
         # Whether the full buffer was not gathered since the last refresh.
         self._is_outdated = True

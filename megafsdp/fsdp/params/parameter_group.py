@@ -167,7 +167,7 @@ class ParameterGroup:
         lives_on_host: Whether they are there from the first, and gradients too, by the policy; not
             because an optimizer has moved them.
         step_in_flight: The step that changes the main weight beside the calling thread.
-        num_changes: How many changes of the main weight were marked on this rank.
+        num_marks: How many changes of the main weight all ranks have marked alike: steps and loads.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class ParameterGroup:
         self.lives_on_host = self.host_memory is not None
         self.main_weight = self._new_main_weight()
         self.compute_weight = self._new_compute_weight(
-            quantization, is_persistent=strategy.has_persistent_compute_weight
+            quantization, stays_gathered=strategy.has_persistent_compute_weight
         )
         with torch.no_grad():
             self.main_weight.zero_gaps()
@@ -220,7 +220,7 @@ class ParameterGroup:
             model=self._model_gradients(),
         )
         self.step_in_flight: AsyncStep | None = None
-        self.num_changes = 0
+        self.num_marks = 0
         # Modules by their dictionaries: every forward and backward walks all places four times.
         self._places = [
             (owner._parameters, attribute, p.sharded, p.unsharded)
@@ -270,7 +270,7 @@ class ParameterGroup:
         )
 
     def _new_compute_weight(
-        self, quantization: Quantization | None, *, is_persistent: bool
+        self, quantization: Quantization | None, *, stays_gathered: bool
     ) -> CastWeight | QuantizedWeight:
         main, dtype, host = self.main_weight, self.dtypes.compute, self.host_memory
         if quantization is not None:
@@ -281,7 +281,7 @@ class ParameterGroup:
                 [p.spec.shape for p in self.parameters],
                 dtype=dtype,
                 axes=self.axes,
-                is_persistent=is_persistent,
+                stays_gathered=stays_gathered,
                 device=self.device,
                 ledger=self.ledger,
             )
@@ -293,7 +293,7 @@ class ParameterGroup:
             dtype,
             main,
             axes=self.axes,
-            is_persistent=is_persistent,
+            stays_gathered=stays_gathered,
             device=self.device,
             ledger=self.ledger,
             host_weight=host_weight,
@@ -492,16 +492,24 @@ class ParameterGroup:
 
     def mark_stale(self) -> None:
         """Note that main weights changed: the next unshard refreshes, once."""
+        self.num_marks += 1
+        self._mark_changed()
+
+    @property
+    def num_changes(self) -> int:
+        """Return a count that rises with each change marked or found on this rank."""
+        return self.num_marks + self._num_writes
+
+    def _mark_changed(self) -> None:
         # A step may write on some ranks only. On those mark_stale_if_written() must not find the
         # same writes again: all ranks would not gather alike.
         self._num_writes = self._count_writes()
-        self.num_changes += 1
         self.compute_weight.mark_stale()
 
     def mark_stale_if_written(self) -> None:
         """Mark the group stale if its tensors were written to, as by loads; local."""
         if self._count_writes() != self._num_writes:
-            self.mark_stale()
+            self._mark_changed()
 
     def _count_writes(self) -> int:
         return sum_of_versions(self._written)

@@ -265,6 +265,8 @@ class FSDPContext:
         # Units gathered ahead that have not run. By id: references keep a deleted model alive.
         self._ahead: set[int] = set()
         self._exchanges: list[Pending] = []
+        # Marks of changed main weights when histories were rolled last.
+        self._num_marks_rolled = 0
 
     @property
     def units(self) -> list[ScheduledUnit]:
@@ -309,7 +311,27 @@ class FSDPContext:
         # Usage that only other ranks read. Waited for this late, it costs next to nothing.
         self._finish_exchanges()
         self._forward.start()
+        self.roll_histories()
         self._join_divided()
+
+    def roll_histories(self) -> None:
+        """Roll the histories of delayed scaling, once after each change of weights; collective.
+
+        Also where a step changes other weights alone, as that of adapters on frozen ones: layers
+        record maxima all the same. Before any layer of the pass records others.
+        """
+        groups = self.groups
+        with_history = [group for group in groups if group.has_history]
+        if not with_history:
+            return
+        for group in with_history:
+            group.mark_stale_if_written()
+        # Of other groups marks alone: a rank without rows of a weight finds no writes to it.
+        num_marks = sum(group.num_marks for group in groups)
+        is_stale = any(group.compute_weight.is_stale for group in with_history)
+        if is_stale or num_marks != self._num_marks_rolled:
+            self._num_marks_rolled = num_marks
+            refresh_with_maxima(groups)
 
     def _join_divided(self) -> None:
         """Issue what the outer axis gathers once a step, all at once and in one order.

@@ -6,11 +6,11 @@ them. ``megafsdp report`` draws them as marks and prints the texts.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+
+from megafsdp.training.metrics.json_lines import JsonLines
 
 EVENTS_FILE = "events.jsonl"
 
@@ -35,32 +35,12 @@ class EventLog:
     """
 
     def __init__(self, path: Path, *, last_step: int) -> None:
-        if path.exists():
-            kept = _kept(path, last_step) if last_step else []
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            os.replace(temporary, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._lines = JsonLines(path, last_step=last_step)
 
     def log(self, event: Event, values: Mapping[str, object]) -> None:
         """Write one line; ``values`` has the step."""
-        self._file.write(json.dumps({"event": event.value, **values}) + "\n")
-        self._file.flush()
+        self._lines.append({"event": event.value, **values})
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
-
-
-def _kept(path: Path, last_step: int) -> list[str]:
-    """Return the whole lines up to the last step."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
-            step = int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            # The last line of a job that was killed while it wrote.
-            continue
-        if step <= last_step and line.endswith("\n"):
-            kept.append(line)
-    return kept
+        self._lines.close()

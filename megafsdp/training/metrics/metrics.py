@@ -180,7 +180,7 @@ def progress_line(
         Part(f"{rates.tflops:.3g} TFLOP/s", 1),
         *([] if rates.mfu is None else [Part(f"MFU {100 * rates.mfu:.1f}%", 40)]),
         Part(f"memory {rates.memory_nbytes / _GIB:.2f} GiB", 10),
-        Part(f"ETA {_clock(rates.eta_s)}", 45),
+        Part(f"ETA {clock(rates.eta_s)}", 45),
         *([Part.red("SKIPPED", 80)] if result.is_skipped else []),
     ]
     return fitted(parts, screen)
@@ -207,7 +207,8 @@ def megatron_line(position: Position, result: StepResult, lr: float, rates: Rate
     return " | ".join(parts)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return a duration as minutes and seconds, with hours before them if there are some."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

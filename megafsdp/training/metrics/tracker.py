@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config.sections import Config, require
 from megafsdp.training.metrics.events import EVENTS_FILE, Event, EventLog
+from megafsdp.training.metrics.json_lines import JsonLines
 from megafsdp.training.process.doctor import is_installed
 
 if TYPE_CHECKING:
@@ -64,16 +64,10 @@ class JsonlTracker:
     """
 
     def __init__(self, path: Path, *, last_step: int) -> None:
-        self._path = path
+        self._lines = JsonLines(path, last_step=last_step)
         self._last_step = last_step
-        self.elapsed_s = 0.0
-        if path.exists():
-            kept = self._kept()
-            self._rewrite(kept)
-            self.elapsed_s = max(
-                (json.loads(line).get("elapsed_s", 0.0) for line in kept), default=0.0
-            )
-        self._file = path.open("a", encoding="utf-8")
+        times_s = [row.get("elapsed_s") for row in self._lines.rows()]
+        self.elapsed_s = max((t for t in times_s if isinstance(t, int | float)), default=0.0)
 
     def log(self, row: Row) -> None:
         """Write one line; numbers that JSON cannot spell become null."""
@@ -81,39 +75,16 @@ class JsonlTracker:
             name: None if isinstance(v, float) and not math.isfinite(v) else v
             for name, v in row.items()
         }
-        line = json.dumps(spelt) + "\n"
-        if EVALUATION_KEY in row and row["step"] == self._last_step:
-            self._file.flush()
-            self._rewrite([*self._kept(with_last_evaluation=False), line])
-            before, self._file = self._file, self._path.open("a", encoding="utf-8")
-            before.close()
-        else:
-            self._file.write(line)
-            self._file.flush()
+        if self._is_last_evaluation(row):
+            self._lines.remove(self._is_last_evaluation)
+        self._lines.append(spelt)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()
 
-    def _kept(self, *, with_last_evaluation: bool = True) -> list[str]:
-        """Return the lines up to the last step."""
-        kept = []
-        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
-            try:
-                row = json.loads(line)
-                step, is_evaluation = int(row["step"]), EVALUATION_KEY in row
-            except (ValueError, KeyError, TypeError):
-                # The last line of a run that was killed while it wrote.
-                continue
-            is_repeated = is_evaluation and step == self._last_step and not with_last_evaluation
-            if step <= self._last_step and line.endswith("\n") and not is_repeated:
-                kept.append(line)
-        return kept
-
-    def _rewrite(self, lines: list[str]) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(lines), encoding="utf-8")
-        os.replace(temporary, self._path)
+    def _is_last_evaluation(self, row: Row) -> bool:
+        return EVALUATION_KEY in row and row["step"] == self._last_step
 
 
 class WandbTracker:

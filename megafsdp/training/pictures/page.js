@@ -4,6 +4,8 @@
 (function () {
   const page = JSON.parse(document.getElementById("page-data").textContent);
   const state = { axis: "step", log: false, hidden: new Set(), views: {} };
+  // How many drawings were asked for, and the one under way.
+  let numAsked = 0, drawing = Promise.resolve();
   const axes = {
     step: { field: "step", title: "step", label: "format(datum.value, ',')" },
     tokens: { field: "tokens", title: "tokens", label: "format(datum.value, '~s')" },
@@ -65,11 +67,17 @@
     return [0, most || 1];
   }
 
+  function removeView(key) {
+    if (state.views[key]) state.views[key].finalize();
+    delete state.views[key];
+  }
+
   async function draw(chart) {
     const axis = axes[state.axis];
     const place = document.getElementById("chart-" + chart.key);
     const data = Object.fromEntries(Object.entries(chart.data).map(([name, c]) => [name, rows(c)]));
     if (data.curves && !data.curves.some((row) => row.value !== null && (row[axis.field] ?? null) !== null)) {
+      removeView(chart.key);
       place.replaceChildren(document.createTextNode("Nothing to draw over " + axis.title + "."));
       return;
     }
@@ -84,14 +92,20 @@
       renderer: "svg", actions: false, config: config,
       tooltip: { disableDefaultStyle: true },
     });
-    if (state.views[chart.key]) state.views[chart.key].finalize();
+    removeView(chart.key);
     state.views[chart.key] = result.view;
   }
 
-  async function drawAll() {
+  // One drawing after the other: of two in one place, the older could be what stays.
+  function drawAll() {
+    const number = ++numAsked;
     document.body.dataset.drawn = "";
-    await Promise.all(page.charts.map(draw));
-    document.body.dataset.drawn = state.axis + (state.log ? " log" : "");
+    const next = async function () {
+      if (number !== numAsked) return;
+      await Promise.all(page.charts.map(draw));
+      if (number === numAsked) document.body.dataset.drawn = state.axis + (state.log ? " log" : "");
+    };
+    drawing = drawing.then(next, next);
   }
 
   function press(group, button) {

@@ -6,9 +6,9 @@ A run may still write, or its disk may have been full: lines that are no rows ar
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import yaml
 
 from megafsdp.errors import DataError, expected
 from megafsdp.training.metrics.events import EVENTS_FILE, Event
+from megafsdp.training.metrics.json_lines import lines_of, row_of
 from megafsdp.training.metrics.tracker import CONFIG_FILE, EVALUATION_KEY, METRICS_FILE
 
 _LOGGER = logging.getLogger("megafsdp.training")
@@ -94,12 +95,14 @@ def _read(directory: Path, name: str) -> RunFolder:
             )
         )
     notes: list[str] = []
-    rows = _read_lines(metrics, notes, key="step")
+    rows = _read_lines(metrics, notes, _has_numbers)
     steps = [row for row in rows if EVALUATION_KEY not in row]
     if not steps:
         notes.append(f"{METRICS_FILE} has no row of a step: there is nothing to draw yet.")
     events_path = directory / EVENTS_FILE
-    events = _read_lines(events_path, notes, key="event") if events_path.is_file() else []
+    events = []
+    if events_path.is_file():
+        events = _read_lines(events_path, notes, lambda row: "event" in row)
     if not events_path.is_file():
         notes.append(f"There is no {EVENTS_FILE}: resumes, saves, texts and machine are not known.")
     config = _read_config(directory / CONFIG_FILE, notes)
@@ -110,24 +113,29 @@ def _read(directory: Path, name: str) -> RunFolder:
         directory=directory,
         steps=steps,
         evaluations=[row for row in rows if EVALUATION_KEY in row],
-        events=[event for event in events if isinstance(event.get("step"), int)],
+        events=events,
         config=config,
         notes=notes,
     )
 
 
-def _read_lines(path: Path, notes: list[str], *, key: str) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines that have a key; note the lines that are none."""
+def _has_numbers(row: Row) -> bool:
+    """Return whether all values are finite numbers, or null; 1e999 is none, and is read."""
+    return all(
+        value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
+        for value in row.values()
+    )
+
+
+def _read_lines(
+    path: Path, notes: list[str], is_right: Callable[[Row], bool]
+) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines that are right; note the lines that are none."""
     rows, bad = [], []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = lines_of(path)
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            # int() as the step is what rows are put in order by.
-            is_row = isinstance(row, dict) and key in row and int(row["step"]) >= 0
-        except (ValueError, KeyError, TypeError):
-            is_row = False
-        if is_row:
+        row = row_of(line)
+        if row is not None and is_right(row):
             rows.append(row)
         else:
             bad.append(number)

@@ -15,6 +15,7 @@ from megafsdp.errors import ConfigError
 from megafsdp.training.config.parse import config_from_dict
 from megafsdp.training.dry_run.dry_run import dry_run
 from megafsdp.training.metrics.events import Event
+from megafsdp.training.metrics.metrics import clock
 from megafsdp.training.metrics.tracker import EVALUATION_KEY
 from megafsdp.training.pictures.charts import (
     NUM_COLOURS,
@@ -241,7 +242,7 @@ def _summary_of(run: RunFolder) -> dict[str, tuple[str, str]]:
     values: list[tuple[str, object, Callable[[Any], str], str]] = [
         ("step", last.get("step"), "{:,}".format, of),
         ("tokens", last.get("consumed_tokens"), "{:,}".format, ""),
-        ("time", last.get("elapsed_s"), _duration, ""),
+        ("time", last.get("elapsed_s"), clock, ""),
         ("training loss", last.get("loss"), "{:.4f}".format, "nats a token"),
         ("validation loss", evaluation.get(EVALUATION_KEY), "{:.4f}".format, "nats a token"),
         ("validation", evaluation.get("bits_per_byte"), "{:.4f}".format, "bits a byte"),
@@ -251,12 +252,6 @@ def _summary_of(run: RunFolder) -> dict[str, tuple[str, str]]:
         ("skipped steps", last.get("num_skipped") or None, "{:,}".format, ""),
     ]
     return {name: (text(v), unit) for name, v, text, unit in values if v is not None}
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _chart_notes(runs: Sequence[RunFolder], thinned: Sequence[Curve], notes: Sequence[str]) -> str:

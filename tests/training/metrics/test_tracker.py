@@ -58,6 +58,19 @@ def test_evaluation_that_is_repeated_takes_the_place_of_the_first(metrics_path: 
     assert _steps(metrics_path) == [*before, (5, "evaluation")]
 
 
+def test_a_damaged_file_does_not_end_a_resume(tmp_path: Path) -> None:
+    """A byte that is no UTF-8, and a time that is no number, cost their values alone."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "elapsed_s": 5.0}\n\xff\n{"step": 2, "elapsed_s": null}\n'
+        b'{"step": 2, "elapsed_s": "7"}\n'
+    )
+    tracker = JsonlTracker(path, last_step=2)
+    tracker.close()
+    assert tracker.elapsed_s == 5.0
+    assert _steps(path) == [(1, "step"), (2, "step"), (2, "step")]
+
+
 def test_new_run_starts_a_new_file(metrics_path: Path) -> None:
     """Without a checkpoint, old rows belong to another run."""
     JsonlTracker(metrics_path, last_step=0).close()

@@ -165,6 +165,30 @@ def test_the_switch_changes_the_axis(browser: Browser, trained: Path) -> None:
         _assert_quiet(found)
 
 
+# Makes drawings over tokens slower than those that follow.
+_SLOW_TOKENS = """() => {
+  const embed = window.vegaEmbed;
+  window.vegaEmbed = async function (place, spec, options) {
+    const isSlow = JSON.stringify(spec).includes('"title":"tokens"');
+    if (isSlow) await new Promise((done) => setTimeout(done, 300));
+    return embed(place, spec, options);
+  };
+}"""
+
+
+def test_of_two_quick_clicks_the_last_counts(browser: Browser, trained: Path) -> None:
+    """Also where the drawing of the first takes longer."""
+    with opened(browser, trained) as found:
+        found.read(_SLOW_TOKENS)
+        found.page.click('button[data-axis="tokens"]')
+        found.press("axis", "time")
+        found.page.wait_for_timeout(700)
+        charts = found.read("() => Object.keys(megafsdpPage.views)")
+        assert charts and all(found.read(_AXIS_TITLES, c) for c in charts)
+        assert all("time (s)" in found.read(_AXIS_TITLES, chart) for chart in charts)
+        _assert_quiet(found)
+
+
 def test_a_logarithmic_axis_shows_the_same_values(browser: Browser, trained: Path) -> None:
     """Of loss and norm; the learning rate stays linear."""
     with opened(browser, trained) as found:
@@ -199,6 +223,10 @@ def test_runs_lie_over_each_other(browser: Browser, overlaid: Path) -> None:
         assert dict(places)["long"] - dict(places)["short"] == pytest.approx(10)
         found.press("run", "short")
         assert {d["run"] for d in found.read(_DRAWN, "loss")} == {"long"}
+        found.press("run", "long")
+        assert "Nothing to draw" in found.page.inner_text("#chart-loss")
+        assert found.read("() => 'loss' in megafsdpPage.views") is False
+        found.press("run", "long")
         found.press("run", "short")
         assert {d["run"] for d in found.read(_DRAWN, "loss")} == {"long", "short"}
         text = found.page.inner_text("main")

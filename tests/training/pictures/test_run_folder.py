@@ -45,6 +45,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, is_made: bool, found
     [
         ('{"step": 3, "lo', "metrics.jsonl breaks off in its last line, 3"),
         ('{"step": 3, "lo\n{"step": 3, "loss": 1.0}\n', "lines that are not whole, 3:"),
+        ('{"step": 1e999}\n{"step": "2"}\n', "lines that are not whole, 3, 4:"),
+        ('{"step": 3, "loss": "1.0"}\n{"step": 3}\n', "lines that are not whole, 3:"),
+        ('{"step": 3, "elapsed_s": 1e999}\n', "breaks off in its last line, 3:"),
         ("7\n[1]\nnull\n{}\n\x00\n\x01\n\x02\n", "not whole, 3, 4, 5, 6, 7 and 2 more"),
     ],
 )
@@ -58,7 +61,7 @@ def test_a_torn_file_is_read_as_far_as_it_goes(
     with caplog.at_level(logging.WARNING, logger="megafsdp.training"):
         (run,) = read_runs([folder])
     assert [row["step"] for row in run.steps][:2] == [1, 2]
-    assert len(run.steps) == 2 + ('"loss": 1.0' in tail)
+    assert len(run.steps) == 2 + ('"loss": 1.0' in tail) + ('{"step": 3}' in tail)
     (note,) = run.notes
     assert said in note
     assert said in caplog.text
