@@ -159,7 +159,7 @@ def empty_wrapper(
 
 
 def is_replaceable(tensor: torch.Tensor) -> bool:
-    """Return whether :func:`replace_tensor` can: no graph, reducer or weak reference has the tensor.
+    """Return whether :func:`replace_tensor` can: no graph, reducer or weak reference is on it.
 
     Public: none; ``swap_tensors`` raises after it was called. 2.11 to 2.13.
     """

@@ -37,6 +37,8 @@ from megafsdp.errors import expected
 Choice = Literal["max", "most_recent"]
 
 INPUT, GRAD = 0, 1
+# What layers record of each parameter with a history: of these two.
+NUM_PENDING = 2
 # Of states that are rolled together: copies of their histories then stay in a cache.
 _MAX_TOGETHER = 64
 _INFINITE_BITS = 0x7F80_0000

@@ -550,9 +550,8 @@ def _check_copy(target: QuantizedShard, source: QuantizedTensor) -> None:
         hint = "Quantize both models by one recipe, or load main weights"
     elif scaled != given_scaled:
         # The rest of the matrix, on this rank or another, would be read by the wrong scale.
-        what, got = (
-            f"under one scale of a matrix of shape {each}" for each in (scaled, given_scaled)
-        )
+        both = scaled, given_scaled
+        what, got = (f"under one scale of a matrix of shape {each}" for each in both)
         hint = (
             "Load with the weight_mesh and the degree of tp that the codes were saved with, or "
             "load main weights by megafsdp.checkpoint"

@@ -32,12 +32,9 @@ from megafsdp.fsdp.params.gathered_weight import GatheredWeight, WeightBuffers, 
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import Quantization
 from megafsdp.mesh.placement import Residence
-from megafsdp.quantize.delayed import DelayedState, roll_together
+from megafsdp.quantize.delayed import NUM_PENDING, DelayedState, roll_together
 from megafsdp.quantize.tensor import QuantizedTensor
 from megafsdp.quantize.tiles import Fragment
-
-# Of inputs and of output gradients, for each parameter with a history.
-_NUM_PENDING = 2
 
 
 class WeightScales:
@@ -74,7 +71,7 @@ class WeightScales:
         self._sizes = [self._format.num_maxima(shape) for shape in shapes]
         self.states = _new_states(recipe.history, shapes, device)
         self.has_pending = quantization.has_recorded_maxima
-        num_pending = _NUM_PENDING * len(self.states) if self.has_pending else 0
+        num_pending = NUM_PENDING * len(self.states) if self.has_pending else 0
         self.num_maxima = sum(self._sizes) + num_pending
         # Multiples of 16 bytes, so each table is aligned for kernels.
         sizes = [self._format.table_nbytes(shape) for shape in shapes]
@@ -120,9 +117,9 @@ class WeightScales:
         *maxima, pending = self._split(combined)
         if self.states:
             if not self.has_pending:
-                pending = pending.new_zeros(_NUM_PENDING * len(self.states))
+                pending = pending.new_zeros(NUM_PENDING * len(self.states))
             # Zeros of weights that have not changed leave their history alone.
-            roll_together(self.states, maxima, pending.split(_NUM_PENDING))
+            roll_together(self.states, maxima, pending.split(NUM_PENDING))
             maxima = [state.weight_maximum() for state in self.states]
         if is_stale:
             self._maxima = maxima

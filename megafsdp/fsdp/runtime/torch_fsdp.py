@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megafsdp.buffer.dtensor.uneven import local_object
 from megafsdp.errors import expected
-from megafsdp.fsdp.runtime.agreement import take_largest
-from megafsdp.quantize.delayed import DelayedState, roll_together
+from megafsdp.fsdp.runtime.agreement import take_largest, take_largest_together
+from megafsdp.quantize.delayed import NUM_PENDING, DelayedState, roll_together
 from megafsdp.quantize.formats import WeightFormat
 from megafsdp.quantize.main_weight import Layout, MainWeight
 from megafsdp.quantize.shard import QuantizedShard
@@ -33,8 +33,6 @@ from megafsdp.quantize.tensor import QuantizedTensor
 from megafsdp.quantize.tiles import Fragment
 
 _LOGGER = logging.getLogger("megafsdp.fsdp")
-# Of inputs and of output gradients, for each parameter with a history.
-_NUM_PENDING = 2
 
 
 def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
@@ -130,7 +128,7 @@ class _Encoding:
         self.format: WeightFormat = shard.recipe.weight
         self.layout = _layout_of(shard, self.weight)
         # Fixed by the recipe, so that ranks agree on sizes whatever their layers have recorded.
-        self.num_pending = 0 if shard.state is None else _NUM_PENDING
+        self.num_pending = 0 if shard.state is None else NUM_PENDING
         self.maxima = self.pending = self.layout.values
 
     @property
@@ -205,7 +203,9 @@ def _encode_together(
     # One call of the kernel a format: with a call a parameter, Python would dominate the step.
     for form, found in by_format.items():
         form.add_maxima([e.layout.fragment for e in found], [e.maxima for e in found])
-    _combine(combined, first, by_groups)
+    # Each set of ranks has its numbers beside each other, in the order of the parameters.
+    numels = {groups: sum(e.num_combined for e in found) for groups, found in by_groups.items()}
+    take_largest_together(combined, first, numels)
     if has_recorded:
         _combine_recorded([each for each, _ in delayed])
     _roll(delayed)
@@ -218,20 +218,6 @@ def _encode_together(
         form.encode([each.layout.fragment for each in found], maxima, codes)
         for each, table in zip(found, tables, strict=True):
             each.take_table(table)
-
-
-def _combine(
-    combined: torch.Tensor,
-    first: tuple[dist.ProcessGroup, ...],
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]],
-) -> None:
-    for process_group in first:
-        take_largest(combined, process_group)
-    # Each set of ranks has its numbers beside each other, in the order of the parameters.
-    numels = [sum(each.num_combined for each in found) for found in by_groups.values()]
-    for groups, part in zip(by_groups, combined.split(numels), strict=True):
-        for process_group in groups[1:]:
-            take_largest(part, process_group)
 
 
 def _delayed(every: Sequence[_Encoding]) -> list[tuple[_Encoding, DelayedState]]:
@@ -261,7 +247,7 @@ def _combine_recorded(every: Sequence[_Encoding]) -> None:
         combined = torch.cat(parts)
         for process_group in groups:
             take_largest(combined, process_group)
-        for part, found in zip(parts, combined.split(_NUM_PENDING), strict=True):
+        for part, found in zip(parts, combined.split(NUM_PENDING), strict=True):
             part.copy_(found)
 
 
