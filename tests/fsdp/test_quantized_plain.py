@@ -132,6 +132,8 @@ def test_state_dicts_have_no_main_weights() -> None:
     assert sizes[1] < 1.5 * numel and sizes[0] > 5 * numel
 
 
+# The tracer asks every input for .grad, and torch warns where it is not a leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_a_compiled_model_computes_what_it_does_without(recipe: str) -> None:
     """Outputs and gradients, bit for bit; recipes without histories stay in one graph."""
