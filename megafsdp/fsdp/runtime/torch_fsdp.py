@@ -100,15 +100,17 @@ def _layout_of(shard: QuantizedShard, weight: MainWeight) -> Layout:
 def write_full_values(tensor: DTensor, full: torch.Tensor) -> bool:
     """Set the values of a quantized parameter from those of the whole, and make its codes.
 
-    Collective as :func:`encode_main_weights`. Returns False, and does nothing, for what is not
-    quantized, for other shapes, and where torch can copy codes: from one rank to one rank.
+    Collective as :func:`encode_main_weights`. What one rank got from one rank is quantized, and is
+    copied with its histories. Returns False, and does nothing, for what is not quantized, and for
+    other shapes.
     """
     shard, mesh = shard_of(tensor), tensor.device_mesh
     if shard is None or full.shape != tensor.shape:
         return False
     if isinstance(full, QuantizedTensor):
         if mesh.size() == 1:
-            return False
+            shard.copy_(full)
+            return True
         full = full.decode()
     main = require_main_weight(shard)
     # Every rank has all of it: nothing is sent.
